@@ -77,6 +77,7 @@ lint: $(DEV_READY)
 	$(call need,ruff)
 	$(call need,mypy)
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check -q .
 	$(PYTHON) -m mypy
 
 check-python:

@@ -1,9 +1,11 @@
-"""An experiment: attention within documents by flash-attn-4 over one sequence, with lists of blocks to compute.
+"""An experiment: attention within documents by flash-attn-4 over one sequence, with lists of blocks
+to compute.
 
-The varlen kernels launch blocks for every place for a document, filled or not: the static tax. Here the row is one
-sequence of T tokens cut into blocks of 128, and lists made on the device say which pairs of blocks to compute: all of a
-pair (`full`), or what a function of row and column allows (`partial`: the diagonal, and where a document begins). Their
-shapes follow from T alone, so the number of documents costs nothing. One set of lists per microbatch, for all layers.
+The varlen kernels launch blocks for every place for a document, filled or not: the static tax. Here
+the row is one sequence of T tokens cut into blocks of 128, and lists made on the device say which
+pairs of blocks to compute: all of a pair (`full`), or what a function of row and column allows
+(`partial`: the diagonal, and where a document begins). Their shapes follow from T alone, so the
+number of documents costs nothing. One set of lists per microbatch, for all layers.
 
     columns   0 1 2 3
     rows 0    p            p partial, f full, . skipped; documents begin at 0 and within block 2
@@ -11,6 +13,7 @@ shapes follow from T alone, so the number of documents costs nothing. One set of
          2    p p p
          3    . . p p
 """
+
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +23,8 @@ BLOCK = 128
 
 
 class Lists(NamedTuple):
-    """counts int32 [1, 1, R] and block numbers int32 [1, 1, R, C], ascending, of partial and of full blocks."""
+    """counts int32 [1, 1, R] and block numbers int32 [1, 1, R, C], ascending, of partial and of
+    full blocks."""
 
     partial_count: Tensor
     partial: Tensor
@@ -29,7 +33,8 @@ class Lists(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """starts: int32 [T], the first row that each row sees. forward: lists by rows; backward: lists by columns."""
+    """starts: int32 [T], the first row that each row sees. forward: lists by rows; backward: lists
+    by columns."""
 
     starts: Tensor
     forward: Lists
@@ -37,10 +42,13 @@ class Blocks(NamedTuple):
 
 
 def make_blocks(cu_seqlens: Tensor, tokens: int) -> Blocks:
-    """The blocks of a microbatch; a row of padding sees itself alone. Device operations of static shape only."""
+    """The blocks of a microbatch; a row of padding sees itself alone. Device operations of static
+    shape only."""
     rows = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
     place = torch.searchsorted(cu_seqlens, rows, right=True) - 1
-    starts = torch.where(rows < cu_seqlens[-1], cu_seqlens[place.clamp(max=cu_seqlens.shape[0] - 1)], rows).int()
+    starts = torch.where(
+        rows < cu_seqlens[-1], cu_seqlens[place.clamp(max=cu_seqlens.shape[0] - 1)], rows
+    ).int()
     count = -(-tokens // BLOCK)
     numbers = torch.arange(count, device=rows.device, dtype=torch.int32)
     first = starts[numbers * BLOCK]
@@ -55,14 +63,24 @@ def make_blocks(cu_seqlens: Tensor, tokens: int) -> Blocks:
 def _lists(partial: Tensor, full: Tensor) -> Lists:
     found = []
     for chosen in (partial, full):
-        numbers = torch.arange(chosen.shape[1], device=chosen.device, dtype=torch.int32).expand(chosen.shape)
-        ordered = torch.where(chosen, numbers, chosen.shape[1]).sort(dim=1).values.clamp(max=chosen.shape[1] - 1)
-        found += [chosen.sum(1, dtype=torch.int32)[None, None], ordered.int()[None, None].contiguous()]
+        numbers = torch.arange(chosen.shape[1], device=chosen.device, dtype=torch.int32).expand(
+            chosen.shape
+        )
+        ordered = (
+            torch.where(chosen, numbers, chosen.shape[1])
+            .sort(dim=1)
+            .values.clamp(max=chosen.shape[1] - 1)
+        )
+        found += [
+            chosen.sum(1, dtype=torch.int32)[None, None],
+            ordered.int()[None, None].contiguous(),
+        ]
     return Lists(*found)
 
 
 def kernels() -> tuple[Any, Any, Any]:
-    """(forward, backward, the function of row and column) of flash-attn-4. Raises ImportError where there is none."""
+    """(forward, backward, the function of row and column) of flash-attn-4. Raises ImportError where
+    there is none."""
     import cutlass
     from cutlass import cute
     from flash_attn.cute import interface, utils
@@ -75,19 +93,33 @@ def kernels() -> tuple[Any, Any, Any]:
     return interface._flash_attn_fwd, interface._flash_attn_bwd, in_document
 
 
-def attend_by_blocks(functions: tuple[Any, Any, Any], q: Tensor, k: Tensor, v: Tensor, blocks: Blocks,
-                     grad: Tensor | None) -> list[Tensor]:
+def attend_by_blocks(
+    functions: tuple[Any, Any, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Blocks,
+    grad: Tensor | None,
+) -> list[Tensor]:
     """Output, and with `grad` the gradients of q, k and v ([T, heads, D] each)."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     forward, backward, in_document = functions
     one = [x.unsqueeze(0) for x in (q, k, v)]
-    shared = {"mask_mod": in_document, "aux_tensors": [blocks.starts], "softmax_scale": q.shape[-1] ** -0.5}
+    shared = {
+        "mask_mod": in_document,
+        "aux_tensors": [blocks.starts],
+        "softmax_scale": q.shape[-1] ** -0.5,
+    }
     # Grouped queries packed into one tile would share rows of the mask.
     lists = BlockSparseTensorsTorch(*blocks.forward, block_size=(BLOCK, BLOCK))
-    out, lse, *_ = forward(*one, return_lse=True, pack_gqa=False, block_sparse_tensors=lists, **shared)
+    out, lse, *_ = forward(
+        *one, return_lse=True, pack_gqa=False, block_sparse_tensors=lists, **shared
+    )
     if grad is None:
         return [out[0]]
     lists = BlockSparseTensorsTorch(*blocks.backward, block_size=(BLOCK, BLOCK))
-    found = backward(*one, out, grad.unsqueeze(0).contiguous(), lse, block_sparse_tensors=lists, **shared)
+    found = backward(
+        *one, out, grad.unsqueeze(0).contiguous(), lse, block_sparse_tensors=lists, **shared
+    )
     return [out[0], *(x[0] for x in found[:3])]

@@ -1,10 +1,12 @@
-"""Host time of a microbatch's forward and backward by one chunk graph each, the launches of graphs told apart.
+"""Host time of a microbatch's forward and backward by one chunk graph each, the launches of graphs
+told apart.
 
     PYTHONPATH=src python benchmarks/host_time.py --tokens 1024 4096            on a GPU; --profile says where it goes
 
-The device is idle before every call, so nothing waits for it: what is measured is Python, copies into the slot and the
-two launches.
-"""
+The device is idle before every call, so nothing waits for it: what is measured is Python, copies
+into the slot and the two launches.
+"""  # noqa: E501
+
 import argparse
 import cProfile
 import pstats
@@ -30,6 +32,7 @@ class Watch:
 
     def install(self) -> None:
         """Time every launch from here on."""
+
         def replay(graph: CudaGraph) -> None:
             begin = time.perf_counter()
             self._replay(graph)
@@ -61,9 +64,19 @@ def main() -> None:
     asked = parser.parse_args()
     device, watch = torch.device("cuda"), Watch()
     for tokens in asked.tokens:
-        options = StepOptions(model=asked.model, layers=None, tokens=(tokens,), part="layers", attention="varlen",
-                              rounds=asked.calls, calls=1, ways=("chunk",))
-        model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
+        options = StepOptions(
+            model=asked.model,
+            layers=None,
+            tokens=(tokens,),
+            part="layers",
+            attention="varlen",
+            rounds=asked.calls,
+            calls=1,
+            ways=("chunk",),
+        )
+        model = build_part(
+            options.part, shape(options.model, options.layers), device, dtype_on(device)
+        )
         zero_gradients([model])
         bench = _StepBench(options, tokens, model, device, Deadline(None))
         way = make_way("chunk", bench.setting)
@@ -77,7 +90,10 @@ def main() -> None:
                 pstats.Stats(profile).sort_stats("tottime").print_stats(25)
             watch.install()
             whole, launches = measure(way, batches, watch)
-        print(f"{tokens} tokens: {whole:.0f} us, launches {launches:.0f} us, the rest {whole - launches:.0f} us")
+        print(
+            f"{tokens} tokens: {whole:.0f} us, launches {launches:.0f} us, the rest "
+            f"{whole - launches:.0f} us"
+        )
         way.close()
 
 

@@ -52,7 +52,14 @@ def main() -> None:
     torch.manual_seed(0)
     for kernel, work in {"loss": loss(options.tokens), **rows(options.tokens)}.items():
         low, median, high = do_bench(work, warmup=50, rep=400, quantiles=[0.2, 0.5, 0.8])
-        row = {"kernel": kernel, "tree": options.label, "tokens": options.tokens, "ms": median, "p20": low, "p80": high}
+        row = {
+            "kernel": kernel,
+            "tree": options.label,
+            "tokens": options.tokens,
+            "ms": median,
+            "p20": low,
+            "p80": high,
+        }
         print(json.dumps(row), flush=True)
 
 

@@ -1,14 +1,17 @@
 """Experts of one Moonlight layer, piece by piece: time, rate and correctness.
 
-    PYTHONPATH=src python3 benchmarks/moe_experts.py [--out FILE] [--seconds 55] [--tokens 1024 4096 16384]
+    PYTHONPATH=src python3 benchmarks/moe_experts.py [--out FILE] [--seconds 55] [--tokens 1024 4096
+    16384]
 
-Prints one JSON line per finding: first whether things are right (against loops over experts in float32; replays with
-changing routings bitwise against eager), then times for T tokens of which each goes to 6 of 64 experts, hidden size
-2048, 1408 wide. A time is the median over replays of a graph that holds the work several times; the matrices of a layer
-are larger than the cache. `tflops` counts live rows; `gbps` counts each byte read or written once. Rows with `padding`
-have a part of the tokens routed nowhere, which should cost nothing. Without CUDA everything is tiny and runs by the
-clock, which shows that the script works and nothing else.
+Prints one JSON line per finding: first whether things are right (against loops over experts in
+float32; replays with changing routings bitwise against eager), then times for T tokens of which
+each goes to 6 of 64 experts, hidden size 2048, 1408 wide. A time is the median over replays of a
+graph that holds the work several times; the matrices of a layer are larger than the cache. `tflops`
+counts live rows; `gbps` counts each byte read or written once. Rows with `padding` have a part of
+the tokens routed nowhere, which should cost nothing. Without CUDA everything is tiny and runs by
+the clock, which shows that the script works and nothing else.
 """
+
 import argparse
 import json
 import statistics
@@ -25,7 +28,12 @@ from packgraph.bench.rows import facts
 from packgraph.moe.activation import activation, activation_backward
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.experts import Experts, naive_experts
-from packgraph.moe.grouped_gemm.products import add_matrices_gradient, grouped_mm, matrices_gradient, product
+from packgraph.moe.grouped_gemm.products import (
+    add_matrices_gradient,
+    grouped_mm,
+    matrices_gradient,
+    product,
+)
 from packgraph.moe.permute.api import combine_rows, gather_pairs, gather_rows, plan_rows
 from packgraph.moe.permute.naive import naive_plan_rows
 
@@ -82,6 +90,7 @@ class Session:
             begin = time.perf_counter()
             work()
             return 1e6 * (time.perf_counter() - begin)
+
         def several() -> None:
             for _ in range(CALLS):
                 work()
@@ -160,10 +169,14 @@ def check_experts(session: Session, shape: Shape) -> Row:
     counts[::5] = 0
     offsets = counts.cumsum(0).int().to(session.device)
     used = int(offsets[-1])
-    values, grad = (torch.randn(rows, shape.hidden, device=session.device).to(session.dtype) for _ in range(2))
+    values, grad = (
+        torch.randn(rows, shape.hidden, device=session.device).to(session.dtype) for _ in range(2)
+    )
     weights = torch.rand(rows, device=session.device)
-    leaves = [x.detach().to(torch.float32, copy=True).requires_grad_()
-              for x in (values, weights, *experts.parameters())]
+    leaves = [
+        x.detach().to(torch.float32, copy=True).requires_grad_()
+        for x in (values, weights, *experts.parameters())
+    ]
     expected = naive_experts(leaves[0], leaves[1], offsets, *leaves[2:])
     expected.backward(grad.float())
     for x in (values, weights, grad):
@@ -171,17 +184,25 @@ def check_experts(session: Session, shape: Shape) -> Row:
     values, weights = values.requires_grad_(), weights.requires_grad_()
     out = experts(values, weights, offsets)
     out.backward(grad)
-    pairs = {"out": (out[:used], expected[:used]), "values": (values.grad[:used], leaves[0].grad[:used]),
-             "weights": (weights.grad, leaves[1].grad)}
+    pairs = {
+        "out": (out[:used], expected[:used]),
+        "values": (values.grad[:used], leaves[0].grad[:used]),
+        "weights": (weights.grad, leaves[1].grad),
+    }
     for leaf, (name, parameter) in zip(leaves[2:], experts.named_parameters(), strict=True):
         pairs[name] = (parameter.grad, leaf.grad)
     found = {name: distance(*pair) for name, pair in pairs.items()}
     unused = all(not parameter.grad[::5].any() for parameter in experts.parameters())
-    return {"distances": found, "unused_are_zero": unused, "ok": unused and max(found.values()) <= RELATIVE}
+    return {
+        "distances": found,
+        "unused_are_zero": unused,
+        "ok": unused and max(found.values()) <= RELATIVE,
+    }
 
 
 def check_replays(session: Session, shape: Shape, tokens: int) -> Row:
-    """A captured forward and backward under new routings, bitwise against eager, and no sync in eager."""
+    """A captured forward and backward under new routings, bitwise against eager, and no sync in
+    eager."""
     if not session.cuda:
         return {"reason": "graphs of CUDA only; tests/cpu does it with the recorder"}
     experts, routing = layer(session, shape), draw(session, shape, tokens, 0.1)
@@ -219,7 +240,9 @@ def time_pieces(session: Session, shape: Shape, tokens: int, padding: float) -> 
     """Rows of times for each piece of forward and backward, and for all of it."""
     experts, routing = layer(session, shape), draw(session, shape, tokens, padding)
     hidden, width = shape.hidden, shape.width
-    x, grad = (torch.randn(tokens, hidden, device=session.device).to(session.dtype) for _ in range(2))
+    x, grad = (
+        torch.randn(tokens, hidden, device=session.device).to(session.dtype) for _ in range(2)
+    )
     plan = plan_rows(routing.experts, shape.experts, routing.experts.numel())
     rows, offsets, used = plan.pair_of_row.shape[0], plan.offsets, int(plan.offsets[-1])
     gate_up, down = (parameter.detach() for parameter in experts.parameters())
@@ -243,19 +266,46 @@ def time_pieces(session: Session, shape: Shape, tokens: int, padding: float) -> 
         "combine_rows": (lambda: combine_rows(y, plan), 0, (tokens + used) * row),
         "combine_backward": (lambda: gather_rows(grad, plan), 0, (tokens + rows) * row),
         "grouped_down_of_rows": (lambda: product(of_y, down, offsets, False), second, 0),
-        "activation_backward": (lambda: activation_backward(of_act, h, weights, offsets), 0, 6 * used * width * size),
-        "grouped_down_of_matrices": (lambda: matrices_gradient(of_y, act, offsets, True), second, 0),
+        "activation_backward": (
+            lambda: activation_backward(of_act, h, weights, offsets),
+            0,
+            6 * used * width * size,
+        ),
+        "grouped_down_of_matrices": (
+            lambda: matrices_gradient(of_y, act, offsets, True),
+            second,
+            0,
+        ),
         "grouped_up_of_rows": (lambda: product(of_h, gate_up, offsets, False), up, 0),
         "grouped_up_of_matrices": (lambda: matrices_gradient(of_h, values, offsets, True), up, 0),
-        "grouped_down_added": (lambda: add_matrices_gradient(down_total, of_y, act, offsets, True), second, 0),
-        "grouped_up_added": (lambda: add_matrices_gradient(gate_up_total, of_h, values, offsets, True), up, 0),
+        "grouped_down_added": (
+            lambda: add_matrices_gradient(down_total, of_y, act, offsets, True),
+            second,
+            0,
+        ),
+        "grouped_up_added": (
+            lambda: add_matrices_gradient(gate_up_total, of_h, values, offsets, True),
+            up,
+            0,
+        ),
         "gather_backward": (lambda: combine_rows(of_h[:, :hidden], plan), 0, (tokens + used) * row),
-        "weights_backward": (lambda: torch.ops.packgraph.pick(of_weights, plan.row_of_pair.reshape(-1),
-                                                              plan.pair_of_row), 0, 0)}
+        "weights_backward": (
+            lambda: torch.ops.packgraph.pick(
+                of_weights, plan.row_of_pair.reshape(-1), plan.pair_of_row
+            ),
+            0,
+            0,
+        ),
+    }
     what = {"section": "time", "tokens": tokens, "padding": padding, "live_rows": used}
     for name, (work, flops, moved) in pieces.items():
-        session.attempt(lambda work=work, flops=flops, moved=moved: rates(session.microseconds(work), flops, moved),
-                        **what, piece=name)
+        session.attempt(
+            lambda work=work, flops=flops, moved=moved: rates(
+                session.microseconds(work), flops, moved
+            ),
+            **what,
+            piece=name,
+        )
     leaves = [leaf.detach().requires_grad_() for leaf in (x, routing.weights)]
     bound = Routing(routing.experts, leaves[1])
 
@@ -264,10 +314,18 @@ def time_pieces(session: Session, shape: Shape, tokens: int, padding: float) -> 
         return torch.autograd.grad(out, [*leaves, *experts.parameters()], grad)
 
     with torch.no_grad():
-        session.attempt(lambda: rates(session.microseconds(lambda: through(experts, x, routing)), up + second, 0),
-                        **what, piece="forward")
-    session.attempt(lambda: rates(session.microseconds(everything), 3 * (up + second), 0), **what,
-                    piece="forward_and_backward")
+        session.attempt(
+            lambda: rates(
+                session.microseconds(lambda: through(experts, x, routing)), up + second, 0
+            ),
+            **what,
+            piece="forward",
+        )
+    session.attempt(
+        lambda: rates(session.microseconds(everything), 3 * (up + second), 0),
+        **what,
+        piece="forward_and_backward",
+    )
 
 
 def rates(microseconds: float, flops: int, moved: int) -> Row:
@@ -281,7 +339,8 @@ def rates(microseconds: float, flops: int, moved: int) -> Row:
 
 
 def time_dense(session: Session, shape: Shape, tokens: int) -> Row:
-    """The products of the same size with one matrix for all rows: what grouped products could reach at most."""
+    """The products of the same size with one matrix for all rows: what grouped products could reach
+    at most."""
     rows = tokens * shape.places
     a = torch.randn(rows, shape.hidden, device=session.device).to(session.dtype)
     b = torch.randn(2 * shape.width, shape.hidden, device=session.device).to(session.dtype)
@@ -303,8 +362,12 @@ def main() -> int:
     session.attempt(lambda: check_experts(session, shape), section="check", what="experts")
     session.attempt(lambda: check_replays(session, shape, 1024), section="check", what="replays")
     for tokens in options.tokens if session.cuda else [24]:
-        session.attempt(lambda tokens=tokens: time_dense(session, shape, tokens), section="time", tokens=tokens,
-                        piece="dense_up")
+        session.attempt(
+            lambda tokens=tokens: time_dense(session, shape, tokens),
+            section="time",
+            tokens=tokens,
+            piece="dense_up",
+        )
         time_pieces(session, shape, tokens, 0.0)
     time_pieces(session, shape, options.tokens[0] if session.cuda else 24, 0.5)
     return session.bad

@@ -1,11 +1,14 @@
 """How plans of offloading get better when they are made again by what graphs took.
 
-    PYTHONPATH=src python benchmarks/offload_trials.py --model qwen3-8b [--tokens 8192] [--compile] [--trials 3]
+    PYTHONPATH=src python benchmarks/offload_trials.py --model qwen3-8b [--tokens 8192] [--compile]
+    [--trials 3]
 
-Trial 0 follows the plan that an eager microbatch gives, every further one the plan that the clocks in the graphs of the
-one before give; `kept` moves nothing. All graphs carry clocks. Each line tells milliseconds per microbatch (median), of
-them compute and waits of forward and backward by the clocks, gigabytes a second of copies, and what was planned.
+Trial 0 follows the plan that an eager microbatch gives, every further one the plan that the clocks
+in the graphs of the one before give; `kept` moves nothing. All graphs carry clocks. Each line tells
+milliseconds per microbatch (median), of them compute and waits of forward and backward by the
+clocks, gigabytes a second of copies, and what was planned.
 """
+
 import argparse
 import json
 import os
@@ -32,15 +35,18 @@ def nothing(trace: OffloadTrace) -> OffloadPlan:
 
 
 def waits_ms(engine) -> tuple[float, float]:
-    """How long main has waited in the forward and in the backward, by clocks, in the last replay."""
+    """How long main has waited in the forward and in the backward, by clocks, in the last
+    replay."""
     times = max(engine._captured, key=lambda times: times.nbytes)
     begin = next(iter(times.needed.values())).waits
     spent = [times.lanes.elapsed_us(*wait) / 1000 for wait in times.waits.all]
-    return round(sum(spent[times.started.waits:begin]), 3), round(sum(spent[begin:]), 3)
+    return round(sum(spent[times.started.waits : begin]), 3), round(sum(spent[begin:]), 3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -52,8 +58,16 @@ def main() -> None:
     parser.add_argument("--commit", help="what rows say, where there is no git checkout")
     asked = parser.parse_args()
     device = torch.device(asked.device, 0) if asked.device == "cuda" else torch.device(asked.device)
-    options = OffloadOptions(asked.model, asked.layers, "layers", (asked.tokens,), lost=asked.lost, calls=2,
-                             min_bytes=2**20 if device.type == "cuda" else 1, compile=asked.compile)
+    options = OffloadOptions(
+        asked.model,
+        asked.layers,
+        "layers",
+        (asked.tokens,),
+        lost=asked.lost,
+        calls=2,
+        min_bytes=2**20 if device.type == "cuda" else 1,
+        compile=asked.compile,
+    )
     with room_for_code():
         run_trials(options, asked, device)
 
@@ -70,22 +84,41 @@ def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch
         with _Run(options, model, device, asked.tokens, None, follows) as run:
             run.engine.times_graphs = True
             run.prepare()
-            laps = sorted(time_block(device, run.calls, run.calls)[0] / options.calls for _ in range(asked.rounds))
+            laps = sorted(
+                time_block(device, run.calls, run.calls)[0] / options.calls
+                for _ in range(asked.rounds)
+            )
             trace, found = run.engine.replayed(speed)
-            row = {"benchmark": "offload_trials", **facts(device, asked.commit), "figures": {},
-                   "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), "model": options.model,
-                   "tokens": asked.tokens, "compile": bool(options.compile), "trial": name,
-                   "ms": round(laps[len(laps) // 2], 3), "eager_ms": round(eager.compute_us / 1000, 3),
-                   "forward_ms": round(trace.forward_us / 1000, 3), "backward_ms": round(trace.backward_us / 1000, 3),
-                   "waits_ms": waits_ms(run.engine), "pool_bytes": run.way.facts()["pool_bytes"],
-                   "out_gb_s": round(found.to_host_bytes_per_us / 1000, 2),
-                   "back_gb_s": round(found.to_device_bytes_per_us / 1000, 2),
-                   "plain_gb_s": round(speed.to_host_bytes_per_us / 1000, 2)}
+            row = {
+                "benchmark": "offload_trials",
+                **facts(device, asked.commit),
+                "figures": {},
+                "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+                "model": options.model,
+                "tokens": asked.tokens,
+                "compile": bool(options.compile),
+                "trial": name,
+                "ms": round(laps[len(laps) // 2], 3),
+                "eager_ms": round(eager.compute_us / 1000, 3),
+                "forward_ms": round(trace.forward_us / 1000, 3),
+                "backward_ms": round(trace.backward_us / 1000, 3),
+                "waits_ms": waits_ms(run.engine),
+                "pool_bytes": run.way.facts()["pool_bytes"],
+                "out_gb_s": round(found.to_host_bytes_per_us / 1000, 2),
+                "back_gb_s": round(found.to_device_bytes_per_us / 1000, 2),
+                "plain_gb_s": round(speed.to_host_bytes_per_us / 1000, 2),
+            }
             if name != "kept":
                 timeline = simulate_offload(eager, by, plan)
-                row |= {"moved_bytes": plan.moved_bytes, "planned_saved_bytes": plan.saved_bytes,
-                        "planned_lost": round(plan.lost, 5), "planned_waits_ms": round(timeline.exposed_us / 1000, 3),
-                        "room": eager.forward_room, "groups": len(plan.moves), "in_flight": plan.in_flight}
+                row |= {
+                    "moved_bytes": plan.moved_bytes,
+                    "planned_saved_bytes": plan.saved_bytes,
+                    "planned_lost": round(plan.lost, 5),
+                    "planned_waits_ms": round(timeline.exposed_us / 1000, 3),
+                    "room": eager.forward_room,
+                    "groups": len(plan.moves),
+                    "in_flight": plan.in_flight,
+                }
                 eager, by, plan = trace, found, plan_for_time(trace, found, asked.lost)
             print(json.dumps(row), flush=True)
 

@@ -1,8 +1,10 @@
-"""The pictures of docs/benchmarks.md from rows: python benchmarks/plot.py benchmarks/results/*.jsonl [--out docs]
+"""The pictures of docs/benchmarks.md from rows: python benchmarks/plot.py
+benchmarks/results/*.jsonl [--out docs]
 
-One SVG file for each kind of row that there is; what was not measured is not drawn. Needs matplotlib (`pip install
-packgraph[plot]`).
+One SVG file for each kind of row that there is; what was not measured is not drawn. Needs
+matplotlib (`pip install packgraph[plot]`).
 """
+
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +26,14 @@ def by_tokens(rows: Sequence[Row], figure: str) -> Series:
 
 
 def tax(rows: Sequence[Row], part: str) -> Series:
-    """For each backend and number of places how many times as long `part` takes as with tight boundaries."""
+    """For each backend and number of places how many times as long `part` takes as with tight
+    boundaries."""
     found: Series = {}
     for row in rows:
         if row["places"] != "tight" and f"{part}_tax" in row:
-            found.setdefault(f"{row['way']}, {row['places']} places", []).append((row["tokens"], row[f"{part}_tax"]))
+            found.setdefault(f"{row['way']}, {row['places']} places", []).append(
+                (row["tokens"], row[f"{part}_tax"])
+            )
     return {name: sorted(points) for name, points in found.items()}
 
 
@@ -38,13 +43,17 @@ def lines(axes: Any, series: Series, title: str, unit: str) -> None:
         axes.plot(*zip(*points), marker=mark, markersize=4, linewidth=1.2, label=name)
     axes.set(title=title, xlabel="tokens in the row", ylabel=unit, xscale="log")
     sizes = sorted({tokens for points in series.values() for tokens, _ in points})
-    axes.set_xticks(sizes, [f"{size // 1024}k" if size % 1024 == 0 else str(size) for size in sizes])
+    axes.set_xticks(
+        sizes, [f"{size // 1024}k" if size % 1024 == 0 else str(size) for size in sizes]
+    )
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
 
 
-def bars(axes: Any, names: Sequence[str], groups: dict[str, list[float]], title: str, unit: str) -> None:
+def bars(
+    axes: Any, names: Sequence[str], groups: dict[str, list[float]], title: str, unit: str
+) -> None:
     """Draw for each name one bar of every group, side by side."""
     width = 0.8 / len(groups)
     for number, (group, values) in enumerate(groups.items()):
@@ -73,34 +82,65 @@ def draw_all(rows: list[Row], out: Path) -> list[Path]:
 
     for (model, part, asked), mine in step_kinds(newest(rows, "step")).items():
         figure, axes = pyplot.subplots(figsize=(6.4, 4.4))
-        lines(axes, by_tokens(mine, "ms_per_1000_tokens"), f"{model}, {part}, attention: {asked}; {mine[0]['device']}",
-              "ms per 1,000 real tokens")
+        lines(
+            axes,
+            by_tokens(mine, "ms_per_1000_tokens"),
+            f"{model}, {part}, attention: {asked}; {mine[0]['device']}",
+            "ms per 1,000 real tokens",
+        )
         axes.set_yscale("log")
         save(figure, f"bench_step_{model}_{part}_{asked}")
     if found := newest(rows, "attention"):
         figure, both = pyplot.subplots(1, 2, figsize=(9, 3.6))
         for axes, part in zip(both, ("forward", "backward")):
-            lines(axes, tax(found, part), f"attention {part}; {found[0]['device']}", "times the tight one")
+            lines(
+                axes,
+                tax(found, part),
+                f"attention {part}; {found[0]['device']}",
+                "times the tight one",
+            )
         save(figure, "bench_attention")
     if found := newest(rows, "padding"):
         figure, axes = pyplot.subplots(figsize=(8, 3.6))
-        bars(axes, [f"{row['way']}, {row['packed']}" for row in found],
-             {"chosen buckets": [100 * row["padding"] for row in found],
-              "the largest alone": [100 * row["padding_alone"] for row in found]},
-             f"places for tokens that stay empty; rows of at most {found[0]['tokens']} tokens", "%")
+        bars(
+            axes,
+            [f"{row['way']}, {row['packed']}" for row in found],
+            {
+                "chosen buckets": [100 * row["padding"] for row in found],
+                "the largest alone": [100 * row["padding_alone"] for row in found],
+            },
+            f"places for tokens that stay empty; rows of at most {found[0]['tokens']} tokens",
+            "%",
+        )
         save(figure, "bench_padding")
     if found := [row for row in newest(rows, "memory") if row.get("peak_ratio") is not None]:
         figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
-        bars(axes, [f"{row['way']}{', compiled' if row['compile'] else ''}, T = {row['tokens']}" for row in found],
-             {"held at most": [row["peak_ratio"] for row in found],
-              "reserved at most": [row["reserved_ratio"] for row in found]},
-             f"memory over eager's; {found[0]['model']}, {found[0]['part']}", "times eager")
+        bars(
+            axes,
+            [
+                f"{row['way']}{', compiled' if row['compile'] else ''}, T = {row['tokens']}"
+                for row in found
+            ],
+            {
+                "held at most": [row["peak_ratio"] for row in found],
+                "reserved at most": [row["reserved_ratio"] for row in found],
+            },
+            f"memory over eager's; {found[0]['model']}, {found[0]['part']}",
+            "times eager",
+        )
         save(figure, "bench_memory")
     if found := newest(rows, "capture"):
         figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
-        bars(axes, [f"{row['way']}, {row['buckets']} bucket{'s' if row['buckets'] > 1 else ''}" for row in found],
-             {"capture": [1000 * row["capture_layer_seconds"] for row in found]},
-             f"capture; {found[0]['model']}, {found[0]['device']}", "ms per layer and bucket")
+        bars(
+            axes,
+            [
+                f"{row['way']}, {row['buckets']} bucket{'s' if row['buckets'] > 1 else ''}"
+                for row in found
+            ],
+            {"capture": [1000 * row["capture_layer_seconds"] for row in found]},
+            f"capture; {found[0]['model']}, {found[0]['device']}",
+            "ms per layer and bucket",
+        )
         save(figure, "bench_capture")
     return written
 

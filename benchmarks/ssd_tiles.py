@@ -1,19 +1,23 @@
 """Ways to make every piece of SSD: which are right, and which is the fastest.
 
-    PYTHONPATH=src python3 benchmarks/ssd_tiles.py [--out FILE] [--seconds 100] [--tokens 1024 4096 16384]
+    PYTHONPATH=src python3 benchmarks/ssd_tiles.py [--out FILE] [--seconds 100] [--tokens 1024 4096
+    16384]
                                                    [--heads 64] [--groups 8] [--chunk 128]
 
-For heads of 64 columns and states of 128, as `ssd.py` draws them. First every way of `ssd_tiles_candidates.py` is
-compiled, as one piece of a forward or backward whose other pieces are the usual ones, and compared with the twin in
-float64, in several processes, so that one which fails or hangs costs nothing but its row (`section` check: `ok`, or
-why not). A way must give the same bits twice, zeros in padding that holds NaN, and the same bits for the other
-documents when one is changed. Then what was right is timed (median over replays of a graph that holds the work several
-times): the best five of each piece are printed (`section` best), and today's way with them. In the end (`section`
-whole) forwards and backwards as a whole: today's, those of the best pieces, those that write no states, those with
-chunks of other sizes in the forward, and mamba_ssm's; `ways` is what to write into the table of mamba/ssd_configs.py.
-Printed are these and failures, --out keeps all rows. Without CUDA everything is tiny and runs in Triton's interpreter
-(TRITON_INTERPRET=1), which shows that the script works and nothing else.
+For heads of 64 columns and states of 128, as `ssd.py` draws them. First every way of
+`ssd_tiles_candidates.py` is compiled, as one piece of a forward or backward whose other pieces are
+the usual ones, and compared with the twin in float64, in several processes, so that one which fails
+or hangs costs nothing but its row (`section` check: `ok`, or why not). A way must give the same
+bits twice, zeros in padding that holds NaN, and the same bits for the other documents when one is
+changed. Then what was right is timed (median over replays of a graph that holds the work several
+times): the best five of each piece are printed (`section` best), and today's way with them. In the
+end (`section` whole) forwards and backwards as a whole: today's, those of the best pieces, those
+that write no states, those with chunks of other sizes in the forward, and mamba_ssm's; `ways` is
+what to write into the table of mamba/ssd_configs.py. Printed are these and failures, --out keeps
+all rows. Without CUDA everything is tiny and runs in Triton's interpreter (TRITON_INTERPRET=1),
+which shows that the script works and nothing else.
 """
+
 import argparse
 import json
 import sys
@@ -30,7 +34,12 @@ from trials import FAILED, check_apart, keep, report
 
 from packgraph.bench.rows import why
 from packgraph.mamba.ssd import chunked_ssd
-from packgraph.mamba.ssd_backward_kernel import backward, pair_gradients, shared_gradient, step_gradients
+from packgraph.mamba.ssd_backward_kernel import (
+    backward,
+    pair_gradients,
+    shared_gradient,
+    step_gradients,
+)
 from packgraph.mamba.ssd_configs import EVERYWHERE, KernelConfigs, Mix, ways_for
 from packgraph.mamba.ssd_forward_kernel import forward, mix
 from packgraph.mamba.ssd_kernel import carry, scores_of, sizes_of, tables_of
@@ -40,15 +49,24 @@ from packgraph.mamba.ssd_values_kernel import value_gradients
 RELATIVE = 0.015  # bfloat16: factors of products are rounded
 WORKERS, CHECKING = 14, 0.65  # processes that check, and the part of the time they may take
 BEST = 5
-FORWARD = ("tables", "scores", "carry", "mix")  # of these pieces a forward is made, of all but `mix` a backward
+FORWARD = (
+    "tables",
+    "scores",
+    "carry",
+    "mix",
+)  # of these pieces a forward is made, of all but `mix` a backward
 Work = Callable[[], object]
 
 
 def written(way: Way | KernelConfigs) -> str:
     """A way as it would be written in the table, without what is usual."""
-    fields = [(name, value) for name, value in way._asdict().items() if value != way._field_defaults[name]]
-    inside = ", ".join(f"{name}={written(value) if isinstance(value, tuple) else json.dumps(value)}"
-                       for name, value in fields)
+    fields = [
+        (name, value) for name, value in way._asdict().items() if value != way._field_defaults[name]
+    ]
+    inside = ", ".join(
+        f"{name}={written(value) if isinstance(value, tuple) else json.dumps(value)}"
+        for name, value in fields
+    )
     return f"{type(way).__name__}({inside})"
 
 
@@ -63,9 +81,14 @@ def results_of(case: Case, piece: str, ways: KernelConfigs) -> list[Tensor]:
 
 
 def expected(case: Case) -> dict[bool, list[Tensor]]:
-    """The twin in float64: [y] under True, all gradients under False. Padding is zeroed for it, not NaN."""
-    clean = [torch.where((case.ids >= 0).view(-1, *[1] * (value.dim() - 1)), value, 0)
-             if value.shape[0] == case.tokens else value for value in case.operands]
+    """The twin in float64: [y] under True, all gradients under False. Padding is zeroed for it, not
+    NaN."""
+    clean = [
+        torch.where((case.ids >= 0).view(-1, *[1] * (value.dim() - 1)), value, 0)
+        if value.shape[0] == case.tokens
+        else value
+        for value in case.operands
+    ]
     leaves = [value.double().requires_grad_() for value in clean]
     out = chunked_ssd(*leaves, case.ids, 64)
     live = (case.ids >= 0)[:, None, None]
@@ -94,8 +117,12 @@ def check(case: Case, wanted: dict[bool, list[Tensor]], piece: str, way: Way) ->
     """A way against the twin; twice; with one document changed; nothing from padding."""
     ways = EVERYWHERE._replace(**{piece: way})
     first, second = (results_of(case, piece, ways) for _ in range(2))
-    target = [value for forwards in (True, False) for value in wanted[forwards]
-              if (piece in FORWARD if forwards else piece != "mix")]
+    target = [
+        value
+        for forwards in (True, False)
+        for value in wanted[forwards]
+        if (piece in FORWARD if forwards else piece != "mix")
+    ]
     far = [distance(ours, theirs) for ours, theirs in zip(first, target, strict=True)]
     same = all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
     by_rows = [value for value in first if value.shape[0] == case.tokens]
@@ -105,10 +132,18 @@ def check(case: Case, wanted: dict[bool, list[Tensor]], piece: str, way: Way) ->
     x, b = (torch.where(changed[:, None, None], 1.7 * value, value) for value in (x, b))
     dy = torch.where(changed[:, None, None], case.grad + 3, case.grad)
     other = results_of(case._replace(operands=[x, dt, a, b, c, d], grad=dy), piece, ways)
-    alone = all(torch.equal(ours[~changed], theirs[~changed])
-                for ours, theirs in zip(first, other, strict=True) if ours.shape[0] == case.tokens)
-    return {"ok": max(far) < RELATIVE and same and quiet and alone, "distances": far, "same_bits": same,
-            "padding_zero": quiet, "documents_alone": alone}
+    alone = all(
+        torch.equal(ours[~changed], theirs[~changed])
+        for ours, theirs in zip(first, other, strict=True)
+        if ours.shape[0] == case.tokens
+    )
+    return {
+        "ok": max(far) < RELATIVE and same and quiet and alone,
+        "distances": far,
+        "same_bits": same,
+        "padding_zero": quiet,
+        "documents_alone": alone,
+    }
 
 
 def work_through(session: Session, options: argparse.Namespace) -> None:
@@ -117,8 +152,10 @@ def work_through(session: Session, options: argparse.Namespace) -> None:
     Two sizes, because what Triton compiles depends on whether 16 divides the number of chunks.
     """
     ways = candidates(session.cuda)
-    cases = [padded_case(session, tokens, options)
-             for tokens in ((8 * options.chunk, 16 * options.chunk) if session.cuda else (40,))]
+    cases = [
+        padded_case(session, tokens, options)
+        for tokens in ((8 * options.chunk, 16 * options.chunk) if session.cuda else (40,))
+    ]
     problems = [(case, expected(case)) for case in cases]
 
     def check_both(number: int) -> Row:
@@ -159,15 +196,23 @@ def works_of(case: Case) -> dict[str, Callable[[Way], Work]]:
         return lambda: mix(x, b, c, d, ids, tables, entering, sizes, EVERYWHERE._replace(mix=way))
 
     return {
-        "mix": mixed, "steps": lambda way: lambda: step_gradients(*parts, way),
+        "mix": mixed,
+        "steps": lambda way: lambda: step_gradients(*parts, way),
         "tables": lambda way: lambda: tables_of(dt, a, ids, sizes, way),
         "scores": lambda way: lambda: scores_of(b, c, ids, sizes, way),
         "carry": lambda way: lambda: carry(x, b, ids, tables, through, sizes, way=way),
         "back": lambda way: lambda: carry(dy, c, ids, tables, through, sizes, entering, way),
         "pairs": lambda way: lambda: pair_gradients(x, dy, ids, tables, scores, sizes, way),
-        "of_c": lambda way: lambda: shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, c, way),
-        "of_b": lambda way: lambda: shared_gradient(x, c, of_scores, of_leaving, ids, tables, sizes, None, way),
-        "values": lambda way: lambda: value_gradients(x, dy, b, c, d, ids, tables, scores, of_leaving, sizes, way)}
+        "of_c": lambda way: (
+            lambda: shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, c, way)
+        ),
+        "of_b": lambda way: (
+            lambda: shared_gradient(x, c, of_scores, of_leaving, ids, tables, sizes, None, way)
+        ),
+        "values": lambda way: (
+            lambda: value_gradients(x, dy, b, c, d, ids, tables, scores, of_leaving, sizes, way)
+        ),
+    }
 
 
 def timed(session: Session, make: Callable[[], Work]) -> Row:
@@ -185,13 +230,36 @@ def time_pieces(session: Session, case: Case, ways: list[tuple[str, Way]]) -> di
     works, ordered = works_of(case), {}
     for piece, make in works.items():
         usual = getattr(ways_for(case.tokens, 64, 128, case.chunk, case.grad.dtype), piece)
-        rows = [(timed(session, lambda way=way, make=make: make(way)), way) for of, way in ways if of == piece]
+        rows = [
+            (timed(session, lambda way=way, make=make: make(way)), way)
+            for of, way in ways
+            if of == piece
+        ]
         for row, way in rows:
-            keep(session, "us" not in row, section="time", tokens=case.tokens, piece=piece, way=written(way), **row)
-        best = sorted((row["us"], place, way) for place, (row, way) in enumerate(rows) if "us" in row)
+            keep(
+                session,
+                "us" not in row,
+                section="time",
+                tokens=case.tokens,
+                piece=piece,
+                way=written(way),
+                **row,
+            )
+        best = sorted(
+            (row["us"], place, way) for place, (row, way) in enumerate(rows) if "us" in row
+        )
         for place, (microseconds, _, way) in enumerate(best, 1):
-            keep(session, place <= BEST or way == usual, section="best", tokens=case.tokens, piece=piece,
-                 way=written(way), us=microseconds, place=place, today=way == usual)
+            keep(
+                session,
+                place <= BEST or way == usual,
+                section="best",
+                tokens=case.tokens,
+                piece=piece,
+                way=written(way),
+                us=microseconds,
+                place=place,
+                today=way == usual,
+            )
         ordered[piece] = [way for _, _, way in best]
     return ordered
 
@@ -200,14 +268,24 @@ def wholes(case: Case, ordered: dict[str, list[Way]]) -> dict[str, KernelConfigs
     """Ways for everything: today's, the best pieces, and others to make y."""
     mixes = [way for way in ordered["mix"] if isinstance(way, Mix)]
     written_down = [way for way in mixes if way.kernel != "through"]
-    best = KernelConfigs(**{piece: ways[0] for piece, ways in ordered.items() if ways and piece != "mix"})
+    best = KernelConfigs(
+        **{piece: ways[0] for piece, ways in ordered.items() if ways and piece != "mix"}
+    )
     named = {"today": ways_for(case.tokens, 64, 128, case.chunk, case.grad.dtype)}
-    named |= {f"best, mix {place}": best._replace(mix=way) for place, way in enumerate(written_down[:2], 1)}
-    named |= {f"best, through {place}": best._replace(mix=way)
-              for place, way in enumerate([way for way in mixes if way.kernel == "through"][:2], 1)}
+    named |= {
+        f"best, mix {place}": best._replace(mix=way)
+        for place, way in enumerate(written_down[:2], 1)
+    }
+    named |= {
+        f"best, through {place}": best._replace(mix=way)
+        for place, way in enumerate([way for way in mixes if way.kernel == "through"][:2], 1)
+    }
     for chunk in (64, 256):
-        named |= {f"best, chunks of {chunk}": best._replace(mix=way._replace(chunk=chunk))
-                  for way in written_down[:1] if chunk != case.chunk}
+        named |= {
+            f"best, chunks of {chunk}": best._replace(mix=way._replace(chunk=chunk))
+            for way in written_down[:1]
+            if chunk != case.chunk
+        }
     return named
 
 
@@ -219,17 +297,30 @@ def time_wholes(session: Session, case: Case, ordered: dict[str, list[Way]]) -> 
         return lambda: forward(x, dt, a, b, c, d, case.ids, case.chunk, ways)
 
     def of_both(ways: KernelConfigs) -> Work:
-        return lambda: (forward(x, dt, a, b, c, d, case.ids, case.chunk, ways),
-                        backward(case.grad, x, dt, a, b, c, d, case.ids, case.chunk, ways))
+        return lambda: (
+            forward(x, dt, a, b, c, d, case.ids, case.chunk, ways),
+            backward(case.grad, x, dt, a, b, c, d, case.ids, case.chunk, ways),
+        )
 
     for name, ways in wholes(case, ordered).items():
         for part, make in (("forward", of_forward), ("forward_and_backward", of_both)):
-            keep(session, True, section="whole", tokens=case.tokens, chunk=case.chunk, part=part, name=name,
-                 ways=written(ways), **timed(session, lambda make=make, ways=ways: make(ways)))
+            keep(
+                session,
+                True,
+                section="whole",
+                tokens=case.tokens,
+                chunk=case.chunk,
+                part=part,
+                name=name,
+                ways=written(ways),
+                **timed(session, lambda make=make, ways=ways: make(ways)),
+            )
     try:
         theirs = by_mamba(case)
     except ImportError as error:
-        return keep(session, True, section="whole", name="mamba_ssm", reason=f"not installed: {error}")
+        return keep(
+            session, True, section="whole", name="mamba_ssm", reason=f"not installed: {error}"
+        )
     leaves = [value.detach().requires_grad_() for value in case.operands]
 
     def their_forward() -> object:
@@ -240,14 +331,24 @@ def time_wholes(session: Session, case: Case, ordered: dict[str, list[Way]]) -> 
         return torch.autograd.grad(theirs(*leaves), leaves, case.grad, allow_unused=True)
 
     for part, work in (("forward", their_forward), ("forward_and_backward", their_both)):
-        keep(session, True, section="whole", tokens=case.tokens, chunk=case.chunk, part=part, name="mamba_ssm",
-             **timed(session, lambda work=work: work))
+        keep(
+            session,
+            True,
+            section="whole",
+            tokens=case.tokens,
+            chunk=case.chunk,
+            part=part,
+            name="mamba_ssm",
+            **timed(session, lambda work=work: work),
+        )
     return None
 
 
 def main() -> int:
     """Returns 1 if no way was right. One that fails is a finding, no fault of the script's."""
-    parser = argparse.ArgumentParser(description="Pieces of SSD: all ways checked, the best five named.")
+    parser = argparse.ArgumentParser(
+        description="Pieces of SSD: all ways checked, the best five named."
+    )
     parser.add_argument("--out", type=Path, help="a file that rows are added to")
     parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 1024, 16384])

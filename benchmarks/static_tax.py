@@ -1,18 +1,23 @@
-"""One run on a GPU for what could only be written without one: flash-attn-4, its static tax, compiled regions.
+"""One run on a GPU for what could only be written without one: flash-attn-4, its static tax,
+compiled regions.
 
     PYTHONPATH=src:tests python3 benchmarks/static_tax.py --out FOLDER [--seconds 220]
 
-Prints one JSON line per finding, most important first, and appends them to FOLDER/static_tax.jsonl; a section that
-the time does not suffice for gets a row that says so. Without flash-attn-4 a row says why, and the rest runs. Without
-CUDA everything runs small on the CPU, which shows that the script works and nothing else.
+Prints one JSON line per finding, most important first, and appends them to FOLDER/static_tax.jsonl;
+a section that the time does not suffice for gets a row that says so. Without flash-attn-4 a row
+says why, and the rest runs. Without CUDA everything runs small on the CPU, which shows that the
+script works and nothing else.
 
-`tax` rows: microseconds of forward, and of forward and backward, at a capacity of N documents and the longest possible
-one, over the same at a tight capacity. What the experiments among them ask:
-  N=258    the kernels look batches up in a table from 257 documents on, where empty blocks walk over all before
+`tax` rows: microseconds of forward, and of forward and backward, at a capacity of N documents and
+the longest possible one, over the same at a tight capacity. What the experiments among them ask:
+  N=258    the kernels look batches up in a table from 257 documents on, where empty blocks walk
+           over all before
   wide     keys and values repeated to all heads: backward then needs no float32 sums of T + 128 N rows
   bare     without the masks that keep padding out: what those cost
-  blocks   one sequence with lists of blocks (flash_blocks.py), whatever the number of documents; lists: making them
-"""
+  blocks   one sequence with lists of blocks (flash_blocks.py), whatever the number of documents;
+  lists: making them
+"""  # noqa: E501
+
 import argparse
 import functools
 import json
@@ -76,7 +81,8 @@ class Session:
 
     @functools.cache  # noqa: B019 - one session per process
     def block_kernels(self) -> tuple[Any, Any, Any]:
-        """The functions of flash-attn-4 for lists of blocks; one set, since each compiles its own kernels."""
+        """The functions of flash-attn-4 for lists of blocks; one set, since each compiles its own
+        kernels."""
         return flash_blocks.kernels()
 
     def problems(self, backend: str, dim: int = 128, value_dim: int = 128) -> list[str]:
@@ -84,16 +90,26 @@ class Session:
         return flash_problems(self.device, self.dtype, dim, value_dim) if backend == "flash" else []
 
 
-def documents(lengths: Sequence[int], tokens: int, capacity: int, device: torch.device) -> PackedBatch:
+def documents(
+    lengths: Sequence[int], tokens: int, capacity: int, device: torch.device
+) -> PackedBatch:
     """A batch of documents of these lengths, on the device."""
-    return PackedBatch.build([[1] * length for length in lengths], Capacity(tokens, capacity)).to(device)
+    return PackedBatch.build([[1] * length for length in lengths], Capacity(tokens, capacity)).to(
+        device
+    )
 
 
-def inputs(session: Session, tokens: int, heads: tuple[int, int], dims: tuple[int, int]) -> list[Tensor]:
+def inputs(
+    session: Session, tokens: int, heads: tuple[int, int], dims: tuple[int, int]
+) -> list[Tensor]:
     """Random q, k, v and gradient."""
     torch.manual_seed(0)
-    shapes = [(tokens, heads[0], dims[0]), (tokens, heads[1], dims[0]), (tokens, heads[1], dims[1]),
-              (tokens, heads[0], dims[1])]
+    shapes = [
+        (tokens, heads[0], dims[0]),
+        (tokens, heads[1], dims[0]),
+        (tokens, heads[1], dims[1]),
+        (tokens, heads[0], dims[1]),
+    ]
     return [torch.randn(shape, device=session.device).to(session.dtype) for shape in shapes]
 
 
@@ -112,8 +128,11 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-6))
 
 
-def check_against_naive(session: Session, backend: str, heads: tuple[int, int], dims: tuple[int, int]) -> Row:
-    """Outputs and gradients against the formula in float32, padding full of NaN; and that padding comes out as zero."""
+def check_against_naive(
+    session: Session, backend: str, heads: tuple[int, int], dims: tuple[int, int]
+) -> Row:
+    """Outputs and gradients against the formula in float32, padding full of NaN; and that padding
+    comes out as zero."""
     lengths, tokens = [37, 0, 128, 1, 60, 200], 512
     used = sum(lengths)
     batch = documents([length for length in lengths if length], tokens, 16, session.device)
@@ -124,16 +143,25 @@ def check_against_naive(session: Session, backend: str, heads: tuple[int, int], 
     found = attend(tensors, attention_metadata(batch, backend))
     distances = [round(distance(a, b), 5) for a, b in zip(found, expected, strict=True)]
     clean = all(bool((x[used:] == 0).all()) for x in found)
-    return {"distances": distances, "padding_is_zero": clean, "ok": clean and max(distances) <= RELATIVE}
+    return {
+        "distances": distances,
+        "padding_is_zero": clean,
+        "ok": clean and max(distances) <= RELATIVE,
+    }
 
 
-def check_bits(session: Session, backend: str, heads: tuple[int, int], dims: tuple[int, int]) -> Row:
-    """With deterministic kernels: the same bits at every capacity, and in a replay with other lengths than captured."""
+def check_bits(
+    session: Session, backend: str, heads: tuple[int, int], dims: tuple[int, int]
+) -> Row:
+    """With deterministic kernels: the same bits at every capacity, and in a replay with other
+    lengths than captured."""
     lengths, tokens = [300, 1, 411, 128], 1024
     tensors = inputs(session, tokens, heads, dims)
     torch.use_deterministic_algorithms(True, warn_only=False)
     try:
-        tight = attend(tensors, attention_metadata(documents(lengths, tokens, 4, session.device), backend))
+        tight = attend(
+            tensors, attention_metadata(documents(lengths, tokens, 4, session.device), backend)
+        )
         same = {}
         for capacity in (64, 256, 258):
             batch = documents(lengths, tokens, capacity, session.device)
@@ -142,7 +170,8 @@ def check_bits(session: Session, backend: str, heads: tuple[int, int], dims: tup
         replayed = _replays(session, backend, tensors, tokens) if session.cuda else None
     finally:
         torch.use_deterministic_algorithms(False)
-    # torch's varlen kernel splits its sums by the number of documents: other bits at another capacity are no mistake
+    # torch's varlen kernel splits its sums by the number of documents: other bits at another
+    # capacity are no mistake
     everything = [all(values) for values in same.values()] if backend == "flash" else []
     found = all(everything) and replayed is not False
     return {"same_bits_as_tight": same, "replays_equal_eager": replayed, "ok": found}
@@ -158,7 +187,11 @@ def check_blocks(session: Session, heads: tuple[int, int], tokens: int = 1024) -
     blocks = flash_blocks.make_blocks(batch.cu_seqlens, tokens)
     found = flash_blocks.attend_by_blocks(session.block_kernels(), *tensors[:3], blocks, grad)
     used = sum(lengths)
-    return {"distances": [round(distance(a[:used], b[:used]), 5) for a, b in zip(found, expected, strict=True)]}
+    return {
+        "distances": [
+            round(distance(a[:used], b[:used]), 5) for a, b in zip(found, expected, strict=True)
+        ]
+    }
 
 
 def _replays(session: Session, backend: str, tensors: list[Tensor], tokens: int) -> bool:
@@ -176,7 +209,10 @@ def _replays(session: Session, backend: str, tensors: list[Tensor], tokens: int)
         for tensor in found:
             tensor.fill_(float("nan"))
         captured.replay()
-        if not all(torch.equal(a, b) for a, b in zip(found, attend(tensors, attention_metadata(new, backend)))):
+        if not all(
+            torch.equal(a, b)
+            for a, b in zip(found, attend(tensors, attention_metadata(new, backend)))
+        ):
             return False
     return True
 
@@ -208,8 +244,9 @@ def microseconds(session: Session, work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def tax_ways(session: Session, backend: str, tensors: list[Tensor], lengths: list[int]
-             ) -> Iterator[tuple[str, Callable[[bool], object]]]:
+def tax_ways(
+    session: Session, backend: str, tensors: list[Tensor], lengths: list[int]
+) -> Iterator[tuple[str, Callable[[bool], object]]]:
     """(name, work(backward)) for each way of paying the tax; the first is the tight one."""
     tokens, (q, k, v, grad) = tensors[0].shape[0], tensors
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -221,15 +258,26 @@ def tax_ways(session: Session, backend: str, tensors: list[Tensor], lengths: lis
 
     def bare(meta: AttentionMetadata, backward: bool) -> object:
         scale = q.shape[-1] ** -0.5
-        found = attention_flash._forward(*(x.detach() for x in leaves), meta.cu_seqlens, meta.padding_mask,
-                                         meta.longest, scale, False, True)
+        found = attention_flash._forward(
+            *(x.detach() for x in leaves),
+            meta.cu_seqlens,
+            meta.padding_mask,
+            meta.longest,
+            scale,
+            False,
+            True,
+        )
         if not backward:
             return found
-        return attention_flash._backward(grad, *(x.detach() for x in leaves), *found, meta.cu_seqlens, meta.longest,
-                                         scale, False)
+        return attention_flash._backward(
+            grad, *(x.detach() for x in leaves), *found, meta.cu_seqlens, meta.longest, scale, False
+        )
 
     for capacity in (len(lengths), 64, 256, 258) if backend == "flash" else (len(lengths), 64, 256):
-        meta, name = attention_metadata(documents(lengths, tokens, capacity, session.device), backend), f"N={capacity}"
+        meta, name = (
+            attention_metadata(documents(lengths, tokens, capacity, session.device), backend),
+            f"N={capacity}",
+        )
         if capacity == len(lengths):
             meta, name = meta._replace(longest=max(lengths)), "tight"
         yield name, lambda backward, meta=meta: usual(meta, backward)
@@ -240,8 +288,12 @@ def tax_ways(session: Session, backend: str, tensors: list[Tensor], lengths: lis
     if backend == "flash":
         functions = session.block_kernels()
         blocks = flash_blocks.make_blocks(meta.cu_seqlens, tokens)
-        yield "blocks", lambda backward: flash_blocks.attend_by_blocks(
-            functions, *(x.detach() for x in leaves), blocks, grad if backward else None)
+        yield (
+            "blocks",
+            lambda backward: flash_blocks.attend_by_blocks(
+                functions, *(x.detach() for x in leaves), blocks, grad if backward else None
+            ),
+        )
         yield "lists", lambda backward: flash_blocks.make_blocks(meta.cu_seqlens, tokens)
 
 
@@ -251,29 +303,47 @@ def measure_tax(session: Session, backend: str, tokens: int, heads: tuple[int, i
     tensors = inputs(session, tokens, heads, (128, 128) if session.cuda else (16, 16))
     first: Row = {}
     for name, work in tax_ways(session, backend, tensors, lengths):
+
         def measured(work: Callable[[bool], object] = work) -> Row:
             with torch.no_grad():
                 forward = microseconds(session, lambda: work(False))
             both = microseconds(session, lambda: work(True))
             row: Row = {"forward_us": round(forward, 1), "backward_us": round(both - forward, 1)}
             first.update(row if not first else {})
-            return row | {"forward_tax": round(row["forward_us"] / first["forward_us"], 3),
-                          "backward_tax": round(row["backward_us"] / first["backward_us"], 3)}
+            return row | {
+                "forward_tax": round(row["forward_us"] / first["forward_us"], 3),
+                "backward_tax": round(row["backward_us"] / first["backward_us"], 3),
+            }
 
-        session.attempt("tax", measured, backend=backend, tokens=tokens, heads=list(heads), way=name)
+        session.attempt(
+            "tax", measured, backend=backend, tokens=tokens, heads=list(heads), way=name
+        )
 
 
-def measure_compile(session: Session, tokens: int, merge: bool, compiled: bool | Mapping[str, Any]) -> Row:
-    """Milliseconds of forward and backward of one microbatch in chunk graphs, and what getting ready took."""
+def measure_compile(
+    session: Session, tokens: int, merge: bool, compiled: bool | Mapping[str, Any]
+) -> Row:
+    """Milliseconds of forward and backward of one microbatch in chunk graphs, and what getting
+    ready took."""
     shape = "qwen3-0.6b" if session.cuda else "tiny"
     config = replace(SHAPES[shape], merge_projections=merge)
     model = FreshModel(config, device=session.device, dtype=session.dtype)
     zero_gradients([model])
     capacity = Capacity(tokens, 64)
-    batches = [batch.to(session.device) for batch in draw_batches(capacity, 6, config.vocab_size, mean=1024.0 if
-               session.cuda else 12.0, sigma=1.5, seed=0)]
-    graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True,
-                    compile=compiled if session.cuda or not compiled else "aot_eager")
+    batches = [
+        batch.to(session.device)
+        for batch in draw_batches(
+            capacity, 6, config.vocab_size, mean=1024.0 if session.cuda else 12.0, sigma=1.5, seed=0
+        )
+    ]
+    graphed = graph(
+        model,
+        capacities=[capacity],
+        warmup=1,
+        slots=1,
+        strict=True,
+        compile=compiled if session.cuda or not compiled else "aot_eager",
+    )
     losses = []
     for batch in batches:
         loss = graphed(batch)
@@ -293,11 +363,18 @@ def measure_compile(session: Session, tokens: int, merge: bool, compiled: bool |
             torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - begin))
     stats = graphed.stats
-    row = {"ms": round(statistics.median(times), 3), "attention": str(model.attention_choice()),
-           "loss": round(float(torch.stack(losses).mean()), 5), "compiled": stats.compiled,
-           "recompiles": dict(stats.recompiles), "compile_seconds": round(stats.compile_seconds, 1),
-           "capture_seconds": round(stats.capture_seconds, 2), "pool_bytes": stats.pool_bytes,
-           "replayed": stats.replayed, "kernels": kernels(one) if session.cuda else []}
+    row = {
+        "ms": round(statistics.median(times), 3),
+        "attention": str(model.attention_choice()),
+        "loss": round(float(torch.stack(losses).mean()), 5),
+        "compiled": stats.compiled,
+        "recompiles": dict(stats.recompiles),
+        "compile_seconds": round(stats.compile_seconds, 1),
+        "capture_seconds": round(stats.capture_seconds, 2),
+        "pool_bytes": stats.pool_bytes,
+        "replayed": stats.replayed,
+        "kernels": kernels(one) if session.cuda else [],
+    }
     graphed.close()
     return row
 
@@ -308,7 +385,10 @@ def kernels(work: Callable[[], object], most: int = 24) -> list[list[Any]]:
         work()
         torch.cuda.synchronize()
     found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [[event.key[:90], round(event.self_device_time_total, 1), event.count] for event in found[:most]]
+    return [
+        [event.key[:90], round(event.self_device_time_total, 1), event.count]
+        for event in found[:most]
+    ]
 
 
 def run(session: Session) -> None:
@@ -322,36 +402,64 @@ def run(session: Session) -> None:
             backends.remove(backend)
     for backend in backends:
         what = {"backend": backend, "heads": list(large), "dims": list(dims)}
-        session.attempt("naive", lambda backend=backend: check_against_naive(session, backend, large, dims), **what)
-        session.attempt("bits", lambda backend=backend: check_bits(session, backend, large, dims), **what)
+        session.attempt(
+            "naive",
+            lambda backend=backend: check_against_naive(session, backend, large, dims),
+            **what,
+        )
+        session.attempt(
+            "bits", lambda backend=backend: check_bits(session, backend, large, dims), **what
+        )
     if "flash" in backends:
         session.attempt("blocks", lambda: check_blocks(session, large), heads=list(large))
     for backend in backends:
         measure_tax(session, backend, 4096 if session.cuda else 64, large)
     tuned = {"max_autotune": True, "coordinate_descent_tuning": True}
     plan: list[tuple[int, bool | Mapping[str, Any], bool]] = [
-        (1024, False, False), (1024, True, False), (1024, {"combo_kernels": True}, False), (8192, True, False),
-        (1024, True, True)]
-    for tokens, compiled, merge in plan if session.cuda else [(32, False, False), (32, True, False), (32, True, True)]:
-        session.attempt("compile", lambda t=tokens, m=merge, c=compiled: measure_compile(session, t, m, c),
-                        tokens=tokens, merge_projections=merge, compile=compiled)
+        (1024, False, False),
+        (1024, True, False),
+        (1024, {"combo_kernels": True}, False),
+        (8192, True, False),
+        (1024, True, True),
+    ]
+    for tokens, compiled, merge in (
+        plan if session.cuda else [(32, False, False), (32, True, False), (32, True, True)]
+    ):
+        session.attempt(
+            "compile",
+            lambda t=tokens, m=merge, c=compiled: measure_compile(session, t, m, c),
+            tokens=tokens,
+            merge_projections=merge,
+            compile=compiled,
+        )
     if "flash" in backends:
         measure_tax(session, "flash", 1024, large)
     if session.cuda:
-        session.attempt("compile", lambda: measure_compile(session, 1024, False, tuned), tokens=1024, compile=tuned)
+        session.attempt(
+            "compile",
+            lambda: measure_compile(session, 1024, False, tuned),
+            tokens=1024,
+            compile=tuned,
+        )
     if "flash" in backends:
         for heads, dims in (((16, 16), (128, 128)), ((4, 4), (192, 128))):
             what = {"backend": "flash", "heads": list(heads), "dims": list(dims)}
-            session.attempt("naive", lambda h=heads, d=dims: check_against_naive(session, "flash", h, d), **what)
+            session.attempt(
+                "naive", lambda h=heads, d=dims: check_against_naive(session, "flash", h, d), **what
+            )
         measure_tax(session, "flash", 4096, (16, 16))
         measure_tax(session, "flash", 16384, large)
 
 
 def main(words: Sequence[str]) -> int:
     """Returns the exit code: 1 when a check found something wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="folder for static_tax.jsonl")
-    parser.add_argument("--seconds", type=float, default=220.0, help="begin nothing new after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=220.0, help="begin nothing new after this time"
+    )
     asked = parser.parse_args(words)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     session = Session(device, asked.out, asked.seconds)

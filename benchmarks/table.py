@@ -4,7 +4,8 @@
     PYTHONPATH=src python benchmarks/table.py benchmarks/results/*.jsonl --into docs/benchmarks.md  puts them in place
 
 In the file the tables of a benchmark stand between the lines `<!-- step -->` and `<!-- end -->`.
-"""
+"""  # noqa: E501
+
 import argparse
 import re
 from collections.abc import Sequence
@@ -17,15 +18,29 @@ from packgraph.bench.rows import Column, value
 
 Row = dict[str, Any]
 MODEL: Column = ("model", value("model"))
-COMMIT: Column = ("commit", value("commit"))  # where one table has rows of several runs; ratios are of the row's own
+COMMIT: Column = (
+    "commit",
+    value("commit"),
+)  # where one table has rows of several runs; ratios are of the row's own
 COMPILED: Column = ("compiled", lambda row: "yes" if row["compile"] else "no")
 FLAT: dict[str, list[Column]] = {
-    "attention": attention.COLUMNS, "padding": padding.COLUMNS, "memory": [MODEL, *memory.COLUMNS],
-    "capture": [MODEL, *capture.COLUMNS], "pipeline": [MODEL, *pipeline.COLUMNS],
-    "context": [("longest", value("longest")), ("places", lambda row: " ".join(map(str, row["places"]))),
-                *context.COLUMNS, ("attention", lambda row: row["attention"].split(" ", 1)[0]), COMMIT],
-    "offload": [MODEL, COMPILED, ("connections", value("connections")), *offload.COLUMNS, COMMIT]}
-SORTED = {"offload": ("model", "compile", "connections", "tokens")}  # rows of several runs in one table
+    "attention": attention.COLUMNS,
+    "padding": padding.COLUMNS,
+    "memory": [MODEL, *memory.COLUMNS],
+    "capture": [MODEL, *capture.COLUMNS],
+    "pipeline": [MODEL, *pipeline.COLUMNS],
+    "context": [
+        ("longest", value("longest")),
+        ("places", lambda row: " ".join(map(str, row["places"]))),
+        *context.COLUMNS,
+        ("attention", lambda row: row["attention"].split(" ", 1)[0]),
+        COMMIT,
+    ],
+    "offload": [MODEL, COMPILED, ("connections", value("connections")), *offload.COLUMNS, COMMIT],
+}
+SORTED = {
+    "offload": ("model", "compile", "connections", "tokens")
+}  # rows of several runs in one table
 DRAWN = ("attention", "padding", "memory", "capture")  # by plot.py, one picture each
 PLACE = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -40,7 +55,9 @@ def tables(rows: Sequence[Row], benchmark: str) -> str:
     devices = ", ".join(dict.fromkeys(f"{row['device']}, commit {row['commit']}" for row in found))
     picture = f"![{benchmark}](bench_{benchmark}.svg)\n\n" if benchmark in DRAWN else ""
     if benchmark in SORTED:
-        found.sort(key=lambda row: [str(row.get(name)).rjust(9) for name in SORTED[benchmark]])  # else as they came
+        found.sort(
+            key=lambda row: [str(row.get(name)).rjust(9) for name in SORTED[benchmark]]
+        )  # else as they came
     return f"{picture}{markdown(found, FLAT[benchmark])}\n{devices}\n"
 
 
@@ -50,15 +67,20 @@ def step_tables(rows: Sequence[Row]) -> str:
     for (model, part, asked), mine in step_kinds(rows).items():
         where = ", ".join(dict.fromkeys(f"{row['device']}, commit {row['commit']}" for row in mine))
         picture = f"![by tokens](bench_step_{model}_{part}_{asked}.svg)"
-        text.append(f"**{model}, {part}, attention: {asked}** ({where}), ms per 1,000 real tokens:\n\n"
-                    f"{price_table(mine)}\n{picture}\n\n{markdown(mine, step.COLUMNS)}")
+        text.append(
+            f"**{model}, {part}, attention: {asked}** ({where}), ms per 1,000 real tokens:\n\n"
+            f"{price_table(mine)}\n{picture}\n\n{markdown(mine, step.COLUMNS)}"
+        )
     return "\n".join(text)
 
 
 def price_table(rows: Sequence[Row]) -> str:
-    """Milliseconds per 1,000 real tokens: a line per way, a column per number of tokens; the least in bold."""
+    """Milliseconds per 1,000 real tokens: a line per way, a column per number of tokens; the least
+    in bold."""
     sizes = sorted({row["tokens"] for row in rows})
-    price = {(row["way"], row["tokens"]): row["figures"]["ms_per_1000_tokens"]["median"] for row in rows}
+    price = {
+        (row["way"], row["tokens"]): row["figures"]["ms_per_1000_tokens"]["median"] for row in rows
+    }
     least = {size: min(value for (_, at), value in price.items() if at == size) for size in sizes}
 
     def cell(way: str, size: int) -> str:
@@ -68,8 +90,11 @@ def price_table(rows: Sequence[Row]) -> str:
         return f"**{found:.3f}**" if found == least[size] else f"{found:.3f}"
 
     ways = list(dict.fromkeys(row["way"] for row in rows))
-    lines = [["way", *(f"T = {size}" for size in sizes)], ["---"] * (1 + len(sizes)),
-             *([way, *(cell(way, size) for size in sizes)] for way in ways)]
+    lines = [
+        ["way", *(f"T = {size}" for size in sizes)],
+        ["---"] * (1 + len(sizes)),
+        *([way, *(cell(way, size) for size in sizes)] for way in ways),
+    ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -86,7 +111,9 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(words)
     rows = read_rows(asked.files)
     if asked.into is not None:
-        asked.into.write_text(with_tables(asked.into.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        asked.into.write_text(
+            with_tables(asked.into.read_text(encoding="utf-8"), rows), encoding="utf-8"
+        )
         return
     for benchmark in ("step", *FLAT):
         if text := tables(rows, benchmark):

@@ -1,7 +1,10 @@
-"""Attention kernels by the textbook formula, with the trap of the real ones: rows of padding are left unwritten.
+"""Attention kernels by the textbook formula, with the trap of the real ones: rows of padding are
+left unwritten.
 
-Without autograd, since custom operations run below it; independent of the backends that are tested with it.
+Without autograd, since custom operations run below it; independent of the backends that are tested
+with it.
 """
+
 import itertools
 
 import torch
@@ -10,10 +13,11 @@ from torch import Tensor
 NAN = float("nan")
 
 
-def textbook_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, cu_keys: Tensor | None = None
-                     ) -> tuple[Tensor, Tensor]:
-    """out [T, Hq, Dv] and log-sum-exp [Hq, T], NaN in padding. cu_keys: boundaries of keys, default those of queries;
-    documents are then aligned at their ends."""
+def textbook_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, cu_keys: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out [T, Hq, Dv] and log-sum-exp [Hq, T], NaN in padding. cu_keys: boundaries of keys, default
+    those of queries; documents are then aligned at their ends."""
     group = q.shape[1] // k.shape[1]
     out = torch.full((q.shape[0], q.shape[1], v.shape[2]), NAN, dtype=q.dtype)
     for rows, keys in _documents(cu_seqlens, cu_keys):
@@ -22,8 +26,15 @@ def textbook_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale:
     return out, torch.full((q.shape[1], q.shape[0]), NAN)
 
 
-def textbook_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float,
-                      cu_keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def textbook_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    cu_keys: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, NaN in padding."""
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.full_like(x, NAN) for x in (q, k, v))
@@ -32,18 +43,25 @@ def textbook_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens:
         of_weights = torch.einsum("qhd,khd->hqk", grad[rows], v[keys].repeat_interleave(group, 1))
         of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
         dq[rows] = torch.einsum("hqk,khd->qhd", of_scores, k[keys].repeat_interleave(group, 1))
-        wide = torch.einsum("hqk,qhd->khd", of_scores, q[rows]), torch.einsum("hqk,qhd->khd", weights, grad[rows])
+        wide = (
+            torch.einsum("hqk,qhd->khd", of_scores, q[rows]),
+            torch.einsum("hqk,qhd->khd", weights, grad[rows]),
+        )
         dk[keys], dv[keys] = (x.unflatten(1, (-1, group)).sum(2) for x in wide)
     return dq, dk, dv
 
 
 def _documents(cu_seqlens: Tensor, cu_keys: Tensor | None) -> list[tuple[slice, slice]]:
-    queries, keys = ([slice(*pair) for pair in itertools.pairwise(boundaries.tolist())]
-                     for boundaries in (cu_seqlens, cu_seqlens if cu_keys is None else cu_keys))
+    queries, keys = (
+        [slice(*pair) for pair in itertools.pairwise(boundaries.tolist())]
+        for boundaries in (cu_seqlens, cu_seqlens if cu_keys is None else cu_keys)
+    )
     return list(zip(queries, keys, strict=True))
 
 
 def _weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    scores = (
+        torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    )
     future = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.shape[0] - q.shape[0])
     return scores.masked_fill(future, float("-inf")).softmax(-1)

@@ -1,4 +1,5 @@
 """Twins for what autograd is asked of a module: one eager, one graphed, and what must agree."""
+
 import copy
 
 import torch
@@ -9,7 +10,8 @@ from packgraph import graph
 
 
 class Net(nn.Module):
-    """Two outputs, a frozen weight, a parameter that only the second output reads, a statistic that forward writes."""
+    """Two outputs, a frozen weight, a parameter that only the second output reads, a statistic that
+    forward writes."""
 
     def __init__(self):
         super().__init__()
@@ -36,11 +38,15 @@ def twins(make=Net, calls=3, **options):
 
 
 def sample(number, **options):
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).requires_grad_(**options)
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).requires_grad_(
+        **options
+    )
 
 
 def gradients(model):
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
 
 
 def assert_same(left, right):
@@ -48,7 +54,9 @@ def assert_same(left, right):
     for name, a in left.items():
         b = right[name]
         assert (a is None) == (b is None), name
-        assert a is None or torch.equal(a, b) or torch.equal(a.nan_to_num(7.7), b.nan_to_num(7.7)), name
+        assert (
+            a is None or torch.equal(a, b) or torch.equal(a.nan_to_num(7.7), b.nan_to_num(7.7))
+        ), name
 
 
 def run_both(eager, graphed, act):

@@ -1,4 +1,6 @@
-"""A staged model of packed batches with next to no operations, for tests that compile: torch traces it in no time."""
+"""A staged model of packed batches with next to no operations, for tests that compile: torch traces
+it in no time."""
+
 from typing import Any
 
 import torch
@@ -16,7 +18,11 @@ class Layer(nn.Module):
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.first, self.second, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), dropout
+        self.first, self.second, self.dropout = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            dropout,
+        )
 
     def mix(self, state: State) -> State:
         out = functional.dropout(self.first(state["hidden"]), self.dropout, self.training)
@@ -44,15 +50,20 @@ class Packed(nn.Module):
 
     def stages(self) -> list[Stage]:
         made: list[Any] = list(self.layers)
-        layers = [Stage(name, number, run) for number, layer in enumerate(made)
-                  for name, run in (("attn", layer.mix), ("mlp", layer.bend))]
+        layers = [
+            Stage(name, number, run)
+            for number, layer in enumerate(made)
+            for name, run in (("attn", layer.mix), ("mlp", layer.bend))
+        ]
         return [Stage("embed", -1, self.embed), *layers, Stage("head", len(made), self.head)]
 
     def embed(self, state: State) -> State:
         return {**state, "hidden": self.embedding(state["batch"].tokens)}
 
     def head(self, state: State) -> State:
-        logits = state["hidden"] @ self.embedding.weight.T if self.tied else self.linear(state["hidden"])
+        logits = (
+            state["hidden"] @ self.embedding.weight.T if self.tied else self.linear(state["hidden"])
+        )
         return {"loss": functional.cross_entropy(logits, state["batch"].tokens.long())}
 
     def end(self, state: State) -> Tensor:

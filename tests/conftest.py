@@ -1,4 +1,6 @@
-"""Every test starts from the same seeds and uses one torch thread, so that test workers do not fight for the cores."""
+"""Every test starts from the same seeds and uses one torch thread, so that test workers do not
+fight for the cores."""
+
 import gc
 import importlib.util
 import random
@@ -19,7 +21,8 @@ if importlib.util.find_spec("hypothesis") is not None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    # Who starts the tests by nohup, or by `&` in a script, hands down that these are ignored, and so to runs of tests.
+    # Who starts the tests by nohup, or by `&` in a script, hands down that these are ignored, and
+    # so to runs of tests.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -35,7 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What imports and collection have made stays; collectors of garbage, which many tests wait for, skip it."""
+    """What imports and collection have made stays; collectors of garbage, which many tests wait
+    for, skip it."""
     gc.collect()
     gc.freeze()
 
@@ -49,7 +53,8 @@ def same_seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def own_global_settings() -> Iterator[None]:
-    """A test that asks for deterministic kernels (runs of the trainer do) does so for itself alone."""
+    """A test that asks for deterministic kernels (runs of the trainer do) does so for itself
+    alone."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)

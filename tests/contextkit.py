@@ -1,4 +1,5 @@
 """Documents of heavy-tailed lengths for planned steps, read by number."""
+
 import numpy as np
 
 from packgraph.packing.document import Document
@@ -7,11 +8,14 @@ from packgraph.train.data.source import SourceDocument
 
 
 class Source:
-    """Documents of heavy-tailed lengths: number n depends on n alone. One fills the largest row to its last token."""
+    """Documents of heavy-tailed lengths: number n depends on n alone. One fills the largest row to
+    its last token."""
 
     def __init__(self, longest, count=400):
         draw = np.random.default_rng(longest)
-        self.lengths = np.minimum(longest, np.maximum(2, draw.lognormal(2.0, 1.2, count).astype(int)))
+        self.lengths = np.minimum(
+            longest, np.maximum(2, draw.lognormal(2.0, 1.2, count).astype(int))
+        )
         self.lengths[7], self.lengths[8:20] = longest, 2
 
     def __len__(self):

@@ -1,11 +1,14 @@
-"""What a disk may hold after a process was killed or the power went, at every file operation of a folder.
+"""What a disk may hold after a process was killed or the power went, at every file operation of a
+folder.
 
-`Recording` notes what a process does to the files of a folder, in order: names that appear, go and move, contents,
-and what was fsynced. `Disk` replays such a list up to any operation and builds what may be found then: after a kill
-all that was done; after a power loss only what was fsynced is certain. Of the rest any part may be there, in any
-order: names without contents, contents without names, one folder's names and not another's (as SQLite's and
-CrashMonkey's tests have it: https://www.sqlite.org/testing.html, Mohan et al., OSDI 2018).
+`Recording` notes what a process does to the files of a folder, in order: names that appear, go and
+move, contents, and what was fsynced. `Disk` replays such a list up to any operation and builds what
+may be found then: after a kill all that was done; after a power loss only what was fsynced is
+certain. Of the rest any part may be there, in any order: names without contents, contents without
+names, one folder's names and not another's (as SQLite's and CrashMonkey's tests have it:
+https://www.sqlite.org/testing.html, Mohan et al., OSDI 2018).
 """
+
 import builtins
 import contextlib
 import io
@@ -19,7 +22,8 @@ from unittest import mock
 
 
 class Op(NamedTuple):
-    """One operation. what: content, mkdir, rmdir, unlink, rename, sync-file or sync-folder. path: within the folder."""
+    """One operation. what: content, mkdir, rmdir, unlink, rename, sync-file or sync-folder. path:
+    within the folder."""
 
     when: int
     what: str
@@ -37,8 +41,14 @@ class Recording:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Recording":
-        for name, what in (("mkdir", "mkdir"), ("rmdir", "rmdir"), ("unlink", "unlink"), ("remove", "unlink"),
-                           ("rename", "rename"), ("replace", "rename")):
+        for name, what in (
+            ("mkdir", "mkdir"),
+            ("rmdir", "rmdir"),
+            ("unlink", "unlink"),
+            ("remove", "unlink"),
+            ("rename", "rename"),
+            ("replace", "rename"),
+        ):
             self._patch(os, name, self._names(getattr(os, name), what))
         self._patch(os, "fsync", self._syncs(os.fsync))
         for module in (builtins, io):
@@ -109,7 +119,9 @@ class Recording:
                     if self._seen.get(path) != state:
                         descriptor = os.open(path, os.O_RDONLY)
                         with os.fdopen(descriptor, "rb") as stream:
-                            self._note("content", os.path.relpath(path, self.root), content=stream.read())
+                            self._note(
+                                "content", os.path.relpath(path, self.root), content=stream.read()
+                            )
                         self._seen[path] = state
 
 
@@ -121,7 +133,8 @@ class _File:
 
 @dataclass
 class _Folder:
-    """names: as the process sees them. synced: as the disk certainly has them. pending: changes since, in order."""
+    """names: as the process sees them. synced: as the disk certainly has them. pending: changes
+    since, in order."""
 
     names: dict[str, "_File | _Folder"] = field(default_factory=dict)
     synced: dict[str, "_File | _Folder"] = field(default_factory=dict)
@@ -172,7 +185,8 @@ class Disk:
         return folder
 
     def killed(self) -> Iterator[tuple[str, Tree]]:
-        """What a kill leaves: all that was done; a file that is not fsynced may lack what was not yet written."""
+        """What a kill leaves: all that was done; a file that is not fsynced may lack what was not
+        yet written."""
         yield "killed", _tree(self.root, _now, lambda file: file.content)
         yield "killed while it wrote", _tree(self.root, _now, _half)
 
@@ -181,22 +195,46 @@ class Disk:
         certain = lambda file: file.synced or b""  # noqa: E731
         yield "only what was synced", _tree(self.root, lambda folder: folder.synced, certain)
         yield "names without contents", _tree(self.root, _now, certain)
-        yield "zeros for contents", _tree(self.root, _now, lambda f: f.content if f.synced == f.content
-                                          else bytes(len(f.content)))
-        yield "contents without names", _tree(self.root, lambda folder: folder.synced, lambda file: file.content)
+        yield (
+            "zeros for contents",
+            _tree(
+                self.root,
+                _now,
+                lambda f: f.content if f.synced == f.content else bytes(len(f.content)),
+            ),
+        )
+        yield (
+            "contents without names",
+            _tree(self.root, lambda folder: folder.synced, lambda file: file.content),
+        )
         for number, folder in enumerate(_folders(self.root)):
             if not folder.pending:
                 continue
-            yield f"names of folder {number} alone", _tree(
-                self.root, lambda other, one=folder: _now(other) if other is one else other.synced, certain)
+            yield (
+                f"names of folder {number} alone",
+                _tree(
+                    self.root,
+                    lambda other, one=folder: _now(other) if other is one else other.synced,
+                    certain,
+                ),
+            )
             for left in range(len(folder.pending)):
-                for what, kept in (("without", folder.pending[:left] + folder.pending[left + 1:]),
-                                   ("with", [folder.pending[left]])):
+                for what, kept in (
+                    ("without", folder.pending[:left] + folder.pending[left + 1 :]),
+                    ("with", [folder.pending[left]]),
+                ):
                     names = _changed(folder.synced, kept)
                     if names is not None:
-                        yield f"names of folder {number} {what} change {left}", _tree(
-                            self.root, lambda other, one=folder, found=names: found if other is one else _now(other),
-                            certain)
+                        yield (
+                            f"names of folder {number} {what} change {left}",
+                            _tree(
+                                self.root,
+                                lambda other, one=folder, found=names: (
+                                    found if other is one else _now(other)
+                                ),
+                                certain,
+                            ),
+                        )
 
 
 def _adding(name: str, entry: Any) -> Callable[[dict[str, Any]], None]:
@@ -215,7 +253,9 @@ def _moving(name: str, target: str, entry: Any) -> Callable[[dict[str, Any]], No
     return move
 
 
-def _changed(names: dict[str, Any], changes: Sequence[Callable[[dict[str, Any]], None]]) -> dict[str, Any] | None:
+def _changed(
+    names: dict[str, Any], changes: Sequence[Callable[[dict[str, Any]], None]]
+) -> dict[str, Any] | None:
     """`names` after some of the changes; None if that cannot be."""
     found = dict(names)
     try:
@@ -236,15 +276,19 @@ def _half(file: _File) -> bytes:
 
 def _folders(folder: _Folder) -> Iterator[_Folder]:
     yield folder
-    known = {id(entry): entry for names in (folder.names, folder.synced) for entry in names.values()}
+    known = {
+        id(entry): entry for names in (folder.names, folder.synced) for entry in names.values()
+    }
     for entry in known.values():
         if isinstance(entry, _Folder):
             yield from _folders(entry)
 
 
 def _tree(folder: _Folder, choose: Choose, content: Callable[[_File], bytes]) -> Tree:
-    return {name: _tree(entry, choose, content) if isinstance(entry, _Folder) else content(entry)
-            for name, entry in choose(folder).items()}
+    return {
+        name: _tree(entry, choose, content) if isinstance(entry, _Folder) else content(entry)
+        for name, entry in choose(folder).items()
+    }
 
 
 def write(tree: Tree, folder: Path) -> None:
@@ -258,7 +302,8 @@ def write(tree: Tree, folder: Path) -> None:
 
 
 def states(ops: Sequence[Op], power: bool = True) -> Iterator[tuple[int, str, Tree]]:
-    """What may be found after every operation, each different state once: (operations done, how it came, tree)."""
+    """What may be found after every operation, each different state once: (operations done, how it
+    came, tree)."""
     disk, seen = Disk(), set[int]()
     for number, op in enumerate(ops):
         disk.apply(op)
@@ -270,4 +315,7 @@ def states(ops: Sequence[Op], power: bool = True) -> Iterator[tuple[int, str, Tr
 
 
 def _frozen(tree: Tree) -> Any:
-    return frozenset((name, entry if isinstance(entry, bytes) else _frozen(entry)) for name, entry in tree.items())
+    return frozenset(
+        (name, entry if isinstance(entry, bytes) else _frozen(entry))
+        for name, entry in tree.items()
+    )

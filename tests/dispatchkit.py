@@ -1,4 +1,6 @@
-"""A layer with experts whose routing is given, for tests of dispatchers: experts row by row, no grouped products."""
+"""A layer with experts whose routing is given, for tests of dispatchers: experts row by row, no
+grouped products."""
+
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,8 +20,12 @@ class Experts(nn.Module):
     def __init__(self, count, hidden=H, width=WIDTH, dtype=torch.float64):
         super().__init__()
         draw = torch.Generator().manual_seed(count)
-        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * width, hidden, generator=draw, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.randn(count, hidden, width, generator=draw, dtype=dtype))
+        self.gate_up_proj = nn.Parameter(
+            torch.randn(count, 2 * width, hidden, generator=draw, dtype=dtype)
+        )
+        self.down_proj = nn.Parameter(
+            torch.randn(count, hidden, width, generator=draw, dtype=dtype)
+        )
 
     def forward(self, rows):
         row = torch.arange(rows.values.shape[0])
@@ -48,9 +54,11 @@ class Layer(nn.Module):
 
 
 def draw_routing(seed, tokens, places, num_experts, *, padding=0.0, busy=None, dtype=torch.float64):
-    """Hidden states [T, H], experts int32 [T, k] without repetition in a row, weights float32 [T, k].
+    """Hidden states [T, H], experts int32 [T, k] without repetition in a row, weights float32 [T,
+    k].
 
-    padding: the share of tokens at the end that are routed nowhere. busy: experts that may be chosen, None = all.
+    padding: the share of tokens at the end that are routed nowhere. busy: experts that may be
+    chosen, None = all.
     """
     draw = torch.Generator().manual_seed(seed)
     chosen = torch.tensor(list(range(num_experts) if busy is None else busy))
@@ -68,14 +76,18 @@ def run_layer(layer, x, experts, weights):
     layer.zero_grad()
     out = layer(x, experts, weights)
     (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-    return {"out": out.detach(), "x": x.grad, "weights": weights.grad,
-            **{name: value.grad.clone() for name, value in layer.experts.named_parameters()}}
+    return {
+        "out": out.detach(),
+        "x": x.grad,
+        "weights": weights.grad,
+        **{name: value.grad.clone() for name, value in layer.experts.named_parameters()},
+    }
 
 
 @dataclass(frozen=True, eq=False)
 class EmulatedBuffers:
-    """What symmetric buffers are where ranks have no common memory: only what they say of themselves. The operations
-    gather everything from everybody then."""
+    """What symmetric buffers are where ranks have no common memory: only what they say of
+    themselves. The operations gather everything from everybody then."""
 
     members: dist.ProcessGroup | None
     pairs: int
@@ -88,7 +100,11 @@ class EmulatedBuffers:
 
     @property
     def rows(self):
-        return rows_for(self.pairs, self.factor, 1 if self.members is None else dist.get_world_size(self.members))
+        return rows_for(
+            self.pairs,
+            self.factor,
+            1 if self.members is None else dist.get_world_size(self.members),
+        )
 
     @property
     def group(self):

@@ -1,9 +1,11 @@
 """Tests over several processes: start them, wait, and end all of them when one fails.
 
-Processes are forked (fast: nothing is imported again) and joined by gloo through a file store. Where there is CUDA they
-are started afresh and do not see it: a driver that the parent has touched fails in a forked child. Whatever a rank
-returns comes back as bytes; a rank that raises ends the others, and its traceback becomes the test's error.
+Processes are forked (fast: nothing is imported again) and joined by gloo through a file store.
+Where there is CUDA they are started afresh and do not see it: a driver that the parent has touched
+fails in a forked child. Whatever a rank returns comes back as bytes; a rank that raises ends the
+others, and its traceback becomes the test's error.
 """
+
 import datetime
 import importlib.util
 import inspect
@@ -30,12 +32,14 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not finish in time."""
 
 
-def run_ranks(function: Any, world: int, *arguments: Any, layout: Layout | None = None, seconds: float = 60.0
-              ) -> list[Any]:
-    """`function(mesh, *arguments)` on `world` gloo processes; what they return, by rank. Raises RankFailed.
+def run_ranks(
+    function: Any, world: int, *arguments: Any, layout: Layout | None = None, seconds: float = 60.0
+) -> list[Any]:
+    """`function(mesh, *arguments)` on `world` gloo processes; what they return, by rank. Raises
+    RankFailed.
 
-    function: at the top of its file. Returned tensors must be plain tensors. seconds: all ranks are ended when they
-    take longer.
+    function: at the top of its file. Returned tensors must be plain tensors. seconds: all ranks are
+    ended when they take longer.
     """
     afresh = torch.cuda.is_available()
     context: Any = multiprocessing.get_context("spawn" if afresh else "fork")
@@ -46,8 +50,11 @@ def run_ranks(function: Any, world: int, *arguments: Any, layout: Layout | None 
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             store = str(Path(folder) / "store")
-            worker = context.Process(target=_work, args=(theirs, work, arguments, rank, world, store, layout),
-                                     daemon=True)
+            worker = context.Process(
+                target=_work,
+                args=(theirs, work, arguments, rank, world, store, layout),
+                daemon=True,
+            )
             with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""} if afresh else {}):
                 worker.start()
             theirs.close()
@@ -81,7 +88,8 @@ def _collect(links: dict[Any, int], world: int, deadline: float) -> list[Any]:
                 results[rank] = torch.load(io.BytesIO(content), weights_only=False)
                 continue
             failures.append(f"rank {rank} failed:\n{content}")
-            # A moment for the others: the first to speak may only have lost its connection to the one that failed.
+            # A moment for the others: the first to speak may only have lost its connection to the
+            # one that failed.
             deadline = min(deadline, time.monotonic() + 1.0)
     if failures:
         raise RankFailed("\n".join(failures))
@@ -90,15 +98,27 @@ def _collect(links: dict[Any, int], world: int, deadline: float) -> list[Any]:
     return [results[rank] for rank in range(world)]
 
 
-def _work(link: Connection, function: Any, arguments: tuple[Any, ...], rank: int, world: int, store: str,
-          layout: Layout | None) -> None:
+def _work(
+    link: Connection,
+    function: Any,
+    arguments: tuple[Any, ...],
+    rank: int,
+    world: int,
+    store: str,
+    layout: Layout | None,
+) -> None:
     done = False
     try:
         torch.set_num_threads(1)
         if isinstance(function, tuple):
             function = _load(*function)
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
-                                timeout=datetime.timedelta(seconds=30))
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world),
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=30),
+        )
         mesh: Mesh = make_mesh(layout or Layout(), CPU)
         content = io.BytesIO()
         torch.save(function(mesh, *arguments), content)

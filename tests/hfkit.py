@@ -1,4 +1,6 @@
-"""Models held against transformers': the same weights, the same documents, packed here and one by one there."""
+"""Models held against transformers': the same weights, the same documents, packed here and one by
+one there."""
+
 from pathlib import Path
 from typing import Any
 
@@ -9,44 +11,71 @@ from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.models.hf import save_pretrained
 from packgraph.models.hf_families import family_of
 
-# Two float32 programs that sum up to 64 terms in different order through up to three layers: measured differences are
-# below 3e-6 of each tensor's largest entry; RELATIVE leaves room for other builds of the matrix product.
+# Two float32 programs that sum up to 64 terms in different order through up to three layers:
+# measured differences are below 3e-6 of each tensor's largest entry; RELATIVE leaves room for other
+# builds of the matrix product.
 RELATIVE = 2e-5
-EXPERTS = "set_experts_implementation"  # of versions that choose kernels for experts; eager = one by one
+EXPERTS = (
+    "set_experts_implementation"  # of versions that choose kernels for experts; eager = one by one
+)
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor, name: str, relative: float = RELATIVE) -> None:
+def assert_close(
+    ours: torch.Tensor, theirs: torch.Tensor, name: str, relative: float = RELATIVE
+) -> None:
     """No entry differs by more than `relative` of the largest one."""
     error = (ours - theirs).abs().max()
     assert error <= relative * theirs.abs().max() + 1e-9, f"{name}: {error} of {theirs.abs().max()}"
 
 
 def randomised(config: DecoderConfig, seed: int) -> DecoderModel:
-    """A model whose norms and biases are random too, so that no factor of one or zero hides an error."""
+    """A model whose norms and biases are random too, so that no factor of one or zero hides an
+    error."""
     model = DecoderModel(config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    biases = [value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    biases = [
+        value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")
+    ]
     with torch.no_grad():
-        for tensor in [parameter for parameter in model.parameters() if parameter.dim() == 1] + biases:
+        for tensor in [
+            parameter for parameter in model.parameters() if parameter.dim() == 1
+        ] + biases:
             tensor.add_(0.3 * torch.randn(tensor.shape, generator=generator))
     return model
 
 
 def theirs_from(folder: Path, implementation: str = "sdpa") -> Any:
-    """The model of transformers in `folder`, in training mode; every weight of it must come from there."""
+    """The model of transformers in `folder`, in training mode; every weight of it must come from
+    there."""
     transformers = __import__("transformers")
     architecture = transformers.AutoConfig.from_pretrained(folder).architectures[0]
     model, told = getattr(transformers, architecture).from_pretrained(
-        folder, attn_implementation=implementation, output_loading_info=True,
-        **({"experts_implementation": "eager"} if hasattr(transformers.PreTrainedModel, EXPERTS) else {}))
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+        folder,
+        attn_implementation=implementation,
+        output_loading_info=True,
+        **(
+            {"experts_implementation": "eager"}
+            if hasattr(transformers.PreTrainedModel, EXPERTS)
+            else {}
+        ),
+    )
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        told
+    )
     assert model.dtype == torch.float32
     return model.train()
 
 
-def compare_with_transformers(ours: DecoderModel, folder: Path, lengths: list[int], rows: int,
-                              implementation: str = "sdpa", relative: float = RELATIVE) -> None:
-    """Save `ours`, load it there; logits and all gradients must agree for documents of these lengths in `rows` rows.
+def compare_with_transformers(
+    ours: DecoderModel,
+    folder: Path,
+    lengths: list[int],
+    rows: int,
+    implementation: str = "sdpa",
+    relative: float = RELATIVE,
+) -> None:
+    """Save `ours`, load it there; logits and all gradients must agree for documents of these
+    lengths in `rows` rows.
 
     relative: of gradients.
     """
@@ -63,9 +92,13 @@ def compare_with_transformers(ours: DecoderModel, folder: Path, lengths: list[in
         assert_close(logits[start : start + len(document)], expected.detach(), "logits")
         start += len(document)
         targets = torch.tensor(document[1:], dtype=torch.int64)
-        (torch.nn.functional.cross_entropy(expected[:-1], targets, reduction="sum") / count).backward()
-    gradients = {name.removeprefix(f"{theirs.base_model_prefix}."): value.grad
-                 for name, value in theirs.named_parameters()}
+        (
+            torch.nn.functional.cross_entropy(expected[:-1], targets, reduction="sum") / count
+        ).backward()
+    gradients = {
+        name.removeprefix(f"{theirs.base_model_prefix}."): value.grad
+        for name, value in theirs.named_parameters()
+    }
     family = family_of(ours.config)
     named = {family.tensor_name(name, ""): parameter for name, parameter in ours.named_parameters()}
     assert set(named) == set(gradients)

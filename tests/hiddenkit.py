@@ -1,5 +1,7 @@
-"""Modules whose forward reads state that is easily overlooked: of one thread, of a metaclass, by a name in a string,
-beneath torch's own layers. Each with a change of it and the same value set once more."""
+"""Modules whose forward reads state that is easily overlooked: of one thread, of a metaclass, by a
+name in a string, beneath torch's own layers. Each with a change of it and the same value set once
+more."""
+
 import collections
 import contextlib
 import enum
@@ -81,7 +83,9 @@ def put_back():
 
 def scaled(read, **attributes):
     """A module that multiplies by what `read` finds on it."""
-    return lambda: One(lambda m, x: m.linear(x) * read(m), **{k: make() for k, make in attributes.items()})
+    return lambda: One(
+        lambda m, x: m.linear(x) * read(m), **{k: make() for k, make in attributes.items()}
+    )
 
 
 def setting(holder, name):
@@ -159,7 +163,9 @@ def with_own_linear():
 
 
 def doubled_call(m):
-    nn.Module.__call__ = lambda self, *args: CALL(self, *args) * (2 if isinstance(self, nn.Linear) else 1)
+    nn.Module.__call__ = lambda self, *args: (
+        CALL(self, *args) * (2 if isinstance(self, nn.Linear) else 1)
+    )
 
 
 def other_relu(m):
@@ -201,7 +207,9 @@ CASES = {
     ),
     "what a context gives": (
         lambda: One(with_context, held=contextlib.nullcontext(1.0)),
-        *held(lambda h: setattr(h, "enter_result", 2.0), lambda h: setattr(h, "enter_result", AGAIN)),
+        *held(
+            lambda h: setattr(h, "enter_result", 2.0), lambda h: setattr(h, "enter_result", AGAIN)
+        ),
     ),
     "the argument of a context that decorates": (
         decorated,
@@ -213,7 +221,10 @@ CASES = {
             lambda m: m.held.tensors[0].to(m.linear.weight.device),
             held=lambda: torch.utils.data.TensorDataset(torch.ones(4)),
         ),
-        *held(lambda h: setattr(h, "tensors", (torch.full((4,), 2.0),)), lambda h: setattr(h, "tensors", h.tensors)),
+        *held(
+            lambda h: setattr(h, "tensors", (torch.full((4,), 2.0),)),
+            lambda h: setattr(h, "tensors", h.tensors),
+        ),
     ),
     "the level of a logger": (
         scaled(lambda m: 2.0 if LOG.isEnabledFor(logging.DEBUG) else 1.0),
@@ -221,8 +232,14 @@ CASES = {
         lambda m: LOG.setLevel(logging.NOTSET),
     ),
     "a metaclass's attribute": (scaled(lambda m: WithMeta.scale), *setting(Meta, "scale")),
-    "a metaclass's attribute, computed": (scaled(lambda m: WithMeta.computed), *setting(Meta, "scale")),
-    "an attribute of an Enum's member": (scaled(lambda m: Mode.SOFT.scale), *setting(Mode.SOFT, "scale")),
+    "a metaclass's attribute, computed": (
+        scaled(lambda m: WithMeta.computed),
+        *setting(Meta, "scale"),
+    ),
+    "an attribute of an Enum's member": (
+        scaled(lambda m: Mode.SOFT.scale),
+        *setting(Mode.SOFT, "scale"),
+    ),
     "an attribute of a held member": (
         scaled(lambda m: m.held.scale, held=lambda: Mode.SOFT),
         *setting(Mode.SOFT, "scale"),
@@ -253,44 +270,67 @@ BENEATH = {
     ),
     "a tensor's method": (lambda: One(lambda m, x: m.linear(x).relu()), other_relu, None),
 }
-CASES.update({
-    "a global by globals()": (scaled(lambda m: globals()["BY_NAME"]), *setting(HERE, "BY_NAME")),
-    "a global by globals().get": (scaled(lambda m: globals().get("BY_NAME", 3.0)), *setting(HERE, "BY_NAME")),
-    "a global by eval": (scaled(lambda m: eval("BY_NAME * 1.0")), *setting(HERE, "BY_NAME")),
-    "a global by exec": (lambda: One(executed), *setting(HERE, "BY_NAME")),
-    "a module by its name": (lambda: One(by_import), *setting(named, "scale")),
-    "a module by __import__": (scaled(lambda m: __import__("named_of_a_test").scale), *setting(named, "scale")),
-    "a module of sys.modules": (scaled(lambda m: sys.modules["named_of_a_test"].scale), *setting(named, "scale")),
-    "a module of sys.modules, handed on": (scaled(lambda m: from_modules().scale), *setting(named, "scale")),
-    "a module's attribute, name computed": (
-        scaled(lambda m: getattr(named, f"scale_{m.held}"), held=lambda: 0),
-        *setting(named, "scale_0"),
-    ),
-    "a module by a computed name": (
-        scaled(lambda m: importlib.import_module(m.held).scale, held=lambda: "named_of_a_test"),
-        *setting(named, "scale"),
-    ),
-    "a global, name computed": (
-        scaled(lambda m: globals()[f"SCALE_{m.held}"], held=lambda: 0),
-        *setting(HERE, "SCALE_0"),
-    ),
-    "a new global, name computed": (
-        scaled(lambda m: globals().get("LATE_" + m.held, 1.0), held=lambda: "0"),
-        lambda m: setattr(HERE, "LATE_0", 2.0),
-        None,
-    ),
-    "code that is not known": (
-        lambda: One(of_its_own),
-        lambda m: OF_ITS_OWN.update(hidden=2.0),
-        lambda m: OF_ITS_OWN.update(hidden=AGAIN),
-    ),
-    "a global of a method, name computed": (
-        scaled(lambda m: m.held.factor("one"), held=Several),
-        *setting(HERE, "BY_NAME"),
-    ),
-    "a module's vars, name computed": (lambda: One(by_vars, held="scale_0"), *setting(named, "scale_0")),
-    "a module's __dict__, name computed": (lambda: One(by_dict, held="scale_0"), *setting(named, "scale_0")),
-})
+CASES.update(
+    {
+        "a global by globals()": (
+            scaled(lambda m: globals()["BY_NAME"]),
+            *setting(HERE, "BY_NAME"),
+        ),
+        "a global by globals().get": (
+            scaled(lambda m: globals().get("BY_NAME", 3.0)),
+            *setting(HERE, "BY_NAME"),
+        ),
+        "a global by eval": (scaled(lambda m: eval("BY_NAME * 1.0")), *setting(HERE, "BY_NAME")),
+        "a global by exec": (lambda: One(executed), *setting(HERE, "BY_NAME")),
+        "a module by its name": (lambda: One(by_import), *setting(named, "scale")),
+        "a module by __import__": (
+            scaled(lambda m: __import__("named_of_a_test").scale),
+            *setting(named, "scale"),
+        ),
+        "a module of sys.modules": (
+            scaled(lambda m: sys.modules["named_of_a_test"].scale),
+            *setting(named, "scale"),
+        ),
+        "a module of sys.modules, handed on": (
+            scaled(lambda m: from_modules().scale),
+            *setting(named, "scale"),
+        ),
+        "a module's attribute, name computed": (
+            scaled(lambda m: getattr(named, f"scale_{m.held}"), held=lambda: 0),
+            *setting(named, "scale_0"),
+        ),
+        "a module by a computed name": (
+            scaled(lambda m: importlib.import_module(m.held).scale, held=lambda: "named_of_a_test"),
+            *setting(named, "scale"),
+        ),
+        "a global, name computed": (
+            scaled(lambda m: globals()[f"SCALE_{m.held}"], held=lambda: 0),
+            *setting(HERE, "SCALE_0"),
+        ),
+        "a new global, name computed": (
+            scaled(lambda m: globals().get("LATE_" + m.held, 1.0), held=lambda: "0"),
+            lambda m: setattr(HERE, "LATE_0", 2.0),
+            None,
+        ),
+        "code that is not known": (
+            lambda: One(of_its_own),
+            lambda m: OF_ITS_OWN.update(hidden=2.0),
+            lambda m: OF_ITS_OWN.update(hidden=AGAIN),
+        ),
+        "a global of a method, name computed": (
+            scaled(lambda m: m.held.factor("one"), held=Several),
+            *setting(HERE, "BY_NAME"),
+        ),
+        "a module's vars, name computed": (
+            lambda: One(by_vars, held="scale_0"),
+            *setting(named, "scale_0"),
+        ),
+        "a module's __dict__, name computed": (
+            lambda: One(by_dict, held="scale_0"),
+            *setting(named, "scale_0"),
+        ),
+    }
+)
 CASES_OF_ONE_MODULE = dict(CASES)
 # What is not watched: any global of the program may be read.
 BOTH_NAMES_COMPUTED = scaled(

@@ -1,8 +1,10 @@
 """Malformed inputs: what each of them is, and what the command must say of it.
 
-A case is a name, the words of a command, and a pattern that its message must match: what is wrong, where, or the way
-out. `{dir}` in words stands for the test's folder. Every case must end with one clear block on stderr.
+A case is a name, the words of a command, and a pattern that its message must match: what is wrong,
+where, or the way out. `{dir}` in words stands for the test's folder. Every case must end with one
+clear block on stderr.
 """
+
 import json
 import os
 import re
@@ -16,15 +18,40 @@ from typing import Any, NamedTuple
 import pytest
 
 from packgraph import cli
+from packgraph.models.config import DecoderConfig
+from packgraph.models.decoder import DecoderModel
+from packgraph.models.hf import save_pretrained
 
 SECONDS = 30  # longer is a hang
 LONGEST = 1200  # characters of a message
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "9" * 5000
-SMALL = ["--model.hidden-size", "16", "--model.intermediate-size", "32", "--model.num-layers", "1",
-         "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.head-dim", "8",
-         "--graph.capacities", "32x4,64x8", "--run.tokens-per-step", "100", "--run.steps", "2",
-         "--optimizer.warmup-steps", "2", "--graph.warmup", "1", "--run.device", "cpu"]
+SMALL = [
+    "--model.hidden-size",
+    "16",
+    "--model.intermediate-size",
+    "32",
+    "--model.num-layers",
+    "1",
+    "--model.num-heads",
+    "2",
+    "--model.num-kv-heads",
+    "1",
+    "--model.head-dim",
+    "8",
+    "--graph.capacities",
+    "32x4,64x8",
+    "--run.tokens-per-step",
+    "100",
+    "--run.steps",
+    "2",
+    "--optimizer.warmup-steps",
+    "2",
+    "--graph.warmup",
+    "1",
+    "--run.device",
+    "cpu",
+]
 TRAIN = ["train", "qwen3-tiny", *SMALL, "--run.folder", "{dir}/runs"]
 
 Content = str | bytes | Callable[[Path], None]
@@ -84,11 +111,16 @@ def make(base: Path, files: Mapping[str, Content]) -> None:
         if callable(content):
             content(path)
         else:
-            path.write_bytes(content.encode(errors="surrogatepass") if isinstance(content, str) else content)
+            path.write_bytes(
+                content.encode(errors="surrogatepass") if isinstance(content, str) else content
+            )
 
 
-def refuse(case: Case, base: Path, capsys: pytest.CaptureFixture[str], *, at_once: bool = False) -> str:
-    """Run a case and check how it ends. Returns what it said. at_once: before the run has a folder."""
+def refuse(
+    case: Case, base: Path, capsys: pytest.CaptureFixture[str], *, at_once: bool = False
+) -> str:
+    """Run a case and check how it ends. Returns what it said. at_once: before the run has a
+    folder."""
     make(base, case.files)
     before = sorted(base.rglob("*"))
     with limit():
@@ -109,6 +141,7 @@ def refuse(case: Case, base: Path, capsys: pytest.CaptureFixture[str], *, at_onc
 @contextmanager
 def limit() -> Iterator[None]:
     """Within the block a hang becomes an error."""
+
     def late(number: int, frame: Any) -> None:
         raise Hang
 
@@ -124,3 +157,27 @@ def limit() -> Iterator[None]:
 def line(row: Any) -> str:
     """One line of JSONL."""
     return json.dumps(row) + "\n"
+
+
+LONG = "x" * 300
+GOOD = 10 * line({"text": "to be or not to be"})
+DATA = ["--data.source", "jsonl", "--data.path", "{dir}/d.jsonl"]
+
+
+def write_weights(path: Path) -> Path:
+    """A small checkpoint in Hugging Face's layout."""
+    save_pretrained(
+        DecoderModel(
+            DecoderConfig(
+                vocab_size=264,
+                hidden_size=16,
+                intermediate_size=32,
+                num_layers=1,
+                num_heads=2,
+                num_kv_heads=1,
+                head_dim=8,
+            )
+        ),
+        path,
+    )
+    return path

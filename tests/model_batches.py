@@ -1,4 +1,6 @@
-"""Microbatches built by hand, independent of the packing code: the attributes that ops and models read."""
+"""Microbatches built by hand, independent of the packing code: the attributes that ops and models
+read."""
+
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +28,11 @@ class HandBatch:
     cu_seqlens: Tensor
 
 
-def hand_batch(documents: list[list[int]], tokens: int, slots: int, padding_token: int = 0) -> HandBatch:
-    """Pack `documents` in order into `tokens` rows and `slots` documents; zero-length documents are allowed."""
+def hand_batch(
+    documents: list[list[int]], tokens: int, slots: int, padding_token: int = 0
+) -> HandBatch:
+    """Pack `documents` in order into `tokens` rows and `slots` documents; zero-length documents are
+    allowed."""
     batch_tokens = torch.full((tokens,), padding_token, dtype=torch.int64)
     labels = torch.full((tokens,), -100, dtype=torch.int64)
     positions = torch.zeros(tokens, dtype=torch.int64)
@@ -41,7 +46,9 @@ def hand_batch(documents: list[list[int]], tokens: int, slots: int, padding_toke
         document_ids[start:stop] = number
         boundaries.append(stop)
     assert boundaries[-1] <= tokens and len(documents) <= slots
-    cu_seqlens = torch.tensor(boundaries + [boundaries[-1]] * (slots - len(documents)), dtype=torch.int32)
+    cu_seqlens = torch.tensor(
+        boundaries + [boundaries[-1]] * (slots - len(documents)), dtype=torch.int32
+    )
     return HandBatch(
         capacity=HandCapacity(tokens, slots, tokens),
         tokens=batch_tokens,
@@ -57,4 +64,6 @@ def hand_batch(documents: list[list[int]], tokens: int, slots: int, padding_toke
 def random_documents(lengths: list[int], vocab_size: int, seed: int) -> list[list[int]]:
     """Documents of the given lengths; token 0 is left out, so that it can serve as padding."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(1, vocab_size, (length,), generator=generator).tolist() for length in lengths
+    ]

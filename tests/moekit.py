@@ -1,5 +1,6 @@
-"""Experts for tests on every device: operands with poisoned tails, both forms, settings of a router, and a layer under
-changing routings."""
+"""Experts for tests on every device: operands with poisoned tails, both forms, settings of a
+router, and a layer under changing routings."""
+
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,17 +42,31 @@ def run(function, leaves, grad, *rest):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def make(dtype: torch.dtype, rows: int = 20, count: int = 3, hidden: int = 16, width: int = 24, device: str = "cpu",
-         gated: bool = True):
+def make(
+    dtype: torch.dtype,
+    rows: int = 20,
+    count: int = 3,
+    hidden: int = 16,
+    width: int = 24,
+    device: str = "cpu",
+    gated: bool = True,
+):
     """values, weights, matrices of the first product (with a gate gate_up), down and a gradient."""
     weights = torch.rand(rows, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-    made = [torch.randn(rows, hidden).to(dtype), weights, torch.randn(count, (1 + gated) * width, hidden).to(dtype) / 4,
-            torch.randn(count, hidden, width).to(dtype) / 4, torch.randn(rows, hidden).to(dtype)]
+    made = [
+        torch.randn(rows, hidden).to(dtype),
+        weights,
+        torch.randn(count, (1 + gated) * width, hidden).to(dtype) / 4,
+        torch.randn(count, hidden, width).to(dtype) / 4,
+        torch.randn(rows, hidden).to(dtype),
+    ]
     return [x.to(device) for x in made]
 
 
 def by_module(values, weights, matrices, down, offsets, gated=True):
-    return activate_and_multiply(grouped_mm(values, matrices.mT, offsets), weights, down, offsets, gated)
+    return activate_and_multiply(
+        grouped_mm(values, matrices.mT, offsets), weights, down, offsets, gated
+    )
 
 
 def naive(values, weights, matrices, down, offsets, gated=True):
@@ -59,9 +74,12 @@ def naive(values, weights, matrices, down, offsets, gated=True):
 
 
 class Layer(torch.nn.Module):
-    """Experts with a residual, and the moves around them; which experts and their weights come from outside."""
+    """Experts with a residual, and the moves around them; which experts and their weights come from
+    outside."""
 
-    def __init__(self, count: int = 4, hidden: int = 16, width: int = 8, activation: str = "swiglu") -> None:
+    def __init__(
+        self, count: int = 4, hidden: int = 16, width: int = 8, activation: str = "swiglu"
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.experts = Experts(count, hidden, width, activation)
@@ -75,8 +93,11 @@ class Layer(torch.nn.Module):
         return x + self.dispatcher.combine(self.experts(*rows), plan)
 
 
-def train(module, steps: int, tokens: int = 10, device: str = "cpu", dtype: torch.dtype = torch.float32):
-    """Per step outputs and all gradients, under routings that change: half padding, all padding, one expert."""
+def train(
+    module, steps: int, tokens: int = 10, device: str = "cpu", dtype: torch.dtype = torch.float32
+):
+    """Per step outputs and all gradients, under routings that change: half padding, all padding,
+    one expert."""
     torch.manual_seed(1)
     count = next(p for p in module.parameters() if p.dim() == 3).shape[0]
     hidden = next(p for p in module.parameters() if p.dim() == 1).shape[0]
@@ -92,5 +113,12 @@ def train(module, steps: int, tokens: int = 10, device: str = "cpu", dtype: torc
         x = torch.randn(tokens, hidden).to(device, dtype).requires_grad_()
         out = module(x, weights, experts.to(device))
         out.square().sum().backward()
-        facts.append([out.detach().clone(), x.grad, weights.grad, *(p.grad.clone() for p in module.parameters())])
+        facts.append(
+            [
+                out.detach().clone(),
+                x.grad,
+                weights.grad,
+                *(p.grad.clone() for p in module.parameters()),
+            ]
+        )
     return facts

@@ -1,4 +1,6 @@
-"""Training with offloading: a small decoder, its engine, and everything that two runs must agree on."""
+"""Training with offloading: a small decoder, its engine, and everything that two runs must agree
+on."""
+
 import random
 from dataclasses import replace
 
@@ -25,11 +27,26 @@ TOKENS = 40
 
 
 def config(layers: int = 2, experts: bool = False, **options) -> DecoderConfig:
-    made = DecoderConfig(vocab_size=TOKENS, hidden_size=16, intermediate_size=24, num_layers=layers, num_heads=4,
-                         num_kv_heads=2, head_dim=4, dropout=0.1, initializer_range=0.2, tie_embeddings=False,
-                         **options)
-    return replace(made, experts=ExpertConfig(count=4, per_token=2, intermediate_size=8, first_dense=1)) \
-        if experts else made
+    made = DecoderConfig(
+        vocab_size=TOKENS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        dropout=0.1,
+        initializer_range=0.2,
+        tie_embeddings=False,
+        **options,
+    )
+    return (
+        replace(
+            made, experts=ExpertConfig(count=4, per_token=2, intermediate_size=8, first_dense=1)
+        )
+        if experts
+        else made
+    )
 
 
 def batches(count: int, capacities=CAPACITIES, seed: int = 0) -> list[PackedBatch]:
@@ -37,18 +54,28 @@ def batches(count: int, capacities=CAPACITIES, seed: int = 0) -> list[PackedBatc
     chance, made = random.Random(seed), []
     for _ in range(count):
         capacity = chance.choice(capacities)
-        made.append(PackedBatch.build([[chance.randrange(1, TOKENS) for _ in range(chance.randrange(2, 7))]
-                                       for _ in range(chance.randrange(1, capacity.documents // 2 + 2))], capacity))
+        made.append(
+            PackedBatch.build(
+                [
+                    [chance.randrange(1, TOKENS) for _ in range(chance.randrange(2, 7))]
+                    for _ in range(chance.randrange(1, capacity.documents // 2 + 2))
+                ],
+                capacity,
+            )
+        )
     return made
 
 
 def by_hand(**knobs):
     """A policy of classic knobs; nothing is too small here."""
-    return lambda trace: plan_by_knobs(trace, CopySpeed(), OffloadKnobs(**{"min_bytes": 1, "margin": 0} | knobs))
+    return lambda trace: plan_by_knobs(
+        trace, CopySpeed(), OffloadKnobs(**{"min_bytes": 1, "margin": 0} | knobs)
+    )
 
 
 def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> OffloadRuntime:
-    """An engine for `chunk`, on the lanes of `model` if that is graphed. late: lanes that run as late as they may."""
+    """An engine for `chunk`, on the lanes of `model` if that is graphed. late: lanes that run as
+    late as they may."""
     if isinstance(model, GraphedModule):
         lanes = model.capture_backend.lanes
     else:
@@ -60,14 +87,35 @@ def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> Off
     return engine
 
 
-def train(settings: DecoderConfig, modules=(), *, granularity=None, counts=(1, 1, 2, 1), capacities=CAPACITIES[:1],
-          late=(), policy=None, scope=None, poison=True, device="cpu", dtype=torch.float32, **options):
-    """Train steps of `counts` microbatches; all forwards of a step come before its backwards, which run in random
-    order. Returns [losses, gradients of every step], the engine and the graphed module or None.
+def train(
+    settings: DecoderConfig,
+    modules=(),
+    *,
+    granularity=None,
+    counts=(1, 1, 2, 1),
+    capacities=CAPACITIES[:1],
+    late=(),
+    policy=None,
+    scope=None,
+    poison=True,
+    device="cpu",
+    dtype=torch.float32,
+    **options,
+):
+    """Train steps of `counts` microbatches; all forwards of a step come before its backwards, which
+    run in random order. Returns [losses, gradients of every step], the engine and the graphed
+    module or None.
     """
     model = called = DecoderModel(settings, seed=1, device=device, dtype=dtype)
     if granularity is not None:
-        called = graph(model, capacities=capacities, granularity=granularity, scope=scope, strict=True, warmup=2)
+        called = graph(
+            model,
+            capacities=capacities,
+            granularity=granularity,
+            scope=scope,
+            strict=True,
+            warmup=2,
+        )
     engine = engine_of(called, model, modules, late, policy=policy, **options) if modules else None
     torch.manual_seed(3)
     order, facts, packs = random.Random(5), [], iter(batches(sum(counts), capacities))
@@ -89,14 +137,31 @@ def train(settings: DecoderConfig, modules=(), *, granularity=None, counts=(1, 1
     return facts, engine, called if granularity is not None else None
 
 
-def warmed(settings: DecoderConfig, modules=(), *, capacity=CAPACITIES[0], granularity="chunk", scope=None, slots=1,
-           device="cpu", dtype=torch.float32, **options):
-    """A graphed model that has run one microbatch eagerly, its engine with a plan (None without modules), and the
-    arguments of a call.
+def warmed(
+    settings: DecoderConfig,
+    modules=(),
+    *,
+    capacity=CAPACITIES[0],
+    granularity="chunk",
+    scope=None,
+    slots=1,
+    device="cpu",
+    dtype=torch.float32,
+    **options,
+):
+    """A graphed model that has run one microbatch eagerly, its engine with a plan (None without
+    modules), and the arguments of a call.
     """
     model = DecoderModel(settings, seed=1, device=device, dtype=dtype)
-    graphed = graph(model, capacities=[capacity], granularity=granularity, scope=scope, warmup=1, slots=slots,
-                    strict=True)
+    graphed = graph(
+        model,
+        capacities=[capacity],
+        granularity=granularity,
+        scope=scope,
+        warmup=1,
+        slots=slots,
+        strict=True,
+    )
     engine = engine_of(graphed, model, modules, **options) if modules else None
     arguments = sample_batch(capacity).to(device), torch.tensor(7, device=device)
     torch.manual_seed(2)
@@ -107,8 +172,11 @@ def warmed(settings: DecoderConfig, modules=(), *, capacity=CAPACITIES[0], granu
     return graphed, engine, arguments
 
 
-def foretold_and_taken(settings: DecoderConfig, modules=(), *, slots=1, **options) -> tuple[int, int]:
-    """Bytes of the pools of `warmed`: as predicted before the capture, and what they are after it."""
+def foretold_and_taken(
+    settings: DecoderConfig, modules=(), *, slots=1, **options
+) -> tuple[int, int]:
+    """Bytes of the pools of `warmed`: as predicted before the capture, and what they are after
+    it."""
     graphed, _, arguments = warmed(settings, modules, slots=slots, **options)
     traces = {arguments[0].capacity: trace_memory(graphed, arguments)}
     foretold = predict_bank(graphed, traces, slots).pools

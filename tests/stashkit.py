@@ -1,4 +1,6 @@
-"""A small staged model with experts, whose saved activations may go to a stash; plain torch throughout."""
+"""A small staged model with experts, whose saved activations may go to a stash; plain torch
+throughout."""
+
 import torch
 import torch.nn.functional as functional
 from graphkit import WIDTH, WORDS
@@ -28,7 +30,8 @@ class Experts(nn.Module):
 
 
 class StashedExperts(torch.autograd.Function):
-    """The same by hand: saves three tensors through Stash.keep. Its products know no more than torch.compile does."""
+    """The same by hand: saves three tensors through Stash.keep. Its products know no more than
+    torch.compile does."""
 
     @staticmethod
     def forward(ctx, values, weights, offsets, up, down, stash):
@@ -36,7 +39,9 @@ class StashedExperts(torch.autograd.Function):
         gate, linear = both.chunk(2, -1)
         activation = functional.silu(gate) * linear * weights[:, None]
         ctx.stash, ctx.rows = stash, values.shape[0]
-        ctx.save_for_backward(weights, offsets, up, down, *stash.keep(offsets, [values, both, activation]))
+        ctx.save_for_backward(
+            weights, offsets, up, down, *stash.keep(offsets, [values, both, activation])
+        )
         return product(activation, down, offsets)
 
     @staticmethod
@@ -48,15 +53,26 @@ class StashedExperts(torch.autograd.Function):
         inner = product(grad, down.transpose(-2, -1), offsets)
         grad_weights = (inner * gate * sigmoid * linear).sum(-1)
         inner = inner * weights[:, None]
-        grad_both = torch.cat([inner * linear * sigmoid * (1 + gate * (1 - sigmoid)), inner * gate * sigmoid], -1)
+        grad_both = torch.cat(
+            [inner * linear * sigmoid * (1 + gate * (1 - sigmoid)), inner * gate * sigmoid], -1
+        )
         grad_values = product(grad_both, up.transpose(-2, -1), offsets)
-        return (grad_values, grad_weights, None, products_of_columns(values, grad_both, offsets),
-                products_of_columns(activation, grad, offsets), None)
+        return (
+            grad_values,
+            grad_weights,
+            None,
+            products_of_columns(values, grad_both, offsets),
+            products_of_columns(activation, grad, offsets),
+            None,
+        )
 
 
 def of_expert(offsets, rows):
     """Whether a row is of an expert: [E, R, 1]."""
-    row, starts = torch.arange(rows, device=offsets.device), torch.cat([offsets.new_zeros(1), offsets[:-1]])
+    row, starts = (
+        torch.arange(rows, device=offsets.device),
+        torch.cat([offsets.new_zeros(1), offsets[:-1]]),
+    )
     return ((row >= starts[:, None]) & (row < offsets[:, None]))[..., None]
 
 
@@ -74,7 +90,8 @@ def products_of_columns(x, y, offsets):
 class ExpertToy(nn.Module):
     """Layers of attention and experts; inputs and outputs as graphkit's Toy.
 
-    Its last tokens are routed nowhere: as many as half of its first id, so that live rows change from call to call.
+    Its last tokens are routed nowhere: as many as half of its first id, so that live rows change
+    from call to call.
     """
 
     def __init__(self, stash=None, layers=2, by_hand=False):
@@ -100,7 +117,9 @@ class ExpertToy(nn.Module):
         for layer in range(self.layers):
             for name in ("attn", "moe_router", "moe_dispatch", "moe_experts", "moe_combine"):
                 run = getattr(self, name)
-                stages.append(Stage(name, layer, lambda state, run=run, layer=layer: run(state, layer)))
+                stages.append(
+                    Stage(name, layer, lambda state, run=run, layer=layer: run(state, layer))
+                )
         return [*stages, Stage("head", self.layers, self.head)]
 
     def embed(self, state):
@@ -114,11 +133,18 @@ class ExpertToy(nn.Module):
         weights, experts = self.routers[layer](state["hidden"]).softmax(-1).topk(TOP_K)
         token = torch.arange(weights.shape[0], device=weights.device)
         live = (token < weights.shape[0] - state["ids"][0] // 2)[:, None]
-        return {**state, "routing": Routing(torch.where(live, experts, -1).int(), torch.where(live, weights, 0))}
+        return {
+            **state,
+            "routing": Routing(torch.where(live, experts, -1).int(), torch.where(live, weights, 0)),
+        }
 
     def moe_dispatch(self, state, layer):
         plan = self.dispatcher.preprocess(state["routing"])
-        return {**state, "plan": plan, "rows": self.dispatcher.dispatch(state["hidden"], state["routing"], plan)}
+        return {
+            **state,
+            "plan": plan,
+            "rows": self.dispatcher.dispatch(state["hidden"], state["routing"], plan),
+        }
 
     def moe_experts(self, state, layer):
         rows, experts = state["rows"], self.experts[layer]
@@ -126,7 +152,9 @@ class ExpertToy(nn.Module):
         if self.stash is None:
             made = experts(values, rows.weights, rows.offsets)
         elif self.by_hand:
-            made = StashedExperts.apply(values, rows.weights, rows.offsets, experts.up, experts.down, self.stash)
+            made = StashedExperts.apply(
+                values, rows.weights, rows.offsets, experts.up, experts.down, self.stash
+            )
         else:
             with self.stash.saving(rows.offsets, values.shape[0]):
                 made = experts(values, rows.weights, rows.offsets)
@@ -134,7 +162,11 @@ class ExpertToy(nn.Module):
 
     def moe_combine(self, state, layer):
         hidden = state["hidden"] + self.dispatcher.combine(state["made"], state["plan"])
-        kept = {key: value for key, value in state.items() if key not in ("routing", "plan", "rows", "made")}
+        kept = {
+            key: value
+            for key, value in state.items()
+            if key not in ("routing", "plan", "rows", "made")
+        }
         return {**kept, "hidden": hidden, "aux": state["aux"] + hidden.pow(2).mean()}
 
     def head(self, state):
@@ -163,7 +195,14 @@ def free_pages(state, pages, host_pages):
     """The pages that are free, by a state as a list of numbers."""
     from packgraph.moe.stash.pages import HEAD, HEADER, HOST_HEAD, HOST_TAIL, TAIL
 
-    ring, host_ring = state[HEADER : HEADER + pages], state[HEADER + pages : HEADER + pages + host_pages]
+    ring, host_ring = (
+        state[HEADER : HEADER + pages],
+        state[HEADER + pages : HEADER + pages + host_pages],
+    )
     free = [ring[i % pages] for i in range(state[HEAD], state[TAIL])] if pages else []
-    free += [host_ring[i % host_pages] for i in range(state[HOST_HEAD], state[HOST_TAIL])] if host_pages else []
+    free += (
+        [host_ring[i % host_pages] for i in range(state[HOST_HEAD], state[HOST_TAIL])]
+        if host_pages
+        else []
+    )
     return free

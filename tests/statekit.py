@@ -1,4 +1,6 @@
-"""Small modules whose forward is given by the test, and the calls that most tests of module state make."""
+"""Small modules whose forward is given by the test, and the calls that most tests of module state
+make."""
+
 import warnings
 from functools import partial
 
@@ -46,9 +48,11 @@ class Staged(One):
 
     def stages(self):
         apply = lambda layer, state: {"x": layer(state["x"])}  # noqa: E731
-        return [Stage("attn", 0, partial(apply, self.layers[0])),
-                Stage("moe_dispatch", 0, lambda state: self.between(self, state)),
-                Stage("mlp", 0, partial(apply, self.layers[1]))]
+        return [
+            Stage("attn", 0, partial(apply, self.layers[0])),
+            Stage("moe_dispatch", 0, lambda state: self.between(self, state)),
+            Stage("mlp", 0, partial(apply, self.layers[1])),
+        ]
 
 
 def quietly(call, *args):

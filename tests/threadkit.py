@@ -1,4 +1,5 @@
 """Threads of tests, and a module whose gradients do not depend on their order."""
+
 import contextlib
 import threading
 
@@ -50,8 +51,8 @@ def beside(work):
 
 
 class Wide(nn.Module):
-    """Whole numbers in float64, whose sums are exact: gradients do not depend on the order of threads. (In float32 they
-    would from 2**24 on, which the biases' gradients exceed.)"""
+    """Whole numbers in float64, whose sums are exact: gradients do not depend on the order of
+    threads. (In float32 they would from 2**24 on, which the biases' gradients exceed.)"""
 
     def __init__(self, width=256):
         super().__init__()

@@ -1,4 +1,5 @@
 """Small runs for tests of the trainer, on the CPU and on CUDA."""
+
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,9 @@ class RandomPacks:
         draw = random.Random(self.position)
         self.position += 1
         lengths = [draw.randint(2, 20) for _ in range(draw.randint(1, 3))]
-        return pack([[draw.randrange(32) for _ in range(length)] for length in lengths], list(CAPACITIES))[0]
+        return pack(
+            [[draw.randrange(32) for _ in range(length)] for length in lengths], list(CAPACITIES)
+        )[0]
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -70,21 +73,42 @@ class StopAfter(StopRequest):
 def tiny(graph: bool = False, **run: Any) -> TrainConfig:
     return TrainConfig(
         preset="test",
-        model=DecoderConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
-                          num_kv_heads=1, head_dim=8, dropout=0.1, tie_embeddings=True),
+        model=DecoderConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=8,
+            dropout=0.1,
+            tie_embeddings=True,
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
-        graph=GraphConfig(enabled=graph, capacities=CAPACITIES, autotune=False),  # tests count replays
-        run=RunConfig(**{"steps": 6, "tokens_per_step": 60, "log_every": 1, "device": "auto"} | run))
+        graph=GraphConfig(
+            enabled=graph, capacities=CAPACITIES, autotune=False
+        ),  # tests count replays
+        run=RunConfig(
+            **{"steps": 6, "tokens_per_step": 60, "log_every": 1, "device": "auto"} | run
+        ),
+    )
 
 
-def trainer(folder: Path, config: TrainConfig, packs: RandomPacks | None = None,
-            device: torch.device = CPU, mesh: Mesh | None = None) -> Trainer:
+def trainer(
+    folder: Path,
+    config: TrainConfig,
+    packs: RandomPacks | None = None,
+    device: torch.device = CPU,
+    mesh: Mesh | None = None,
+) -> Trainer:
     view = ProgressView(config.run.steps, 100, Console(file=(folder.parent / "log").open("w")))
     return Trainer(config, folder, packs or RandomPacks(), device, view, mesh)  # type: ignore[arg-type]
 
 
 def state_of(run: Trainer) -> dict[str, torch.Tensor]:
-    tensors = run.tensors() | {f"random.{name}": value for name, value in random_states(run.device).items()}
+    tensors = run.tensors() | {
+        f"random.{name}": value for name, value in random_states(run.device).items()
+    }
     return {name: value.clone() for name, value in tensors.items()}
 
 
@@ -98,4 +122,6 @@ def close(found, expected):
     """Sums over ranks are rounded in another order than sums in one process."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: name + text
+        )

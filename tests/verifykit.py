@@ -1,4 +1,6 @@
-"""Graphs that are made wrong on purpose, for tests of what finds differences between graphs and eager training."""
+"""Graphs that are made wrong on purpose, for tests of what finds differences between graphs and
+eager training."""
+
 from typing import Any
 
 import pytest
@@ -22,7 +24,9 @@ def break_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
             dict(self.named_parameters())[BROKEN].grad.add_(1e-3)  # type: ignore[union-attr]
         return result
 
-    assert BROKEN in dict(build_model(tiny_config("layer", 0.0, 1), torch.device("cpu")).named_parameters())
+    assert BROKEN in dict(
+        build_model(tiny_config("layer", 0.0, 1), torch.device("cpu")).named_parameters()
+    )
     monkeypatch.setattr(GraphedModule, "__call__", forward)
 
 

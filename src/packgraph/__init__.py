@@ -5,9 +5,10 @@
     graphed = packgraph.graph(module, capacities=[capacity])
     loss = graphed(packs[0])
 
-The names are imported at their first use: the command line is there at once and can end on Ctrl-C, although importing
-torch takes seconds.
+The names are imported at their first use: the command line is there at once and can end on Ctrl-C,
+although importing torch takes seconds.
 """
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +29,42 @@ if TYPE_CHECKING:
     from packgraph.packing.pack import pack as pack
     from packgraph.packing.pack import pack_stream as pack_stream
 
-__all__ = ["Capacity", "CaptureError", "GraphedModule", "PackedBatch", "PackgraphWarning", "Stage", "Stats",
-           "assume_constant", "control", "eager", "graph", "linear_cross_entropy", "offload", "pack", "pack_stream"]
+__all__ = [
+    "Capacity",
+    "CaptureError",
+    "GraphedModule",
+    "PackedBatch",
+    "PackgraphWarning",
+    "Stage",
+    "Stats",
+    "assume_constant",
+    "control",
+    "eager",
+    "graph",
+    "linear_cross_entropy",
+    "offload",
+    "pack",
+    "pack_stream",
+]
 __version__ = "0.1.0"
 
-_HOMES = {"Capacity": "packing.capacity", "CaptureError": "graphs.errors", "GraphedModule": "graphs.graphed",
-          "PackedBatch": "packing.batch", "PackgraphWarning": "graphs.errors", "Stage": "graphs.stages",
-          "Stats": "graphs.fallback", "assume_constant": "graphs.state_kinds", "control": "graphs.graphed",
-          "eager": "graphs.fallback", "graph": "graphs.graphed", "linear_cross_entropy": "ops.loss.api",
-          "offload": "offloading.api", "pack": "packing.pack", "pack_stream": "packing.pack"}
+_HOMES = {
+    "Capacity": "packing.capacity",
+    "CaptureError": "graphs.errors",
+    "GraphedModule": "graphs.graphed",
+    "PackedBatch": "packing.batch",
+    "PackgraphWarning": "graphs.errors",
+    "Stage": "graphs.stages",
+    "Stats": "graphs.fallback",
+    "assume_constant": "graphs.state_kinds",
+    "control": "graphs.graphed",
+    "eager": "graphs.fallback",
+    "graph": "graphs.graphed",
+    "linear_cross_entropy": "ops.loss.api",
+    "offload": "offloading.api",
+    "pack": "packing.pack",
+    "pack_stream": "packing.pack",
+}
 
 
 def __getattr__(name: str) -> Any:

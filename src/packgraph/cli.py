@@ -1,9 +1,11 @@
 """The command `packgraph`: train, verify, plan, bench, export, presets.
 
-Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails (the loss is no
-number, a verification differs) ends with 1; a run that was told to stop saves and ends with 128 + the signal's number,
-or 75 at its time limit (train/signals.py). A traceback is shown for our bugs only.
+Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails
+(the loss is no number, a verification differs) ends with 1; a run that was told to stop saves and
+ends with 128 + the signal's number, or 75 at its time limit (train/signals.py). A traceback is
+shown for our bugs only.
 """
+
 import argparse
 import contextlib
 import dataclasses
@@ -22,7 +24,10 @@ INTERRUPTED = 130
 PIPE_CLOSED = 141
 MOST_PROBLEMS = 8
 MOST_ACTIONS = 100_000  # of a schedule that is drawn
-LONGEST_WORD, SHOWN = 4000, 80  # characters of an argument: all that are taken, and those that are quoted
+LONGEST_WORD, SHOWN = (
+    4000,
+    80,
+)  # characters of an argument: all that are taken, and those that are quoted
 OWN_OPTIONS = ("--config", "--resume", "--help", "-h", "--steps", "--skip-one-process", "--apart")
 
 TRAIN_INTRODUCTION = """usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
@@ -42,7 +47,7 @@ summary.json.
 A run that is told to stop (Ctrl-C, SIGTERM, SIGUSR1, --run.max-minutes) saves after its step and ends with 128 + the
 signal's number (130, 143, 138), or 75 at its time limit. Errors in what was asked for end with 2, failed runs with 1.
 
-Options, with the defaults of {preset}:"""
+Options, with the defaults of {preset}:"""  # noqa: E501
 
 VERIFY_INTRODUCTION = """\
 usage: packgraph verify [PRESET] [--steps N] [--apart] [--config FILE] [--section.option VALUE ...]
@@ -65,7 +70,7 @@ The tables go to stdout, with how many rows of which size were compared. What ta
                       training state takes more than half of the memory. A difference names step and tensor, but no
                       elements. With a preset only; under torchrun with --skip-one-process
 
-Options are those of `packgraph train`."""
+Options are those of `packgraph train`."""  # noqa: E501
 
 PLAN_DESCRIPTION = """Draw a pipeline schedule: who runs what when, in which slot and bucket; and say what it costs:
 slots per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
@@ -74,14 +79,20 @@ slots per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no d
     packgraph plan --ranks 2 --microbatches 4 --capacities 1024,2048 --buckets 0,1,0,0
 
 `packgraph plan DATA` chooses buckets for the lengths of documents instead, and with --world N shares out one step's
-documents to ranks (dynamic context parallelism); see `packgraph plan stdlib --help`."""
+documents to ranks (dynamic context parallelism); see `packgraph plan stdlib --help`."""  # noqa: E501
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": _train, "verify": _verify, "plan": _plan, "bench": _bench, "export": _export,
-                "presets": _presets}
+    commands = {
+        "train": _train,
+        "verify": _verify,
+        "plan": _plan,
+        "bench": _bench,
+        "export": _export,
+        "presets": _presets,
+    }
     try:
         if not words or words[0] not in commands:
             code = _top_level(words, list(commands))
@@ -92,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("packgraph: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has had enough (`packgraph train --help | head`). Python would complain once more at its exit.
+        # The reader has had enough (`packgraph train --help | head`). Python would complain once
+        # more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     return code
@@ -100,9 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _no_lost_ctrl_c() -> Iterator[None]:
-    """Around imports that take seconds. Raises KeyboardInterrupt for a Ctrl-C meanwhile, also for one that got lost.
+    """Around imports that take seconds. Raises KeyboardInterrupt for a Ctrl-C meanwhile, also for
+    one that got lost.
 
-    An exception that Python raises in a callback of the import system is printed or dropped, never passed on.
+    An exception that Python raises in a callback of the import system is printed or dropped, never
+    passed on.
     """
     pressed = []
 
@@ -122,22 +136,28 @@ def _no_lost_ctrl_c() -> Iterator[None]:
 def _top_level(words: list[str], commands: list[str]) -> int:
     near = difflib.get_close_matches(words[0], commands, n=1) if words else []
     if near:
-        print(f"packgraph: error: no command {words[0]!r}, did you mean {near[0]}? `packgraph --help` lists all",
-              file=sys.stderr)
+        print(
+            f"packgraph: error: no command {words[0]!r}, did you mean {near[0]}? `packgraph "
+            "--help` lists all",
+            file=sys.stderr,
+        )
         return USER_ERROR
     words = [word[:SHOWN] for word in words]
     parser = argparse.ArgumentParser(
-        prog="packgraph", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Train language models on packed variable-length documents through CUDA graphs.",
+        prog="packgraph",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train language models on packed documents of any length through CUDA graphs.",
         epilog="commands:\n"
-               "  train PRESET     train a model, for example: packgraph train qwen3-tiny\n"
-               "  verify [PRESET]  check that graph and eager training agree bit by bit\n"
-               "  plan             draw a pipeline schedule and count its slots\n"
-               "  plan DATA        choose buckets for the lengths of documents\n"
-               "  bench NAME       time eager, compiled and graph runs side by side\n"
-               "  export RUN DIR   write the newest checkpoint of a run as Hugging Face weights\n"
-               "  presets          list the presets\n\n"
-               "`packgraph COMMAND --help` explains a command.")
+        "  train PRESET     train a model, for example: packgraph train qwen3-tiny\n"
+        "  verify [PRESET]  check that graph and eager training agree bit by bit\n"
+        "  plan             draw a pipeline schedule and count its slots\n"
+        "  plan DATA        choose buckets for the lengths of documents\n"
+        "  bench NAME       time eager, compiled and graph runs side by side\n"
+        "  export RUN DIR   write the newest checkpoint of a run as Hugging Face weights\n"
+        "  presets          list the presets\n\n"
+        "`packgraph COMMAND --help` explains a command.",
+    )
     parser.add_argument("--version", action="version", version=f"packgraph {_version()}")
     parser.add_argument("command", choices=commands, help="what to do")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -172,7 +192,14 @@ def _with_clear_errors(command: Any, words: list[str]) -> int:
     try:
         _check_words(words)
         return int(command(words))
-    except (ConfigError, DataError, CheckpointError, CaptureError, RunFileError, WeightsError) as error:
+    except (
+        ConfigError,
+        DataError,
+        CheckpointError,
+        CaptureError,
+        RunFileError,
+        WeightsError,
+    ) as error:
         print(printable(f"packgraph: error: {error}"), file=sys.stderr)
         return USER_ERROR
     except (NonFiniteLossError, SpikeError) as error:
@@ -198,14 +225,17 @@ def _check_words(words: list[str]) -> None:
             problem = f"longer than {LONGEST_WORD:,} characters"
         if problem is not None:
             before = words[number - 2] if number > 1 else ""
-            place = f", after {shown(before)}" if before.startswith("--") and "=" not in before else ""
+            place = (
+                f", after {shown(before)}" if before.startswith("--") and "=" not in before else ""
+            )
             problems.append(f"argument {number}, {shown(word)}{place}: {problem}")
     if problems:
         raise ConfigError(problems[:MOST_PROBLEMS])
 
 
 def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
-    """The configuration that `words` describe (None where help is asked for or there is no preset), and own options."""
+    """The configuration that `words` describe (None where help is asked for or there is no preset),
+    and own options."""
     from packgraph.train.command_line import dotted, split_overrides
     from packgraph.train.config import ConfigError, ConfigLayer, read_config
     from packgraph.train.presets import PRESETS, preset
@@ -213,7 +243,9 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     from packgraph.train.stored_config import config_layer
     from packgraph.train.weights import shape_layer
 
-    parser = argparse.ArgumentParser(prog="packgraph", add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(
+        prog="packgraph", add_help=False, allow_abbrev=False, exit_on_error=False
+    )
     parser.add_argument("preset", nargs="?")
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", choices=("newest", "auto"))
@@ -222,7 +254,9 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     # Which words are options does not depend on the preset, only their defaults do.
-    options, rest = split_overrides(_resume_as_one_word(words), next(iter(PRESETS.values()))(), OWN_OPTIONS)
+    options, rest = split_overrides(
+        _resume_as_one_word(words), next(iter(PRESETS.values()))(), OWN_OPTIONS
+    )
     try:
         own, unknown = parser.parse_known_args(rest)
     except argparse.ArgumentError as error:
@@ -234,21 +268,32 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     name = own.preset or (layers[0].values.get("preset") if layers else None)
     if not isinstance(name, str):
         if layers:
-            raise ConfigError([f"{own.config}: says no preset; add `preset = \"{next(iter(PRESETS))}\"`, or name one "
-                               "on the command line"])
+            raise ConfigError(
+                [
+                    f'{own.config}: says no preset; add `preset = "{next(iter(PRESETS))}"`, or '
+                    "name one "
+                    "on the command line"
+                ]
+            )
         if options.values and not own.help:
             raise ConfigError([f"name a preset ({', '.join(PRESETS)}) or a --config file"])
         return None, own
     base = preset(name)
-    flags = ConfigLayer("--resume", {"run": {"resume": own.resume == "newest" or "auto"}} if own.resume else {})
+    flags = ConfigLayer(
+        "--resume", {"run": {"resume": own.resume == "newest" or "auto"}} if own.resume else {}
+    )
     config = read_config(base, [*layers, options, flags])
     init_from = config.run.init_from
-    if init_from is not None and not (config.run.resume and not Path(init_from).expanduser().exists()):
+    if init_from is not None and not (
+        config.run.resume and not Path(init_from).expanduser().exists()
+    ):
         layers.insert(0, shape_layer(init_from))
         config = read_config(base, [*layers, options, flags])
     if config.run.resume and own.config is not None:
         # The run that goes on is the one the file lies in, wherever that folder is now.
-        config = read_config(base, [*layers, ConfigLayer(str(own.config), run_of(own.config)), options, flags])
+        config = read_config(
+            base, [*layers, ConfigLayer(str(own.config), run_of(own.config)), options, flags]
+        )
     own.asked = dotted(options.values)
     return dataclasses.replace(config, preset=name), own
 
@@ -275,7 +320,9 @@ def _train(words: list[str]) -> int:
         print(TRAIN_INTRODUCTION.format(preset=shown.preset) + "\n" + options_help(shown))
         return 0
     if config is None:
-        raise ConfigError([f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"])
+        raise ConfigError(
+            [f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"]
+        )
     if own.steps is not None:
         raise ConfigError(["--steps: did you mean --run.steps?"])
     if own.skip_one_process or own.apart:
@@ -287,11 +334,19 @@ def _train(words: list[str]) -> int:
     folder, summary = train(config, own.asked)
     if Launch.read().rank != 0:
         return int(summary.get("exit_code", 0))
-    print(f"{summary['ended']}: {summary['steps']} steps, summary in {folder / 'summary.json'}", file=sys.stderr)
+    print(
+        f"{summary['ended']}: {summary['steps']} steps, summary in {folder / 'summary.json'}",
+        file=sys.stderr,
+    )
     if "loss_first" in summary:
-        print(f"loss {summary['loss_first']:.4f} → {summary['loss_last']:.4f}, {summary['tokens_per_second']:,.0f} "
-              f"tokens/s, padding {summary['padding_fraction']:.1%}, {summary['replayed']} replays, fallbacks "
-              f"{summary['fallbacks'] or 'none'}", file=sys.stderr)
+        print(
+            f"loss {summary['loss_first']:.4f} → {summary['loss_last']:.4f}, "
+            f"{summary['tokens_per_second']:,.0f} "
+            f"tokens/s, padding {summary['padding_fraction']:.1%}, {summary['replayed']} replays, "
+            "fallbacks "
+            f"{summary['fallbacks'] or 'none'}",
+            file=sys.stderr,
+        )
     line = left_out_line(summary.get("documents", {}))
     if line:
         print(line, file=sys.stderr)
@@ -314,23 +369,60 @@ def _plan_parser() -> argparse.ArgumentParser:
         try:
             return [int(word) for word in text.split(",")]
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected whole numbers such as 1,2,3, got {text!r}") from None
+            raise argparse.ArgumentTypeError(
+                f"expected whole numbers such as 1,2,3, got {text!r}"
+            ) from None
 
-    parser = argparse.ArgumentParser(prog="packgraph plan", description=PLAN_DESCRIPTION, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="packgraph plan",
+        description=PLAN_DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="pipeline ranks")
-    parser.add_argument("--microbatches", type=int, required=True, metavar="N", help="microbatches of the step drawn")
-    parser.add_argument("--chunks", type=int, default=1, metavar="N",
-                        help="chunks of the model per rank: 1F1B if 1, interleaved if more (default: 1)")
-    parser.add_argument("--group", type=int, metavar="N",
-                        help="microbatches that a chunk runs before the next chunk's turn (default: ranks)")
-    parser.add_argument("--capacities", type=numbers, default=[], metavar="T,T,...",
-                        help="tokens of each bucket; times are then drawn in proportion")
-    parser.add_argument("--buckets", type=numbers, default=[], metavar="I,I,...",
-                        help="bucket of each microbatch, as index of --capacities (default: the largest for all)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw to this file, whole and in colours")
-    parser.add_argument("--csv", type=Path, metavar="FILE",
-                        help="also write the actions, in the words of torch.distributed.pipelining")
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        required=True,
+        metavar="N",
+        help="microbatches of the step drawn",
+    )
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="chunks of the model per rank: 1F1B if 1, interleaved if more (default: 1)",
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        metavar="N",
+        help="microbatches that a chunk runs before the next chunk's turn (default: ranks)",
+    )
+    parser.add_argument(
+        "--capacities",
+        type=numbers,
+        default=[],
+        metavar="T,T,...",
+        help="tokens of each bucket; times are then drawn in proportion",
+    )
+    parser.add_argument(
+        "--buckets",
+        type=numbers,
+        default=[],
+        metavar="I,I,...",
+        help="bucket of each microbatch, as index of --capacities (default: the largest for all)",
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="also draw to this file, whole and in colours"
+    )
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="also write the actions, in the words of torch.distributed.pipelining",
+    )
     return parser
 
 
@@ -343,17 +435,31 @@ def _plan_data(words: list[str]) -> int:
     context, rest = context_options(rest)
     config, own = _read(as_run_options(rest))
     if config is None and context is not None and not own.help:
-        raise ConfigError(["--world: whose documents? For example: packgraph plan stdlib --world 8"])
+        raise ConfigError(
+            ["--world: whose documents? For example: packgraph plan stdlib --world 8"]
+        )
     if own.help or config is None:
         print(introduction())
         return 0
-    given = {"--resume": own.resume is not None, "--steps": own.steps is not None, "--apart": own.apart,
-             "--skip-one-process": own.skip_one_process}
+    given = {
+        "--resume": own.resume is not None,
+        "--steps": own.steps is not None,
+        "--apart": own.apart,
+        "--skip-one-process": own.skip_one_process,
+    }
     if any(given.values()):
-        raise ConfigError([f"{name}: is no option of `packgraph plan`" for name, is_given in given.items() if is_given])
+        raise ConfigError(
+            [
+                f"{name}: is no option of `packgraph plan`"
+                for name, is_given in given.items()
+                if is_given
+            ]
+        )
     if context is not None:
         if asked.batch is not None:
-            raise ConfigError(["--batch: chooses buckets, and --world shares out documents; give one of them"])
+            raise ConfigError(
+                ["--batch: chooses buckets, and --world shares out documents; give one of them"]
+            )
         print(plan_data_context(config, context, asked.json), end="")
         return 0
     print(plan_data(config, asked.batch, asked.json), end="")
@@ -379,14 +485,20 @@ def _plan(words: list[str]) -> int:
     problems = legal_microbatches(asked.ranks, asked.chunks, asked.group, asked.microbatches)
     actions = asked.ranks * asked.chunks * asked.microbatches
     if max(actions, asked.microbatches) > MOST_ACTIONS:
-        problems.append(f"ranks x chunks x microbatches are {actions:,}, more than the {MOST_ACTIONS:,} that a picture "
-                        "shows")
+        problems.append(
+            f"ranks x chunks x microbatches are {actions:,}, more than the {MOST_ACTIONS:,} that a "
+            "picture "
+            "shows"
+        )
     else:
         problems += picture_errors(asked.microbatches, asked.capacities, asked.buckets)
     if problems:
         return _refuse_plan(problems)
     schedule = make_schedule(asked.ranks, asked.chunks, asked.microbatches, asked.group)
-    picture, name = make_picture(schedule, asked.capacities, asked.buckets), title(schedule, asked.group)
+    picture, name = (
+        make_picture(schedule, asked.capacities, asked.buckets),
+        title(schedule, asked.group),
+    )
     files = {asked.svg: draw_svg(picture, name) if asked.svg else "", asked.csv: to_csv(schedule)}
     for path, text in files.items():
         if path is not None:
@@ -394,13 +506,19 @@ def _plan(words: list[str]) -> int:
                 path.write_text(text, encoding="utf-8")
             except OSError as error:
                 return _refuse_plan([f"{path}: cannot be written: {error.strerror}"])
-    print(f"{name}\n{draw_text(picture)}\n{summarize(picture, slot_counts(asked.ranks, asked.chunks, asked.group))}",
-          end="")
+    print(
+        f"{name}\n{draw_text(picture)}\n"
+        f"{summarize(picture, slot_counts(asked.ranks, asked.chunks, asked.group))}",
+        end="",
+    )
     return 0
 
 
 def _refuse_plan(problems: list[str]) -> int:
-    print("packgraph: error: this schedule cannot be drawn:\n  " + "\n  ".join(problems), file=sys.stderr)
+    print(
+        "packgraph: error: this schedule cannot be drawn:\n  " + "\n  ".join(problems),
+        file=sys.stderr,
+    )
     return USER_ERROR
 
 
@@ -414,8 +532,12 @@ def _export(words: list[str]) -> int:
     from packgraph.train.weights import export
 
     parser = argparse.ArgumentParser(
-        prog="packgraph export", allow_abbrev=False, description="Write the weights of the newest checkpoint of a run "
-        "as a Hugging Face checkpoint (config.json and safetensors), with the tokenizer.json it was trained with.")
+        prog="packgraph export",
+        allow_abbrev=False,
+        description="Write the weights of the newest checkpoint of a run "
+        "as a Hugging Face checkpoint (config.json and safetensors), with the tokenizer.json it "
+        "was trained with.",
+    )
     parser.add_argument("run", type=Path, help="folder of the run, such as runs/NAME")
     parser.add_argument("folder", type=Path, help="new folder for the weights")
     try:

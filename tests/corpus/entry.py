@@ -1,8 +1,10 @@
 """What an entry of the corpus is: a module, its inputs, and what happens to it between calls.
 
-A family is a file that calls `add` for each of its entries. Whatever an entry changes outside its module (globals,
-class attributes) its `make` sets back, since every loop makes its module anew, once for eager and once for graphs.
+A family is a file that calls `add` for each of its entries. Whatever an entry changes outside its
+module (globals, class attributes) its `make` sets back, since every loop makes its module anew,
+once for eager and once for graphs.
 """
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -13,21 +15,46 @@ from torch import Tensor, nn
 WIDTH, ROWS, WORDS = 4, 3, 11
 
 
-INPUT_TWICE = "autograd adds the two gradients of an input in another order, where some uses are outside the module"
-WEIGHT_TWICE = "a weight that is used inside and outside gets its gradients in another order when they accumulate"
-AUTOCAST_CALLS = "autocast calls in one backward do not share the casts of weights, so sums are rounded elsewhere"
-ALIGNMENT = "arguments are copied row-major into aligned memory, and kernels choose by layout and alignment"
-GRADIENT_LAYOUT = "gradients that autograd.grad returns for parameters have the memory layout of the parameter"
-LOSS_IN_A_THREAD = "a loss of another thread is summed by other sequence numbers, even without graphs"
+INPUT_TWICE = (
+    "autograd adds the two gradients of an input in another order, where some uses are outside the "
+    "module"
+)
+WEIGHT_TWICE = (
+    "a weight that is used inside and outside gets its gradients in another order when they "
+    "accumulate"
+)
+AUTOCAST_CALLS = (
+    "autocast calls in one backward do not share the casts of weights, so sums are rounded "
+    "elsewhere"
+)
+ALIGNMENT = (
+    "arguments are copied row-major into aligned memory, and kernels choose by layout and alignment"
+)
+GRADIENT_LAYOUT = (
+    "gradients that autograd.grad returns for parameters have the memory layout of the parameter"
+)
+LOSS_IN_A_THREAD = (
+    "a loss of another thread is summed by other sequence numbers, even without graphs"
+)
 INFINITE = "an infinite gradient of a complex parameter becomes NaN where it is added to a buffer"
-SAVED_UNREAD = "eager raises for tensors that autograd has saved, even if their values are not needed"
-DOCUMENTED = {INPUT_TWICE: 1e-4, WEIGHT_TWICE: 1e-4, AUTOCAST_CALLS: 2e-2, ALIGNMENT: 1e-4,
-              GRADIENT_LAYOUT: 1e-4, LOSS_IN_A_THREAD: 1e-4,
-              INFINITE: 0.0, SAVED_UNREAD: 0.0}  # each with the share that it may make
+SAVED_UNREAD = (
+    "eager raises for tensors that autograd has saved, even if their values are not needed"
+)
+DOCUMENTED = {
+    INPUT_TWICE: 1e-4,
+    WEIGHT_TWICE: 1e-4,
+    AUTOCAST_CALLS: 2e-2,
+    ALIGNMENT: 1e-4,
+    GRADIENT_LAYOUT: 1e-4,
+    LOSS_IN_A_THREAD: 1e-4,
+    INFINITE: 0.0,
+    SAVED_UNREAD: 0.0,
+}  # each with the share that it may make
 
 
 class Draw:
-    """Makes the inputs of one call from a generator of its own, so that the module alone moves the global one."""
+    """Makes the inputs of one call from a generator of its own, so that the module alone moves the
+    global one."""
 
     def __init__(self, seed: int, device: str) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -51,12 +78,13 @@ class Keywords(dict[str, Any]):
 class Entry:
     """One hostile module.
 
-    make: the module, fresh, with all that it reads. inputs: of (draw, step), the call's arguments; Keywords may be
-    the last. mutate: applied to the model after some calls. loss: of the model's outputs. call: of (model,
-    arguments), instead of the plain call. backward: of (model, loss, outputs, arguments, step), instead of
-    `loss.backward()`. prepare: applied to the model before its first call. observe: of the model, further values that
-    must agree after each step. drive: of (model, draw, done), a loop of the entry's own instead of the three; it calls
-    done after every step with what else must agree. documented: why last bits may differ, one of DOCUMENTED.
+    make: the module, fresh, with all that it reads. inputs: of (draw, step), the call's arguments;
+    Keywords may be the last. mutate: applied to the model after some calls. loss: of the model's
+    outputs. call: of (model, arguments), instead of the plain call. backward: of (model, loss,
+    outputs, arguments, step), instead of `loss.backward()`. prepare: applied to the model before
+    its first call. observe: of the model, further values that must agree after each step. drive: of
+    (model, draw, done), a loop of the entry's own instead of the three; it calls done after every
+    step with what else must agree. documented: why last bits may differ, one of DOCUMENTED.
     """
 
     name: str
@@ -92,8 +120,13 @@ def words(draw: Draw, step: int) -> tuple[Any, ...]:
     return (draw.ids(2, 5),)
 
 
-def add(group: str, name: str, make: Callable[[], nn.Module], inputs: Callable[[Draw, int], tuple[Any, ...]] = one,
-        **options: Any) -> None:
+def add(
+    group: str,
+    name: str,
+    make: Callable[[], nn.Module],
+    inputs: Callable[[Draw, int], tuple[Any, ...]] = one,
+    **options: Any,
+) -> None:
     """Put an entry into the corpus. Raises ValueError when there is one of that name."""
     key = f"{group}: {name}"
     if options.get("documented", INPUT_TWICE) not in DOCUMENTED:
@@ -104,7 +137,8 @@ def add(group: str, name: str, make: Callable[[], nn.Module], inputs: Callable[[
 
 
 class Own(nn.Module):
-    """A linear layer, further parts, and a forward given from outside as a function of module and arguments."""
+    """A linear layer, further parts, and a forward given from outside as a function of module and
+    arguments."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -127,12 +161,18 @@ def leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return [found for key, part in value.items() for found in leaves(part, f"{name}[{key!r}]")]
     if isinstance(value, (list, tuple)):
-        return [found for number, part in enumerate(value) for found in leaves(part, f"{name}[{number}]")]
+        return [
+            found
+            for number, part in enumerate(value)
+            for found in leaves(part, f"{name}[{number}]")
+        ]
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value)]
         return [found for part in names for found in leaves(getattr(value, part), f"{name}.{part}")]
     if not isinstance(value, Tensor) and hasattr(value, "__dict__") and not callable(value):
-        return [found for key, part in vars(value).items() for found in leaves(part, f"{name}.{key}")]
+        return [
+            found for key, part in vars(value).items() for found in leaves(part, f"{name}.{key}")
+        ]
     return [(name, value)]
 
 
@@ -148,7 +188,11 @@ def scalar(tensors: Sequence[Tensor]) -> Tensor:
         parts = [tensor.real, tensor.imag] if tensor.is_complex() else [tensor]
         for part in parts:
             wide = part if part.dtype == torch.float64 else part.float()
-            weights = torch.arange(1, wide.numel() + 1, device=wide.device, dtype=wide.dtype).cos().reshape(wide.shape)
+            weights = (
+                torch.arange(1, wide.numel() + 1, device=wide.device, dtype=wide.dtype)
+                .cos()
+                .reshape(wide.shape)
+            )
             total = total + (wide * weights).sum() * (1 + number) + 0.1 * wide.square().sum()
     return total
 

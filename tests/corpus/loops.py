@@ -1,4 +1,5 @@
 """The loops that every entry is run in, the same for eager and for graphs."""
+
 import os
 import random
 import traceback
@@ -10,7 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 from corpus.entry import ENTRIES, Draw, Entry, Keywords, loss_of, scalar, trained
-from corpus.facts import ANY_ERROR, BROKEN, Run, Verdict, first_difference, judge, note, note_grads, note_state
+from corpus.facts import (
+    ANY_ERROR,
+    BROKEN,
+    Run,
+    Verdict,
+    first_difference,
+    judge,
+    note,
+    note_grads,
+    note_state,
+)
 from torch import Tensor
 
 import packgraph.graphs
@@ -37,13 +48,21 @@ def check(entry: Entry, loop: str, device: str = "cpu") -> Verdict:
 
 def numbers() -> list[int]:
     """Of the entries that PACKGRAPH_CORPUS names (a part of their names), of all without it."""
-    return [number for number, name in enumerate(ENTRIES) if os.environ.get("PACKGRAPH_CORPUS", "") in name]
+    return [
+        number
+        for number, name in enumerate(ENTRIES)
+        if os.environ.get("PACKGRAPH_CORPUS", "") in name
+    ]
 
 
 def failures(entry: Entry, device: str = "cpu") -> list[str]:
     """What is wrong with an entry, a line for each loop: nothing, if all is well."""
     verdicts = {loop: check(entry, loop, device) for loop in loops_of(entry)}
-    return [f"{found.kind} in the {loop} loop: {found.what}" for loop, found in verdicts.items() if not found.good]
+    return [
+        f"{found.kind} in the {loop} loop: {found.what}"
+        for loop, found in verdicts.items()
+        if not found.good
+    ]
 
 
 def loops_of(entry: Entry) -> list[str]:
@@ -59,7 +78,9 @@ def run(entry: Entry, loop: str, device: str, *, graphs: bool) -> Run:
         model: Any = entry.make()
         model.train()
         if graphs:
-            model = graph(model, backend="auto" if device != "cpu" else "recorder", warmup=WARMUP[loop])
+            model = graph(
+                model, backend="auto" if device != "cpu" else "recorder", warmup=WARMUP[loop]
+            )
     stats = control(model).stats if graphs else None
     trace: list[dict[str, Any]] = []
     error: BaseException | None = None
@@ -74,7 +95,11 @@ def run(entry: Entry, loop: str, device: str, *, graphs: bool) -> Run:
         except ANY_ERROR as raised:
             own_error = str(_GRAPHS) in innermost_file(raised)
             error = raised.with_traceback(None)
-    told = [str(warning.message) for warning in [*seen, *later] if issubclass(warning.category, PackgraphWarning)]
+    told = [
+        str(warning.message)
+        for warning in [*seen, *later]
+        if issubclass(warning.category, PackgraphWarning)
+    ]
     if graphs:
         return Run(trace, error, told, own_error, stats.replayed, dict(stats.fallbacks))
     return Run(trace, error, told)
@@ -100,7 +125,9 @@ def _call(entry: Entry, model: Any, arguments: tuple[Any, ...]) -> Any:
     return model(*arguments)
 
 
-def _backward(entry: Entry, model: Any, outputs: Any, arguments: tuple[Any, ...], step: int) -> Tensor:
+def _backward(
+    entry: Entry, model: Any, outputs: Any, arguments: tuple[Any, ...], step: int
+) -> Tensor:
     loss = loss_of(entry, outputs)
     if entry.backward is not None:
         entry.backward(model, loss, outputs, arguments, step)
@@ -154,7 +181,11 @@ def accumulate(entry: Entry, model: Any, trace: list[dict[str, Any]], device: st
             flight.append((arguments, outputs))
         for number in (1, 0):
             arguments, outputs = flight[number]
-            note(facts, f"loss {number}", _backward(entry, model, outputs, arguments, 2 * step + number))
+            note(
+                facts,
+                f"loss {number}",
+                _backward(entry, model, outputs, arguments, 2 * step + number),
+            )
         _after(entry, model, facts, [arguments for arguments, _ in flight], device)
         model.zero_grad(set_to_none=False)
         trace.append(facts)
@@ -170,7 +201,11 @@ def rough(entry: Entry, model: Any, trace: list[dict[str, Any]], device: str) ->
         if step % 4 == 2:
             model.eval()
             with torch.no_grad():
-                note(facts, "evaluated", _call(entry, model, entry.inputs(Draw(50 + step, device), step)))
+                note(
+                    facts,
+                    "evaluated",
+                    _call(entry, model, entry.inputs(Draw(50 + step, device), step)),
+                )
             model.train()
         outputs = _call(entry, model, arguments)
         note(facts, "output", outputs)
@@ -206,4 +241,8 @@ def own(entry: Entry, model: Any, trace: list[dict[str, Any]], device: str) -> N
 
 
 LOOPS: dict[str, Callable[[Entry, Any, list[dict[str, Any]], str], None]] = {
-    "plain": plain, "accumulate": accumulate, "rough": rough, "own": own}
+    "plain": plain,
+    "accumulate": accumulate,
+    "rough": rough,
+    "own": own,
+}

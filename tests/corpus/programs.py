@@ -1,7 +1,9 @@
-"""Random programs: a module's class and the loop that trains it, as source text that runs by itself.
+"""Random programs: a module's class and the loop that trains it, as source text that runs by
+itself.
 
-A program is two lists of lines. Each line of forward makes a value of others by name, [rows, 4], so that a line can be
-replaced by one of its operands; each line of the loop can be left out. That is how a failing program is made small.
+A program is two lists of lines. Each line of forward makes a value of others by name, [rows, 4], so
+that a line can be replaced by one of its operands; each line of the loop can be left out. That is
+how a failing program is made small.
 """
 
 import random
@@ -132,7 +134,16 @@ ODD = [
     "kept(self.config.__dict__.update(n={n}), {a})",
     "torch.func.functional_call(self.two, {{'weight': self.weight}}, ({a},))",
 ]
-KINDS = [(PURE, 9), (RANDOM, 2), (STATE, 5), (ALIASES, 3), (IN_PLACE, 2), (COMPLEX, 3), (WRITES, 2), (ODD, 1)]
+KINDS = [
+    (PURE, 9),
+    (RANDOM, 2),
+    (STATE, 5),
+    (ALIASES, 3),
+    (IN_PLACE, 2),
+    (COMPLEX, 3),
+    (WRITES, 2),
+    (ODD, 1),
+]
 
 RETURNED = [
     "{a}",
@@ -233,7 +244,8 @@ BACKWARD = ["back({o})"] * 6 + [
 
 @dataclass(frozen=True)
 class Line:
-    """A line of forward. value: the name it makes; expression: of what; operand: a value that can stand for it."""
+    """A line of forward. value: the name it makes; expression: of what; operand: a value that can
+    stand for it."""
 
     value: str
     expression: str
@@ -245,7 +257,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Program:
-    """lines: of forward. returned: the outputs' expressions. loop: lines of the loop, of all steps."""
+    """lines: of forward. returned: the outputs' expressions. loop: lines of the loop, of all
+    steps."""
 
     seed: int
     lines: tuple[Line, ...]
@@ -285,10 +298,16 @@ def generate(seed: int) -> Program:
 def _mutation(luck: random.Random, read: str) -> str:
     """Mostly of something that forward reads."""
     named = {
-        line: re.findall(r"\b(?!type_of|copy|float|load_state|manual|data|grad)[A-Za-z]{3,}\b", line)
+        line: re.findall(
+            r"\b(?!type_of|copy|float|load_state|manual|data|grad)[A-Za-z]{3,}\b", line
+        )
         for line in MUTATIONS
     }
-    fitting = [line for line, names in named.items() if any(re.search(rf"\b{name}\b", read) for name in names)]
+    fitting = [
+        line
+        for line, names in named.items()
+        if any(re.search(rf"\b{name}\b", read) for name in names)
+    ]
     return luck.choice(fitting if fitting and luck.random() < 0.75 else MUTATIONS)
 
 
@@ -343,7 +362,11 @@ def _parts() -> type[nn.Module]:
 
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+            self.one, self.two, self.norm = (
+                nn.Linear(WIDTH, WIDTH),
+                nn.Linear(WIDTH, WIDTH),
+                nn.LayerNorm(WIDTH),
+            )
             self.batch, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
             self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5)
             self.frozen = nn.Parameter(torch.eye(WIDTH) * 1.2, requires_grad=False)
@@ -360,12 +383,20 @@ def _parts() -> type[nn.Module]:
     return Parts
 
 
-def _losses(outputs: Any, first: int | None = None, last: int | None = None, scale: float = 1.0) -> Tensor | None:
+def _losses(
+    outputs: Any, first: int | None = None, last: int | None = None, scale: float = 1.0
+) -> Tensor | None:
     found = trained(outputs)[slice(-last if last else None, first)]
     return scalar(found) * scale if found else None
 
 
-def back(outputs: Any, first: int | None = None, last: int | None = None, scale: float = 1.0, **options: Any) -> None:
+def back(
+    outputs: Any,
+    first: int | None = None,
+    last: int | None = None,
+    scale: float = 1.0,
+    **options: Any,
+) -> None:
     loss = _losses(outputs, first, last, scale)
     if loss is not None:
         loss.backward(**options)
@@ -376,7 +407,9 @@ def asked(m: Any, outputs: Any, first: int | None = None) -> None:
     loss, parameters = _losses(outputs, first), [p for p in m.parameters() if p.requires_grad]
     if loss is None:
         return
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
+    ):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
@@ -385,7 +418,10 @@ def penalty(m: Any, outputs: Any) -> None:
     loss = _losses(outputs)
     if loss is not None:
         found = torch.autograd.grad(
-            loss, [p for p in m.parameters() if p.requires_grad], create_graph=True, allow_unused=True
+            loss,
+            [p for p in m.parameters() if p.requires_grad],
+            create_graph=True,
+            allow_unused=True,
         )
         (loss + sum(g.abs().square().sum() for g in found if g is not None)).backward()
 
@@ -467,7 +503,9 @@ def in_thread(act: Callable[[], Any]) -> None:
 
 def type_of(m: Any) -> Any:
     """The class of the module, or of the one that it wraps."""
-    return next(kind for kind in (type(m), type(getattr(m, "module", m))) if hasattr(kind, "factor"))
+    return next(
+        kind for kind in (type(m), type(getattr(m, "module", m))) if hasattr(kind, "factor")
+    )
 
 
 def _namespace() -> dict[str, Any]:
@@ -533,7 +571,9 @@ def entry_of(program: Program) -> Entry:
         documented = SAVED_UNREAD
     elif "self.z" in program.text and not documented:
         documented = INFINITE
-    return Entry(f"program {program.seed}", "programs", make, one, drive=drive, documented=documented)
+    return Entry(
+        f"program {program.seed}", "programs", make, one, drive=drive, documented=documented
+    )
 
 
 def judged(program: Program, device: str = "cpu") -> Verdict:
@@ -566,9 +606,13 @@ def _candidates(program: Program) -> list[Program]:
         for n in range(len(program.returned))
         if len(program.returned) > 1
     ]
-    found += [replace(program, lines=lines[:n] + lines[n + 1 :]) for n in range(len(lines) - 1, -1, -1)]
     found += [
-        replace(program, lines=(*lines[:n], replace(line, expression=line.operand), *lines[n + 1 :]))
+        replace(program, lines=lines[:n] + lines[n + 1 :]) for n in range(len(lines) - 1, -1, -1)
+    ]
+    found += [
+        replace(
+            program, lines=(*lines[:n], replace(line, expression=line.operand), *lines[n + 1 :])
+        )
         for n, line in enumerate(lines)
         if line.expression != line.operand
     ]

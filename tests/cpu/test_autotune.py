@@ -1,7 +1,9 @@
 """Timing graphs against eager in real steps: no number changes, and the faster way stays.
 
-Where a test asks which way was chosen, it tells the times (`Hands`): what else the machine does is none of its matter.
+Where a test asks which way was chosen, it tells the times (`Hands`): what else the machine does is
+none of its matter.
 """
+
 import dataclasses
 import itertools
 import random
@@ -31,12 +33,19 @@ from packgraph.verification.verify import verify
 STEPS, ALL_ATTEMPTS = 2 + 2 * SAMPLES + 4, 2 + 2 * SAMPLES * ATTEMPTS + 2
 TOKENS = 108
 NAMES = [render(capacity) for capacity in CAPACITIES]
-WAYS = [{}, {"granularity": "chunk"}, {"granularity": "step"}, {"granularity": "step", "optimizer": True}]
+WAYS = [
+    {},
+    {"granularity": "chunk"},
+    {"granularity": "step"},
+    {"granularity": "step", "optimizer": True},
+]
 
 
 def config(steps: int = STEPS, *, enabled: bool = True, **graph):
     made = tiny(graph=enabled, steps=steps, checkpoint_every=1000, tokens_per_step=TOKENS)
-    return dataclasses.replace(made, graph=dataclasses.replace(made.graph, **({"autotune": True} | graph)))
+    return dataclasses.replace(
+        made, graph=dataclasses.replace(made.graph, **({"autotune": True} | graph))
+    )
 
 
 class EachPacks(RandomPacks):
@@ -54,7 +63,8 @@ class EachPacks(RandomPacks):
 
 
 class AlikePacks(EachPacks):
-    """Packs of one capacity: graphs of whole steps differ in the number of microbatches only, which is 2, 2, 3, ...
+    """Packs of one capacity: graphs of whole steps differ in the number of microbatches only, which
+    is 2, 2, 3, ...
 
     So the first that is captured is the larger one, which a smaller one leaves room for.
     """
@@ -64,7 +74,8 @@ class AlikePacks(EachPacks):
 
 
 class Hands:
-    """The hands of a clock, which go on only when a run does something that the test says takes time.
+    """The hands of a clock, which go on only when a run does something that the test says takes
+    time.
 
     eager, replay: milliseconds of a microbatch by its capacity.
     """
@@ -95,7 +106,8 @@ def always(milliseconds):
 
 
 def noisy(milliseconds):
-    """Around `milliseconds`, by up to 3 ms: any five times in a row of one capacity have that median."""
+    """Around `milliseconds`, by up to 3 ms: any five times in a row of one capacity have that
+    median."""
     offsets = {capacity: itertools.cycle((0, 3, -3, 2, -2)) for capacity in CAPACITIES}
     return lambda capacity: milliseconds + next(offsets[capacity])
 
@@ -105,7 +117,9 @@ def train(folder, settings, hands=None):
 
     hands: of the clock that ways are timed by; None = the real one.
     """
-    run = trainer(folder, settings, AlikePacks() if settings.graph.granularity == "step" else EachPacks())
+    run = trainer(
+        folder, settings, AlikePacks() if settings.graph.granularity == "step" else EachPacks()
+    )
     if hands is not None:
         run.executor.autotune.clock = Clock(CPU, hands.read)
     summary = run.run(StopRequest())
@@ -113,18 +127,27 @@ def train(folder, settings, hands=None):
     log = (folder.parent / "log").read_text()
     stats = run.executor._graphed[0].stats if settings.graph.enabled else None
     run.close()
-    return state, [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)], summary, log, stats
+    return (
+        state,
+        [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)],
+        summary,
+        log,
+        stats,
+    )
 
 
 @pytest.fixture(scope="module")
 def untimed(tmp_path_factory):
-    """What `train` gives without timing, once for all tests that compare with it; enabled=False: without graphs."""
+    """What `train` gives without timing, once for all tests that compare with it; enabled=False:
+    without graphs."""
     runs = {}
 
     def found(**options):
         key = tuple(sorted(options.items()))
         if key not in runs:
-            runs[key] = train(tmp_path_factory.mktemp("untimed") / "run", config(autotune=False, **options))
+            runs[key] = train(
+                tmp_path_factory.mktemp("untimed") / "run", config(autotune=False, **options)
+            )
         return runs[key]
 
     return found
@@ -140,12 +163,19 @@ def test_timing_changes_no_number(ways, untimed, tmp_path):
     """By the real clock, whichever way is the faster one."""
     tuned = train(tmp_path / "tuned", config(**ways))
     assert tuned[2]["fallbacks"][TIMED] > 0 and tuned[2]["replayed"] > 0
-    assert all(choice["eager_ms"] > 0 and choice["replay_ms"] > 0 for choice in tuned[2]["choices"].values())
+    assert all(
+        choice["eager_ms"] > 0 and choice["replay_ms"] > 0
+        for choice in tuned[2]["choices"].values()
+    )
     assert_equal(tuned, untimed(**ways))
-    assert_equal(tuned, untimed(enabled=False, granularity="step" if "step" in ways.values() else "layer"))
+    assert_equal(
+        tuned, untimed(enabled=False, granularity="step" if "step" in ways.values() else "layer")
+    )
 
 
-def test_eager_is_kept_where_replay_is_slower_and_the_graphs_are_freed(untimed, tmp_path, monkeypatch):
+def test_eager_is_kept_where_replay_is_slower_and_the_graphs_are_freed(
+    untimed, tmp_path, monkeypatch
+):
     freed = []
     drop = Slots.drop
     monkeypatch.setattr(Slots, "drop", lambda self, key: freed.append(drop(self, key)) or freed[-1])
@@ -168,8 +198,9 @@ def test_only_the_bucket_that_is_slower_runs_eagerly(untimed, tmp_path, monkeypa
     run = train(tmp_path / "tuned", config(), hands)
     assert [run[2]["choices"][name]["way"] for name in NAMES] == ["replay", "eager", "replay"]
     assert [round(run[2]["choices"][name]["gain"], 6) for name in NAMES] == [4, 3, 4]
-    assert run[2]["captured"] == untimed()[2]["captured"], \
+    assert run[2]["captured"] == untimed()[2]["captured"], (
         "giving up one bucket's graphs must not cost the others theirs"
+    )
     assert run[2]["pool_bytes"] > 0 and run[2]["fallbacks"][FASTER] > 0
     assert_equal(run, untimed(enabled=False))
 
@@ -177,11 +208,16 @@ def test_only_the_bucket_that_is_slower_runs_eagerly(untimed, tmp_path, monkeypa
 def test_replay_is_kept_where_eager_is_slower(tmp_path, monkeypatch):
     summary = train(tmp_path / "tuned", config(), Hands(monkeypatch, always(20), always(10)))[2]
     assert {choice["way"] for choice in summary["choices"].values()} == {"replay"}
-    assert all(choice["decided"] and choice["gain"] == pytest.approx(2) for choice in summary["choices"].values())
+    assert all(
+        choice["decided"] and choice["gain"] == pytest.approx(2)
+        for choice in summary["choices"].values()
+    )
     assert FASTER not in summary["fallbacks"] and summary["autotune"] == "ms per microbatch"
     rows = read_metrics(tmp_path / "tuned" / METRICS)
     last = max(row["step"] for row in rows if row["starting"])
-    assert last < STEPS and rows[last - 1]["fallbacks"] == rows[-1]["fallbacks"], "the timing comes to an end"
+    assert last < STEPS and rows[last - 1]["fallbacks"] == rows[-1]["fallbacks"], (
+        "the timing comes to an end"
+    )
 
 
 def test_what_is_lost_in_noise_is_timed_again_and_then_left_to_replay(tmp_path, monkeypatch):
@@ -190,7 +226,9 @@ def test_what_is_lost_in_noise_is_timed_again_and_then_left_to_replay(tmp_path, 
     for choice in summary["choices"].values():
         assert choice["decided"] and choice["way"] == "replay"
         assert choice["eager_samples"] == choice["replay_samples"] == SAMPLES * ATTEMPTS
-        assert choice["replay_ms"] == pytest.approx(10.7) and choice["eager_ms"] == pytest.approx(10)
+        assert choice["replay_ms"] == pytest.approx(10.7) and choice["eager_ms"] == pytest.approx(
+            10
+        )
     assert FASTER not in summary["fallbacks"]
 
 
@@ -204,9 +242,15 @@ def test_noise_does_not_hide_what_is_clearly_slower(tmp_path, monkeypatch):
 def test_whole_steps_are_given_up_as_one(ways, untimed, tmp_path, monkeypatch):
     run = train(tmp_path / "tuned", config(**ways), Hands(monkeypatch, always(16), always(32)))
     (choice,) = run[2]["choices"].values()
-    assert choice["way"] == "eager" and run[2]["pool_bytes"] == 0 and run[2]["autotune"] == "ms per 1,000 places"
+    assert (
+        choice["way"] == "eager"
+        and run[2]["pool_bytes"] == 0
+        and run[2]["autotune"] == "ms per 1,000 places"
+    )
     places = CAPACITIES[-1].tokens / 1000
-    assert choice["eager_ms"] == pytest.approx(16 / places) and choice["replay_ms"] == pytest.approx(32 / places)
+    assert choice["eager_ms"] == pytest.approx(16 / places) and choice[
+        "replay_ms"
+    ] == pytest.approx(32 / places)
     assert_equal(run, untimed(enabled=False, granularity="step"))
 
 
@@ -230,7 +274,11 @@ def test_the_device_is_waited_for_between_steps_only(tmp_path, monkeypatch):
 def test_a_timed_step_goes_one_way_as_a_whole(tmp_path, monkeypatch):
     steps = []
     begin, reason = Autotune.begin, Autotune._reason
-    monkeypatch.setattr(Autotune, "begin", lambda self, *args: (timed := begin(self, *args), steps.append([timed]))[0])
+    monkeypatch.setattr(
+        Autotune,
+        "begin",
+        lambda self, *args: (timed := begin(self, *args), steps.append([timed]))[0],
+    )
 
     def noted(self, bucket):
         steps[-1].append(reason(self, bucket))
@@ -263,7 +311,9 @@ def test_graphs_of_a_slot_in_flight_are_not_given_up():
 def test_without_room_for_eager_steps_graphs_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "free_bytes", lambda device: 0)
     run = train(tmp_path / "tuned", config(4))
-    assert TIMED not in run[2]["fallbacks"] and run[2]["autotune"].startswith("off: an eager step beside the graphs")
+    assert TIMED not in run[2]["fallbacks"] and run[2]["autotune"].startswith(
+        "off: an eager step beside the graphs"
+    )
     assert "replay is not timed against eager" in run[3]
 
 
@@ -271,14 +321,18 @@ def test_a_bucket_that_is_captured_again_each_time_is_not_judged(tmp_path, monke
     changes = iter(range(10**6))
     monkeypatch.setattr(Executor, "changes", lambda self: (next(changes), 0))
     run = train(tmp_path / "tuned", config(ALL_ATTEMPTS))
-    assert all(choice["decided"] and choice["way"] == "replay" and choice["eager_ms"] is None
-               for choice in run[2]["choices"].values())
+    assert all(
+        choice["decided"] and choice["way"] == "replay" and choice["eager_ms"] is None
+        for choice in run[2]["choices"].values()
+    )
     assert "could not be timed against eager" in run[3]
 
 
 def test_eager_is_the_default_on_no_cpu():
     assert GraphConfig().is_autotuned("cuda") and not GraphConfig().is_autotuned("cpu")
-    assert not GraphConfig(autotune=False).is_autotuned("cuda") and GraphConfig(autotune=True).is_autotuned("cpu")
+    assert not GraphConfig(autotune=False).is_autotuned("cuda") and GraphConfig(
+        autotune=True
+    ).is_autotuned("cpu")
 
 
 def test_a_run_without_tuning_says_nothing_of_it(tmp_path):
@@ -294,9 +348,16 @@ def test_verify_times_nothing():
 def test_a_capacity_over_the_memory_budget_is_not_timed(untimed, tmp_path, monkeypatch):
     memory = untimed()[2]["memory"]
     budget = f"{(memory['predicted_pool_bytes'] + sum(memory['buffer_bytes'])) / 2**10 - 1}KiB"
-    run = train(tmp_path / "tuned", config(memory_budget=budget), Hands(monkeypatch, always(20), always(10)))
-    assert run[2]["memory"]["dropped"] == NAMES[2:] and run[2]["fallbacks"]["over the memory budget"] > 0
-    assert list(run[2]["choices"]) == NAMES[:2] and all(choice["decided"] for choice in run[2]["choices"].values())
+    run = train(
+        tmp_path / "tuned", config(memory_budget=budget), Hands(monkeypatch, always(20), always(10))
+    )
+    assert (
+        run[2]["memory"]["dropped"] == NAMES[2:]
+        and run[2]["fallbacks"]["over the memory budget"] > 0
+    )
+    assert list(run[2]["choices"]) == NAMES[:2] and all(
+        choice["decided"] for choice in run[2]["choices"].values()
+    )
     assert_equal(run, untimed(enabled=False))
 
 

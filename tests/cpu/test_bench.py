@@ -1,4 +1,6 @@
-"""Benchmarks: every way asked for has a row that is valid JSON, with figures or with the reason why there are none."""
+"""Benchmarks: every way asked for has a row that is valid JSON, with figures or with the reason why
+there are none."""
+
 import json
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,20 @@ from packgraph.parallel.mesh import Layout, single_process
 from packgraph.parallel.pipeline.links import make_links
 
 CPU = torch.device("cpu")
-SMALL = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--documents", "4", "--mean", "10", "--sigma", "0.5"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--model",
+    "tiny",
+    "--tokens",
+    "32",
+    "--documents",
+    "4",
+    "--mean",
+    "10",
+    "--sigma",
+    "0.5",
+]
 
 
 def rows_of(text: str) -> list[dict[str, Any]]:
@@ -37,16 +52,34 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 
 def options(**changes: Any) -> PipelineOptions:
     usual: dict[str, Any] = {
-        "model": "tiny", "layers": None, "tokens": (32,), "documents": 4, "ways": ("eager", "layer", "chunk", "step"),
-        "rounds": 2, "mean": 10.0, "sigma": 0.5, "seed": 0, "together": None, "ranks": 2, "chunks": 1,
-        "microbatches": 3}
+        "model": "tiny",
+        "layers": None,
+        "tokens": (32,),
+        "documents": 4,
+        "ways": ("eager", "layer", "chunk", "step"),
+        "rounds": 2,
+        "mean": 10.0,
+        "sigma": 0.5,
+        "seed": 0,
+        "together": None,
+        "ranks": 2,
+        "chunks": 1,
+        "microbatches": 3,
+    }
     return PipelineOptions(**(usual | changes))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
 def test_figures_are_ordered_and_within_the_values(values: list[float]) -> None:
     found = figures(values)
-    assert min(values) - 1e-4 <= found["p10"] <= found["median"] <= found["p90"] <= found["p99"] <= max(values) + 1e-4
+    assert (
+        min(values) - 1e-4
+        <= found["p10"]
+        <= found["median"]
+        <= found["p90"]
+        <= found["p99"]
+        <= max(values) + 1e-4
+    )
     assert found["n"] == len(values)
 
 
@@ -65,7 +98,9 @@ def test_ways_are_grouped_with_the_first() -> None:
     ways = ["eager", "layer", "chunk", "auto"]
     assert groups(ways, None) == groups(ways, 9) == groups(ways, 4) == [ways]
     assert groups(ways, 2) == [["eager", "layer"], ["eager", "chunk"], ["eager", "auto"]]
-    assert groups(ways, 3) == [["eager", "layer", "chunk"], ["eager", "auto"]] and groups(["eager"], 2) == [["eager"]]
+    assert groups(ways, 3) == [["eager", "layer", "chunk"], ["eager", "auto"]] and groups(
+        ["eager"], 2
+    ) == [["eager"]]
     with pytest.raises(ValueError, match="at least 2 at a time"):
         groups(ways, 1)
 
@@ -75,7 +110,11 @@ def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
     contest.samples["eager"] = [Sample({"ms": 30.0}, 100.0)] * 3
     contest.samples["chunk"] = [Sample({"ms": 10.0}, 100.0)] * 3
     contest.samples["odd"] = [Sample({"ms": 10.0}, 100.0)]
-    contest.checks |= {"eager": Check(2.0, 1.0), "chunk": Check(2.0, 1.0), "odd": Check(float("nan"), 1.0)}
+    contest.checks |= {
+        "eager": Check(2.0, 1.0),
+        "chunk": Check(2.0, 1.0),
+        "odd": Check(float("nan"), 1.0),
+    }
 
     def fail() -> None:
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
@@ -96,8 +135,12 @@ def test_shapes_take_another_number_of_layers(name: str) -> None:
 
 
 def test_documents_are_the_same_for_a_seed_and_fill_their_packs() -> None:
-    one, two = (draw_batches(Capacity(128, 16), 12, 300, mean=40, sigma=1.0, seed=3) for _ in range(2))
-    assert len(one) == 12 and all(torch.equal(a.data, b.data) for a, b in zip(one, two, strict=True))
+    one, two = (
+        draw_batches(Capacity(128, 16), 12, 300, mean=40, sigma=1.0, seed=3) for _ in range(2)
+    )
+    assert len(one) == 12 and all(
+        torch.equal(a.data, b.data) for a, b in zip(one, two, strict=True)
+    )
     assert sum(batch.num_tokens for batch in one) > 0.9 * 12 * 128
     assert len({batch.lengths for batch in one}) > 6
 
@@ -105,7 +148,9 @@ def test_documents_are_the_same_for_a_seed_and_fill_their_packs() -> None:
 def test_parts_have_the_fresh_values_of_the_whole() -> None:
     whole = FreshModel(options().config, device=CPU).state_dict()
     for stage in range(2):
-        for name, value in FreshModel(options().config, device=CPU, stage=stage, stages=2).state_dict().items():
+        for name, value in (
+            FreshModel(options().config, device=CPU, stage=stage, stages=2).state_dict().items()
+        ):
             assert torch.equal(value, whole[name]), name
 
 
@@ -120,15 +165,39 @@ def test_compiled_layers_share_one_graph_and_compute_what_the_model_does() -> No
         loss.backward()
         results.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
     torch.compiler.reset()
-    assert counter.frame_count == 3, "embedding, a layer, head: not compiled again for another layer"
+    assert counter.frame_count == 3, (
+        "embedding, a layer, head: not compiled again for another layer"
+    )
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_bench_step_writes_a_row_for_every_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bench_step_writes_a_row_for_every_way(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     out = tmp_path / "rows.jsonl"
-    words = ["bench", "step", *SMALL, "--ways", "eager", "reduce-overhead", "layer", "chunk", "--rounds", "3",
-             "--calls", "2", "--out", str(out), "--commit", "abc123", "--attention", "sdpa", "--together", "3"]
+    words = [
+        "bench",
+        "step",
+        *SMALL,
+        "--ways",
+        "eager",
+        "reduce-overhead",
+        "layer",
+        "chunk",
+        "--rounds",
+        "3",
+        "--calls",
+        "2",
+        "--out",
+        str(out),
+        "--commit",
+        "abc123",
+        "--attention",
+        "sdpa",
+        "--together",
+        "3",
+    ]
     assert cli.main(words) == 0
     captured = capsys.readouterr()
     rows = rows_of(captured.out)
@@ -137,14 +206,26 @@ def test_bench_step_writes_a_row_for_every_way(capsys: pytest.CaptureFixture[str
     for row in rows:
         assert row["benchmark"] == "step" and row["tokens"] == 32 and row["commit"] == "abc123"
         assert row["attention"] == "sdpa" and row["part"] == "model"
-        assert set(row["versions"]) == {"python", "torch", "cuda", "packgraph", "triton", "flash-attn-4"}
+        assert set(row["versions"]) == {
+            "python",
+            "torch",
+            "cuda",
+            "packgraph",
+            "triton",
+            "flash-attn-4",
+        }
         assert row["device"].startswith("cpu")
         if row["way"] == "reduce-overhead":
             assert "none on a CPU" in row["reason"] and row["figures"] == {}
             continue
         assert row["reason"] is None and row["loss_difference"] == row["gradient_difference"] == 0.0
         assert row["figures"]["device_ms"]["n"] == 6 and row["rounds"] == 3
-        assert row["ratio"] > 0 and 0 <= row["padding"] < 0.5 and row["mfu"] is None and row["gpu_busy"] is None
+        assert (
+            row["ratio"] > 0
+            and 0 <= row["padding"] < 0.5
+            and row["mfu"] is None
+            and row["gpu_busy"] is None
+        )
     assert rows[2]["capture_seconds"] > 0 and rows[3]["pool_bytes"] > 0
 
 
@@ -158,7 +239,23 @@ def test_a_way_that_fails_in_the_middle_keeps_its_row(capsys: pytest.CaptureFixt
         return run(self, batch)
 
     with mock.patch.object(Graphed, "run", sometimes):
-        assert cli.main(["bench", "step", *SMALL, "--ways", "eager", "chunk", "--rounds", "4", "--calls", "1"]) == 0
+        assert (
+            cli.main(
+                [
+                    "bench",
+                    "step",
+                    *SMALL,
+                    "--ways",
+                    "eager",
+                    "chunk",
+                    "--rounds",
+                    "4",
+                    "--calls",
+                    "1",
+                ]
+            )
+            == 0
+        )
     eager, chunk = rows_of(capsys.readouterr().out)
     assert eager["figures"]["device_ms"]["n"] == 4
     assert chunk["reason"] == "RuntimeError: the device is on fire" and chunk["figures"] == {}
@@ -166,20 +263,28 @@ def test_a_way_that_fails_in_the_middle_keeps_its_row(capsys: pytest.CaptureFixt
 
 def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", *SMALL, "--ways", "eager", "chunk", "--seconds", "1e-9"]) == 1
-    assert all("limit of 1e-09 seconds" in row["reason"] for row in rows_of(capsys.readouterr().out))
+    assert all(
+        "limit of 1e-09 seconds" in row["reason"] for row in rows_of(capsys.readouterr().out)
+    )
 
 
-@pytest.mark.parametrize(("words", "text"), [
-    (["step", "--seconds", "-1"], "--seconds must be positive"),
-    (["step", "--out", "/no/such/folder/x"], "does not exist"),
-    (["step", "--ways", "eager", "eager"], "names a way twice"),
-    (["step", "--together", "1"], "--together must be at least 2"),
-    (["step", "--attention", "naive"], "invalid choice"),
-    (["step", "--tokens", "0"], "expected a whole number of at least 1"),
-    (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),
-    (["pipeline", "--chunks", "2", "--device", "cpu"], "would send to itself"),
-    (["unknown"], "invalid choice")])
-def test_mistakes_are_refused(capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["step", "--seconds", "-1"], "--seconds must be positive"),
+        (["step", "--out", "/no/such/folder/x"], "does not exist"),
+        (["step", "--ways", "eager", "eager"], "names a way twice"),
+        (["step", "--together", "1"], "--together must be at least 2"),
+        (["step", "--attention", "naive"], "invalid choice"),
+        (["step", "--tokens", "0"], "expected a whole number of at least 1"),
+        (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),
+        (["pipeline", "--chunks", "2", "--device", "cpu"], "would send to itself"),
+        (["unknown"], "invalid choice"),
+    ],
+)
+def test_mistakes_are_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
     assert cli.main(["bench", *words]) == 2
     captured = capsys.readouterr()
     assert text in captured.err and captured.out == "" and "Traceback" not in captured.err
@@ -191,7 +296,18 @@ def test_bench_without_a_name_explains(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_bench_pipeline_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "pipeline", *SMALL, "--ways", "eager", "chunk", "--rounds", "2", "--together", "2"]
+    words = [
+        "bench",
+        "pipeline",
+        *SMALL,
+        "--ways",
+        "eager",
+        "chunk",
+        "--rounds",
+        "2",
+        "--together",
+        "2",
+    ]
     assert cli.main(words) == 0
     rows = rows_of(capsys.readouterr().out)
     assert [row["way"] for row in rows] == ["eager", "chunk"]
@@ -208,8 +324,10 @@ def measured(mesh: Any, chosen: PipelineOptions, broken: str | None = None) -> l
             raise RuntimeError("no room")
         warm_alone(self, batch)
 
-    with mock.patch.object(PipelineWay, "warm_alone", break_down), \
-            mock.patch.object(pipeline_way, "CompiledStack", partial(CompiledStack, backend="eager")):
+    with (
+        mock.patch.object(PipelineWay, "warm_alone", break_down),
+        mock.patch.object(pipeline_way, "CompiledStack", partial(CompiledStack, backend="eager")),
+    ):
         measure_pipeline(chosen, CPU, make_links(mesh), BenchRanks(), rows, Deadline(None))
     return rows.all
 
@@ -226,7 +344,11 @@ def test_bench_pipeline_on_two_ranks() -> None:
         assert mine["reason"] is None and mine["loss_difference"] == 0.0 and mine["agrees"]
         assert mine["figures"]["step_ms"]["n"] == 2 and 0 < mine["bubble_share"] < 1
         assert (mine["pool_bytes"] is None) == (mine["way"] in ("eager", "compile"))
-    assert one[3]["slots"] == [[2], [1]] and len(one[3]["pool_bytes"]) == 2 and len(one[3]["stage_ms"]) == 2
+    assert (
+        one[3]["slots"] == [[2], [1]]
+        and len(one[3]["pool_bytes"]) == 2
+        and len(one[3]["stage_ms"]) == 2
+    )
 
 
 @pytest.mark.core
@@ -240,7 +362,9 @@ def test_a_way_that_one_rank_cannot_run_is_left_out_by_all() -> None:
         assert "need CUDA" in rows[2]["reason"]
 
 
-def test_a_failure_within_a_step_ends_the_run_after_writing_all_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_within_a_step_ends_the_run_after_writing_all_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     step, calls = PipelineWay.step, []
 
     def sometimes(self: PipelineWay, *arguments: Any) -> Any:
@@ -250,9 +374,20 @@ def test_a_failure_within_a_step_ends_the_run_after_writing_all_rows(capsys: pyt
         return step(self, *arguments)
 
     rows = Rows(facts(CPU, "abc123"))
-    with mock.patch.object(PipelineWay, "step", sometimes), pytest.raises(RuntimeError, match="lost the device"):
-        measure_pipeline(options(ranks=1, ways=("eager", "chunk"), rounds=3), CPU, make_links(single_process()),
-                         BenchRanks(), rows, Deadline(None))
+    with (
+        mock.patch.object(PipelineWay, "step", sometimes),
+        pytest.raises(RuntimeError, match="lost the device"),
+    ):
+        measure_pipeline(
+            options(ranks=1, ways=("eager", "chunk"), rounds=3),
+            CPU,
+            make_links(single_process()),
+            BenchRanks(),
+            rows,
+            Deadline(None),
+        )
     eager, chunk = rows_of(capsys.readouterr().out)
-    assert eager["figures"]["step_ms"]["n"] == 1 and eager["reason"] is None, "the second round begins with chunk"
+    assert eager["figures"]["step_ms"]["n"] == 1 and eager["reason"] is None, (
+        "the second round begins with chunk"
+    )
     assert chunk["reason"] == "rank 0: RuntimeError: lost the device"

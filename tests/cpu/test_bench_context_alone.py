@@ -1,4 +1,6 @@
-"""What a bank is compared with: the bucket that takes most alone, which is known only where all of them were built."""
+"""What a bank is compared with: the bucket that takes most alone, which is known only where all of
+them were built."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +12,26 @@ BUCKETS = [Capacity(32, 4), Capacity(32, 8), Capacity(64, 4), Capacity(64, 8)]
 
 
 def extras(alone):
-    """Of a way whose pools take 90 and 100 bytes. alone: bytes of a bank by the tokens of its one bucket."""
-    bench = SimpleNamespace(_late=lambda: False, buckets=lambda kind: BUCKETS,
-                            _pool_alone=lambda name, bucket: alone[bucket.tokens] if bucket.documents == 8 else 1 / 0)
-    contest = SimpleNamespace(running=["dynamic+graph"], extras={"dynamic+graph": {"pool_bytes": [90, 100]}})
+    """Of a way whose pools take 90 and 100 bytes. alone: bytes of a bank by the tokens of its one
+    bucket."""
+    bench = SimpleNamespace(
+        _late=lambda: False,
+        buckets=lambda kind: BUCKETS,
+        _pool_alone=lambda name, bucket: alone[bucket.tokens] if bucket.documents == 8 else 1 / 0,
+    )
+    contest = SimpleNamespace(
+        running=["dynamic+graph"], extras={"dynamic+graph": {"pool_bytes": [90, 100]}}
+    )
     _ContextBench._largest_alone(bench, contest)
     return contest.extras["dynamic+graph"]
 
 
 def test_the_bucket_that_takes_most_is_the_fullest_of_some_size():
-    assert extras({32: 80, 64: 50}) == {"pool_bytes": [90, 100], "largest_pool_bytes": 80, "pool_ratio": 1.25}
+    assert extras({32: 80, 64: 50}) == {
+        "pool_bytes": [90, 100],
+        "largest_pool_bytes": 80,
+        "pool_ratio": 1.25,
+    }
 
 
 @pytest.mark.parametrize("alone", [{32: 0, 64: 50}, {32: 80, 64: 0}, {32: 0, 64: 0}])

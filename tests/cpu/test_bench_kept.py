@@ -1,4 +1,5 @@
 """What a forward keeps for its backward: saved, alive when it ends, once, and not there before."""
+
 import torch
 import torch.nn.functional as F
 
@@ -30,4 +31,6 @@ def kept_by(layers):
 
 def test_every_layer_keeps_as_much_as_another():
     one, two, three = kept_by(1), kept_by(2), kept_by(3)
-    assert three - two == two - one > 32 * 3 * shape("tiny", 1).intermediate_size * 4, "gate, up and their product"
+    assert three - two == two - one > 32 * 3 * shape("tiny", 1).intermediate_size * 4, (
+        "gate, up and their product"
+    )

@@ -1,4 +1,6 @@
-"""`packgraph bench offload`: a row for each way, plans that are followed, and the search for what fits."""
+"""`packgraph bench offload`: a row for each way, plans that are followed, and the search for what
+fits."""
+
 import gc
 import itertools
 import json
@@ -28,28 +30,51 @@ CPU = torch.device("cpu")
 
 def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
     words = "offload --device cpu --layers 3 --min-bytes 1 --rounds 1 --tokens 32 --lost 0.5"
-    assert bench([*words.split(), "--modules", "core_attn", "mlp_act", "--draw", str(tmp_path)]) == 0
+    assert (
+        bench([*words.split(), "--modules", "core_attn", "mlp_act", "--draw", str(tmp_path)]) == 0
+    )
     kept, everything, planned = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["way"] for row in (kept, everything, planned)] == ["kept", "everything", "planned"]
-    assert all(row["reason"] is None and row["figures"]["ms"]["n"] == 1 for row in (kept, everything, planned))
+    assert all(
+        row["reason"] is None and row["figures"]["ms"]["n"] == 1
+        for row in (kept, everything, planned)
+    )
     assert everything["groups"] == 6 and everything["groups_moved"] == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"tiny-32-{way}.{kind}" for way in ("everything", "planned") for kind in ("svg", "trace.json")]
-    assert planned["lost"] <= 0.5 and planned["pool_bytes"] < kept["pool_bytes"] and kept["pool_ratio"] == 1.0
+        f"tiny-32-{way}.{kind}"
+        for way in ("everything", "planned")
+        for kind in ("svg", "trace.json")
+    ]
+    assert (
+        planned["lost"] <= 0.5
+        and planned["pool_bytes"] < kept["pool_bytes"]
+        and kept["pool_ratio"] == 1.0
+    )
     assert planned["fell_bytes"] == kept["pool_bytes"] - planned["pool_bytes"] > 0
-    assert all(row["predicted_pool_bytes"] == row["pool_bytes"] for row in (kept, everything, planned))
+    assert all(
+        row["predicted_pool_bytes"] == row["pool_bytes"] for row in (kept, everything, planned)
+    )
     assert all(row["predicted_fell_bytes"] == row["fell_bytes"] for row in (everything, planned))
     assert "predicted_fell_bytes" not in kept and planned["predicted_fell_bytes"] > 0
     saved = kept["kept_for_backward_bytes"]
-    assert all(row["kept_for_backward_bytes"] == saved for row in (everything, planned)) and kept["pool_bytes"] > saved
+    assert (
+        all(row["kept_for_backward_bytes"] == saved for row in (everything, planned))
+        and kept["pool_bytes"] > saved
+    )
     assert planned["moved_of_kept_for_backward"] == round(planned["moved_bytes"] / saved, 4)
     assert everything["fell_of_kept_for_backward"] == round(everything["fell_bytes"] / saved, 4) > 0
     assert planned["forward_room_bytes"] == 0, "nobody counts a CPU's memory"
-    assert planned["graph_compute_ms"] > 0 < planned["eager_compute_ms"] and planned["planned_out_gb_s"] == 50.0
+    assert (
+        planned["graph_compute_ms"] > 0 < planned["eager_compute_ms"]
+        and planned["planned_out_gb_s"] == 50.0
+    )
 
 
 def test_ways_that_are_asked_for_are_compared_with_what_is_kept(capsys):
-    words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act --ways everything"
+    words = (
+        "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
+        "--ways everything"
+    )
     assert bench(words.split()) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["way"] for row in rows] == ["kept", "everything"] and "time_ratio" in rows[1]
@@ -58,7 +83,9 @@ def test_ways_that_are_asked_for_are_compared_with_what_is_kept(capsys):
 def test_where_nothing_can_be_kept_others_are_measured_and_compared_with_nothing(capsys):
     """What offloading is for: eager activations have no room."""
     words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act"
-    with mock.patch("packgraph.bench.offload._kept_bytes", side_effect=torch.OutOfMemoryError("no room")):
+    with mock.patch(
+        "packgraph.bench.offload._kept_bytes", side_effect=torch.OutOfMemoryError("no room")
+    ):
         bench(words.split())
     kept, everything, planned = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "no room" in kept["reason"] and everything["reason"] is planned["reason"] is None
@@ -66,35 +93,59 @@ def test_where_nothing_can_be_kept_others_are_measured_and_compared_with_nothing
 
 
 def test_pools_of_experts_are_predicted(capsys):
-    words = "offload --device cpu --model moonlight-tiny --layers 2 --min-bytes 1 --rounds 1 --tokens 32"
+    words = (
+        "offload --device cpu --model moonlight-tiny --layers 2 --min-bytes 1 --rounds 1 --tokens "
+        "32"
+    )
     assert bench([*words.split(), "--ways", "everything"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(rows) == 2 and all(row["predicted_pool_bytes"] == row["pool_bytes"] > 0 for row in rows)
+    assert len(rows) == 2 and all(
+        row["predicted_pool_bytes"] == row["pool_bytes"] > 0 for row in rows
+    )
     assert rows[1]["planned_saved_bytes"] > 0 < rows[1]["predicted_fell_bytes"]
 
 
 def test_what_has_no_room_for_a_trace_is_measured_without_a_prediction(capsys):
-    words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act --ways everything"
+    words = (
+        "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
+        "--ways everything"
+    )
     error = CaptureError("no room", "here", "none")
     error.__cause__ = torch.OutOfMemoryError("no room")
     with mock.patch("packgraph.bench.offload.trace_memory", side_effect=error):
         assert bench(words.split()) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert all(row["predicted_pool_bytes"] is None and row["fell_bytes"] is not None for row in rows)
+    assert all(
+        row["predicted_pool_bytes"] is None and row["fell_bytes"] is not None for row in rows
+    )
     assert all("predicted_fell_bytes" not in row for row in rows)
 
 
 def test_a_prediction_changes_no_gradient_no_pool_and_no_plan():
-    options = OffloadOptions("tiny", 2, "layers", (32,), modules=("core_attn", "mlp_act"), min_bytes=1, calls=2)
+    options = OffloadOptions(
+        "tiny", 2, "layers", (32,), modules=("core_attn", "mlp_act"), min_bytes=1, calls=2
+    )
     found = []
     for predicted in (False, True):
         model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
         zero_gradients([model])
-        with _Run(options, model, CPU, 32, lambda trace: plan_by_knobs(trace, CopySpeed(), options.knobs())) as run:
+        with _Run(
+            options,
+            model,
+            CPU,
+            32,
+            lambda trace: plan_by_knobs(trace, CopySpeed(), options.knobs()),
+        ) as run:
             run.prepare_foretold() if predicted else run.prepare()
             run.calls()
-            found.append((run.way.facts()["pool_bytes"], run.engine.plan.moves, run.engine.lanes.scope,
-                          [parameter.grad.clone() for parameter in model.parameters()]))
+            found.append(
+                (
+                    run.way.facts()["pool_bytes"],
+                    run.engine.plan.moves,
+                    run.engine.lanes.scope,
+                    [parameter.grad.clone() for parameter in model.parameters()],
+                )
+            )
     assert found[0][:3] == found[1][:3] and found[0][2] == 0
     assert all(torch.equal(a, b) for a, b in zip(found[0][3], found[1][3], strict=True))
 
@@ -103,13 +154,21 @@ def test_a_run_that_is_over_keeps_no_host_memory():
     """Whoever keeps its engine, as compiled code in torch's caches keeps modules."""
     model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
     zero_gradients([model])
-    options = OffloadOptions(model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1)
-    with _Run(options, model, CPU, 64, lambda trace: plan_by_knobs(trace, CopySpeed(), options.knobs())) as run:
+    options = OffloadOptions(
+        model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1
+    )
+    with _Run(
+        options, model, CPU, 64, lambda trace: plan_by_knobs(trace, CopySpeed(), options.knobs())
+    ) as run:
         run.engine.times_graphs = True
         run.prepare()
         run.calls()
         engine, slots = run.engine, run.way.graphed._slots.all
-        pieces = [weakref.ref(piece.untyped_storage()) for slot in slots for piece in slot.pool.host.arenas.pieces]
+        pieces = [
+            weakref.ref(piece.untyped_storage())
+            for slot in slots
+            for piece in slot.pool.host.arenas.pieces
+        ]
         assert all(of() is not None for of in pieces) and engine._captured
         del slots
     del run
@@ -119,12 +178,15 @@ def test_a_run_that_is_over_keeps_no_host_memory():
 
 @pytest.mark.parametrize("at", [5, 70])
 def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypatch):
-    """Of a reload in an eager pass, and of one in a capture, which ends with an error that explains the first."""
+    """Of a reload in an eager pass, and of one in a capture, which ends with an error that explains
+    the first."""
     start, count, pieces = SavedGroup.start_reload, itertools.count(), []
 
     def start_reload(group):
         if next(count) == at:
-            pieces.extend(weakref.ref(piece.untyped_storage()) for piece in group.lanes.memories.arenas.pieces)
+            pieces.extend(
+                weakref.ref(piece.untyped_storage()) for piece in group.lanes.memories.arenas.pieces
+            )
             pieces.append(capturing())
             raise torch.OutOfMemoryError("CUDA out of memory")
         start(group)
@@ -132,17 +194,26 @@ def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypat
     monkeypatch.setattr(SavedGroup, "start_reload", start_reload)
     model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
     zero_gradients([model])
-    options = OffloadOptions(model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1)
-    _, reason = attempt_alone(partial(_run_once, options, model, CPU, 64, "everything", CopySpeed()), Deadline(None))
+    options = OffloadOptions(
+        model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1
+    )
+    _, reason = attempt_alone(
+        partial(_run_once, options, model, CPU, 64, "everything", CopySpeed()), Deadline(None)
+    )
     assert "CUDA out of memory" in reason and pieces.pop() == (at == 70)
     free_memory(CPU)
     assert pieces and all(of() is None for of in pieces)
 
 
 def test_a_search_that_runs_out_of_time_says_at_least(capsys):
-    words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act --largest 32"
+    words = (
+        "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
+        "--largest 32"
+    )
     passed = iter([False] * 4)
-    with mock.patch.object(Deadline, "passed", lambda self: next(passed, True) if self.seconds else False):
+    with mock.patch.object(
+        Deadline, "passed", lambda self: next(passed, True) if self.seconds else False
+    ):
         assert bench([*words.split(), "--seconds", "1000"]) == 0
     said = capsys.readouterr()
     *_, kept, moved = [json.loads(line) for line in said.out.splitlines()]
@@ -152,9 +223,15 @@ def test_a_search_that_runs_out_of_time_says_at_least(capsys):
 
 
 def test_what_runs_out_of_memory_ends_the_search_and_what_fails_otherwise_is_an_error(capsys):
-    words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act --largest 32"
-    for error, most, reason in ((torch.OutOfMemoryError("CUDA out of memory"), 96, None),
-                                (ValueError("rows are too long"), 32, "at 128 tokens: ValueError: rows are too long")):
+    words = (
+        "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
+        "--largest 32"
+    )
+    for error, most, reason in (
+        (torch.OutOfMemoryError("CUDA out of memory"), 96, None),
+        (ValueError("rows are too long"), 32, "at 128 tokens: ValueError: rows are too long"),
+    ):
+
         def run_once(options, model, device, tokens, way, speed, error=error):
             if tokens > 96:
                 raise error

@@ -1,4 +1,6 @@
-"""From rows to tables and pictures, and the script that measures on a GPU: every command in it is one that there is."""
+"""From rows to tables and pictures, and the script that measures on a GPU: every command in it is
+one that there is."""
+
 import importlib.util
 import json
 import os
@@ -23,7 +25,9 @@ SCRIPT = ROOT / "benchmarks" / "h200.sh"
 
 def script(name: str) -> ModuleType:
     """A script of the folder benchmarks, as a module."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -31,38 +35,86 @@ def script(name: str) -> ModuleType:
 
 
 def step_row(way: str, tokens: int, price: float, **more: Any) -> dict[str, Any]:
-    return {"benchmark": "step", "way": way, "tokens": tokens, "model": "tiny", "layers": 2, "part": "layers",
-            "reason": None, "attention_asked": "own", "device": "one", "commit": "abc", "agrees": None,
-            "figures": {"ms_per_1000_tokens": {"median": price, "p10": price, "p90": price, "p99": price, "n": 1}}
-            } | more
+    return {
+        "benchmark": "step",
+        "way": way,
+        "tokens": tokens,
+        "model": "tiny",
+        "layers": 2,
+        "part": "layers",
+        "reason": None,
+        "attention_asked": "own",
+        "device": "one",
+        "commit": "abc",
+        "agrees": None,
+        "figures": {
+            "ms_per_1000_tokens": {
+                "median": price,
+                "p10": price,
+                "p90": price,
+                "p99": price,
+                "n": 1,
+            }
+        },
+    } | more
 
 
 def bank_row(benchmark: str, **more: Any) -> dict[str, Any]:
-    return {"benchmark": benchmark, "model": "tiny", "part": "layers", "tokens": 8, "device": "one", "reason": None,
-            "commit": "abc", "figures": {}} | more
+    return {
+        "benchmark": benchmark,
+        "model": "tiny",
+        "part": "layers",
+        "tokens": 8,
+        "device": "one",
+        "reason": None,
+        "commit": "abc",
+        "figures": {},
+    } | more
 
 
 ROWS = [
-    step_row("eager", 2048, 4.0), step_row("chunk", 1024, 2.0), step_row("eager", 1024, 3.0),
+    step_row("eager", 2048, 4.0),
+    step_row("chunk", 1024, 2.0),
+    step_row("eager", 1024, 3.0),
     step_row("eager", 1024, 5.0, attention_asked="flash"),
     bank_row("attention", way="flash", places="tight", forward_tax=1.0, backward_tax=1.0),
     bank_row("attention", way="flash", places="64", forward_tax=1.1, backward_tax=1.2),
-    bank_row("padding", way="chat", packed="64 at a time", buckets=["8x1"], padding=0.01, padding_alone=0.05,
-             above_bound=0.0, above_bound_alone=0.1, seconds=0.5),
-    bank_row("memory", way="8 buckets", buckets=8, compile=True, peak_ratio=1.01, reserved_ratio=1.02),
-    bank_row("capture", way="chunk", buckets=8, capture_layer_seconds=0.004, capture_seconds=1.0)]
+    bank_row(
+        "padding",
+        way="chat",
+        packed="64 at a time",
+        buckets=["8x1"],
+        padding=0.01,
+        padding_alone=0.05,
+        above_bound=0.0,
+        above_bound_alone=0.1,
+        seconds=0.5,
+    ),
+    bank_row(
+        "memory", way="8 buckets", buckets=8, compile=True, peak_ratio=1.01, reserved_ratio=1.02
+    ),
+    bank_row("capture", way="chunk", buckets=8, capture_layer_seconds=0.004, capture_seconds=1.0),
+]
 
 
 def test_rows_are_read_and_the_last_of_a_kind_counts(tmp_path: Path) -> None:
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
-    old.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"tokens": 3}, step_row("layer", 1, 1.0) | {
-        "reason": "no room"}]))
+    old.write_text(
+        "".join(
+            json.dumps(row) + "\n"
+            for row in [*ROWS, {"tokens": 3}, step_row("layer", 1, 1.0) | {"reason": "no room"}]
+        )
+    )
     new.write_text(json.dumps(step_row("eager", 1024, 1.5)) + "\n")
     rows = read_rows([old, new])
     assert len(rows) == len(ROWS) + 1, "without what is no row and what was not measured"
     found = newest(rows, "step")
     assert [(row["way"], row["tokens"], row["attention_asked"]) for row in found] == [
-        ("eager", 2048, "own"), ("chunk", 1024, "own"), ("eager", 1024, "own"), ("eager", 1024, "flash")]
+        ("eager", 2048, "own"),
+        ("chunk", 1024, "own"),
+        ("eager", 1024, "own"),
+        ("eager", 1024, "flash"),
+    ]
     assert found[2]["figures"]["ms_per_1000_tokens"]["median"] == 1.5
     new.write_text("nonsense\n")
     with pytest.raises(ValueError, match=r"new.jsonl:1 is no JSON"):
@@ -73,10 +125,18 @@ def test_rows_are_read_and_the_last_of_a_kind_counts(tmp_path: Path) -> None:
 
 
 def test_tables_of_markdown() -> None:
-    columns = [("way", value("way")), ("ms", median("ms_per_1000_tokens", 1)), ("old", quantile("unknown", "p99"))]
+    columns = [
+        ("way", value("way")),
+        ("ms", median("ms_per_1000_tokens", 1)),
+        ("old", quantile("unknown", "p99")),
+    ]
     assert markdown([], columns) == ""
     assert markdown(ROWS[:2], columns).splitlines() == [
-        "| way | ms | old |", "| --- | --- | --- |", "| eager | 4.0 | - |", "| chunk | 2.0 | - |"]
+        "| way | ms | old |",
+        "| --- | --- | --- |",
+        "| eager | 4.0 | - |",
+        "| chunk | 2.0 | - |",
+    ]
     table = script("table").price_table(ROWS[:3])
     assert table.splitlines()[2:] == ["| eager | 3.000 | **4.000** |", "| chunk | **2.000** | - |"]
 
@@ -87,24 +147,37 @@ def test_all_tables_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     script("table").main([str(path)])
     printed = capsys.readouterr().out
     page = tmp_path / "page.md"
-    page.write_text("# Page\n<!-- padding -->\nold\n<!-- end -->\nkept\n<!-- pipeline -->\nold\n<!-- end -->\n")
+    page.write_text(
+        "# Page\n<!-- padding -->\nold\n<!-- end -->\nkept\n<!-- pipeline -->\nold\n<!-- end -->\n"
+    )
     script("table").main([str(path), "--into", str(page)])
     lines = page.read_text().splitlines()
     assert lines[:2] == ["# Page", "<!-- padding -->"] and "old" not in lines
     assert lines[-4:] == ["<!-- end -->", "kept", "<!-- pipeline -->", "<!-- end -->"]
     assert any("1.00%" in line for line in lines)
-    for name in ("tiny-2-layers, layers, attention: own", "attention: flash", "## padding", "## memory", "## capture"):
+    for name in (
+        "tiny-2-layers, layers, attention: own",
+        "attention: flash",
+        "## padding",
+        "## memory",
+        "## capture",
+    ):
         assert name in printed
 
 
 def test_the_page_shows_the_rows_that_there_are() -> None:
-    """After new rows: python benchmarks/table.py benchmarks/results/*.jsonl --into docs/benchmarks.md, and plot.py."""
+    """After new rows: python benchmarks/table.py benchmarks/results/*.jsonl --into
+    docs/benchmarks.md, and plot.py."""
     page, table = ROOT / "docs" / "benchmarks.md", script("table")
     text = page.read_text(encoding="utf-8")
     rows = read_rows(sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
     assert set(re.findall(r"<!-- (\w+) -->", text)) == {"step", *table.FLAT, "end"}
     assert table.with_tables(text, rows) == text
-    missing = [name for name in re.findall(r"\]\(([\w.-]+\.svg)\)", text) if not (page.parent / name).exists()]
+    missing = [
+        name
+        for name in re.findall(r"\]\(([\w.-]+\.svg)\)", text)
+        if not (page.parent / name).exists()
+    ]
     assert not missing
 
 
@@ -113,23 +186,34 @@ def test_series_of_pictures() -> None:
     kinds = step_kinds(newest(ROWS, "step"))
     assert list(kinds) == [("tiny-2-layers", "layers", "own"), ("tiny-2-layers", "layers", "flash")]
     assert plot.by_tokens(kinds["tiny-2-layers", "layers", "own"], "ms_per_1000_tokens") == {
-        "eager": [(1024, 3.0), (2048, 4.0)], "chunk": [(1024, 2.0)]}
+        "eager": [(1024, 3.0), (2048, 4.0)],
+        "chunk": [(1024, 2.0)],
+    }
     assert plot.tax(newest(ROWS, "attention"), "backward") == {"flash, 64 places": [(8, 1.2)]}
 
 
 def test_rows_of_another_depth_stand_in_another_table() -> None:
     deep = step_row("chunk", 1024, 9.0, layers=26)
     assert {name: len(rows) for (name, *_), rows in step_kinds([*ROWS[:2], deep]).items()} == {
-        "tiny-2-layers": 2, "tiny-26-layers": 1}
+        "tiny-2-layers": 2,
+        "tiny-26-layers": 1,
+    }
 
 
 def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need the extra `plot`; what they show is tested without it")
+    pytest.importorskip(
+        "matplotlib", reason="pictures need the extra `plot`; what they show is tested without it"
+    )
     plot = script("plot")
     written = plot.draw_all(ROWS, tmp_path)
     assert [path.stem for path in written] == [
-        "bench_step_tiny-2-layers_layers_own", "bench_step_tiny-2-layers_layers_flash", "bench_attention",
-        "bench_padding", "bench_memory", "bench_capture"]
+        "bench_step_tiny-2-layers_layers_own",
+        "bench_step_tiny-2-layers_layers_flash",
+        "bench_attention",
+        "bench_padding",
+        "bench_memory",
+        "bench_capture",
+    ]
     before = [path.read_bytes() for path in written]
     assert [path.read_bytes() for path in plot.draw_all(ROWS, tmp_path)] == before
     assert plot.draw_all([], tmp_path) == []
@@ -137,8 +221,13 @@ def test_pictures_are_the_same_for_the_same_rows(tmp_path: Path) -> None:
 
 def commands(out: Path, **environment: str) -> list[list[str]]:
     """The words of every benchmark that the script would run."""
-    found = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True, check=True,
-                           env=os.environ | {"OUT": str(out), "PYTHON": "echo"} | environment)
+    found = subprocess.run(
+        ["bash", str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OUT": str(out), "PYTHON": "echo"} | environment,
+    )
     return [shlex.split(line)[3:] for line in found.stdout.splitlines()]
 
 
@@ -149,13 +238,26 @@ def test_the_script_for_a_gpu_runs_benchmarks_that_there_are(tmp_path: Path) -> 
         asked = _parser().parse_args(words)
         assert _problems(asked) == [] and asked.device == "cuda" and asked.out is not None
         assert asked.benchmark != "step" or (asked.part == "layers" and asked.ways[0] == "eager")
-    sizes = [[words[words.index("--model") + 1], words[words.index("--tokens") + 1]] for words in own[:6]]
-    assert sizes == [["qwen3-0.6b", "1024"], ["qwen3-0.6b", "2048"], ["qwen3-0.6b", "4096"], ["qwen3-0.6b", "8192"],
-                     ["qwen3-4b", "4096"], ["qwen3-4b", "16384"]], "the whole grid before anything else"
+    sizes = [
+        [words[words.index("--model") + 1], words[words.index("--tokens") + 1]] for words in own[:6]
+    ]
+    assert sizes == [
+        ["qwen3-0.6b", "1024"],
+        ["qwen3-0.6b", "2048"],
+        ["qwen3-0.6b", "4096"],
+        ["qwen3-0.6b", "8192"],
+        ["qwen3-4b", "4096"],
+        ["qwen3-4b", "16384"],
+    ], "the whole grid before anything else"
     assert {words[0] for words in own} == {"step", "attention", "memory", "capture"}
-    assert {way for words in own if words[0] == "step" for way in _parser().parse_args(words).ways} == set(STEP_WAYS)
+    assert {
+        way for words in own if words[0] == "step" for way in _parser().parse_args(words).ways
+    } == set(STEP_WAYS)
     assert {words[0] for words in flash} == {"step"}
-    assert all("--commit abc123" in " ".join(words) and "--attention flash" in " ".join(words) for words in flash)
+    assert all(
+        "--commit abc123" in " ".join(words) and "--attention flash" in " ".join(words)
+        for words in flash
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")

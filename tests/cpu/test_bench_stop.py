@@ -1,4 +1,5 @@
 """A benchmark that is asked to end keeps the rows of what it has measured."""
+
 import json
 import os
 import signal
@@ -8,11 +9,25 @@ import pytest
 from packgraph import cli
 from packgraph.bench.step import _StepBench
 
-SMALL = ["--device", "cpu", "--model", "tiny", "--tokens", "32", "--documents", "4", "--mean", "10", "--sigma", "0.5"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--model",
+    "tiny",
+    "--tokens",
+    "32",
+    "--documents",
+    "4",
+    "--mean",
+    "10",
+    "--sigma",
+    "0.5",
+]
 
 
 def test_rows_of_finished_rounds_are_written_when_a_time_limit_ends_it(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_round, rounds = _StepBench._round, []
 
     def ends_in_the_fifth(self, contest, way, number):

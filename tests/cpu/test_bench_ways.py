@@ -1,7 +1,10 @@
-"""Ways of the step benchmark: every one computes what the model does, and says so when it ran otherwise.
+"""Ways of the step benchmark: every one computes what the model does, and says so when it ran
+otherwise.
 
-What needs CUDA graphs is tested in its logic, with graphs that run the function again (and on GPUs in tests/gpu).
+What needs CUDA graphs is tested in its logic, with graphs that run the function again (and on GPUs
+in tests/gpu).
 """
+
 import json
 from functools import partial
 from pathlib import Path
@@ -33,8 +36,22 @@ from packgraph.packing.capacity import Capacity
 
 CPU = torch.device("cpu")
 ONE, BUCKETS = Capacity(32, 6), (Capacity(24, 2), Capacity(32, 3), Capacity(32, 6))
-SMALL = ["--device", "cpu", "--model", "tiny", "--layers", "2", "--tokens", "32", "--documents", "4", "--mean", "10",
-         "--sigma", "0.5"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--model",
+    "tiny",
+    "--layers",
+    "2",
+    "--tokens",
+    "32",
+    "--documents",
+    "4",
+    "--mean",
+    "10",
+    "--sigma",
+    "0.5",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +66,24 @@ def make(part: str, count: int = 6) -> tuple[DecoderStack, list[PackedBatch], Se
     model = build_part(part, shape("tiny", 2), CPU, torch.float32)
     zero_gradients([model])
     draws = draw_batches(ONE, count, 300, mean=8, sigma=0.8, seed=0)
-    return model, draws, Setting(TimedPart(model, 32, min(batch.num_tokens for batch in draws)), model, ONE, BUCKETS,
-                                 compiler="aot_eager")
+    return (
+        model,
+        draws,
+        Setting(
+            TimedPart(model, 32, min(batch.num_tokens for batch in draws)),
+            model,
+            ONE,
+            BUCKETS,
+            compiler="aot_eager",
+        ),
+    )
 
 
-def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: TimedPart) -> list[tuple[float, float]]:
-    """Score of the output and norm of the gradients for each microbatch, after the way got ready."""
+def results(
+    way: Way, model: DecoderStack, draws: list[PackedBatch], work: TimedPart
+) -> list[tuple[float, float]]:
+    """Score of the output and norm of the gradients for each microbatch, after the way got
+    ready."""
     batches = [refit(batch, way.capacity(batch)) for batch in draws]
     way.prepare(batches)
     found = []
@@ -68,7 +97,9 @@ def results(way: Way, model: DecoderStack, draws: list[PackedBatch], work: Timed
 
 
 @pytest.mark.parametrize("part", ["model", "layers"])
-@pytest.mark.parametrize("name", ["compile", "layer", "chunk", "auto", "chunk+compile", "auto+compile"])
+@pytest.mark.parametrize(
+    "name", ["compile", "layer", "chunk", "auto", "chunk+compile", "auto+compile"]
+)
 def test_ways_compute_what_eager_does(part: str, name: str) -> None:
     model, draws, setting = make(part)
     eager, way = make_way("eager", setting), make_way(name, setting)
@@ -105,13 +136,21 @@ def test_graphed_callables_hand_layers_nothing_but_tensors(part: str, compiled: 
     def pretend(modules: tuple[Any, ...], samples: tuple[Any, ...]) -> tuple[Any, ...]:
         made.extend(zip(modules, samples, strict=True))
         assert all(isinstance(value, Tensor) for _, sample in made for value in sample)
-        assert all(sample[0].requires_grad and sample[1] is made[0][1][1] for _, sample in made), "tables are shared"
-        assert len({sample[0].data_ptr() for _, sample in made}) == len(modules), "hidden states are not"
+        assert all(sample[0].requires_grad and sample[1] is made[0][1][1] for _, sample in made), (
+            "tables are shared"
+        )
+        assert len({sample[0].data_ptr() for _, sample in made}) == len(modules), (
+            "hidden states are not"
+        )
         return modules
 
     work = setting.work.by(own)
-    way = Recorded("graphed-callables", work, ONE,
-                   lambda batch: GraphedCallables(own, layers, work.arguments(batch), pretend))
+    way = Recorded(
+        "graphed-callables",
+        work,
+        ONE,
+        lambda batch: GraphedCallables(own, layers, work.arguments(batch), pretend),
+    )
     found = results(way, model, draws, setting.work)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
     assert len(made) == 2 and way.facts()["capture_seconds"] >= 0
@@ -124,7 +163,12 @@ def test_the_whole_graph_reads_static_inputs(part: str) -> None:
     model, draws, setting = make(part)
     expected = results(make_way("eager", setting), model, draws, setting.work)
     padded = Capacity(32, 256)
-    way = Recorded("whole-padded", setting.work, padded, lambda batch: WholeGraph(setting.work, batch, run_again))
+    way = Recorded(
+        "whole-padded",
+        setting.work,
+        padded,
+        lambda batch: WholeGraph(setting.work, batch, run_again),
+    )
     found = results(way, model, draws, setting.work)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
     assert way.facts()["shapes"] == ["32x256"]
@@ -153,7 +197,8 @@ def test_a_twin_shares_values_and_gradients_but_no_accumulators() -> None:
 
 
 def test_padding_rows_of_layers_bring_no_gradient() -> None:
-    """Negative control: with a gradient in padding the shape that documents run in would change the results."""
+    """Negative control: with a gradient in padding the shape that documents run in would change the
+    results."""
     model, draws, setting = make("layers", 4)
     way = make_way("eager", setting)
     short = min(draws, key=lambda batch: batch.num_tokens)
@@ -173,21 +218,31 @@ def test_padding_rows_of_layers_bring_no_gradient() -> None:
 
 def test_own_attention_is_that_of_the_stack() -> None:
     _, _, setting = make("layers", 1)
-    assert {name: setting.attention_of(name) for name in ways.STEP_WAYS} == dict.fromkeys(ways.STEP_WAYS, "auto")
+    assert {name: setting.attention_of(name) for name in ways.STEP_WAYS} == dict.fromkeys(
+        ways.STEP_WAYS, "auto"
+    )
     with mock.patch.object(ways, "varlen_problems", return_value=[]):
         own = {name: setting.attention_of(name) for name in ways.STEP_WAYS}
     assert {name for name, backend in own.items() if backend == "auto"} == {
-        "layer", "chunk", "layer+compile", "chunk+compile", "auto", "auto+compile"}
+        "layer",
+        "chunk",
+        "layer+compile",
+        "chunk+compile",
+        "auto",
+        "auto+compile",
+    }
     assert set(own.values()) == {"auto", "varlen"}
 
 
 def read_shape(q: Tensor, k: Tensor, v: Tensor, meta: Any, scale: float | None) -> Tensor:
-    """Attention that, like kernels for documents, uses their number and the longest of them as numbers."""
+    """Attention that, like kernels for documents, uses their number and the longest of them as
+    numbers."""
     return q * (meta.cu_seqlens.shape[0] + meta.longest)
 
 
 def test_compiled_layers_take_documents_as_they_are() -> None:
-    """The number of documents and the longest of them become symbols: two pieces of code, whatever comes."""
+    """The number of documents and the longest of them become symbols: two pieces of code, whatever
+    comes."""
     model, draws, setting = make("layers", 8)
     counter = CompileCounter()
     stack = LayerStack(model, compiled_layers(model, counter))
@@ -207,35 +262,64 @@ def test_compiled_layers_take_documents_as_they_are() -> None:
 
 
 def test_bench_step_of_layers_with_compiled_graphs_and_buckets() -> None:
-    options = StepOptions("tiny", 2, (32,), ("eager", "chunk+compile", "auto"), rounds=2, calls=2, mean=8.0, sigma=0.8,
-                          part="layers", buckets=3, compiler="aot_eager")
+    options = StepOptions(
+        "tiny",
+        2,
+        (32,),
+        ("eager", "chunk+compile", "auto"),
+        rounds=2,
+        calls=2,
+        mean=8.0,
+        sigma=0.8,
+        part="layers",
+        buckets=3,
+        compiler="aot_eager",
+    )
     rows = Rows(facts(CPU, "abc123"), write=False)
     bench_step(options, CPU, rows, Deadline(None))
     for row in rows.all:
         json.dumps(row)
-        assert row["reason"] is None and row["agrees"] and row["part"] == "layers" and row["rounds"] == 2
+        assert (
+            row["reason"] is None
+            and row["agrees"]
+            and row["part"] == "layers"
+            and row["rounds"] == 2
+        )
     eager, compiled, auto = rows.all
     assert eager["shapes"] == "own" and compiled["shapes"] == [f"32x{compiled['documents']}"]
     assert 1 <= len(auto["shapes"]) <= 3 and auto["padding"] <= compiled["padding"]
-    assert auto["figures"]["ms_per_1000_tokens"]["p99"] >= auto["figures"]["ms_per_1000_tokens"]["median"] > 0
+    assert (
+        auto["figures"]["ms_per_1000_tokens"]["p99"]
+        >= auto["figures"]["ms_per_1000_tokens"]["median"]
+        > 0
+    )
 
 
 def test_ways_that_are_ready_when_time_is_up_run_a_few_rounds() -> None:
-    options = StepOptions("tiny", 2, (32,), ("eager",), rounds=5, calls=1, mean=8.0, sigma=0.8, documents=4)
+    options = StepOptions(
+        "tiny", 2, (32,), ("eager",), rounds=5, calls=1, mean=8.0, sigma=0.8, documents=4
+    )
     rows, deadline = Rows(facts(CPU, "abc123"), write=False), Deadline(1000)
     made: list[Way] = []
-    with mock.patch.object(Deadline, "passed", side_effect=lambda: bool(made)), mock.patch.object(
-            Way, "prepare", side_effect=made.append):
+    with (
+        mock.patch.object(Deadline, "passed", side_effect=lambda: bool(made)),
+        mock.patch.object(Way, "prepare", side_effect=made.append),
+    ):
         bench_step(options, CPU, rows, deadline)
     assert rows.all[0]["rounds"] == 3 and rows.all[0]["reason"] is None
 
 
-@pytest.mark.parametrize(("words", "count"), [
-    (["attention", "--model", "tiny", "--tokens", "32", "--mean", "8", "--draws", "2"], 3),
-    (["memory", *SMALL, "--part", "layers", "--banks", "1", "2"], 3),
-    (["capture", *SMALL, "--banks", "1", "2", "--ways", "layer", "chunk"], 4)])
-def test_small_benchmarks_write_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], count: int
-                                     ) -> None:
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["attention", "--model", "tiny", "--tokens", "32", "--mean", "8", "--draws", "2"], 3),
+        (["memory", *SMALL, "--part", "layers", "--banks", "1", "2"], 3),
+        (["capture", *SMALL, "--banks", "1", "2", "--ways", "layer", "chunk"], 4),
+    ],
+)
+def test_small_benchmarks_write_rows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], count: int
+) -> None:
     out = tmp_path / "rows.jsonl"
     assert cli.main(["bench", *words, "--out", str(out)]) == 0
     captured = capsys.readouterr()
@@ -243,19 +327,34 @@ def test_small_benchmarks_write_rows(capsys: pytest.CaptureFixture[str], tmp_pat
     assert captured.out == out.read_text() and len(rows) == count
     assert all(row["benchmark"] == words[0] and row["reason"] is None for row in rows)
     if words[0] == "attention":
-        assert [row["places"] for row in rows] == ["tight", "64", "256"] and rows[0]["forward_tax"] == 1.0
-        assert all(row["figures"]["backward_us"]["n"] == 2 and row["backward_tax"] >= 0 for row in rows)
+        assert [row["places"] for row in rows] == ["tight", "64", "256"] and rows[0][
+            "forward_tax"
+        ] == 1.0
+        assert all(
+            row["figures"]["backward_us"]["n"] == 2 and row["backward_tax"] >= 0 for row in rows
+        )
     elif words[0] == "memory":
         assert [row["buckets"] for row in rows] == [0, 1, 2] and rows[0]["pool_bytes"] is None
-        assert rows[2]["pool_bytes"] <= rows[1]["pool_bytes"] * 1.1, "a bank is as large as its largest bucket"
+        assert rows[2]["pool_bytes"] <= rows[1]["pool_bytes"] * 1.1, (
+            "a bank is as large as its largest bucket"
+        )
     else:
-        assert [row["buckets"] for row in rows] == [1, 2, 1, 2] and all(row["capture_seconds"] > 0 for row in rows)
-        assert all(row["prepare_seconds"] >= row["capture_seconds"] and row["compile_seconds"] == 0 for row in rows)
+        assert [row["buckets"] for row in rows] == [1, 2, 1, 2] and all(
+            row["capture_seconds"] > 0 for row in rows
+        )
+        assert all(
+            row["prepare_seconds"] >= row["capture_seconds"] and row["compile_seconds"] == 0
+            for row in rows
+        )
 
 
 def test_benchmarks_of_banks_stop_in_time(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("attention", "memory", "capture"):
-        words = SMALL if name != "attention" else ["--model", "tiny", "--tokens", "32", "--device", "cpu"]
+        words = (
+            SMALL
+            if name != "attention"
+            else ["--model", "tiny", "--tokens", "32", "--device", "cpu"]
+        )
         assert cli.main(["bench", name, *words, "--seconds", "1e-9"]) == 1
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert rows and all("the limit of 1e-09 seconds" in row["reason"] for row in rows)

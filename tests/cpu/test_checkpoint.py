@@ -1,4 +1,5 @@
 """Checkpoints: whole or not there, and nothing read from one can act."""
+
 import builtins
 import errno
 import json
@@ -17,7 +18,13 @@ import torch
 from torch import Tensor
 
 import packgraph.train
-from packgraph.train.checkpoint import LATEST, latest_checkpoint, load_state, load_tensors, save_checkpoint
+from packgraph.train.checkpoint import (
+    LATEST,
+    latest_checkpoint,
+    load_state,
+    load_tensors,
+    save_checkpoint,
+)
 from packgraph.train.checkpoint_reader import CheckpointError
 
 SOURCE = Path(packgraph.train.__file__).parents[2]
@@ -54,7 +61,11 @@ def test_round_trip_and_the_last_ones_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         path = save(tmp_path, step)
         assert latest_checkpoint(tmp_path) == path
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [LATEST, "step-00000002", "step-00000003"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        LATEST,
+        "step-00000002",
+        "step-00000003",
+    ]
     assert_holds(tmp_path / "step-00000002", 2)
     assert_holds(path, 3)
 
@@ -70,7 +81,8 @@ def test_going_back_by_latest_and_saving_over_a_step(tmp_path: Path) -> None:
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
-    """Let the `number`-th file operation that writes raise `No space left on device`; returns those begun."""
+    """Let the `number`-th file operation that writes raise `No space left on device`; returns those
+    begun."""
     done: list[str] = []
 
     def counted(name: str, original: Any, writes: Any = lambda *args: True) -> Any:
@@ -80,6 +92,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
                 if len(done) == number:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return original(*args, **kwargs)
+
         return call
 
     for name in ("fsync", "rename", "replace", "mkdir"):
@@ -120,14 +133,18 @@ def test_a_full_disk_at_any_point_keeps_the_last_whole_checkpoint(tmp_path: Path
     assert failures >= 8
 
 
-def test_bytes_that_do_not_fit_are_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_do_not_fit_are_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match="step-00000002: could not be written: No space left on device"):
+    with pytest.raises(
+        CheckpointError, match="step-00000002: could not be written: No space left on device"
+    ):
         save(tmp_path, 2)
     monkeypatch.undo()
     assert_holds(tmp_path / "step-00000001", 1)
@@ -146,17 +163,25 @@ while True:
 """
 
 
-def test_what_torchs_own_writer_says_becomes_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torchs_own_writer_says_becomes_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
 
     def full(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0\nframe #0: ...")
+        raise RuntimeError(
+            "[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0\nframe #0: ..."
+        )
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CheckpointError) as caught:
         save(tmp_path, 2)
-    assert re.search(r"step-00000002: could not be written: .*full disk.*MiB are free.*unexpected pos 64 vs 0; earlier "
-                     r"checkpoints are untouched", str(caught.value))
+    assert re.search(
+        r"step-00000002: could not be written: .*full disk.*MiB are free.*unexpected pos 64 vs 0; "
+        r"earlier "
+        r"checkpoints are untouched",
+        str(caught.value),
+    )
     assert "frame" not in str(caught.value)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [LATEST, "step-00000001"]
 
@@ -186,7 +211,7 @@ def damage(path: Path, kind: str) -> None:
     if kind == "missing":
         path.unlink()
     elif kind == "truncated":
-        path.write_bytes(content[:len(content) // 2])
+        path.write_bytes(content[: len(content) // 2])
     else:
         path.write_bytes(content[:-20] + bytes(byte ^ 255 for byte in content[-20:]))
 
@@ -235,7 +260,9 @@ def test_a_malicious_pickle_never_runs(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-@pytest.mark.parametrize("callee", ["builtins.eval", "builtins.getattr", "torch.load", "torch.hub.load", "os.system"])
+@pytest.mark.parametrize(
+    "callee", ["builtins.eval", "builtins.getattr", "torch.load", "torch.hub.load", "os.system"]
+)
 def test_no_callable_is_admitted(tmp_path: Path, callee: str) -> None:
     path = save(tmp_path, 1)
     module, _, name = callee.rpartition(".")
@@ -246,6 +273,7 @@ def test_no_callable_is_admitted(tmp_path: Path, callee: str) -> None:
 
 def test_entries_that_are_not_tensors_and_foreign_paths_are_refused(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
     path = save(tmp_path, 1)
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.bytes"] = BytesStorageMetadata()

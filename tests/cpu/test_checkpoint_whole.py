@@ -1,4 +1,6 @@
-"""Checkpoints are whole when they are named, and what a resume reads of them is what was written."""
+"""Checkpoints are whole when they are named, and what a resume reads of them is what was
+written."""
+
 import json
 import os
 import pickle
@@ -61,7 +63,9 @@ def flip(path: Path) -> None:
 def test_every_file_of_the_metadata_must_be_in_the_manifest(tmp_path: Path, name: str) -> None:
     path = save(tmp_path)
     rewrite(path, lambda content: content["files"].pop(name))
-    with pytest.raises(CheckpointError, match=rf"state\.json: damaged: .*{name}".replace("__0", "__0")):
+    with pytest.raises(
+        CheckpointError, match=rf"state\.json: damaged: .*{name}".replace("__0", "__0")
+    ):
         load_state(path)
 
 
@@ -73,9 +77,12 @@ def test_an_empty_manifest_is_refused(tmp_path: Path) -> None:
         load_state(path)
 
 
-def test_a_shard_that_is_missing_when_saving_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_is_missing_when_saving_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
     from packgraph.train import checkpoint
+
     whole = checkpoint._write_tensors
 
     def partly(folder: Path, values: Any) -> None:
@@ -105,7 +112,9 @@ def an_overlap(found: metadata.Metadata) -> None:
     first = weight(found).chunks[0]
     first.sizes = torch.Size([3, 4])
     weight(found).chunks.append(ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([3, 4])))
-    place = next(value for index, value in found.storage_data.items() if index.fqn == "model.weight")
+    place = next(
+        value for index, value in found.storage_data.items() if index.fqn == "model.weight"
+    )
     found.storage_data[metadata.MetadataIndex("model.weight", torch.Size([2, 0]))] = place
 
 
@@ -127,7 +136,9 @@ def of_another_rank(found: metadata.Metadata) -> None:
 
 
 def nowhere(found: metadata.Metadata) -> None:
-    found.storage_data = {index: place for index, place in found.storage_data.items() if index.fqn != "model.weight"}
+    found.storage_data = {
+        index: place for index, place in found.storage_data.items() if index.fqn != "model.weight"
+    }
 
 
 def beyond_the_file(found: metadata.Metadata) -> None:
@@ -142,8 +153,22 @@ def no_numbers(found: metadata.Metadata) -> None:
     weight(found).chunks = [None]
 
 
-@pytest.mark.parametrize("change", [no_chunks, a_gap, an_overlap, outside, negative, huge, of_another_rank, nowhere,
-                                    beyond_the_file, before_the_file, no_numbers])
+@pytest.mark.parametrize(
+    "change",
+    [
+        no_chunks,
+        a_gap,
+        an_overlap,
+        outside,
+        negative,
+        huge,
+        of_another_rank,
+        nowhere,
+        beyond_the_file,
+        before_the_file,
+        no_numbers,
+    ],
+)
 def test_metadata_that_do_not_cover_their_tensors_are_refused(tmp_path: Path, change: Any) -> None:
     path = save(tmp_path)
     found = pickle.loads((path / ".metadata").read_bytes())
@@ -186,14 +211,18 @@ def test_no_flipped_bit_of_the_state_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [-5, True, 1.0, "1", None, 2, 10**30])
-def test_a_step_that_is_none_or_not_that_of_the_folder_is_refused(tmp_path: Path, step: Any) -> None:
+def test_a_step_that_is_none_or_not_that_of_the_folder_is_refused(
+    tmp_path: Path, step: Any
+) -> None:
     path = save(tmp_path)
     rewrite(path, lambda content: content.update(step=step))
     with pytest.raises(CheckpointError, match=r"state\.json: damaged: .*step"):
         load_state(path)
 
 
-@pytest.mark.parametrize("entry", [[-1, "0" * 64], [1.5, "0" * 64], [True, "0" * 64], [1, "00"], [1, None], [1], 3])
+@pytest.mark.parametrize(
+    "entry", [[-1, "0" * 64], [1.5, "0" * 64], [True, "0" * 64], [1, "00"], [1, None], [1], 3]
+)
 def test_a_manifest_out_of_range_is_refused(tmp_path: Path, entry: Any) -> None:
     path = save(tmp_path)
     rewrite(path, lambda content: content["files"].update({".metadata": entry}))
@@ -220,7 +249,11 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path: Path, name: str) -> N
 
 def test_checkpoints_of_the_format_before_are_read_with_a_warning(tmp_path: Path) -> None:
     path = save(tmp_path)
-    rewrite(path, lambda content: (content.pop("checksum"), content.update(format=OLD_FORMAT)), resign=False)
+    rewrite(
+        path,
+        lambda content: (content.pop("checksum"), content.update(format=OLD_FORMAT)),
+        resign=False,
+    )
     with pytest.warns(UserWarning, match="before state.json had a checksum"):
         assert load_state(path) == (1, STATE)
     rewrite(path, lambda content: content.update(files={}), resign=False)
@@ -263,7 +296,11 @@ def test_the_newest_whole_checkpoint_is_found_behind_damaged_ones(tmp_path: Path
     flip(tmp_path / "step-00000004" / "__0_0.distcp")
     found = newest_whole_checkpoint(tmp_path)
     assert found is not None and found.step == 2 and found.state == STATE
-    assert len(found.damaged) == 2 and "step-00000006" in found.damaged[0] and "step-00000004" in found.damaged[1]
+    assert (
+        len(found.damaged) == 2
+        and "step-00000006" in found.damaged[0]
+        and "step-00000004" in found.damaged[1]
+    )
     (tmp_path / "step-00000002" / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"step-00000006.*damaged.*\n?.*no other checkpoint"):
         newest_whole_checkpoint(tmp_path)
@@ -284,5 +321,9 @@ def test_leftovers_are_removed_and_a_replaced_checkpoint_comes_back(tmp_path: Pa
     (tmp_path / ".replaced-step-00000002").mkdir()
     (path).rename(tmp_path / ".replaced-step-00000001")
     remove_leftovers(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [LATEST, "step-00000001", "step-00000002"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        LATEST,
+        "step-00000001",
+        "step-00000002",
+    ]
     remove_leftovers(tmp_path / "none")

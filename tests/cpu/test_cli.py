@@ -1,4 +1,5 @@
 """The command as a user meets it: help, one clear block for every mistake, whole runs."""
+
 import builtins
 import contextlib
 import dataclasses
@@ -24,10 +25,28 @@ from packgraph.train.presets import PRESETS, preset
 from packgraph.train.run_folder import can_go_on, claimed
 from packgraph.train.signals import StopRequest
 
-SMALL = ["--model.hidden-size", "16", "--model.intermediate-size", "32", "--model.num-layers", "1",
-         "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.head-dim", "8",
-         "--graph.capacities", "32x4,64x8", "--run.tokens-per-step", "100",
-         "--optimizer.warmup-steps", "2", "--run.device", "cpu"]
+SMALL = [
+    "--model.hidden-size",
+    "16",
+    "--model.intermediate-size",
+    "32",
+    "--model.num-layers",
+    "1",
+    "--model.num-heads",
+    "2",
+    "--model.num-kv-heads",
+    "1",
+    "--model.head-dim",
+    "8",
+    "--graph.capacities",
+    "32x4,64x8",
+    "--run.tokens-per-step",
+    "100",
+    "--optimizer.warmup-steps",
+    "2",
+    "--run.device",
+    "cpu",
+]
 
 
 @pytest.fixture
@@ -35,7 +54,14 @@ def data(tmp_path: Path) -> list[str]:
     path = tmp_path / "data.jsonl"
     rows = [{"text": "to be or not to be " * (1 + index % 3)} for index in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ["--data.source", "jsonl", "--data.path", str(path), "--run.folder", str(tmp_path / "runs")]
+    return [
+        "--data.source",
+        "jsonl",
+        "--data.path",
+        str(path),
+        "--run.folder",
+        str(tmp_path / "runs"),
+    ]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -66,18 +92,31 @@ def test_train_help_lists_every_option_of_the_preset(capsys: pytest.CaptureFixtu
     assert re.search(r"\n  --.*\n      \(default", text) is None, "an option without help"
 
 
-def test_mistakes_are_refused_in_one_block(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes_are_refused_in_one_block(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert "no command 'trian', did you mean train?" in refused(capsys, "trian")
     assert "invalid choice: 'xyz'" in refused(capsys, "xyz")
     assert "which preset?" in refused(capsys, "train")
     assert "did you mean qwen3-tiny?" in refused(capsys, "train", "qwen-tiny")
     assert "'extra': not expected here" in refused(capsys, "train", "qwen3-tiny", "extra")
-    text = refused(capsys, "train", "qwen3-tiny", "--lerning-rate", "1", "--run.steps", "many", "--graph.backend=metal")
+    text = refused(
+        capsys,
+        "train",
+        "qwen3-tiny",
+        "--lerning-rate",
+        "1",
+        "--run.steps",
+        "many",
+        "--graph.backend=metal",
+    )
     assert "3 problems" in text and "did you mean --optimizer.learning-rate?" in text
     assert "--run.steps: expected a whole number, got 'many'" in text
     assert "--graph.backend: expected auto | cuda | recorder, got 'metal'" in text
     assert "did you mean --run.steps?" in refused(capsys, "train", "qwen3-tiny", "--steps", "3")
-    assert "missing.toml: cannot be read" in refused(capsys, "train", "--config", str(tmp_path / "missing.toml"))
+    assert "missing.toml: cannot be read" in refused(
+        capsys, "train", "--config", str(tmp_path / "missing.toml")
+    )
     (tmp_path / "empty.toml").write_text("")
     assert "says no preset" in refused(capsys, "train", "--config", str(tmp_path / "empty.toml"))
     assert "takes no arguments" in refused(capsys, "presets", "x")
@@ -96,13 +135,19 @@ def test_bad_data_create_no_folder(capsys: pytest.CaptureFixture[str], tmp_path:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_from_start_to_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+def test_a_run_from_start_to_resume(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine"]
     assert cli.main([*words, "--run.steps", "5"]) == 0
     assert "all steps done: 5 steps" in capsys.readouterr().err
     folder = tmp_path / "runs" / "mine"
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["replayed"] > 0 and summary["backend"] == "recorder" and list(summary["fallbacks"]) == ["warm-up"]
+    assert (
+        summary["replayed"] > 0
+        and summary["backend"] == "recorder"
+        and list(summary["fallbacks"]) == ["warm-up"]
+    )
     assert "exists already" in refused(capsys, *words)
     config = ["--config", str(folder / "config.json")]
     assert cli.main(["train", *config, "--resume", "--run.steps", "8"]) == 0
@@ -110,31 +155,46 @@ def test_a_run_from_start_to_resume(capsys: pytest.CaptureFixture[str], tmp_path
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert "optimizer.eps: the run has 1e-08" in refused(
-        capsys, "train", *config, "--resume", "--optimizer.eps", "1e-6")
+        capsys, "train", *config, "--resume", "--optimizer.eps", "1e-6"
+    )
     assert cli.main(["train", *config, "--run.name", "again", "--run.steps", "3"]) == 0
     assert (tmp_path / "runs" / "again" / "summary.json").exists()
 
 
 def test_documents_that_were_left_out_are_said_and_counted(
-        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
     with (tmp_path / "data.jsonl").open("a") as stream:
-        stream.write('{"text": "' + "x" * 100 + '"}\n{"text": ""}\n{"messages": [{"role": "user", "content": "?"}]}\n')
+        stream.write(
+            '{"text": "'
+            + "x" * 100
+            + '"}\n{"text": ""}\n{"messages": [{"role": "user", "content": "?"}]}\n'
+        )
     words = ["train", "qwen3-tiny", *SMALL, *data, "--data.epochs", "1", "--run.steps", "50"]
-    for overlong, said, line in (("drop", "was dropped (data.overlong = drop)", r"1 dropped \(102 tokens\)"),
-                                 ("split", "was split into pieces", "1 split")):
+    for overlong, said, line in (
+        ("drop", "was dropped (data.overlong = drop)", r"1 dropped \(102 tokens\)"),
+        ("split", "was split into pieces", "1 split"),
+    ):
         assert cli.main([*words, "--data.overlong", overlong, "--run.name", overlong]) == 0
         text = capsys.readouterr().err
         assert text.count(f"data: a document longer than every capacity {said}") == 1
-        assert re.search(rf"documents: 4[0-9] packed, {line}, 1 empty, 1 without a token to predict", text)
-        counts = json.loads((tmp_path / "runs" / overlong / "summary.json").read_text())["documents"]
+        assert re.search(
+            rf"documents: 4[0-9] packed, {line}, 1 empty, 1 without a token to predict", text
+        )
+        counts = json.loads((tmp_path / "runs" / overlong / "summary.json").read_text())[
+            "documents"
+        ]
         assert (counts["dropped"], counts["split"]) == ((1, 0) if overlong == "drop" else (0, 1))
         assert counts["empty"] == counts["unlabelled"] == 1
 
 
 def test_bad_documents_are_skipped_when_asked_said_and_counted(
-        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
     with (tmp_path / "data.jsonl").open("a") as stream:
-        stream.write('no json\n{"input_ids": [1, 5000, 2]}\n{"input_ids": [1, 2], "attention_mask": [1]}\n')
+        stream.write(
+            'no json\n{"input_ids": [1, 5000, 2]}\n{"input_ids": [1, 2], "attention_mask": [1]}\n'
+        )
     words = ["train", "qwen3-tiny", *SMALL, *data, "--data.epochs", "1", "--run.steps", "50"]
     assert re.search(r"data\.jsonl:41: not JSON", refused(capsys, *words))
     assert cli.main([*words, "--data.on-bad", "skip"]) == 0
@@ -143,7 +203,9 @@ def test_bad_documents_are_skipped_when_asked_said_and_counted(
     assert len(re.findall(said, text)) == 1
     found = re.search(r"documents: 40 packed, 3 bad \(the first: (.*)\)", text)
     assert found and re.findall(r"data\.jsonl:(4[0-9])", found[1]) == ["41", "43", "42"]
-    counts = json.loads((tmp_path / "runs" / "qwen3-tiny" / "summary.json").read_text())["documents"]
+    counts = json.loads((tmp_path / "runs" / "qwen3-tiny" / "summary.json").read_text())[
+        "documents"
+    ]
     assert counts["bad"] == 3 and len(counts["first_bad"]) == 3
 
 
@@ -151,27 +213,44 @@ def test_a_config_file_of_a_run_resumes_that_run(tmp_path: Path, data: list[str]
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "3"]
     assert cli.main(words) == 0 and cli.main(words) == 0
     first, last = tmp_path / "runs" / "qwen3-tiny", tmp_path / "runs" / "qwen3-tiny-2"
-    assert cli.main(["train", "--config", str(first / "config.json"), "--resume", "--run.steps", "4"]) == 0
-    assert [json.loads((folder / "summary.json").read_text())["steps"] for folder in (first, last)] == [4, 3]
+    assert (
+        cli.main(["train", "--config", str(first / "config.json"), "--resume", "--run.steps", "4"])
+        == 0
+    )
+    assert [
+        json.loads((folder / "summary.json").read_text())["steps"] for folder in (first, last)
+    ] == [4, 3]
     moved = first.rename(tmp_path / "moved")
-    assert cli.main(["train", "--config", str(moved / "config.json"), "--resume", "--run.steps", "5"]) == 0
+    assert (
+        cli.main(["train", "--config", str(moved / "config.json"), "--resume", "--run.steps", "5"])
+        == 0
+    )
     assert json.loads((moved / "summary.json").read_text())["steps"] == 5
     assert not first.exists()
 
 
 def test_verify_refuses_what_compares_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     for steps in ("-3", "0"):
-        assert f"--steps must be at least 1, got {steps}" in refused(capsys, "verify", "--steps", steps)
+        assert f"--steps must be at least 1, got {steps}" in refused(
+            capsys, "verify", "--steps", steps
+        )
         assert "--steps must be" in refused(capsys, "verify", "qwen3-tiny", "--steps", steps)
     assert "--steps 2 is too few" in refused(capsys, "verify", "--steps", "2")
-    assert "graph.enabled = false: verify compares" in refused(capsys, "verify", "qwen3-tiny", "--graph.enabled", "no")
+    assert "graph.enabled = false: verify compares" in refused(
+        capsys, "verify", "qwen3-tiny", "--graph.enabled", "no"
+    )
 
 
 def command(*words: str, **options: Any) -> "subprocess.Popen[str]":
     source = Path(packgraph.train.__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-m", "packgraph.cli", *words], env=environment, stderr=subprocess.PIPE,
-                            text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-m", "packgraph.cli", *words],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def test_a_closed_pipe_is_quiet() -> None:
@@ -186,7 +265,9 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_ctrl_c_before_torch_is_there_is_one_line() -> None:
     process = command("train", "qwen3-tiny", stdout=subprocess.PIPE)
     deadline = time.monotonic() + 30
-    while b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes():  # torch is being imported
+    while (
+        b"libtorch" not in Path(f"/proc/{process.pid}/maps").read_bytes()
+    ):  # torch is being imported
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
@@ -194,12 +275,16 @@ def test_ctrl_c_before_torch_is_there_is_one_line() -> None:
     assert process.returncode == 130
 
 
-def test_ctrl_c_that_an_import_swallows_is_not_lost(monkeypatch: pytest.MonkeyPatch,
-                                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_that_an_import_swallows_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = builtins.__import__
 
     def swallowing(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "packgraph.train.trainer" and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if (
+            name == "packgraph.train.trainer"
+            and signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        ):
             with contextlib.suppress(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         return real(name, *rest, **more)
@@ -210,7 +295,8 @@ def test_ctrl_c_that_an_import_swallows_is_not_lost(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_damaged_checkpoint_is_refused_by_name(
-        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps", "3"]
     assert cli.main(words) == 0
     capsys.readouterr()
@@ -221,9 +307,20 @@ def test_a_damaged_checkpoint_is_refused_by_name(
 
 
 def test_an_older_checkpoint_is_taken_when_the_newest_are_damaged(
-        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
-    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps", "5",
-             "--run.checkpoint-every", "2"]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
+    words = [
+        "train",
+        "qwen3-tiny",
+        *SMALL,
+        *data,
+        "--run.name",
+        "mine",
+        "--run.steps",
+        "5",
+        "--run.checkpoint-every",
+        "2",
+    ]
     assert cli.main(words) == 0
     checkpoints = tmp_path / "runs" / "mine" / "checkpoints"
     for name in ("step-00000005", "step-00000004"):
@@ -232,11 +329,15 @@ def test_an_older_checkpoint_is_taken_when_the_newest_are_damaged(
     assert cli.main([*words, "--resume"]) == 0
     text = " ".join(capsys.readouterr().err.split())
     assert f"resumed from {checkpoints / 'step-00000002'}" in text
-    assert all(f"{checkpoints / name / '.metadata'}: damaged" in text for name in ("step-00000005", "step-00000004"))
+    assert all(
+        f"{checkpoints / name / '.metadata'}: damaged" in text
+        for name in ("step-00000005", "step-00000004")
+    )
 
 
 def test_a_damaged_line_of_metrics_is_left_out_and_said(
-        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps", "3"]
     assert cli.main(words) == 0
     capsys.readouterr()
@@ -248,23 +349,49 @@ def test_a_damaged_line_of_metrics_is_left_out_and_said(
 
 
 def test_what_cannot_be_captured_ends_a_strict_run_in_one_block(
-        capsys: pytest.CaptureFixture[str], data: list[str]) -> None:
-    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "6", "--model.attention-backend", "naive"]
+    capsys: pytest.CaptureFixture[str], data: list[str]
+) -> None:
+    words = [
+        "train",
+        "qwen3-tiny",
+        *SMALL,
+        *data,
+        "--run.steps",
+        "6",
+        "--model.attention-backend",
+        "naive",
+    ]
     assert cli.main([*words, "--graph.strict"]) == 2
     text = capsys.readouterr().err
     assert "packgraph: error: " in text and "to do: " in text and "Traceback" not in text
 
 
-@pytest.mark.parametrize(("size", "what"), [
-    (20_000, r"step-0000000\d: could not be written: File too large"), (4000, "could not be written"),
-    (500, r"config\.json: could not be written: File too large")])
+@pytest.mark.parametrize(
+    ("size", "what"),
+    [
+        (20_000, r"step-0000000\d: could not be written: File too large"),
+        (4000, "could not be written"),
+        (500, r"config\.json: could not be written: File too large"),
+    ],
+)
 def test_a_full_disk_is_one_block_and_leaves_no_part_of_a_checkpoint(
-        tmp_path: Path, data: list[str], size: int, what: str) -> None:
+    tmp_path: Path, data: list[str], size: int, what: str
+) -> None:
     def limit() -> None:  # no file of the process may grow beyond `size` bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
-    process = command("train", "qwen3-tiny", *SMALL, *data, "--run.steps", "60", "--run.checkpoint-every", "5",
-                      preexec_fn=limit, stdout=subprocess.PIPE)
+    process = command(
+        "train",
+        "qwen3-tiny",
+        *SMALL,
+        *data,
+        "--run.steps",
+        "60",
+        "--run.checkpoint-every",
+        "5",
+        preexec_fn=limit,
+        stdout=subprocess.PIPE,
+    )
     text = process.communicate(timeout=100)[1]
     assert process.returncode == 2 and "Traceback" not in text
     assert re.search(f"packgraph: error: .*{what}", text)
@@ -272,34 +399,77 @@ def test_a_full_disk_is_one_block_and_leaves_no_part_of_a_checkpoint(
 
 
 def test_a_late_error_of_the_data_leaves_the_name_free(
-        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
     with (tmp_path / "data.jsonl").open("a") as stream:
         stream.write('{"text": "' + "x" * 100 + '"}\n')
-    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps", "4", "--data.overlong"]
+    words = [
+        "train",
+        "qwen3-tiny",
+        *SMALL,
+        *data,
+        "--run.name",
+        "mine",
+        "--run.steps",
+        "4",
+        "--data.overlong",
+    ]
     assert cli.main([*words, "error"]) == 2
     assert "data.jsonl:41 has 102 tokens" in capsys.readouterr().err
     assert cli.main([*words, "drop"]) == 0
 
 
 def test_more_documents_than_the_cap_run_eagerly(tmp_path: Path, data: list[str]) -> None:
-    assert cli.main(["train", "qwen3-tiny", *SMALL, *data, "--graph.max-documents", "1", "--run.steps", "6"]) == 0
+    assert (
+        cli.main(
+            ["train", "qwen3-tiny", *SMALL, *data, "--graph.max-documents", "1", "--run.steps", "6"]
+        )
+        == 0
+    )
     summary = json.loads((tmp_path / "runs" / "qwen3-tiny" / "summary.json").read_text())
     assert summary["fallbacks"]["more documents than any capacity"] > 0
 
 
 def test_a_loss_that_is_no_number_ends_with_one(
-        capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]) -> None:
-    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "200", "--optimizer.learning-rate", "1e30",
-             "--graph.enabled", "false"]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
+    words = [
+        "train",
+        "qwen3-tiny",
+        *SMALL,
+        *data,
+        "--run.steps",
+        "200",
+        "--optimizer.learning-rate",
+        "1e30",
+        "--graph.enabled",
+        "false",
+    ]
     assert cli.main(words) == 1
     text = capsys.readouterr().err
-    assert "training failed: step" in text and "--optimizer.learning-rate" in text and "Traceback" not in text
+    assert (
+        "training failed: step" in text
+        and "--optimizer.learning-rate" in text
+        and "Traceback" not in text
+    )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
-def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(tmp_path: Path, data: list[str], number: signal.Signals) -> None:
-    process = command("train", "qwen3-tiny", *SMALL, *data, "--run.steps", "1000000", "--run.checkpoint-every",
-                      "1000000")
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU]
+)
+def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(
+    tmp_path: Path, data: list[str], number: signal.Signals
+) -> None:
+    process = command(
+        "train",
+        "qwen3-tiny",
+        *SMALL,
+        *data,
+        "--run.steps",
+        "1000000",
+        "--run.checkpoint-every",
+        "1000000",
+    )
     metrics = tmp_path / "runs" / "qwen3-tiny" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
@@ -310,38 +480,60 @@ def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(tmp_path: Path, data: lis
     assert process.returncode == 128 + number and "Traceback" not in text
     assert f"stopped by {number.name}" in text
     summary = json.loads((metrics.parent / "summary.json").read_text())
-    assert (metrics.parent / "checkpoints" / "latest").read_text().strip() == f"step-{summary['steps']:08d}"
+    assert (
+        metrics.parent / "checkpoints" / "latest"
+    ).read_text().strip() == f"step-{summary['steps']:08d}"
 
 
 def test_a_time_limit_saves_and_ends_with_a_code_to_requeue_on_and_one_command_goes_on(
-        tmp_path: Path, data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "el", "--run.steps", "1000000",
-             "--run.checkpoint-every", "1000000", "--resume", "auto"]
+    tmp_path: Path, data: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "train",
+        "qwen3-tiny",
+        *SMALL,
+        *data,
+        "--run.name",
+        "el",
+        "--run.steps",
+        "1000000",
+        "--run.checkpoint-every",
+        "1000000",
+        "--resume",
+        "auto",
+    ]
     reached = [0]
     for _ in range(3):
         assert cli.main([*words, "--run.max-minutes", "0.05"]) == 75
         text = capsys.readouterr().err
-        assert "stopped by run.max_minutes = 0.05" in text and ("resumed from" in text) == (reached[-1] > 0)
+        assert "stopped by run.max_minutes = 0.05" in text and ("resumed from" in text) == (
+            reached[-1] > 0
+        )
         reached.append(json.loads((tmp_path / "runs" / "el" / "summary.json").read_text())["steps"])
     assert reached == sorted(set(reached))
     words[words.index("1000000")] = str(reached[-1] + 2)
     assert cli.main(words) == 0
     assert cli.main(words) == 0  # nothing to do
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "el" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs" / "el" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == list(range(1, reached[-1] + 3))
 
 
 @pytest.mark.parametrize("words", [["--resume", "qwen3-tiny"], ["qwen3-tiny", "--resume"]])
 def test_resume_without_a_value_takes_no_preset_for_one(
-        words: list[str], data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words: list[str], data: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["train", *words, *data, "--run.name", "none"]) == 2
     assert "--resume: there is no run" in capsys.readouterr().err
 
 
 def test_a_restart_waits_for_the_process_that_is_still_saving(tmp_path: Path) -> None:
     config = preset("qwen3-tiny")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(tmp_path), name="el",
-                                                                 resume="auto"))
+    config = dataclasses.replace(
+        config, run=dataclasses.replace(config.run, folder=str(tmp_path), name="el", resume="auto")
+    )
     folder = tmp_path / "el"
     begun = threading.Event()
 
@@ -370,8 +562,12 @@ def test_a_signal_at_the_last_step_is_no_interruption() -> None:
 
 @pytest.mark.parametrize("name", [["--run.name", "mine"], []])
 def test_a_run_that_was_made_meanwhile_is_not_destroyed(
-        name: list[str], tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    name: list[str],
+    tmp_path: Path,
+    data: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     folder, prepare = tmp_path / "runs" / (name[1] if name else "qwen3-tiny"), launch.prepare
 
     def slowly(*arguments: Any) -> Any:
@@ -380,10 +576,21 @@ def test_a_run_that_was_made_meanwhile_is_not_destroyed(
         return prepare(*arguments)
 
     monkeypatch.setattr(launch, "prepare", slowly)
-    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "3", "--graph.enabled", "false", *name]
+    words = [
+        "train",
+        "qwen3-tiny",
+        *SMALL,
+        *data,
+        "--run.steps",
+        "3",
+        "--graph.enabled",
+        "false",
+        *name,
+    ]
     assert cli.main(words) == (2 if name else 0)
     text = capsys.readouterr().err
     assert ("was made by another process meanwhile" in text) == bool(name)
-    assert (folder / "summary.json").read_text() == "{}" and sorted(p.name for p in folder.iterdir()) == [
-        ".claim", "checkpoints", "summary.json"]
+    assert (folder / "summary.json").read_text() == "{}" and sorted(
+        p.name for p in folder.iterdir()
+    ) == [".claim", "checkpoints", "summary.json"]
     assert name or (tmp_path / "runs" / "qwen3-tiny-2" / "summary.json").exists()

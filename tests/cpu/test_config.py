@@ -1,4 +1,5 @@
 """Configurations: layers, types, all problems at once, round trips."""
+
 import dataclasses
 import json
 from dataclasses import dataclass, field
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 
 from packgraph.packing.capacity import Capacity
 from packgraph.train.command_line import all_options, options_help, split_overrides
-from packgraph.train.config import ConfigError, ConfigLayer, differences, load_file, read_config, to_dict
+from packgraph.train.config import (
+    ConfigError,
+    ConfigLayer,
+    differences,
+    load_file,
+    read_config,
+    to_dict,
+)
 from packgraph.train.config_values import ValueProblem, convert, plain, render
 from packgraph.train.presets import preset
 
@@ -59,16 +67,39 @@ def problems_of(*layers: ConfigLayer) -> tuple[str, ...]:
 
 
 def test_later_layers_win_and_untouched_values_stay() -> None:
-    config = read_config(Outer(), [ConfigLayer("a.toml", {"count": 5, "inner": {"rate": 1}}),
-                                   ConfigLayer("command line", {"inner": {"rate": "0.25"}}, text=True)])
+    config = read_config(
+        Outer(),
+        [
+            ConfigLayer("a.toml", {"count": 5, "inner": {"rate": 1}}),
+            ConfigLayer("command line", {"inner": {"rate": "0.25"}}, text=True),
+        ],
+    )
     assert config == Outer(count=5, inner=Inner(rate=0.25))
 
 
 def test_options_of_every_type() -> None:
-    config = from_words("--inner.rate", "1e-3", "--inner.shape=3,4", "--inner.names", "a, b", "--inner.kind", "two",
-                        "--inner.capacities", "512x32,256x16x64", "--on", "--title=--odd", "--count", "-7")
-    assert config.inner == Inner(rate=1e-3, shape=(3, 4), names=("a", "b"), kind="two",
-                                 capacities=(Capacity(512, 32), Capacity(256, 16, 64)))
+    config = from_words(
+        "--inner.rate",
+        "1e-3",
+        "--inner.shape=3,4",
+        "--inner.names",
+        "a, b",
+        "--inner.kind",
+        "two",
+        "--inner.capacities",
+        "512x32,256x16x64",
+        "--on",
+        "--title=--odd",
+        "--count",
+        "-7",
+    )
+    assert config.inner == Inner(
+        rate=1e-3,
+        shape=(3, 4),
+        names=("a", "b"),
+        kind="two",
+        capacities=(Capacity(512, 32), Capacity(256, 16, 64)),
+    )
     assert (config.on, config.title, config.count) == (True, "--odd", -7)
 
 
@@ -84,9 +115,16 @@ def test_flags_take_a_value_only_when_it_fits() -> None:
 
 def test_all_problems_come_at_once_with_place_and_nearest_key() -> None:
     problems = problems_of(
-        ConfigLayer("run.toml", {"cuont": 1, "count": 2.5, "inner": {"kind": "three", "on": True, "rate": "fast"}}),
-        ConfigLayer("command line", {"rate": "1", "inner": {"shape": "1,2,3", "capacities": "512"}, "on": "maybe"},
-                    text=True))
+        ConfigLayer(
+            "run.toml",
+            {"cuont": 1, "count": 2.5, "inner": {"kind": "three", "on": True, "rate": "fast"}},
+        ),
+        ConfigLayer(
+            "command line",
+            {"rate": "1", "inner": {"shape": "1,2,3", "capacities": "512"}, "on": "maybe"},
+            text=True,
+        ),
+    )
     text = "\n".join(problems)
     assert len(problems) == 9
     assert "run.toml: cuont: unknown key, did you mean count?" in text
@@ -102,17 +140,29 @@ def test_all_problems_come_at_once_with_place_and_nearest_key() -> None:
 
 def test_a_section_that_refuses_its_values_is_a_problem_among_others() -> None:
     problems = problems_of(ConfigLayer("f.json", {"inner": {"rate": -1.0}, "zzzzz": 1}))
-    assert problems == ("f.json: zzzzz: unknown key, did you mean title?",
-                        "section inner: rate must not be negative, got -1.0")
+    assert problems == (
+        "f.json: zzzzz: unknown key, did you mean title?",
+        "section inner: rate must not be negative, got -1.0",
+    )
 
 
-@pytest.mark.parametrize(("words", "near"), [
-    (["--modell.num-layers", "3"], "--modell.num-layers: unknown key, did you mean --model.num-layers?"),
-    (["--lr", "1"], "--lr: unknown key, did you mean --optimizer.learning-rate?"),
-    (["--optimiser.lr", "1"], "--optimiser.lr: unknown key, did you mean --optimizer.learning-rate?"),
-    (["--run.step", "1"], "--run.step: unknown key, did you mean --run.steps?"),
-    (["--layers", "1"], "--layers: unknown key, did you mean --model.num-layers?"),
-    (["--batch-size", "1"], "--batch-size: unknown key, did you mean")])
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (
+            ["--modell.num-layers", "3"],
+            "--modell.num-layers: unknown key, did you mean --model.num-layers?",
+        ),
+        (["--lr", "1"], "--lr: unknown key, did you mean --optimizer.learning-rate?"),
+        (
+            ["--optimiser.lr", "1"],
+            "--optimiser.lr: unknown key, did you mean --optimizer.learning-rate?",
+        ),
+        (["--run.step", "1"], "--run.step: unknown key, did you mean --run.steps?"),
+        (["--layers", "1"], "--layers: unknown key, did you mean --model.num-layers?"),
+        (["--batch-size", "1"], "--batch-size: unknown key, did you mean"),
+    ],
+)
 def test_an_unknown_option_names_the_nearest(words: list[str], near: str) -> None:
     base = preset("qwen3-tiny")
     with pytest.raises(ConfigError) as caught:
@@ -122,13 +172,18 @@ def test_an_unknown_option_names_the_nearest(words: list[str], near: str) -> Non
 
 def test_an_unknown_section_of_a_file_names_the_nearest_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_config(preset("qwen3-tiny"), [ConfigLayer("run.toml", {"modl": {"num_layers": 1, "hidden_size": 2}})])
+        read_config(
+            preset("qwen3-tiny"),
+            [ConfigLayer("run.toml", {"modl": {"num_layers": 1, "hidden_size": 2}})],
+        )
     assert caught.value.problems == ("run.toml: modl: unknown section, did you mean model?",)
 
 
 def test_a_section_set_as_a_value_and_a_missing_value() -> None:
-    assert "this is a section; set one of its keys, such as f.json: inner.rate" in problems_of(
-        ConfigLayer("f.json", {"inner": 3}))[0]
+    assert (
+        "this is a section; set one of its keys, such as f.json: inner.rate"
+        in problems_of(ConfigLayer("f.json", {"inner": 3}))[0]
+    )
     with pytest.raises(ConfigError, match=r"--inner\.rate: expected a number, got ''"):
         from_words("--inner.rate", "--on")
 
@@ -149,28 +204,51 @@ def test_files_are_read_and_broken_ones_are_named(tmp_path: Path) -> None:
     good = tmp_path / "a.toml"
     good.write_text('count = 9\n[inner]\ncap = "off"\ncapacities = ["8x4"]\nshape = [5, 6]\n')
     assert read_config(Outer(), [load_file(good)]) == Outer(
-        count=9, inner=Inner(capacities=(Capacity(8, 4),), shape=(5, 6)))
-    for name, text in [("b.toml", "count = = 3"), ("c.json", "{"), ("d.json", "[1]"), ("e.yaml", "a: 1"),
-                       ("missing.toml", None)]:
+        count=9, inner=Inner(capacities=(Capacity(8, 4),), shape=(5, 6))
+    )
+    for name, text in [
+        ("b.toml", "count = = 3"),
+        ("c.json", "{"),
+        ("d.json", "[1]"),
+        ("e.yaml", "a: 1"),
+        ("missing.toml", None),
+    ]:
         if text is not None:
             (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=name):
             load_file(tmp_path / name)
 
 
-letters = st.characters(codec="utf-8", exclude_characters=",", exclude_categories=("Cs", "Zs", "Cc"))
+letters = st.characters(
+    codec="utf-8", exclude_characters=",", exclude_categories=("Cs", "Zs", "Cc")
+)
 names = st.text(letters, min_size=1, max_size=5)
-WHOLE = st.integers(-2**63 + 1, 2**63 - 1)
+WHOLE = st.integers(-(2**63) + 1, 2**63 - 1)
 capacity = st.builds(Capacity, st.integers(1, 4096), st.integers(1, 64))
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.builds(Outer, title=names, on=st.booleans(), count=WHOLE, inner=st.builds(
-    Inner, rate=st.floats(0, 1e30), shape=st.tuples(WHOLE, WHOLE), kind=st.sampled_from(["one", "two"]),
-    names=st.none() | st.lists(names).map(tuple), capacities=st.lists(capacity, min_size=1).map(tuple),
-    cap=st.none() | WHOLE)))
+@given(
+    st.builds(
+        Outer,
+        title=names,
+        on=st.booleans(),
+        count=WHOLE,
+        inner=st.builds(
+            Inner,
+            rate=st.floats(0, 1e30),
+            shape=st.tuples(WHOLE, WHOLE),
+            kind=st.sampled_from(["one", "two"]),
+            names=st.none() | st.lists(names).map(tuple),
+            capacities=st.lists(capacity, min_size=1).map(tuple),
+            cap=st.none() | WHOLE,
+        ),
+    )
+)
 def test_json_round_trip(config: Outer) -> None:
-    again = read_config(Outer(), [ConfigLayer("config.json", json.loads(json.dumps(to_dict(config))))])
+    again = read_config(
+        Outer(), [ConfigLayer("config.json", json.loads(json.dumps(to_dict(config))))]
+    )
     assert again == config
     assert differences(to_dict(config), to_dict(again)) == {}
 
@@ -178,7 +256,13 @@ def test_json_round_trip(config: Outer) -> None:
 @settings(max_examples=60, deadline=None)
 @given(capacity, st.floats(allow_nan=False, allow_infinity=False), WHOLE, st.booleans())
 def test_rendered_text_reads_back(shape: Capacity, number: float, whole: int, flag: bool) -> None:
-    pairs = [(shape, Capacity), (number, float), (whole, int), (flag, bool), ((whole, whole), tuple[int, int])]
+    pairs = [
+        (shape, Capacity),
+        (number, float),
+        (whole, int),
+        (flag, bool),
+        ((whole, whole), tuple[int, int]),
+    ]
     for value, kind in pairs:
         assert convert(render(value), kind, from_text=True) == value
         assert convert(plain(value), kind, from_text=False) == value

@@ -1,4 +1,6 @@
-"""Zigzag cuts on the device against their definition in lists; the choice of a kind; packing by padded lengths."""
+"""Zigzag cuts on the device against their definition in lists; the choice of a kind; packing by
+padded lengths."""
+
 import itertools
 
 import pytest
@@ -6,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packgraph.ops.attention.kind import choose_context_kind, document_multiple, row_places, row_problems
+from packgraph.ops.attention.kind import (
+    choose_context_kind,
+    document_multiple,
+    row_places,
+    row_problems,
+)
 from packgraph.ops.attention.zigzag import tables_of
 from packgraph.ops.attention.zigzag_naive import naive_prefixes, naive_rows
 from packgraph.packing.capacity import Capacity, CapacitySet, places
@@ -36,12 +43,16 @@ def test_tables_are_those_of_the_definition(case):
     size, lengths, tokens, documents = case
     cu_seqlens = boundaries(lengths, documents)
     starts = cu_seqlens.tolist()
-    everywhere = [token for rank in range(size) for token in naive_rows(lengths, tokens, size, rank)]
+    everywhere = [
+        token for rank in range(size) for token in naive_rows(lengths, tokens, size, rank)
+    ]
     for place in range(size):
         own, keys = tables_of(cu_seqlens, tokens, size, place)
         expected = naive_rows(lengths, tokens, size, place)
         assert own.padding.tolist() == [token is None for token in expected]
-        assert own.source.tolist() == [0 if token is None else starts[token[0]] + token[1] for token in expected]
+        assert own.source.tolist() == [
+            0 if token is None else starts[token[0]] + token[1] for token in expected
+        ]
         assert float(own.excess) == 0.0
         check_keys(keys, everywhere, naive_prefixes(lengths, tokens, size, place))
         check_boundaries(keys, lengths, expected, size, place)
@@ -53,21 +64,29 @@ def check_keys(keys, everywhere, expected):
     assert [everywhere[row] for row in keys.take[:used].tolist()] == expected[:used]
     assert all(token is None for token in expected[used:])
     found = [[number for number in row if number >= 0] for row in keys.places.tolist()]
-    back = [[number for number, source in enumerate(keys.take[:used].tolist()) if source == row]
-            for row in range(len(everywhere))]
+    back = [
+        [number for number, source in enumerate(keys.take[:used].tolist()) if source == row]
+        for row in range(len(everywhere))
+    ]
     assert found == back, "places are the inverse of take"
 
 
 def check_boundaries(keys, lengths, expected, size, place):
     """The last token of every part sees exactly the tokens before it, and itself."""
     queries, prefixes = keys.cu_queries.tolist(), keys.cu_keys.tolist()
-    assert len(queries) == len(prefixes) and queries == sorted(queries) and prefixes == sorted(prefixes)
+    assert (
+        len(queries) == len(prefixes)
+        and queries == sorted(queries)
+        and prefixes == sorted(prefixes)
+    )
     for number, length in enumerate(lengths):
         for part, half in ((place, 0), (2 * size - 1 - place, 1)):
-            start, stop = queries[2 * number + half:2 * number + half + 2]
+            start, stop = queries[2 * number + half : 2 * number + half + 2]
             width = places(length, 2 * size) // (2 * size)
             assert stop - start == width
-            assert prefixes[2 * number + half + 1] - prefixes[2 * number + half] == (part + 1) * width
+            assert (
+                prefixes[2 * number + half + 1] - prefixes[2 * number + half] == (part + 1) * width
+            )
             for row in range(start, stop):
                 assert expected[row] in (None, (number, part * width + row - start))
 
@@ -86,11 +105,15 @@ def test_rows_that_cannot_be_cut_are_refused():
     with pytest.raises(ValueError, match="15 places do not fit in 7"):
         naive_prefixes([9], 6, 2, 0)
     assert row_problems([1] * 5, 16, "zigzag", 2) == [
-        "its documents take up 20 places, each a multiple of 4 with zigzag over 2 ranks, but the row has 16: from "
-        "document 4 (1 tokens) on they do not fit; pack with multiple=4"]
+        "its documents take up 20 places, each a multiple of 4 with zigzag over 2 ranks, but the "
+        "row has 16: from "
+        "document 4 (1 tokens) on they do not fit; pack with multiple=4"
+    ]
     assert "cannot be spread evenly over 3" in row_problems(None, 16, "ulysses", 3)[0]
     assert "cut into the 8 parts" in row_problems(None, 12, "zigzag", 4)[0]
-    assert not row_problems([1] * 5, 16, "ulysses", 2) and not row_problems([1] * 4, 16, "zigzag", 2)
+    assert not row_problems([1] * 5, 16, "ulysses", 2) and not row_problems(
+        [1] * 4, 16, "zigzag", 2
+    )
     assert not row_problems(None, 16, "zigzag", 2)
 
 
@@ -99,30 +122,45 @@ def test_zigzag_is_for_more_ranks_than_heads_can_be_shared_by():
     assert choose_context_kind(4, 6) == ("zigzag", "4 ranks do not divide 6 heads")
     assert choose_context_kind(16, 8).kind == "zigzag"
     assert choose_context_kind(2, 8, "zigzag") == ("zigzag", "asked for")
-    with pytest.raises(ValueError, match=r"number \(6\) must be a multiple of the ranks \(4\); use zigzag"):
+    with pytest.raises(
+        ValueError, match=r"number \(6\) must be a multiple of the ranks \(4\); use zigzag"
+    ):
         choose_context_kind(4, 6, "ulysses")
-    assert [document_multiple(kind, ranks) for kind, ranks in (
-        ("zigzag", 4), ("zigzag", 1), ("ulysses", 4))] == [8, 1, 1]
+    assert [
+        document_multiple(kind, ranks)
+        for kind, ranks in (("zigzag", 4), ("zigzag", 1), ("ulysses", 4))
+    ] == [8, 1, 1]
     assert [places(length, 8) for length in (1, 8, 9)] == [8, 8, 16]
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.sampled_from([2, 4, 8]),
-       st.sampled_from([None, 4]))
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=30),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([None, 4]),
+)
 def test_packs_count_documents_by_the_places_they_take_up(lengths, ranks, window):
     capacities, report = [Capacity(32, 4), Capacity(64, 8)], PackReport()
     documents = [[1] * length for length in lengths]
     packs = pack(documents, capacities, window=window, report=report, multiple=2 * ranks)
     assert sorted(length for batch in packs for length in batch.lengths) == sorted(lengths)
     assert all(row_places(batch.lengths, 2 * ranks) <= batch.capacity.tokens for batch in packs)
-    assert (report.tokens, report.places) == (sum(lengths), sum(batch.capacity.tokens for batch in packs))
+    assert (report.tokens, report.places) == (
+        sum(lengths),
+        sum(batch.capacity.tokens for batch in packs),
+    )
     planned = list(pack_lengths(lengths, CapacitySet(capacities, 2 * ranks), window=window))
-    assert [len(found.members) for found in planned] == [batch.num_documents for batch in packs], "plans pack alike"
+    assert [len(found.members) for found in planned] == [batch.num_documents for batch in packs], (
+        "plans pack alike"
+    )
 
 
 def test_a_document_may_be_as_long_as_its_places_fit():
     assert CapacitySet([Capacity(64, 8, 30)], 8).longest == 24
-    assert [batch.lengths for batch in pack([[1] * 25], Capacity(64, 8, 30), overlong="split", multiple=8)] == [(24, 1)]
+    assert [
+        batch.lengths
+        for batch in pack([[1] * 25], Capacity(64, 8, 30), overlong="split", multiple=8)
+    ] == [(24, 1)]
     with pytest.raises(ValueError, match="multiples of 64 places, but no capacity has so many"):
         CapacitySet([Capacity(32, 8)], 64)
     with pytest.raises(ValueError, match="multiple of at least 1 place, not 0"):
@@ -131,7 +169,10 @@ def test_a_document_may_be_as_long_as_its_places_fit():
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_samples_for_captures_fit_into_every_row_that_can_be_cut(ranks):
-    """Halves of 36 tokens take up 40 places with two ranks: every capture failed, and the run went on eagerly."""
+    """Halves of 36 tokens take up 40 places with two ranks: every capture failed, and the run went
+    on eagerly."""
     for tokens in range(2 * ranks, 24 * ranks, 2 * ranks):
         for capacity in (Capacity(tokens, 4), Capacity(tokens, 1), Capacity(tokens, 4, 2 * ranks)):
-            assert not row_problems(sample_batch(capacity).lengths, tokens, "zigzag", ranks), capacity
+            assert not row_problems(sample_batch(capacity).lengths, tokens, "zigzag", ranks), (
+                capacity
+            )

@@ -1,8 +1,10 @@
-"""The corpus of hostile modules on the recorder: each is bitwise, a counted fallback with a warning, or an error.
+"""The corpus of hostile modules on the recorder: each is bitwise, a counted fallback with a
+warning, or an error.
 
-A failure names the entry, the loop and the first number that differs. `PACKGRAPH_CORPUS=fft` runs the entries whose
-name contains `fft`.
+A failure names the entry, the loop and the first number that differs. `PACKGRAPH_CORPUS=fft` runs
+the entries whose name contains `fft`.
 """
+
 import pytest
 from corpus import families  # noqa: F401
 from corpus.entry import ENTRIES, Entry, Own, one
@@ -28,6 +30,11 @@ def test_corpus_is_large_enough():
 def test_values_are_compared_bit_by_bit(change, silent):
     """Eager runs first, graphs second: what the second one adds is found, and nothing else is."""
     made = []
-    entry = Entry("made", "made", lambda: (made.append(0), Own(lambda m, x: m.linear(x) + m.extra, extra=0.0))[1], one,
-                  prepare=lambda m: setattr(m, "extra", change * (len(made) == 2)))
+    entry = Entry(
+        "made",
+        "made",
+        lambda: (made.append(0), Own(lambda m, x: m.linear(x) + m.extra, extra=0.0))[1],
+        one,
+        prepare=lambda m: setattr(m, "extra", change * (len(made) == 2)),
+    )
     assert (check(entry, "plain").kind == SILENT) == silent

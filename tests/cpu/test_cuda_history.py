@@ -1,4 +1,5 @@
 """Which blocks of a pool the allocator's history tells of, by events as torch gives them."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -24,26 +25,52 @@ def event(action, address, size):
 
 def test_blocks_of_both_pools_are_told_in_the_order_of_their_births():
     segments = [segment(9000, 500, BRIEF), segment(1000, 500, KEPT)]
-    events = [event("segment_alloc", 1000, 500), event("alloc", 1000, 100), event("alloc", 5000, 70),
-              event("segment_alloc", 9000, 500), event("alloc", 9000, 200), event("free_requested", 1000, 100),
-              event("free_completed", 1000, 100), event("alloc", 1000, 50), event("free_completed", 5000, 70),
-              event("free_completed", 9000, 200)]
-    assert blocks_of(segments, events, POOLS) == [Lifetime(100, 1, 6), Lifetime(200, 4, 9, True), Lifetime(50, 7)]
+    events = [
+        event("segment_alloc", 1000, 500),
+        event("alloc", 1000, 100),
+        event("alloc", 5000, 70),
+        event("segment_alloc", 9000, 500),
+        event("alloc", 9000, 200),
+        event("free_requested", 1000, 100),
+        event("free_completed", 1000, 100),
+        event("alloc", 1000, 50),
+        event("free_completed", 5000, 70),
+        event("free_completed", 9000, 200),
+    ]
+    assert blocks_of(segments, events, POOLS) == [
+        Lifetime(100, 1, 6),
+        Lifetime(200, 4, 9, True),
+        Lifetime(50, 7),
+    ]
 
 
 @pytest.mark.parametrize("again", ["segment_alloc", "segment_map"])
 def test_what_lay_there_before_was_another_pools(again):
     """Addresses come again: of segments given back, and of pages that were unmapped."""
-    events = [event("segment_alloc", 1000, 500), event("alloc", 1000, 100), event("alloc", 1200, 10),
-              event("free_completed", 1000, 100), event("segment_free", 1000, 500),
-              event(again, 1000, 500), event("alloc", 1200, 30), event("free_completed", 1200, 30)]
+    events = [
+        event("segment_alloc", 1000, 500),
+        event("alloc", 1000, 100),
+        event("alloc", 1200, 10),
+        event("free_completed", 1000, 100),
+        event("segment_free", 1000, 500),
+        event(again, 1000, 500),
+        event("alloc", 1200, 30),
+        event("free_completed", 1200, 30),
+    ]
     assert blocks_of([segment(1000, 500, KEPT)], events, POOLS) == [Lifetime(30, 6, 7)]
 
 
 def test_pages_added_to_a_segment_leave_its_blocks():
-    events = [event("segment_map", 1000, 100), event("alloc", 1000, 80), event("segment_map", 1100, 200),
-              event("alloc", 1080, 150)]
-    assert blocks_of([segment(1000, 300, KEPT)], events, POOLS) == [Lifetime(80, 1), Lifetime(150, 3)]
+    events = [
+        event("segment_map", 1000, 100),
+        event("alloc", 1000, 80),
+        event("segment_map", 1100, 200),
+        event("alloc", 1080, 150),
+    ]
+    assert blocks_of([segment(1000, 300, KEPT)], events, POOLS) == [
+        Lifetime(80, 1),
+        Lifetime(150, 3),
+    ]
 
 
 def test_a_failed_allocation_has_no_address_and_is_no_block():
@@ -66,8 +93,14 @@ def torchs(monkeypatch):
         state["asked"].append((enabled, context))
         state["on"] = enabled is not None
 
-    shot = {"segments": [segment(1000, 500, KEPT), segment(4000, 500, OTHER), segment(1000, 500, KEPT) | {"device": 1}],
-            "device_traces": [[], [event("segment_alloc", 1000, 500), event("alloc", 1000, MANY)]]}
+    shot = {
+        "segments": [
+            segment(1000, 500, KEPT),
+            segment(4000, 500, OTHER),
+            segment(1000, 500, KEPT) | {"device": 1},
+        ],
+        "device_traces": [[], [event("segment_alloc", 1000, 500), event("alloc", 1000, MANY)]],
+    }
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: state["on"], raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: shot)
@@ -77,7 +110,9 @@ def torchs(monkeypatch):
 def test_recording_begins_and_ends_with_it(torchs):
     history = PoolHistory(torch.device("cuda", 1))
     history.start()
-    assert torchs["on"] and history.lifetimes(POOLS) == [Lifetime(MANY, 1)], "of its device and pools alone"
+    assert torchs["on"] and history.lifetimes(POOLS) == [Lifetime(MANY, 1)], (
+        "of its device and pools alone"
+    )
     history.stop()
     assert torchs["asked"] == [("all", None), (None, "all")]
 

@@ -1,4 +1,6 @@
-"""The stream of packs of a run: every document once an epoch, the same packs after a stop, and clear ends."""
+"""The stream of packs of a run: every document once an epoch, the same packs after a stop, and
+clear ends."""
+
 import itertools
 import json
 from collections import Counter
@@ -64,7 +66,10 @@ def test_every_document_comes_once_an_epoch(epochs, window):
     wanted = Counter()
     for index in range(len(WORDS)):
         (document,) = tokenizer.encode(WORDS[index])
-        wanted.update(tuple(document.tokens[start : start + 128].tolist()) for start in range(0, len(document), 128))
+        wanted.update(
+            tuple(document.tokens[start : start + 128].tolist())
+            for start in range(0, len(document), 128)
+        )
     assert found == Counter({document: count * epochs for document, count in wanted.items()})
     assert stream.report.documents == sum(found.values())
     assert next(stream, None) is None
@@ -108,9 +113,14 @@ def test_the_stream_is_endless_by_default():
     assert sum(pack.num_documents for pack in packs) > 5 * len(WORDS)
 
 
-@pytest.mark.parametrize(("change", "text"), [
-    ({"seed": 1}, "data.seed was 0, is 1"), ({"window": 9}, "data.window was 256, is 9"),
-    ({"overlong": "drop"}, "data.overlong was 'split', is 'drop'")])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"seed": 1}, "data.seed was 0, is 1"),
+        ({"window": 9}, "data.window was 256, is 9"),
+        ({"overlong": "drop"}, "data.overlong was 'split', is 'drop'"),
+    ],
+)
 def test_a_state_of_another_run_is_refused(change, text):
     state = opened(DataConfig(overlong="split")).state_dict()
     with pytest.raises(DataError, match=text):
@@ -150,18 +160,32 @@ def lines(tmp_path, text, **options):
 
 
 def test_documents_without_a_token_to_predict_are_left_out_and_counted(tmp_path):
-    masked = json.dumps({"input_ids": [1, 2, 3, 4, 5], "labels": [1, -100, -100, -100, 5], "seq_lengths": [3, 2]})
-    stream = lines(tmp_path, chat("user") + chat("user", "assistant") + masked + "\n" + '{"input_ids": [7]}\n')
+    masked = json.dumps(
+        {"input_ids": [1, 2, 3, 4, 5], "labels": [1, -100, -100, -100, 5], "seq_lengths": [3, 2]}
+    )
+    stream = lines(
+        tmp_path, chat("user") + chat("user", "assistant") + masked + "\n" + '{"input_ids": [7]}\n'
+    )
     packs = list(stream)
     assert [pack.num_documents for pack in packs] == [2]
     assert stream.unlabelled_documents == 3 and stream.state_dict()["unlabelled_documents"] == 3
     assert all(pack.num_loss_tokens for pack in packs)
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    (chat("user") + chat("system", "user"), r"2 have no token to predict \(.*data\.jsonl:[12]: no assistant turn"),
-    ('{"input_ids": [1, 2], "labels": [-100, -100]}\n', r"data\.jsonl:1: its labels or masks leave nothing"),
-    ('{"input_ids": [1]}\n{"text": ""}\n', r"1 are empty, 1 have no token")])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            chat("user") + chat("system", "user"),
+            r"2 have no token to predict \(.*data\.jsonl:[12]: no assistant turn",
+        ),
+        (
+            '{"input_ids": [1, 2], "labels": [-100, -100]}\n',
+            r"data\.jsonl:1: its labels or masks leave nothing",
+        ),
+        ('{"input_ids": [1]}\n{"text": ""}\n', r"1 are empty, 1 have no token"),
+    ],
+)
 def test_data_without_anything_to_predict_are_refused(tmp_path, text, reason):
     with pytest.raises(DataError, match=reason):
         next(lines(tmp_path, text))
@@ -171,11 +195,15 @@ def test_a_position_that_lacks_something_is_refused():
     state = opened(DataConfig(overlong="split")).state_dict()
     for key in state.keys() - {"version"}:
         with pytest.raises(DataError, match=f"damaged: it has no {key}"):
-            opened(DataConfig(overlong="split")).load_state_dict({k: v for k, v in state.items() if k != key})
+            opened(DataConfig(overlong="split")).load_state_dict(
+                {k: v for k, v in state.items() if k != key}
+            )
 
 
 def test_data_that_leave_nothing_end_with_an_error_not_in_a_loop():
-    with pytest.raises(DataError, match="none of the 2 documents can be used: 1 are empty, 1 were dropped"):
+    with pytest.raises(
+        DataError, match="none of the 2 documents can be used: 1 are empty, 1 were dropped"
+    ):
         next(opened(DataConfig(overlong="drop"), Texts(["", "x" * 500])))
     with pytest.raises(DataError, match="no documents"):
         opened(DataConfig(), Texts([]))
@@ -184,30 +212,48 @@ def test_data_that_leave_nothing_end_with_an_error_not_in_a_loop():
 IDS = '{"input_ids": [1, 2, 3]}\n'
 
 
-@pytest.mark.parametrize("row", ['{"input_ids": [1, 999]}', '{"input_ids": [1, 2], "labels": [1, 999]}'])
+@pytest.mark.parametrize(
+    "row", ['{"input_ids": [1, 999]}', '{"input_ids": [1, 2], "labels": [1, 999]}']
+)
 def test_words_outside_the_vocabulary_are_named_before_the_first_step(tmp_path, row):
-    with pytest.raises(DataError, match=r"data\.jsonl:3: token id 999, but the tokenizer has 264 ids"):
+    with pytest.raises(
+        DataError, match=r"data\.jsonl:3: token id 999, but the tokenizer has 264 ids"
+    ):
         lines(tmp_path, 2 * IDS + row + "\n" + IDS)
 
 
 def test_bad_documents_are_left_out_counted_and_kept_in_the_state(tmp_path):
-    text = IDS + '{"input_ids": [999, 1]}\n' + "no json\n" + '{"input_ids": [1, 2], "labels": [-100, 5000]}\n' + IDS
+    text = (
+        IDS
+        + '{"input_ids": [999, 1]}\n'
+        + "no json\n"
+        + '{"input_ids": [1, 2], "labels": [-100, 5000]}\n'
+        + IDS
+    )
     stream = lines(tmp_path, text, on_bad="skip")
     assert [pack.num_documents for pack in stream] == [2]
     assert stream.bad.count == 3
-    assert {error.split(": ")[0].rpartition(":")[2] for error in stream.bad.first} == {"2", "3", "4"}
+    assert {error.split(": ")[0].rpartition(":")[2] for error in stream.bad.first} == {
+        "2",
+        "3",
+        "4",
+    }
     state = json.loads(json.dumps(stream.state_dict()))
     other = lines(tmp_path, text, on_bad="skip")
     assert other.bad.count == 1
     other.load_state_dict(state)
     assert other.bad == stream.bad
-    before = {key: value for key, value in state.items() if key != "bad"}  # as written before there was this option
+    before = {
+        key: value for key, value in state.items() if key != "bad"
+    }  # as written before there was this option
     other.load_state_dict(before)
     assert other.bad.count == 1
 
 
 def test_only_bad_documents_are_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"none of the 1 documents.*: 1 are bad \(.*data\.jsonl:1: token id 999"):
+    with pytest.raises(
+        DataError, match=r"none of the 1 documents.*: 1 are bad \(.*data\.jsonl:1: token id 999"
+    ):
         next(lines(tmp_path, '{"input_ids": [999, 1]}\n', on_bad="skip"))
 
 
@@ -216,6 +262,8 @@ def test_a_file_that_was_replaced_ends_the_epoch_with_an_error(tmp_path):
     stream = lines(tmp_path, 3 * IDS, window=1)
     taken = [next(stream) for _ in range(3)]
     (tmp_path / "data.jsonl").write_text(4 * IDS)
-    with pytest.raises(DataError, match=r"data\.jsonl: changed since.* \(its size was 75 bytes and is 100"):
+    with pytest.raises(
+        DataError, match=r"data\.jsonl: changed since.* \(its size was 75 bytes and is 100"
+    ):
         next(stream)
     assert len(taken) == 3

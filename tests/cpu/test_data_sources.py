@@ -1,4 +1,5 @@
 """Sources of documents: what they read, and how they refuse what cannot be trained on."""
+
 import json
 import os
 import sys
@@ -6,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from packgraph.train.data import DataConfig, DataError, MissingPackageError, open_documents, parquet_source
+from packgraph.train.data import (
+    DataConfig,
+    DataError,
+    MissingPackageError,
+    open_documents,
+    parquet_source,
+)
 from packgraph.train.data.stdlib_source import StandardLibrarySource
 
 MODULE = '''"""What the module is for, in a line that is long enough."""
@@ -55,7 +62,10 @@ def test_the_standard_library_gives_thousands_of_documents_in_a_fixed_order():
     assert first.fingerprint() == second.fingerprint()
     lengths = sorted(map(len, texts(first)))
     assert lengths[-1] > 20 * lengths[len(lengths) // 2]
-    assert not any("site-packages" in first[index].where or "/test/" in first[index].where for index in range(1500))
+    assert not any(
+        "site-packages" in first[index].where or "/test/" in first[index].where
+        for index in range(1500)
+    )
 
 
 def test_a_module_is_cut_into_functions_classes_and_the_rest(tmp_path):
@@ -94,8 +104,17 @@ def test_a_library_without_source_says_what_else_to_use(tmp_path):
 
 def test_jsonl_gives_text_messages_and_rows(tmp_path):
     chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-    path = write_lines(tmp_path / "data.jsonl", [
-        {"text": "first"}, "", {"messages": chat}, "   ", {"input_ids": [1, 2]}, {"text": "ümlaut"}])
+    path = write_lines(
+        tmp_path / "data.jsonl",
+        [
+            {"text": "first"},
+            "",
+            {"messages": chat},
+            "   ",
+            {"input_ids": [1, 2]},
+            {"text": "ümlaut"},
+        ],
+    )
     source = jsonl(path)
     assert len(source) == 4
     assert source[3].text == "ümlaut"
@@ -113,23 +132,35 @@ def test_jsonl_of_a_folder_and_another_column(tmp_path):
 
 
 def test_the_fingerprint_follows_the_content(tmp_path):
-    prints = {jsonl(write_lines(tmp_path / "x.jsonl", [{"text": text}])).fingerprint() for text in ("a", "b", "a")}
+    prints = {
+        jsonl(write_lines(tmp_path / "x.jsonl", [{"text": text}])).fingerprint()
+        for text in ("a", "b", "a")
+    }
     assert len(prints) == 2
 
 
-@pytest.mark.parametrize(("line", "text"), [
-    ('{"text": "cut of', "not JSON: Unterminated string.*at column 10"),
-    ("[" * 100_000, "nested too deeply"),
-    ('{"text": ' + 5000 * "1" + "}", "not JSON that Python reads"),
-    ('["text"]', "expected a JSON object.*got list"),
-    ('{"words": "x", "id": 1}', "expected `text`, `messages` or `input_ids`, found id, words.*data.text_column"),
-    ('{"text": 3}', "`text` must be a text, got int"),
-    ('{"text": "\\ud800"}', "not valid Unicode"),
-    ('{"messages": []}', "at least one entry"),
-    ('{"messages": ["hi"]}', "message 0 must be an object with `role` and `content`"),
-    ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot'; known roles: system, user, assistant, tool"),
-    ('{"messages": [{"role": "user", "content": null}]}', "message 0, content must be a text"),
-])
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ('{"text": "cut of', "not JSON: Unterminated string.*at column 10"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"text": ' + 5000 * "1" + "}", "not JSON that Python reads"),
+        ('["text"]', "expected a JSON object.*got list"),
+        (
+            '{"words": "x", "id": 1}',
+            "expected `text`, `messages` or `input_ids`, found id, words.*data.text_column",
+        ),
+        ('{"text": 3}', "`text` must be a text, got int"),
+        ('{"text": "\\ud800"}', "not valid Unicode"),
+        ('{"messages": []}', "at least one entry"),
+        ('{"messages": ["hi"]}', "message 0 must be an object with `role` and `content`"),
+        (
+            '{"messages": [{"role": "bot", "content": "x"}]}',
+            "role 'bot'; known roles: system, user, assistant, tool",
+        ),
+        ('{"messages": [{"role": "user", "content": null}]}', "message 0, content must be a text"),
+    ],
+)
 def test_malformed_lines_are_named_when_the_source_is_opened(tmp_path, line, text):
     path = write_lines(tmp_path / "bad.jsonl", [{"text": "good"}, line])
     with pytest.raises(DataError, match=rf"bad\.jsonl:2.*{text}"):
@@ -206,12 +237,15 @@ def test_parquet_without_datasets_names_the_command(tmp_path, monkeypatch):
         open_documents(DataConfig(source="parquet", path=str(tmp_path)))
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"source": "jsonl"}, "source = jsonl needs a path"),
-    ({"path": "x"}, "source = stdlib reads none"),
-    ({"window": 0, "epochs": 0}, "window must be at least 1, got 0; epochs must be at least 1"),
-    ({"seed": -1}, "seed must not be negative"),
-])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"source": "jsonl"}, "source = jsonl needs a path"),
+        ({"path": "x"}, "source = stdlib reads none"),
+        ({"window": 0, "epochs": 0}, "window must be at least 1, got 0; epochs must be at least 1"),
+        ({"seed": -1}, "seed must not be negative"),
+    ],
+)
 def test_a_senseless_configuration_is_refused(options, text):
     with pytest.raises(ValueError, match=text):
         DataConfig(**options)
@@ -220,16 +254,22 @@ def test_a_senseless_configuration_is_refused(options, text):
 GOOD = {"text": "good"}
 
 
-@pytest.mark.parametrize(("row", "text"), [
-    ({"input_ids": [1, -2]}, "has a negative token id"),
-    ({"input_ids": "12"}, "expected whole numbers"),
-    ({"input_ids": [1, 2], "labels": [1, -1]}, "has the label -1"),
-    ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 values for 2 tokens"),
-    ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 values for 2 tokens"),
-    ({"input_ids": [1, 2], "attention_mask": "11"}, "attention_mask: expected whole numbers or booleans"),
-    ({"input_ids": [1, 2], "attention_mask": 1}, r"attention_mask"),
-    ({"input_ids": [1, 2], "seq_lengths": [3]}, "lengths sum to 3"),
-])
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"input_ids": [1, -2]}, "has a negative token id"),
+        ({"input_ids": "12"}, "expected whole numbers"),
+        ({"input_ids": [1, 2], "labels": [1, -1]}, "has the label -1"),
+        ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 values for 2 tokens"),
+        ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 values for 2 tokens"),
+        (
+            {"input_ids": [1, 2], "attention_mask": "11"},
+            "attention_mask: expected whole numbers or booleans",
+        ),
+        ({"input_ids": [1, 2], "attention_mask": 1}, r"attention_mask"),
+        ({"input_ids": [1, 2], "seq_lengths": [3]}, "lengths sum to 3"),
+    ],
+)
 def test_bad_tokenized_rows_are_named_when_the_source_is_opened(tmp_path, row, text):
     path = write_lines(tmp_path / "bad.jsonl", [GOOD, row])
     with pytest.raises(DataError, match=rf"bad\.jsonl:2.*{text}"):
@@ -242,7 +282,9 @@ def test_bad_lines_are_left_out_and_counted_when_asked(tmp_path):
     source = jsonl(path, on_bad="skip")
     assert texts(source) == ["good", "last"] and source.bad.count == 7
     assert len(source.bad.first) == 5
-    assert all(text.startswith(f"{path}:{line}") for line, text in enumerate(source.bad.first, start=2))
+    assert all(
+        text.startswith(f"{path}:{line}") for line, text in enumerate(source.bad.first, start=2)
+    )
     with pytest.raises(DataError, match=r"no documents, only 1 bad ones \(.*y\.jsonl:1: not JSON"):
         jsonl(write_lines(tmp_path / "y.jsonl", ["x"]), on_bad="skip")
 
@@ -251,7 +293,11 @@ def test_bad_text_files_are_left_out_and_counted_when_asked(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ok \xff")
     (tmp_path / "b.txt").write_text("good")
     source = open_documents(DataConfig(source="text", path=str(tmp_path), on_bad="skip"))
-    assert texts(source) == ["good"] and source.bad.count == 1 and "a.txt: not UTF-8" in source.bad.first[0]
+    assert (
+        texts(source) == ["good"]
+        and source.bad.count == 1
+        and "a.txt: not UTF-8" in source.bad.first[0]
+    )
 
 
 def replaced(path):
@@ -270,9 +316,15 @@ def appended(path):
         stream.write(b"\n")
 
 
-@pytest.mark.parametrize(("change", "text"), [
-    (replaced, "another file has taken its place"), (written, "it was written to"), (appended, "its size was"),
-    (Path.unlink, "it is gone")])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (replaced, "another file has taken its place"),
+        (written, "it was written to"),
+        (appended, "its size was"),
+        (Path.unlink, "it is gone"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["jsonl", "text"])
 def test_a_file_that_changes_after_it_was_opened_is_never_read(tmp_path, kind, change, text):
     first, second = (tmp_path / f"{name}.{'txt' if kind == 'text' else kind}" for name in "ab")

@@ -1,4 +1,5 @@
 """Tokenizers: bytes and tokenizer.json, text and chats, tokenized rows."""
+
 import json
 
 import pytest
@@ -7,7 +8,12 @@ from packgraph.train.data import DataConfig, DataError, SourceDocument, build_to
 from packgraph.train.data.byte_tokenizer import BEGIN, END, FIRST_ROLE, TURN_END
 from packgraph.train.data.source import Message
 
-CHAT = (Message("user", "add one"), Message("assistant", "two"), Message("user", "and?"), Message("assistant", "three"))
+CHAT = (
+    Message("user", "add one"),
+    Message("assistant", "two"),
+    Message("user", "and?"),
+    Message("assistant", "three"),
+)
 SYSTEM, USER, ASSISTANT = FIRST_ROLE, FIRST_ROLE + 1, FIRST_ROLE + 2
 
 
@@ -22,8 +28,11 @@ def write_tokenizer(folder, specials=("<|endoftext|>", "<|im_start|>", "<|im_end
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=list(specials), show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        vocab_size=300,
+        special_tokens=list(specials),
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(["user assistant one two three\n\nadd and"] * 5, trainer)
     tokenizer.enable_truncation(4)
     path = folder / "tokenizer.json"
@@ -51,7 +60,9 @@ def test_in_a_chat_of_bytes_only_the_assistant_is_learned():
 def test_tokenized_rows_pass_through_and_are_checked():
     tokenizer = build_tokenizer(DataConfig())
     row = {"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}
-    assert [document.tokens.tolist() for document in tokenizer.encode(SourceDocument("f:1", row=row))] == [[1, 2], [3]]
+    assert [
+        document.tokens.tolist() for document in tokenizer.encode(SourceDocument("f:1", row=row))
+    ] == [[1, 2], [3]]
     with pytest.raises(DataError, match="f:1: token id 999, but the tokenizer has 264 ids"):
         tokenizer.encode(SourceDocument("f:1", row={"input_ids": [999]}))
     with pytest.raises(DataError, match=r"f:1.*lengths sum to 9"):
@@ -86,7 +97,9 @@ def test_in_a_chat_of_a_tokenizer_file_only_the_assistant_is_learned(tmp_path):
     tokenizer = build_tokenizer(DataConfig(tokenizer=str(path)))
     (document,) = tokenizer.encode(SourceDocument("here:1", messages=CHAT))
     decoded = original.decode(document.tokens.tolist(), skip_special_tokens=False)
-    assert decoded == "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in CHAT)
+    assert decoded == "".join(
+        f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in CHAT
+    )
     learned = document.targets[document.targets >= 0].tolist()
     assert original.decode(learned, skip_special_tokens=False) == "two<|im_end|>three<|im_end|>"
 
@@ -98,9 +111,16 @@ def test_a_chat_needs_the_tokens_of_chatml(tmp_path):
         tokenizer.encode(SourceDocument("here:1", messages=CHAT))
 
 
-@pytest.mark.parametrize(("content", "wanted"), [
-    (b"{", "not JSON"), (b"{}", "it has no `model`"), (b"[]", "it has no `model`"), (b"\xff\xfe\x00", "not JSON"),
-    (b'{"model": {"type": "BPE"}}', r"not a tokenizer.json that `tokenizers` .* reads")])
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"{", "not JSON"),
+        (b"{}", "it has no `model`"),
+        (b"[]", "it has no `model`"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b'{"model": {"type": "BPE"}}', r"not a tokenizer.json that `tokenizers` .* reads"),
+    ],
+)
 def test_a_foreign_tokenizer_file_is_refused_by_name(tmp_path, content, wanted):
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"

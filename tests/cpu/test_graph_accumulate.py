@@ -1,4 +1,5 @@
 """Gradients added a few dozen at a time: the same bits, fewer kernels, nothing left behind."""
+
 import pytest
 import torch
 from torch import nn

@@ -1,4 +1,5 @@
 """Code that asks whether it is captured, and goes another way then."""
+
 import sys
 import threading
 
@@ -50,8 +51,10 @@ def of(function):
     return module
 
 
-@pytest.mark.parametrize("function", [another_operation, another_number, another_expert, another_part_of_a_weight,
-                                      one_more])
+@pytest.mark.parametrize(
+    "function",
+    [another_operation, another_number, another_expert, another_part_of_a_weight, one_more],
+)
 def test_a_capture_that_goes_another_way_than_the_rehearsal_is_refused(function):
     x = torch.randn(3, 4)
     with pytest.raises(CaptureError, match="it may ask whether it is captured") as refused:
@@ -65,7 +68,8 @@ def test_a_capture_that_goes_another_way_than_the_rehearsal_is_refused(function)
 
 
 def test_code_that_asks_for_its_stream_is_refused(monkeypatch):
-    """Captures have a stream of their own, and so has the first dry run; another one is on that of the call."""
+    """Captures have a stream of their own, and so has the first dry run; another one is on that of
+    the call."""
     stream, warm_up = ["of calls"], RecorderBackend.warm_up
 
     def with_stream(backend, run, as_called=False):
@@ -74,7 +78,9 @@ def test_code_that_asks_for_its_stream_is_refused(monkeypatch):
         stream[0] = "of calls"
 
     def of_the_stream(module, x):
-        return module.linear(x) * (1.0 if next(iter(assume_constant(stream))) == "of calls" else 2.0)
+        return module.linear(x) * (
+            1.0 if next(iter(assume_constant(stream))) == "of calls" else 2.0
+        )
 
     monkeypatch.setattr(RecorderBackend, "warm_up", with_stream)
     with pytest.raises(CaptureError, match="two runs of forward with the same arguments gave aten"):
@@ -90,8 +96,11 @@ def capturing(monkeypatch):
 
 def asked_by_torch():
     found = {}
-    exec(compile("found = is_capturing()", torch.nn.__file__, "exec"),
-         {"is_capturing": torch.cuda.is_current_stream_capturing}, found)
+    exec(
+        compile("found = is_capturing()", torch.nn.__file__, "exec"),
+        {"is_capturing": torch.cuda.is_current_stream_capturing},
+        found,
+    )
     return found["found"]
 
 
@@ -103,7 +112,9 @@ def test_code_of_modules_is_told_that_it_is_not_captured():
             assert not torch.cuda.is_current_stream_capturing()
         assert not torch.cuda.is_current_stream_capturing()
         assert asked_by_torch()
-        thread = threading.Thread(target=lambda: elsewhere.append(torch.cuda.is_current_stream_capturing()))
+        thread = threading.Thread(
+            target=lambda: elsewhere.append(torch.cuda.is_current_stream_capturing())
+        )
         thread.start()
         thread.join()
     assert elsewhere == [True]

@@ -1,4 +1,5 @@
 """The page about what graphs assume says what the checks do."""
+
 from pathlib import Path
 
 from packgraph.graphs.assumptions import page
@@ -9,7 +10,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "assumptions.md"
 
 
 def test_the_page_is_made_of_the_tables():
-    assert PAGE.read_text() == page(), "python -m packgraph.graphs.assumptions > docs/assumptions.md"
+    assert PAGE.read_text() == page(), (
+        "python -m packgraph.graphs.assumptions > docs/assumptions.md"
+    )
 
 
 def test_every_reason_and_every_kind_stands_in_it():

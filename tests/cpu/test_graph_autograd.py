@@ -1,4 +1,6 @@
-"""What autograd may be asked of a captured module: whatever it may be asked of the module itself."""
+"""What autograd may be asked of a captured module: whatever it may be asked of the module
+itself."""
+
 import copy
 import warnings
 
@@ -38,8 +40,11 @@ def two_calls_in_one_grad(model, number):
 
 
 @pytest.mark.parametrize("granularity", ["chunk", "layer"])
-@pytest.mark.parametrize("act", [backward_of_inputs, grad_of_parameters, grad_of_input, two_calls_in_one_grad],
-                         ids=lambda act: act.__name__)
+@pytest.mark.parametrize(
+    "act",
+    [backward_of_inputs, grad_of_parameters, grad_of_input, two_calls_in_one_grad],
+    ids=lambda act: act.__name__,
+)
 def test_gradients_of_some_tensors_only_are_those_of_eager(act, granularity):
     eager, graphed = twins(granularity=granularity)
     run_both(eager, graphed, act)
@@ -85,7 +90,12 @@ def test_second_derivatives_are_an_error_and_run_eagerly_from_then_on():
     for model in (eager, graphed):
         model.zero_grad()
     run_both(eager, graphed, penalty)
-    assert graphed.stats.fallbacks["gradients of the module are differentiated themselves (create_graph=True)"] == 4
+    assert (
+        graphed.stats.fallbacks[
+            "gradients of the module are differentiated themselves (create_graph=True)"
+        ]
+        == 4
+    )
 
 
 def test_second_derivatives_in_warm_up_keep_a_module_eager():
@@ -131,9 +141,12 @@ def transposed(model, number):
     return []
 
 
-@pytest.mark.parametrize("change", [second, both, expanded, transposed], ids=lambda act: act.__name__)
+@pytest.mark.parametrize(
+    "change", [second, both, expanded, transposed], ids=lambda act: act.__name__
+)
 def test_another_use_of_outputs_is_learned(change):
-    """Its first backward runs eagerly, with a warning, and is captured at the next call; None stays None."""
+    """Its first backward runs eagerly, with a warning, and is captured at the next call; None stays
+    None."""
     eager, graphed = twins()
     for model in (eager, graphed):
         model.zero_grad()
@@ -208,7 +221,9 @@ def test_what_the_backward_reads_must_not_change(name):
         loss = model(sample(5))[0].square().sum()
         with torch.no_grad():
             model.get_parameter(name).mul_(2)
-        with pytest.raises(RuntimeError, match=r"inplace operation|changed in place, or given other memory"):
+        with pytest.raises(
+            RuntimeError, match=r"inplace operation|changed in place, or given other memory"
+        ):
             loss.backward()
 
 
@@ -225,7 +240,9 @@ def test_a_parameter_hook_that_comes_between_forward_and_backward_fires():
         handle = model.first.weight.register_hook(double)
         loss.backward()
         handle.remove()
-    assert len(seen["eager"]) == len(seen["graphed"]) == 1 and torch.equal(seen["eager"][0], seen["graphed"][0])
+    assert len(seen["eager"]) == len(seen["graphed"]) == 1 and torch.equal(
+        seen["eager"][0], seen["graphed"][0]
+    )
     assert_same(gradients(eager), gradients(graphed))
 
 
@@ -234,11 +251,16 @@ def test_hooks_on_accumulators_fire():
     seen = {}
     for key, model in (("eager", eager), ("graphed", graphed)):
         node = torch.autograd.graph.get_gradient_edge(model.first.weight).node
-        handle = node.register_hook(lambda *_, key=key, m=model: seen.setdefault(key, []).append(
-            m.first.weight.grad.clone()))
+        handle = node.register_hook(
+            lambda *_, key=key, m=model: seen.setdefault(key, []).append(
+                m.first.weight.grad.clone()
+            )
+        )
         model(sample(5))[0].square().sum().backward()
         handle.remove()
-    assert len(seen["eager"]) == len(seen["graphed"]) == 1 and torch.equal(seen["eager"][0], seen["graphed"][0])
+    assert len(seen["eager"]) == len(seen["graphed"]) == 1 and torch.equal(
+        seen["eager"][0], seen["graphed"][0]
+    )
 
 
 # ---- gradients that are the user's
@@ -258,8 +280,11 @@ def test_gradients_in_a_users_own_tensor_stay_there():
     assert_same(gradients(eager), gradients(graphed))
 
 
-@pytest.mark.parametrize("keep", [lambda g: g, lambda g: g.view(-1), lambda g: g.detach(), lambda g: g.numpy()],
-                         ids=["itself", "a view", "detached", "as an array"])
+@pytest.mark.parametrize(
+    "keep",
+    [lambda g: g, lambda g: g.view(-1), lambda g: g.detach(), lambda g: g.numpy()],
+    ids=["itself", "a view", "detached", "as an array"],
+)
 def test_gradients_that_were_kept_stay_what_they_were(keep):
     eager, graphed = twins()
     found = []
@@ -269,9 +294,16 @@ def test_gradients_that_were_kept_stay_what_they_were(keep):
             for p in model.parameters():
                 p.grad = None
             model(sample(number))[0].square().sum().backward()
-            kept.append({name: keep(p.grad) for name, p in model.named_parameters() if p.grad is not None})
-        found.append({f"{number} {name}": torch.as_tensor(g) for number, grads in enumerate(kept)
-                      for name, g in grads.items()})
+            kept.append(
+                {name: keep(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            )
+        found.append(
+            {
+                f"{number} {name}": torch.as_tensor(g)
+                for number, grads in enumerate(kept)
+                for name, g in grads.items()
+            }
+        )
         del kept
     assert_same(*found)
     found.clear()
@@ -279,7 +311,9 @@ def test_gradients_that_were_kept_stay_what_they_were(keep):
         p.grad = None
     graphed(sample(1))[0].square().sum().backward()
     owned = next(iter(graphed._slots.all[0].variants.values())).regions[0].backward.owned
-    assert all(buffer.parameter.grad is buffer.shown for buffer in owned)  # nobody else holds them any more
+    assert all(
+        buffer.parameter.grad is buffer.shown for buffer in owned
+    )  # nobody else holds them any more
 
 
 def test_a_gradient_that_nobody_else_holds_is_exchanged():
@@ -347,7 +381,8 @@ def test_conjugate_inputs_are_a_key_of_their_own():
 
 
 class Normed(nn.Module):
-    """Two outputs behind running averages, which torch writes to without saying so in the operation's schema."""
+    """Two outputs behind running averages, which torch writes to without saying so in the
+    operation's schema."""
 
     def __init__(self):
         super().__init__()
@@ -363,10 +398,14 @@ def test_running_averages_move_once_where_a_backward_runs_its_forward_again():
     for number in range(10, 14):
         for model in (eager, graphed):
             first, second = model(sample(number))
-            (second.square().sum() if number % 2 else first.square().sum() + second.sum()).backward()
+            (
+                second.square().sum() if number % 2 else first.square().sum() + second.sum()
+            ).backward()
         assert_same(dict(eager.named_buffers()), dict(graphed.module.named_buffers()))
         assert_same(gradients(eager), gradients(graphed))
-    again = {reason: count for reason, count in graphed.stats.fallbacks.items() if reason != "warm-up"}
+    again = {
+        reason: count for reason, count in graphed.stats.fallbacks.items() if reason != "warm-up"
+    }
     assert sum(again.values()) == 2, again
 
 
@@ -377,9 +416,13 @@ def test_running_averages_have_the_versions_that_eager_calls_leave():
         flight = [model(sample(number))[0].sum() for number in range(2)]
         for loss in flight:
             loss.backward()
-    grown = [[buffer._version - before for buffer, before in zip(model.buffers(), found, strict=True)]
-             for model, found in zip((eager, graphed), versions, strict=True)]
-    assert grown[0] == [0, 0, 2] and grown[1][:2] == [0, 0] and grown[1][2] > 0  # a capture and its undoing count, too
+    grown = [
+        [buffer._version - before for buffer, before in zip(model.buffers(), found, strict=True)]
+        for model, found in zip((eager, graphed), versions, strict=True)
+    ]
+    assert (
+        grown[0] == [0, 0, 2] and grown[1][:2] == [0, 0] and grown[1][2] > 0
+    )  # a capture and its undoing count, too
     assert_same(gradients(eager), gradients(graphed))
 
 
@@ -405,7 +448,10 @@ def test_hooks_of_parameters_that_get_no_gradient_are_not_called():
     for (label, name), got in list(seen.items()):
         other = seen["graphs" if label == "eager" else "eager", name]
         assert len(got) == len(other), name
-        assert all(torch.equal(a.nan_to_num(7.7), b.nan_to_num(7.7)) for a, b in zip(got, other, strict=True))
+        assert all(
+            torch.equal(a.nan_to_num(7.7), b.nan_to_num(7.7))
+            for a, b in zip(got, other, strict=True)
+        )
 
 
 @pytest.mark.parametrize("used_first", [True, False])
@@ -413,11 +459,15 @@ def test_a_hook_is_called_where_one_of_two_calls_gives_a_gradient(used_first):
     eager, graphed = twins(warmup=1)
     seen = {"eager": [], "graphs": []}
     for label, model in (("eager", eager), ("graphs", graphed)):
-        model.get_parameter("second.weight").register_hook(lambda g, label=label: seen[label].append(g.clone()))
+        model.get_parameter("second.weight").register_hook(
+            lambda g, label=label: seen[label].append(g.clone())
+        )
 
     def act(model, number):
         calls = [model(sample(10 * number + n)) for n in range(2)]
-        (calls[0][0 if used_first else 1].nansum() + calls[1][1 if used_first else 0].nansum()).backward()
+        (
+            calls[0][0 if used_first else 1].nansum() + calls[1][1 if used_first else 0].nansum()
+        ).backward()
         return []
 
     run_both(eager, graphed, act)
@@ -430,10 +480,14 @@ def test_a_hook_is_called_for_a_gradient_that_comes_from_elsewhere():
     eager, graphed = twins(warmup=1)
     seen = {"eager": [], "graphs": []}
     for label, model in (("eager", eager), ("graphs", graphed)):
-        model.get_parameter("aside.bias").register_hook(lambda g, label=label: seen[label].append(g.clone()) or g * 3)
+        model.get_parameter("aside.bias").register_hook(
+            lambda g, label=label: seen[label].append(g.clone()) or g * 3
+        )
 
     def act(model, number):
-        (model(sample(number))[0].sum() + model.get_parameter("aside.bias").square().sum()).backward()
+        (
+            model(sample(number))[0].sum() + model.get_parameter("aside.bias").square().sum()
+        ).backward()
         return []
 
     run_both(eager, graphed, act)

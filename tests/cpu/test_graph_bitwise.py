@@ -1,4 +1,5 @@
 """Graph equals eager, bit by bit: outputs, all gradients, buffers, parameters, random state."""
+
 import pytest
 import torch
 from graphkit import Toy, differences, make_toy, poison_free_slots, toy_inputs, toy_loss, train
@@ -8,7 +9,15 @@ from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.recorder.backend import RecorderWindow
 from packgraph.graphs.slots import Slots
 
-SCOPES = [None, ["attn"], ["mlp"], ["attn", "mlp"], ["embed", "head"], ["embed", "attn", "head"], ["head"]]
+SCOPES = [
+    None,
+    ["attn"],
+    ["mlp"],
+    ["attn", "mlp"],
+    ["embed", "head"],
+    ["embed", "attn", "head"],
+    ["head"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +38,10 @@ def test_every_scope_and_granularity_equals_eager_bitwise(scope, granularity, ea
 @pytest.mark.parametrize("set_to_none", [True, False, "alternate"])
 def test_gradients_survive_every_way_of_clearing_them(set_to_none):
     eager = train(make_toy(), steps=5, set_to_none=set_to_none)
-    assert differences(eager, train(graph(make_toy(), warmup=1), steps=5, set_to_none=set_to_none)) == []
+    assert (
+        differences(eager, train(graph(make_toy(), warmup=1), steps=5, set_to_none=set_to_none))
+        == []
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -59,11 +71,14 @@ def test_slots_sharing_one_pool_are_wrong_and_the_order_test_sees_it(monkeypatch
 
 
 def test_what_forwards_leave_must_not_be_brief_and_the_order_test_sees_it(monkeypatch):
-    """Negative control: with forwards, too, in the memory that all slots share the same test must fail."""
+    """Negative control: with forwards, too, in the memory that all slots share the same test must
+    fail."""
     capture = RecorderWindow.capture
     options = {"steps": 5, "seed": 1, "sizes": (8,), "in_flight": 5}
     eager = train(make_toy(layers=2), **options)
-    monkeypatch.setattr(RecorderWindow, "capture", lambda self, run, brief=False: capture(self, run, True))
+    monkeypatch.setattr(
+        RecorderWindow, "capture", lambda self, run, brief=False: capture(self, run, True)
+    )
     assert differences(eager, train(graph(make_toy(layers=2), warmup=1), **options)) != []
 
 
@@ -89,7 +104,9 @@ def test_another_slot_costs_no_second_memory_for_backwards():
             toy_loss(out).backward()
         sizes.append(graphed.stats.pool_bytes)
         shared = graphed._slots.shared.nbytes()
-        assert shared > 0 and {slot.pool.nbytes() for slot in graphed._slots.all} == {(sizes[-1] - shared) // slots}
+        assert shared > 0 and {slot.pool.nbytes() for slot in graphed._slots.all} == {
+            (sizes[-1] - shared) // slots
+        }
     single = graph(make_toy(layers=2), warmup=0, slots=1)
     toy_loss(single(*toy_inputs(20))).backward()
     assert single.stats.pool_bytes <= sizes[0] - shared
@@ -163,8 +180,11 @@ def test_module_inside_a_model_keeps_its_parameter_names():
         model(torch.randn(2, 4)).sum().backward()
     model.load_state_dict(state)
     x = torch.randn(2, 4)
-    expected = nn.functional.linear(nn.functional.linear(x, state["0.weight"], state["0.bias"]), state["1.weight"],
-                                    state["1.bias"])
+    expected = nn.functional.linear(
+        nn.functional.linear(x, state["0.weight"], state["0.bias"]),
+        state["1.weight"],
+        state["1.bias"],
+    )
     assert torch.equal(model(x), expected)
     assert model[1].stats.replayed == 4
 
@@ -193,7 +213,9 @@ def test_hooks_on_outputs_and_parameters_fire_as_in_eager():
         seen = []
         weight = model.embedding.weight
         weight.register_hook(lambda g: seen.append(("hook", g.clone())) or 2 * g)
-        model.attention[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(("post", p.grad.clone())))
+        model.attention[0].weight.register_post_accumulate_grad_hook(
+            lambda p: seen.append(("post", p.grad.clone()))
+        )
         for _ in range(4):
             out = model(*toy_inputs(8))
             out["aux"].register_hook(lambda g: seen.append(("output", g.clone())))
@@ -204,12 +226,16 @@ def test_hooks_on_outputs_and_parameters_fire_as_in_eager():
     graphed_seen, graphed_gradients = loop(graph(make_toy(), warmup=1))
     for kind in ("output", "hook", "post"):
         expected, got = ([value for k, value in run if k == kind] for run in (seen, graphed_seen))
-        assert len(expected) == 4 and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert len(expected) == 4 and all(
+            torch.equal(a, b) for a, b in zip(expected, got, strict=True)
+        )
     assert all(torch.equal(a, b) for a, b in zip(gradients, graphed_gradients, strict=True))
 
 
 def test_gradients_made_elsewhere_are_kept():
-    """A gradient that an eager microbatch or the user made is what the next backward graph adds to."""
+    """A gradient that an eager microbatch or the user made is what the next backward graph adds
+    to."""
+
     def loop(model, wrap):
         torch.manual_seed(0)
         for step in range(6):
@@ -235,8 +261,10 @@ def test_activation_checkpointing_inside_a_region():
     class Checkpointed(Toy):
         def mix(self, state, layer):
             hidden = torch.utils.checkpoint.checkpoint(
-                lambda h: nn.functional.dropout(self.mlps[layer](h), 0.2, self.training), state["hidden"],
-                use_reentrant=False)
+                lambda h: nn.functional.dropout(self.mlps[layer](h), 0.2, self.training),
+                state["hidden"],
+                use_reentrant=False,
+            )
             return {**state, "hidden": state["hidden"] + hidden}
 
     def make():

@@ -1,9 +1,12 @@
-"""torch.compile inside regions: one piece of code per kind of layer and bucket, eager and replayed alike, bit for bit.
+"""torch.compile inside regions: one piece of code per kind of layer and bucket, eager and replayed
+alike, bit for bit.
 
-With torch's tracing compiler (`aot_eager`), which has all that matters here but the kernels; one test generates code.
-Nearly all time goes into torch's tracing, once for every piece and bucket: what is not about the real model compiles
-a smaller one (`compilekit.Packed`), and one module runs its code both ways.
+With torch's tracing compiler (`aot_eager`), which has all that matters here but the kernels; one
+test generates code. Nearly all time goes into torch's tracing, once for every piece and bucket:
+what is not about the real model compiles a smaller one (`compilekit.Packed`), and one module runs
+its code both ways.
 """
+
 import dataclasses
 import warnings
 
@@ -37,7 +40,9 @@ def fresh_compiler():
 
 
 def dense(dropout: float = 0.1, layers: int = 2) -> DecoderModel:
-    return DecoderModel(dataclasses.replace(SHAPES["tiny"], num_layers=layers, dropout=dropout), seed=3)
+    return DecoderModel(
+        dataclasses.replace(SHAPES["tiny"], num_layers=layers, dropout=dropout), seed=3
+    )
 
 
 def packs(capacity: Capacity, count: int):
@@ -45,7 +50,8 @@ def packs(capacity: Capacity, count: int):
 
 
 def steps(model, microbatches, *, reason: str | None = None, poison: bool = False) -> list[Tensor]:
-    """Two optimizer steps over all microbatches: losses, gradients accumulated over them, and the random state."""
+    """Two optimizer steps over all microbatches: losses, gradients accumulated over them, and the
+    random state."""
     torch.manual_seed(11)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     found = []
@@ -77,20 +83,35 @@ def start_again(graphed, state) -> None:
 
 
 @pytest.mark.parametrize(("granularity", "replays_first"), [("layer", False), ("chunk", True)])
-def test_replays_equal_the_same_code_run_eagerly_and_nearly_the_module_itself(granularity, replays_first):
-    """Traced code runs the module's operations; replays also with memory that nobody wrote being NaN."""
+def test_replays_equal_the_same_code_run_eagerly_and_nearly_the_module_itself(
+    granularity, replays_first
+):
+    """Traced code runs the module's operations; replays also with memory that nobody wrote being
+    NaN."""
     batches = [batch for pair in zip(packs(SMALL, 3), packs(LARGE, 3)) for batch in pair]
-    graphed = packgraph.graph(dense(), capacities=[SMALL, LARGE], warmup=1, strict=True, granularity=granularity,
-                              compile=TRACED)
+    graphed = packgraph.graph(
+        dense(),
+        capacities=[SMALL, LARGE],
+        warmup=1,
+        strict=True,
+        granularity=granularity,
+        compile=TRACED,
+    )
     state, found = {name: value.clone() for name, value in graphed.state_dict().items()}, {}
     for replayed in (replays_first, not replays_first):
         start_again(graphed, state)
         before = graphed.stats.replayed
-        found[replayed] = steps(graphed, batches, reason=None if replayed else "compare", poison=replayed)
+        found[replayed] = steps(
+            graphed, batches, reason=None if replayed else "compare", poison=replayed
+        )
         assert graphed.stats.replayed - before == (11 if replayed else 0)
-        assert graphed.stats.compiled == 6  # embed, a layer, head: once per bucket, whatever the number of layers
+        assert (
+            graphed.stats.compiled == 6
+        )  # embed, a layer, head: once per bucket, whatever the number of layers
     assert same(found[False], found[True])
-    assert graphed.stats.recompiles == {f"{name}: other inputs": 1 for name in ("embed", "attn, mlp", "head")}
+    assert graphed.stats.recompiles == {
+        f"{name}: other inputs": 1 for name in ("embed", "attn, mlp", "head")
+    }
     assert graphed.stats.compile_seconds > 0
     plain = steps(dense(), batches)
     for ours, theirs in zip(found[True], plain, strict=True):
@@ -123,8 +144,11 @@ def test_a_replay_does_not_come_by_python():
 
 
 def test_modules_with_lambdas_buffers_and_dropout():
-    """The toy counts its calls in a buffer, in place, inside compiled code: once per call, never at a capture."""
-    graphed = packgraph.graph(make_toy(layers=2), warmup=1, strict=True, compile=TRACED, granularity="layer")
+    """The toy counts its calls in a buffer, in place, inside compiled code: once per call, never at
+    a capture."""
+    graphed = packgraph.graph(
+        make_toy(layers=2), warmup=1, strict=True, compile=TRACED, granularity="layer"
+    )
     state = {name: value.clone() for name, value in graphed.state_dict().items()}
     replays = train(graphed, steps=3, sizes=(8, 12), between=poison_free_slots)
     replayed, compiled = graphed.stats.replayed, graphed.stats.compiled
@@ -133,12 +157,20 @@ def test_modules_with_lambdas_buffers_and_dropout():
     with packgraph.eager("compare"):
         expected = train(graphed, steps=3, sizes=(8, 12))
     assert not differences(expected, replays)
-    assert (graphed.stats.replayed, graphed.stats.compiled) == (replayed, compiled), "the same code, and no replay"
+    assert (graphed.stats.replayed, graphed.stats.compiled) == (replayed, compiled), (
+        "the same code, and no replay"
+    )
 
 
 def test_uncoloured_stages_are_not_compiled():
-    graphed = packgraph.graph(make_toy(dropout=0.0), warmup=0, strict=True, compile=TRACED, scope=["attn"],
-                              granularity="layer")
+    graphed = packgraph.graph(
+        make_toy(dropout=0.0),
+        warmup=0,
+        strict=True,
+        compile=TRACED,
+        scope=["attn"],
+        granularity="layer",
+    )
     toy_loss(graphed(*toy_inputs(8))).backward()
     assert graphed.stats.compiled == 3 and graphed.stats.replayed == 1
 
@@ -157,8 +189,12 @@ class Scaled(nn.Module):
         return {"x": x}
 
     def stages(self):
-        # Bound methods of the layers, as a model of ours has them; nn.Linear has none, so they are bound here.
-        return [Stage("mlp", number, _Bound(layer, self.read).run) for number, layer in enumerate(self.layers)]
+        # Bound methods of the layers, as a model of ours has them; nn.Linear has none, so they are
+        # bound here.
+        return [
+            Stage("mlp", number, _Bound(layer, self.read).run)
+            for number, layer in enumerate(self.layers)
+        ]
 
     def end(self, state):
         return state["x"]
@@ -203,16 +239,22 @@ def test_code_that_fits_no_other_layer_is_counted_and_at_last_refused():
     few(torch.randn(2, 4, requires_grad=True)).sum().backward()
     assert few.stats.compiled == 3 and few.stats.recompiles == {"mlp: other constants": 2}
     many = packgraph.graph(Scaled(6, times_number), warmup=0, strict=True, compile=TRACED)
-    with torch._dynamo.config.patch(recompile_limit=4), \
-            pytest.raises(packgraph.CaptureError, match="compiled again and again") as caught:
+    with (
+        torch._dynamo.config.patch(recompile_limit=4),
+        pytest.raises(packgraph.CaptureError, match="compiled again and again") as caught,
+    ):
         many(torch.randn(2, 4, requires_grad=True))
     assert f"{__file__}:" in caught.value.where and "buffer" in caught.value.remedy
 
 
-@pytest.mark.parametrize(("read", "what"), [
-    (as_shape, "torch.compile cannot compile mlp|_local_scalar_dense waits for the device"),
-    (as_branch, "torch.compile cannot compile mlp"),
-    (as_mask, "torch.compile cannot compile mlp|index waits for the device")])
+@pytest.mark.parametrize(
+    ("read", "what"),
+    [
+        (as_shape, "torch.compile cannot compile mlp|_local_scalar_dense waits for the device"),
+        (as_branch, "torch.compile cannot compile mlp"),
+        (as_mask, "torch.compile cannot compile mlp|index waits for the device"),
+    ],
+)
 def test_what_cannot_be_captured_is_named_and_changes_nothing(read, what):
     x = torch.randn(2, 4)
     strict = packgraph.graph(Scaled(2, read), warmup=1, strict=True, compile=TRACED)
@@ -247,9 +289,14 @@ def test_traced_graphs_are_searched_for_what_a_capture_cannot_hold():
     refuse_unsafe_graph(safe, [x])
     with pytest.raises(packgraph.CaptureError, match="nonzero waits for the device"):
         refuse_unsafe_graph(make_fx(torch.nonzero, tracing_mode="symbolic")(x), [x])
-    with pytest.raises(packgraph.CaptureError, match="makes a tensor on the cpu inside a compiled stage on meta"):
+    with pytest.raises(
+        packgraph.CaptureError, match="makes a tensor on the cpu inside a compiled stage on meta"
+    ):
         refuse_unsafe_graph(safe, [x.to("meta")])
-    stack = f'  File "{__file__}", line 7, in inner\n    y = 1\n  File "{torch.__file__}", line 9, in deep\n    x'
+    stack = (
+        f'  File "{__file__}", line 7, in inner\n    y = 1\n  File "{torch.__file__}", line 9, in '
+        "deep\n    x"
+    )
     assert (traced_line(stack), traced_line(None)) == (f"{__file__}:7 in inner", "")
 
 
@@ -260,8 +307,12 @@ def in_place(layer, x):
 
 def test_writes_that_no_watcher_would_see_are_refused():
     """While a tensor needs a gradient, torch.compile changes it after the compiled code has run."""
-    with pytest.raises(packgraph.CaptureError, match="changed in place in a way that compiled code cannot") as caught:
-        packgraph.graph(Scaled(2, in_place), warmup=0, strict=True, compile=TRACED)(torch.randn(2, 4))
+    with pytest.raises(
+        packgraph.CaptureError, match="changed in place in a way that compiled code cannot"
+    ) as caught:
+        packgraph.graph(Scaled(2, in_place), warmup=0, strict=True, compile=TRACED)(
+            torch.randn(2, 4)
+        )
     assert f"{__file__}:" in caught.value.where
 
 
@@ -277,13 +328,17 @@ def test_evaluation_and_undeclared_shapes_run_the_module_itself():
 
 
 def test_a_bank_is_compiled_before_it_is_captured():
-    graphed = packgraph.graph(Packed(), capacities=[SMALL, LARGE], warmup=0, strict=True, compile=TRACED)
+    graphed = packgraph.graph(
+        Packed(), capacities=[SMALL, LARGE], warmup=0, strict=True, compile=TRACED
+    )
     before = {name: p.detach().clone() for name, p in graphed.named_parameters()}
     random = torch.get_rng_state()
     graphed.build([(packs(capacity, 1)[0],) for capacity in (SMALL, LARGE)])
     assert graphed.stats.compiled == 6 and graphed.stats.captured == 2
     assert torch.equal(random, torch.get_rng_state())
-    assert all(torch.equal(before[name], p) and p.grad is None for name, p in graphed.named_parameters())
+    assert all(
+        torch.equal(before[name], p) and p.grad is None for name, p in graphed.named_parameters()
+    )
     for capacity in (SMALL, LARGE):
         graphed(packs(capacity, 1)[0]).backward()
     assert graphed.stats.compiled == 6 and graphed.stats.replayed == 2
@@ -316,12 +371,15 @@ def test_what_the_user_has_compiled_is_recorded_too(compile):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_whole_step_holds_compiled_code(tied):
-    """Its very first call is inside the capture: what several pieces use, a tied matrix, is found out there."""
+    """Its very first call is inside the capture: what several pieces use, a tied matrix, is found
+    out there."""
     batches = packs(SMALL, 3)
 
     def trained(captured: bool) -> list[Tensor]:
         torch.manual_seed(2)
-        inner = packgraph.graph(Packed(tied=tied), capacities=[SMALL], warmup=0, strict=True, compile=TRACED)
+        inner = packgraph.graph(
+            Packed(tied=tied), capacities=[SMALL], warmup=0, strict=True, compile=TRACED
+        )
 
         def run(*packed):
             total = 0
@@ -333,8 +391,13 @@ def test_a_whole_step_holds_compiled_code(tied):
 
         for parameter in inner.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        step = GraphedStep([inner.module], run, inner.capture_backend, torch.device("cpu"), compiled=True) \
-            if captured else run
+        step = (
+            GraphedStep(
+                [inner.module], run, inner.capture_backend, torch.device("cpu"), compiled=True
+            )
+            if captured
+            else run
+        )
         found = [step(*batches[:2]), step(*batches[1:])]
         return [*found, *(p.grad for p in inner.parameters())]
 
@@ -342,7 +405,10 @@ def test_a_whole_step_holds_compiled_code(tied):
 
 
 def test_unknown_compilers_are_refused():
-    with pytest.raises(ValueError, match="compile='fast': use True, False, options of Inductor, or one of inductor, a"):
+    with pytest.raises(
+        ValueError,
+        match="compile='fast': use True, False, options of Inductor, or one of inductor, a",
+    ):
         packgraph.graph(Toy(), compile="fast")
     with pytest.raises(ValueError, match="Inductor has no option max_autotun; see"):
         packgraph.graph(Toy(), compile={"max_autotun": True, "max_autotune": True})
@@ -351,17 +417,24 @@ def test_unknown_compilers_are_refused():
 @pytest.mark.slow
 def test_generated_code_replays_as_it_runs_eagerly():
     batches = packs(SMALL, 3)
-    graphs = [packgraph.graph(Packed(), capacities=[SMALL], warmup=1, strict=True, compile=chosen)
-              for chosen in (True, {"triton.cudagraphs": True, "max_autotune": False})]
+    graphs = [
+        packgraph.graph(Packed(), capacities=[SMALL], warmup=1, strict=True, compile=chosen)
+        for chosen in (True, {"triton.cudagraphs": True, "max_autotune": False})
+    ]
     assert same(steps(graphs[0], batches, reason="compare"), steps(graphs[1], batches, poison=True))
     loss = dense(dropout=0.0)(batches[0])
     torch.testing.assert_close(
-        packgraph.graph(dense(dropout=0.0), capacities=[SMALL], compile=True)(batches[0]), loss, rtol=1e-5, atol=1e-5)
+        packgraph.graph(dense(dropout=0.0), capacities=[SMALL], compile=True)(batches[0]),
+        loss,
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("compile", [False, TRACED])
 def test_a_stage_may_add_what_is_not_there(compile):
     """A state may hold None: an optional table, say, that this model has none of."""
+
     class Optional(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -371,8 +444,10 @@ def test_a_stage_may_add_what_is_not_there(compile):
             return {"x": x}
 
         def stages(self):
-            return [Stage("embed", 0, lambda state: state | {"table": None}),
-                    Stage("mlp", 1, lambda state: state | {"x": self.linear(state["x"])})]
+            return [
+                Stage("embed", 0, lambda state: state | {"table": None}),
+                Stage("mlp", 1, lambda state: state | {"x": self.linear(state["x"])}),
+            ]
 
         def end(self, state):
             return state["x"]

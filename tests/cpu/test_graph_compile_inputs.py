@@ -1,4 +1,6 @@
-"""Compiled stages beside eager ones, and inputs of any layout: eager calls show compiled code what graphs show it."""
+"""Compiled stages beside eager ones, and inputs of any layout: eager calls show compiled code what
+graphs show it."""
+
 import pytest
 import torch
 from torch import nn
@@ -17,7 +19,8 @@ def fresh_compiler():
 
 
 class Routed(nn.Module):
-    """An eager stage that hands one tensor of indices on under two names, as dispatchers do, and one that uses both."""
+    """An eager stage that hands one tensor of indices on under two names, as dispatchers do, and
+    one that uses both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,11 +49,14 @@ class Routed(nn.Module):
 
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_one_tensor_that_eager_stages_hand_on_twice_is_the_same_to_compiled_ones(warmup):
-    """Graphs hold memory for each of its places, for which the code of eager calls was not compiled."""
+    """Graphs hold memory for each of its places, for which the code of eager calls was not
+    compiled."""
     found = []
     for compiler in (False, TRACED):
         torch.manual_seed(2)
-        model = packgraph.graph(Routed(), warmup=warmup, strict=True, compile=compiler, scope=["mlp"])
+        model = packgraph.graph(
+            Routed(), warmup=warmup, strict=True, compile=compiler, scope=["mlp"]
+        )
         for call in range(4):
             x = torch.randn(6, 4, generator=torch.Generator().manual_seed(call)).requires_grad_()
             out = model(x)
@@ -64,14 +70,19 @@ def test_one_tensor_that_eager_stages_hand_on_twice_is_the_same_to_compiled_ones
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
-@pytest.mark.parametrize("cut", [lambda x: x[:, ::2], lambda x: x[:1, :4].expand(6, 4), lambda x: x[:, :6].T[:, :4]],
-                         ids=["sliced", "expanded", "transposed"])
+@pytest.mark.parametrize(
+    "cut",
+    [lambda x: x[:, ::2], lambda x: x[:1, :4].expand(6, 4), lambda x: x[:, :6].T[:, :4]],
+    ids=["sliced", "expanded", "transposed"],
+)
 def test_inputs_may_have_any_layout(cut, warmup):
     """Graphs read dense copies of what has gaps; so does compiled code, in eager calls, too."""
     found = []
     for compiler in (False, TRACED):
         torch.manual_seed(2)
-        model = packgraph.graph(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), warmup=warmup, strict=True, compile=compiler)
+        model = packgraph.graph(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()), warmup=warmup, strict=True, compile=compiler
+        )
         for call in range(4):
             x = torch.randn(6, 8, generator=torch.Generator().manual_seed(call)).requires_grad_()
             out = model(cut(x))

@@ -1,4 +1,6 @@
-"""A method of the module is found by a computed name: whatever it reads is watched as if the code named it."""
+"""A method of the module is found by a computed name: whatever it reads is watched as if the code
+named it."""
+
 import builtins
 import inspect
 import operator
@@ -22,24 +24,78 @@ class Dispatches(One):
         return self.linear(x) * SCALE[0]
 
 
-def by_getattr(m): return getattr(m, m.chosen)
-def of_the_class(m): return getattr(type(m), m.chosen).__get__(m)
-def by_attrgetter(m): return operator.attrgetter(m.chosen)(m)
-def by_methodcaller(m): return lambda x: operator.methodcaller(m.chosen, x)(m)
-def by_vars(m): return vars(type(m))[m.chosen].__get__(m)
-def by_dict(m): return type(m).__dict__[m.chosen].__get__(m)
-def by_getattribute(m): return m.__getattribute__(m.chosen)
-def by_object(m): return object.__getattribute__(m, m.chosen)
-def statically(m): return inspect.getattr_static(m, m.chosen).__get__(m)
-def by_members(m): return next(member for name, member in inspect.getmembers(m) if name == m.chosen)
-def by_builtins(m): return builtins.getattr(m, m.chosen)
-def in_a_lambda(m): return (lambda name: getattr(m, name))(m.chosen)
-def with_a_default(m): return getattr(m, m.chosen, None)
-def by_another_name(m): return (get := getattr)(m, m.chosen) if m.chosen else get
+def by_getattr(m):
+    return getattr(m, m.chosen)
 
 
-WAYS = [by_getattr, of_the_class, by_attrgetter, by_methodcaller, by_vars, by_dict, by_getattribute, by_object,
-        statically, by_members, by_builtins, in_a_lambda, with_a_default, by_another_name]
+def of_the_class(m):
+    return getattr(type(m), m.chosen).__get__(m)
+
+
+def by_attrgetter(m):
+    return operator.attrgetter(m.chosen)(m)
+
+
+def by_methodcaller(m):
+    return lambda x: operator.methodcaller(m.chosen, x)(m)
+
+
+def by_vars(m):
+    return vars(type(m))[m.chosen].__get__(m)
+
+
+def by_dict(m):
+    return type(m).__dict__[m.chosen].__get__(m)
+
+
+def by_getattribute(m):
+    return m.__getattribute__(m.chosen)
+
+
+def by_object(m):
+    return object.__getattribute__(m, m.chosen)
+
+
+def statically(m):
+    return inspect.getattr_static(m, m.chosen).__get__(m)
+
+
+def by_members(m):
+    return next(member for name, member in inspect.getmembers(m) if name == m.chosen)
+
+
+def by_builtins(m):
+    return builtins.getattr(m, m.chosen)
+
+
+def in_a_lambda(m):
+    return (lambda name: getattr(m, name))(m.chosen)
+
+
+def with_a_default(m):
+    return getattr(m, m.chosen, None)
+
+
+def by_another_name(m):
+    return (get := getattr)(m, m.chosen) if m.chosen else get
+
+
+WAYS = [
+    by_getattr,
+    of_the_class,
+    by_attrgetter,
+    by_methodcaller,
+    by_vars,
+    by_dict,
+    by_getattribute,
+    by_object,
+    statically,
+    by_members,
+    by_builtins,
+    in_a_lambda,
+    with_a_default,
+    by_another_name,
+]
 
 
 @pytest.mark.parametrize("find", WAYS, ids=lambda find: find.__name__)
@@ -55,6 +111,7 @@ def test_what_a_method_reads_is_watched(find, monkeypatch):
 
 def test_a_constant_name_reaches_that_attribute_alone():
     """Negative control: other methods of the class may hold what cannot be watched."""
+
     class Quiet(Dispatches):
         def draws(self):
             return iter(HIDDEN)

@@ -1,4 +1,6 @@
-"""Tensors that forward makes of Python numbers, numbers that vary, objects among outputs, and hooks that only mark."""
+"""Tensors that forward makes of Python numbers, numbers that vary, objects among outputs, and hooks
+that only mark."""
+
 import itertools
 import time
 import types
@@ -27,21 +29,49 @@ def equal(function, calls=6, make=One):
             x = torch.randn(3, 4, requires_grad=True)
             out = model(x)
             quietly(out.pow(2).sum().backward)
-            seen += [out.detach(), x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+            seen += [
+                out.detach(),
+                x.grad,
+                *(p.grad.clone() for p in module.parameters() if p.grad is not None),
+            ]
         runs.append(seen)
-    assert len(runs[0]) == len(runs[1]) and all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert len(runs[0]) == len(runs[1]) and all(
+        torch.equal(a, b) for a, b in zip(*runs, strict=True)
+    )
     assert graphed.stats.replayed == calls - 2
     return graphed
 
 
-def empty(m, x): return torch.cat([torch.tensor([], device=x.device), m.linear(x).flatten()])
-def numbers(m, x): return m.linear(x) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
-def nested(m, x): return m.linear(x) @ torch.tensor([[0.5, 1], (2, True)] * 2, dtype=torch.float32)
-def one_number(m, x): return m.linear(x) * torch.as_tensor(2.5) + torch.asarray([1.0])
-def like_another(m, x): return m.linear(x) + x.new_tensor([1.0, 0.0, 0.0, 1.0])
-def as_an_index(m, x): return m.linear(x)[:, torch.tensor([3, 1, 0, 0])]
-def of_attributes(m, x): return m.linear(x) * torch.tensor([m.linear.in_features, m.linear.out_features] * 2)
-def several(m, x): return sum((torch.tensor([float(i)]) * m.linear(x) for i in range(3)), start=torch.tensor(0.0))
+def empty(m, x):
+    return torch.cat([torch.tensor([], device=x.device), m.linear(x).flatten()])
+
+
+def numbers(m, x):
+    return m.linear(x) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+
+
+def nested(m, x):
+    return m.linear(x) @ torch.tensor([[0.5, 1], (2, True)] * 2, dtype=torch.float32)
+
+
+def one_number(m, x):
+    return m.linear(x) * torch.as_tensor(2.5) + torch.asarray([1.0])
+
+
+def like_another(m, x):
+    return m.linear(x) + x.new_tensor([1.0, 0.0, 0.0, 1.0])
+
+
+def as_an_index(m, x):
+    return m.linear(x)[:, torch.tensor([3, 1, 0, 0])]
+
+
+def of_attributes(m, x):
+    return m.linear(x) * torch.tensor([m.linear.in_features, m.linear.out_features] * 2)
+
+
+def several(m, x):
+    return sum((torch.tensor([float(i)]) * m.linear(x) for i in range(3)), start=torch.tensor(0.0))
 
 
 def written_to(m, x):
@@ -56,8 +86,22 @@ def written_to_by_another_maker(m, x):
     return m.linear(x) + total
 
 
-@pytest.mark.parametrize("function", [empty, numbers, nested, one_number, like_another, as_an_index, of_attributes,
-                                      several, written_to, written_to_by_another_maker], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [
+        empty,
+        numbers,
+        nested,
+        one_number,
+        like_another,
+        as_an_index,
+        of_attributes,
+        several,
+        written_to,
+        written_to_by_another_maker,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_constants_are_captured(function):
     equal(function)
 
@@ -65,7 +109,7 @@ def test_constants_are_captured(function):
 def test_a_constant_that_needs_a_gradient_inside_is_captured():
     def energy(m, x):
         point = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-        slope, = torch.autograd.grad((m.linear(x) * point).sum(), point, create_graph=True)
+        (slope,) = torch.autograd.grad((m.linear(x) * point).sum(), point, create_graph=True)
         return m.linear(x) * slope
 
     equal(energy)
@@ -75,23 +119,59 @@ COUNT = assume_constant(itertools.count())  # or it would be refused before anyt
 ARRAY = np.ones(4, dtype=np.float32)
 
 
-def a_clock(m, x): return m.linear(x) * time.perf_counter()
-def an_iterator(m, x): return m.linear(x) * next(COUNT)
-def an_iterator_in_a_constant(m, x): return m.linear(x) + torch.tensor([float(next(COUNT))])
-def an_iterator_in_a_list_of_indices(m, x): return m.linear(x)[:, [next(COUNT) % 4, 0]]
-def an_iterator_in_a_shape(m, x): return m.linear(x).repeat(1 + next(COUNT) % 2, 1)
-def a_branch(m, x): return m.linear(x).relu() if next(COUNT) % 2 else m.linear(x)
-def an_array(m, x): return m.linear(x) + torch.tensor(ARRAY)
-def an_array_taken_over(m, x): return m.linear(x) + torch.as_tensor(ARRAY, device=x.device)
+def a_clock(m, x):
+    return m.linear(x) * time.perf_counter()
 
 
-@pytest.mark.parametrize("function", [a_clock, an_iterator, an_iterator_in_a_constant, a_branch, an_iterator_in_a_shape,
-                                      an_iterator_in_a_list_of_indices, an_array, an_array_taken_over],
-                         ids=lambda f: f.__name__)
+def an_iterator(m, x):
+    return m.linear(x) * next(COUNT)
+
+
+def an_iterator_in_a_constant(m, x):
+    return m.linear(x) + torch.tensor([float(next(COUNT))])
+
+
+def an_iterator_in_a_list_of_indices(m, x):
+    return m.linear(x)[:, [next(COUNT) % 4, 0]]
+
+
+def an_iterator_in_a_shape(m, x):
+    return m.linear(x).repeat(1 + next(COUNT) % 2, 1)
+
+
+def a_branch(m, x):
+    return m.linear(x).relu() if next(COUNT) % 2 else m.linear(x)
+
+
+def an_array(m, x):
+    return m.linear(x) + torch.tensor(ARRAY)
+
+
+def an_array_taken_over(m, x):
+    return m.linear(x) + torch.as_tensor(ARRAY, device=x.device)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        a_clock,
+        an_iterator,
+        an_iterator_in_a_constant,
+        a_branch,
+        an_iterator_in_a_shape,
+        an_iterator_in_a_list_of_indices,
+        an_array,
+        an_array_taken_over,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_what_varies_or_may_is_refused_at_its_line(function):
     with pytest.raises(CaptureError) as caught:
         graph(One(function), warmup=0, strict=True)(X)
-    assert f"{__file__}:{function.__code__.co_firstlineno} in {function.__name__}" == caught.value.where
+    assert (
+        f"{__file__}:{function.__code__.co_firstlineno} in {function.__name__}"
+        == caught.value.where
+    )
 
 
 def test_a_number_that_changes_between_the_rehearsal_and_a_later_capture_is_seen():
@@ -102,7 +182,9 @@ def test_a_number_that_changes_between_the_rehearsal_and_a_later_capture_is_seen
     holder.value = 2.0
     with pytest.warns(PackgraphWarning, match="other numbers"):
         second = graphed(X)
-    assert torch.equal(second, graphed.module.linear(X) + 2.0) and torch.equal(first, graphed.module.linear(X) + 1.0)
+    assert torch.equal(second, graphed.module.linear(X) + 2.0) and torch.equal(
+        first, graphed.module.linear(X) + 1.0
+    )
 
 
 class Cache:
@@ -136,7 +218,13 @@ def test_an_object_among_the_outputs_is_made_anew():
         caches = [out["cache"] for out in outs]
         assert all(type(c) is Cache and c.self_again is c and c.length == 3 for c in caches)
         assert len(set(map(id, caches))) == 5
-        runs.append([*(c.layers[0] for c in caches), *(o["hidden"] for o in outs), module.linear.weight.grad])
+        runs.append(
+            [
+                *(c.layers[0] for c in caches),
+                *(o["hidden"] for o in outs),
+                module.linear.weight.grad,
+            ]
+        )
     assert model.stats.replayed == 3
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -188,18 +276,31 @@ def test_a_hook_that_only_marks_is_captured():
 
 
 def test_another_hook_is_named():
-    with pytest.raises(CaptureError, match=r"submodule 'embedding' \(Linear\) has forward hooks: .*counted"):
+    with pytest.raises(
+        CaptureError, match=r"submodule 'embedding' \(Linear\) has forward hooks: .*counted"
+    ):
         graph(Embeds(counted), strict=True)
 
 
 FAMILIES = {
     "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}),
-    "LlamaForCausalLM": ("LlamaConfig", {}), "Qwen3ForCausalLM": ("Qwen3Config", {"head_dim": 8}),
-    "MistralForCausalLM": ("MistralConfig", {}), "Phi3ForCausalLM": ("Phi3Config", {"pad_token_id": 0}),
+    "LlamaForCausalLM": ("LlamaConfig", {}),
+    "Qwen3ForCausalLM": ("Qwen3Config", {"head_dim": 8}),
+    "MistralForCausalLM": ("MistralConfig", {}),
+    "Phi3ForCausalLM": ("Phi3Config", {"pad_token_id": 0}),
     "OlmoeForCausalLM": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "MixtralForCausalLM": ("MixtralConfig", {"num_local_experts": 4}),
-    "T5ForConditionalGeneration": ("T5Config", {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
-                                                "decoder_start_token_id": 0}),
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
+    ),
     "BertForMaskedLM": ("BertConfig", {}),
 }
 
@@ -207,10 +308,20 @@ FAMILIES = {
 def language_model(name, **options):
     transformers = pytest.importorskip("transformers")
     kind, given = FAMILIES[name]
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-             "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     torch.manual_seed(0)
-    return getattr(transformers, name)(getattr(transformers, kind)(**{**sizes, **given}, **options)).train()
+    return getattr(transformers, name)(
+        getattr(transformers, kind)(**{**sizes, **given}, **options)
+    ).train()
 
 
 def trained(name, wrap, prepare=lambda model: None, **options):
@@ -226,8 +337,11 @@ def trained(name, wrap, prepare=lambda model: None, **options):
             out = called(input_ids=tokens, labels=labels)
             out.loss.backward()
         cache = getattr(out, "past_key_values", None)
-        seen += [out.loss.detach(), out.logits.detach(), *(p.grad.clone() for p in model.parameters()
-                                                          if p.grad is not None)]
+        seen += [
+            out.loss.detach(),
+            out.logits.detach(),
+            *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+        ]
         seen += [layer.keys.detach() for layer in getattr(cache, "layers", ())]
     return seen, called
 
@@ -235,18 +349,30 @@ def trained(name, wrap, prepare=lambda model: None, **options):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_language_models_replay_at_their_defaults(name):
     (eager, _), (got, graphed) = trained(name, False), trained(name, True)
-    assert len(eager) == len(got) and all(torch.equal(a, b) for a, b in zip(eager, got, strict=True))
+    assert len(eager) == len(got) and all(
+        torch.equal(a, b) for a, b in zip(eager, got, strict=True)
+    )
     assert graphed.stats.replayed == 4
 
 
-@pytest.mark.parametrize("prepare", [
-    lambda model: model.enable_input_require_grads(),
-    lambda model: (model.get_input_embeddings().weight.requires_grad_(False), model.enable_input_require_grads()),
-    lambda model: model.gradient_checkpointing_enable()], ids=["marked", "frozen", "checkpointed"])
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda model: model.enable_input_require_grads(),
+        lambda model: (
+            model.get_input_embeddings().weight.requires_grad_(False),
+            model.enable_input_require_grads(),
+        ),
+        lambda model: model.gradient_checkpointing_enable(),
+    ],
+    ids=["marked", "frozen", "checkpointed"],
+)
 def test_the_hook_of_transformers_on_the_embedding_is_captured(prepare):
     name = "BertForMaskedLM"
     (eager, _), (got, graphed) = trained(name, False, prepare), trained(name, True, prepare)
-    assert len(eager) == len(got) and all(torch.equal(a, b) for a, b in zip(eager, got, strict=True))
+    assert len(eager) == len(got) and all(
+        torch.equal(a, b) for a, b in zip(eager, got, strict=True)
+    )
     assert graphed.stats.replayed == 4
 
 
@@ -254,7 +380,9 @@ def test_a_mask_whose_values_are_looked_at_is_refused_with_the_way_out():
     model = language_model("LlamaForCausalLM")
     tokens = torch.randint(3, 64, (2, 12))
     with pytest.raises(CaptureError, match="complete attention_mask"):
-        graph(model, warmup=0, strict=True)(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        graph(model, warmup=0, strict=True)(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens)
+        )
     complete = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, 12, 12).contiguous()
     graphed = graph(model, warmup=0, strict=True)
     graphed(input_ids=tokens, attention_mask=complete).logits.square().sum().backward()

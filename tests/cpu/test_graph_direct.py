@@ -1,4 +1,6 @@
-"""Replaying without autograd equals eager bit by bit where it is offered, and is not offered where it would not."""
+"""Replaying without autograd equals eager bit by bit where it is offered, and is not offered where
+it would not."""
+
 import copy
 import random
 
@@ -17,7 +19,8 @@ WIDTH = 8
 class Chain(nn.Module):
     """A chunk as a pipeline sees it: hidden states in, hidden states out, layer by layer.
 
-    skip: layers add to theirs the hidden states of the layer "before" them, or those of the "first".
+    skip: layers add to theirs the hidden states of the layer "before" them, or those of the
+    "first".
     """
 
     def __init__(self, layers=3, tied=False, skip=""):
@@ -37,13 +40,25 @@ class Chain(nn.Module):
         return run_stages(self, x, scale)
 
     def stages(self):
-        return [Stage("attn" if layer % 2 else "mlp", layer, lambda state, layer=layer: self.run(state, layer))
-                for layer in range(len(self.linears))]
+        return [
+            Stage(
+                "attn" if layer % 2 else "mlp",
+                layer,
+                lambda state, layer=layer: self.run(state, layer),
+            )
+            for layer in range(len(self.linears))
+        ]
 
     def run(self, state, layer):
-        hidden = nn.functional.dropout(self.linears[layer](state["hidden"]).tanh(), 0.2) * state["scale"]
+        hidden = (
+            nn.functional.dropout(self.linears[layer](state["hidden"]).tanh(), 0.2) * state["scale"]
+        )
         kept = hidden if self.skip == "before" or (self.skip and not layer) else state["x"]
-        return {**state, "hidden": hidden + state["x"] if self.skip and layer else hidden, "x": kept}
+        return {
+            **state,
+            "hidden": hidden + state["x"] if self.skip and layer else hidden,
+            "x": kept,
+        }
 
 
 def make_chain(**options):
@@ -109,7 +124,9 @@ def test_gradients_in_a_larger_storage_are_added_to_inside_a_steady_block():
     x, scale, up = torch.randn(4, WIDTH), torch.ones(()), torch.randn(4, WIDTH)
     graphed(x, scale).backward(up)
     flat = torch.zeros(sum(p.numel() for p in chain.parameters()))
-    for parameter, part in zip(chain.parameters(), flat.split([p.numel() for p in chain.parameters()]), strict=True):
+    for parameter, part in zip(
+        chain.parameters(), flat.split([p.numel() for p in chain.parameters()]), strict=True
+    ):
         parameter.grad = part.view_as(parameter)
     torch.manual_seed(5)
     with graphed.steady():
@@ -123,11 +140,15 @@ def test_gradients_in_a_larger_storage_are_added_to_inside_a_steady_block():
     assert torch.equal(flat, torch.cat([p.grad.flatten() for p in twin.parameters()]))
 
 
-@pytest.mark.parametrize(("make", "options"), [
-    (lambda: make_chain(tied=True), {"granularity": "layer"}),
-    (lambda: make_chain(layers=4, skip="first"), {"granularity": "layer"}),
-    (make_chain, {"scope": ["attn"]}),
-], ids=["a parameter of two regions", "a sum of gradients", "an eager stage"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: make_chain(tied=True), {"granularity": "layer"}),
+        (lambda: make_chain(layers=4, skip="first"), {"granularity": "layer"}),
+        (make_chain, {"scope": ["attn"]}),
+    ],
+    ids=["a parameter of two regions", "a sum of gradients", "an eager stage"],
+)
 def test_what_autograd_has_to_do_is_not_replayed_directly(make, options):
     graphed = lending(make(), **options)
     claim = graphed.claim((torch.randn(4, WIDTH, requires_grad=True), torch.ones(())), {})
@@ -136,7 +157,9 @@ def test_what_autograd_has_to_do_is_not_replayed_directly(make, options):
 
 def test_gradients_that_nobody_keeps_are_not_lent():
     graphed = graph(make_chain(), warmup=0)
-    assert not graphed.claim((torch.randn(4, WIDTH, requires_grad=True), torch.ones(())), {}).is_direct
+    assert not graphed.claim(
+        (torch.randn(4, WIDTH, requires_grad=True), torch.ones(())), {}
+    ).is_direct
     assert graphed.claim((torch.randn(4, WIDTH), torch.ones(())), {}).is_direct
 
 
@@ -179,7 +202,11 @@ class Scored(Chain):
     """A chain with a loss at its end."""
 
     def stages(self):
-        head = Stage("head", len(self.linears), lambda state: {**state, "hidden": state["hidden"].pow(2).mean()})
+        head = Stage(
+            "head",
+            len(self.linears),
+            lambda state: {**state, "hidden": state["hidden"].pow(2).mean()},
+        )
         return [*super().stages(), head]
 
 
@@ -200,7 +227,11 @@ def test_forward_and_backward_in_one_go_equal_eager_bitwise(options, looks):
             else:
                 loss = module(*args)
                 loss.backward()
-            trace += [loss.detach().clone(), *(p.grad.clone() for p in module.parameters()), torch.get_rng_state()]
+            trace += [
+                loss.detach().clone(),
+                *(p.grad.clone() for p in module.parameters()),
+                torch.get_rng_state(),
+            ]
         traces.append(trace)
     assert all(torch.equal(a, b) for a, b in zip(*traces, strict=True))
     assert graphed.stats.replayed == 5 and len(seen) == 5 * looks
@@ -234,7 +265,10 @@ def test_a_tensor_given_twice_at_capture_may_be_two_tensors_later():
     torch.manual_seed(1)
     twin = Scored()
     graphed.load_state_dict(twin.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(run(graphed, forward_backward), run(twin, eager), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(run(graphed, forward_backward), run(twin, eager), strict=True)
+    )
 
 
 class Stopped(nn.Module):
@@ -274,8 +308,14 @@ class Late(nn.Module):
         return run_stages(self, x, y)
 
     def stages(self):
-        return [Stage("attn", 0, self.first),
-                Stage("mlp", 1, lambda state: {"hidden": state["hidden"] * state["y"].sin() * self.weights[2]})]
+        return [
+            Stage("attn", 0, self.first),
+            Stage(
+                "mlp",
+                1,
+                lambda state: {"hidden": state["hidden"] * state["y"].sin() * self.weights[2]},
+            ),
+        ]
 
     def first(self, state):
         hidden = state["hidden"]
@@ -291,11 +331,17 @@ def test_a_lent_gradient_outlives_the_backwards_that_follow(slots, length):
     twin = Late(length)
     graphed = lending(copy.deepcopy(twin), granularity="layer", slots=slots)
     for _ in range(3):
-        x, y, up = torch.rand(WIDTH, requires_grad=True), torch.rand(WIDTH, requires_grad=True), torch.rand(WIDTH)
+        x, y, up = (
+            torch.rand(WIDTH, requires_grad=True),
+            torch.rand(WIDTH, requires_grad=True),
+            torch.rand(WIDTH),
+        )
         claim = graphed.claim((x, y), {})
         claim.ticket.kept = True
         claim.forward((x, y), {})
         claim.backward(up)
         twin(x, y).backward(up)
-        assert torch.equal(claim.input_gradient(0), x.grad) and torch.equal(claim.input_gradient(1), y.grad)
+        assert torch.equal(claim.input_gradient(0), x.grad) and torch.equal(
+            claim.input_gradient(1), y.grad
+        )
         claim.ticket.release()

@@ -1,5 +1,6 @@
-"""A model that nobody has any more goes at once, with its parameters, pools and host memory: Python collects garbage
-when it likes, on a device that has no room meanwhile."""
+"""A model that nobody has any more goes at once, with its parameters, pools and host memory: Python
+collects garbage when it likes, on a device that has no room meanwhile."""
+
 import dataclasses
 import gc
 import weakref
@@ -27,8 +28,11 @@ def no_garbage_is_collected() -> Iterator[None]:
 
 @pytest.mark.parametrize("closed", [True, False])
 @pytest.mark.parametrize("modules", [(), EXPERTS])
-@pytest.mark.parametrize("where", [{"granularity": "chunk"}, {"granularity": "layer"},
-                                   {"scope": ("attn", "moe_router")}], ids=["chunk", "layer", "scope"])
+@pytest.mark.parametrize(
+    "where",
+    [{"granularity": "chunk"}, {"granularity": "layer"}, {"scope": ("attn", "moe_router")}],
+    ids=["chunk", "layer", "scope"],
+)
 def test_a_graphed_model_goes_with_its_last_reference(where, modules, closed):
     model = DecoderModel(config(2, experts=True), seed=1)
     graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True, **where)
@@ -37,8 +41,14 @@ def test_a_graphed_model_goes_with_its_last_reference(where, modules, closed):
     for _ in range(3):
         graphed(*arguments).backward()
     assert graphed.stats.captured
-    held = [model, graphed, graphed.capture_backend, graphed.capture_backend.lanes.memories, *model.parameters(),
-            *(slot.pool for slot in graphed._slots.all)]
+    held = [
+        model,
+        graphed,
+        graphed.capture_backend,
+        graphed.capture_backend.lanes.memories,
+        *model.parameters(),
+        *(slot.pool for slot in graphed._slots.all),
+    ]
     living = [weakref.ref(thing) for thing in held]
     if engine is not None:
         living.append(weakref.ref(engine))
@@ -56,15 +66,24 @@ def test_a_layer_may_outlive_the_one_it_was_taken_from():
     stays = attention.offload._stays
     before = {id(tensor) for tensor in stays()}
     del model
-    assert {id(tensor) for tensor in stays()} == {id(tensor) for tensor in attention.parameters()} < before
+    assert (
+        {id(tensor) for tensor in stays()}
+        == {id(tensor) for tensor in attention.parameters()}
+        < before
+    )
 
 
 @pytest.mark.parametrize("granularity", ["chunk", "step"])
-@pytest.mark.parametrize("offload", [{}, {"modules": DENSE, "min_bytes": 1}], ids=["kept", "offloaded"])
+@pytest.mark.parametrize(
+    "offload", [{}, {"modules": DENSE, "min_bytes": 1}], ids=["kept", "offloaded"]
+)
 def test_a_run_that_is_closed_goes_with_its_last_reference(granularity, offload, tmp_path):
     made = tiny(True, steps=10)
-    made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, granularity=granularity, strict=True),
-                               offload=OffloadConfig(**offload))
+    made = dataclasses.replace(
+        made,
+        graph=dataclasses.replace(made.graph, granularity=granularity, strict=True),
+        offload=OffloadConfig(**offload),
+    )
     run = trainer(tmp_path / "run", made, RandomPacks())
     summary = run.run(StopRequest())
     assert summary["replayed"], summary

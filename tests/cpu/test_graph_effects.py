@@ -1,4 +1,6 @@
-"""What leaves a captured forward other than through its outputs, and what it does to autograd: refused, and undone."""
+"""What leaves a captured forward other than through its outputs, and what it does to autograd:
+refused, and undone."""
+
 import collections
 import contextvars
 import functools
@@ -37,7 +39,8 @@ class Two(nn.Module):
         return self.function(self, x)
 
 
-def note(tensor): AUX.append(tensor)
+def note(tensor):
+    AUX.append(tensor)
 
 
 def to_a_list(m, x):
@@ -178,7 +181,8 @@ def in_a_thread(work):
 
 
 @functools.lru_cache
-def keep(tensor): return tensor
+def keep(tensor):
+    return tensor
 
 
 class Leaks(torch.autograd.Function):
@@ -199,8 +203,12 @@ class Counts(Leaks):
         return gradient * 3
 
 
-def from_a_backward(m, x): return Leaks.apply(m.linear(x))
-def counted_in_a_backward(m, x): return Counts.apply(m.linear(x))
+def from_a_backward(m, x):
+    return Leaks.apply(m.linear(x))
+
+
+def counted_in_a_backward(m, x):
+    return Counts.apply(m.linear(x))
 
 
 def backward_inside(m, x):
@@ -290,14 +298,50 @@ def hook_on_several(m, x):
     return h * 2
 
 
-LEAVES = [to_a_list, through_a_helper, the_output, a_view_of_the_output, the_input, a_view_of_the_input,
-          the_input_detached, a_parameter, data_of_a_parameter, a_view_of_a_global, a_node, to_an_object, to_a_deque,
-          to_another_module, to_a_context_variable, to_a_module_of_python, through_a_thread, to_a_cache, to_a_global,
-          from_a_backward]
-CHANGES = [a_number, counted_in_an_object, to_a_parameter, to_an_input, counted_in_a_backward, backward_inside,
-           backward_of_torch, data_of_a_weight, data_of_the_input, storage_of_a_weight, hook_on_a_tensor,
-           hook_on_a_weight, hook_on_an_input, hook_on_a_node, hook_before_a_node, hook_after_accumulation,
-           hook_on_several, gradient_kept, gradient_read, gradient_cleared]
+LEAVES = [
+    to_a_list,
+    through_a_helper,
+    the_output,
+    a_view_of_the_output,
+    the_input,
+    a_view_of_the_input,
+    the_input_detached,
+    a_parameter,
+    data_of_a_parameter,
+    a_view_of_a_global,
+    a_node,
+    to_an_object,
+    to_a_deque,
+    to_another_module,
+    to_a_context_variable,
+    to_a_module_of_python,
+    through_a_thread,
+    to_a_cache,
+    to_a_global,
+    from_a_backward,
+]
+CHANGES = [
+    a_number,
+    counted_in_an_object,
+    to_a_parameter,
+    to_an_input,
+    counted_in_a_backward,
+    backward_inside,
+    backward_of_torch,
+    data_of_a_weight,
+    data_of_the_input,
+    storage_of_a_weight,
+    hook_on_a_tensor,
+    hook_on_a_weight,
+    hook_on_an_input,
+    hook_on_a_node,
+    hook_before_a_node,
+    hook_after_accumulation,
+    hook_on_several,
+    gradient_kept,
+    gradient_read,
+    gradient_cleared,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -329,9 +373,19 @@ def shown(value):
 def facts(module, x, out):
     """Everything that a call and its backward can have touched."""
     tensors = [out, x, x.grad, *module.parameters(), *(p.grad for p in module.parameters())]
-    python = [AUX, KEPT.deque, KEPT.count, KEPT.log, LATEST.get(), last, getattr(OUTSIDE, "saved", None),
-              getattr(module.linear.weight, "aux", None), getattr(x, "cached", None),
-              getattr(sys.modules["math"], "leak", None), [p.requires_grad for p in module.parameters()]]
+    python = [
+        AUX,
+        KEPT.deque,
+        KEPT.count,
+        KEPT.log,
+        LATEST.get(),
+        last,
+        getattr(OUTSIDE, "saved", None),
+        getattr(module.linear.weight, "aux", None),
+        getattr(x, "cached", None),
+        getattr(sys.modules["math"], "leak", None),
+        [p.requires_grad for p in module.parameters()],
+    ]
     return shown([*tensors, *python, torch.get_rng_state()])
 
 
@@ -367,7 +421,12 @@ def both(function, warmup=2):
     return eager, got, graphed, [str(w.message) for w in caught if w.category is PackgraphWarning]
 
 
-NOT_UNDONE = {from_a_backward, through_a_thread, to_a_cache, to_a_module_of_python}  # named, but out of reach
+NOT_UNDONE = {
+    from_a_backward,
+    through_a_thread,
+    to_a_cache,
+    to_a_module_of_python,
+}  # named, but out of reach
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
@@ -381,7 +440,9 @@ def test_what_a_replay_would_not_do_falls_back_with_one_warning_and_equals_eager
     assert same(eager, got) or function in NOT_UNDONE
 
 
-@pytest.mark.parametrize("function", [*LEAVES, *CHANGES, a_weight_frozen], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [*LEAVES, *CHANGES, a_weight_frozen], ids=lambda function: function.__name__
+)
 def test_strict_raises_at_the_users_line(function):
     with pytest.raises(CaptureError) as caught:
         loop(module := Two(function), graph(module, warmup=0, strict=True), calls=1)
@@ -395,7 +456,8 @@ def test_the_line_is_that_of_the_tensor_and_the_place_is_named():
 
 
 @functools.lru_cache
-def cached_table(size): return torch.arange(size).float() * 2
+def cached_table(size):
+    return torch.arange(size).float() * 2
 
 
 class KeepsOnItself(Leaks):
@@ -409,9 +471,16 @@ class KeepsOnItself(Leaks):
         return gradient * ctx.factor
 
 
-def caches_a_constant(m, x): return m.linear(x) + cached_table(4)
-def keeps_on_the_context(m, x): return KeepsOnItself.apply(m.linear(x))
-def recomputes(m, x): return checkpoint(lambda v: torch.dropout(m.linear(v), 0.5, True), x, use_reentrant=False)
+def caches_a_constant(m, x):
+    return m.linear(x) + cached_table(4)
+
+
+def keeps_on_the_context(m, x):
+    return KeepsOnItself.apply(m.linear(x))
+
+
+def recomputes(m, x):
+    return checkpoint(lambda v: torch.dropout(m.linear(v), 0.5, True), x, use_reentrant=False)
 
 
 def writes_in_place(m, x):
@@ -432,18 +501,26 @@ def forks_the_generator(m, x):
 
 def gradient_of_an_energy(m, x):
     point = x.detach().requires_grad_()
-    slope, = torch.autograd.grad(m.linear(point).pow(2).sum(), point, create_graph=True)
+    (slope,) = torch.autograd.grad(m.linear(point).pow(2).sum(), point, create_graph=True)
     return m.other(x) + slope
 
 
 def gradient_of_a_parameter(m, x):
     h = m.linear(x)
-    slope, = torch.autograd.grad(h.pow(2).sum(), m.linear.weight, create_graph=True)
+    (slope,) = torch.autograd.grad(h.pow(2).sum(), m.linear.weight, create_graph=True)
     return h * slope.norm()
 
 
-FINE = [caches_a_constant, keeps_on_the_context, recomputes, writes_in_place, switches_off_nothing,
-        forks_the_generator, gradient_of_an_energy, gradient_of_a_parameter]
+FINE = [
+    caches_a_constant,
+    keeps_on_the_context,
+    recomputes,
+    writes_in_place,
+    switches_off_nothing,
+    forks_the_generator,
+    gradient_of_an_energy,
+    gradient_of_a_parameter,
+]
 
 
 @pytest.mark.parametrize("warmup", [0, 2])

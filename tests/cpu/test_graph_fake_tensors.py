@@ -1,4 +1,6 @@
-"""Operations that compute shapes and no numbers, as DTensor's do when a shape is new to it, are no part of a graph."""
+"""Operations that compute shapes and no numbers, as DTensor's do when a shape is new to it, are no
+part of a graph."""
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,7 +9,8 @@ from packgraph.graphs.graphed import graph
 
 
 class AsksForAShape(nn.Module):
-    """Learns the shape of a sum on fake tensors, made by a factory: no operand says that they are fake."""
+    """Learns the shape of a sum on fake tensors, made by a factory: no operand says that they are
+    fake."""
 
     def __init__(self):
         super().__init__()
@@ -15,7 +18,9 @@ class AsksForAShape(nn.Module):
 
     def forward(self, x):
         with FakeTensorMode():
-            columns = torch.empty_strided((x.shape[0], 3), (1, 0)).sum(0).shape[0]  # elements that share memory
+            columns = (
+                torch.empty_strided((x.shape[0], 3), (1, 0)).sum(0).shape[0]
+            )  # elements that share memory
         return (x * self.weight).sum() / columns
 
 

@@ -1,4 +1,5 @@
 """When a call runs eagerly, what makes a key, and which facts about the module are checked."""
+
 import copy
 import pickle
 import warnings
@@ -55,8 +56,13 @@ def test_fallbacks_are_counted_under_their_reason():
     graphed(torch.ones(16, 4), packed([3], packgraph.Capacity(tokens=16, documents=3)))
     graphed(x, packed([1] * 5, packgraph.Capacity(tokens=8, documents=5)))
     assert dict(graphed.stats.fallbacks) == {
-        "warm-up": 1, "comparing": 1, "gradients are off": 1, "evaluation mode": 1, "capacity not declared": 1,
-        "more documents than any capacity": 1}
+        "warm-up": 1,
+        "comparing": 1,
+        "gradients are off": 1,
+        "evaluation mode": 1,
+        "capacity not declared": 1,
+        "more documents than any capacity": 1,
+    }
     assert graphed.stats.replayed == 3 and graphed.stats.captured == 1
     assert graphed.stats.capture_seconds > 0 and graphed.stats.pool_bytes > 0
 
@@ -166,7 +172,9 @@ def test_module_hooks_added_after_capture_are_noticed():
 
 
 def test_distributed_data_parallel_is_refused(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
         with pytest.raises(CaptureError, match="DistributedDataParallel"):
@@ -183,7 +191,9 @@ def test_distributed_data_parallel_is_refused(tmp_path):
 def test_fully_sharded_modules_are_refused(tmp_path):
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         with pytest.raises(CaptureError, match="FSDPModule"):
             graph(fully_shard(nn.Linear(2, 2)), strict=True)
@@ -191,18 +201,24 @@ def test_fully_sharded_modules_are_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("options", "match"), [
-    ({"backend": "cuda"}, "needs a module on a CUDA device"),
-    ({"backend": "metal"}, "unknown backend"),
-    ({"warmup": -1}, "warmup"),
-    ({"slots": 0}, "slots"),
-    ({"granularity": "step"}, "use 'chunk'"),
-    ({"granularity": "block", "scope": ["atn", "moe", "moe_router"]}, r"(?s)unknown granularity.*did you mean 'attn'.*"
-     r"names 'moe_router'.*'moe' already means"),
-    ({"scope": "attn"}, "collection of stage names"),
-    ({"scope": []}, "scope is empty"),
-    ({"scope": ["moe_preprocess"]}, "needs 'moe_router'"),
-])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"backend": "cuda"}, "needs a module on a CUDA device"),
+        ({"backend": "metal"}, "unknown backend"),
+        ({"warmup": -1}, "warmup"),
+        ({"slots": 0}, "slots"),
+        ({"granularity": "step"}, "use 'chunk'"),
+        (
+            {"granularity": "block", "scope": ["atn", "moe", "moe_router"]},
+            r"(?s)unknown granularity.*did you mean 'attn'.*"
+            r"names 'moe_router'.*'moe' already means",
+        ),
+        ({"scope": "attn"}, "collection of stage names"),
+        ({"scope": []}, "scope is empty"),
+        ({"scope": ["moe_preprocess"]}, "needs 'moe_router'"),
+    ],
+)
 def test_illegal_options_say_all_that_is_wrong(options, match):
     with pytest.raises(ValueError, match=match):
         graph(make_toy(), **options)
@@ -215,15 +231,31 @@ def test_eager_needs_a_reason():
 
 def test_the_key_ignores_values_but_not_shapes():
     device = torch.device("cpu")
-    a, b, c = (signature((torch.full((n,), float(v)), {"x": torch.ones(2)}), {"k": 1}, device).key
-               for n, v in ((3, 0), (3, 1), (4, 0)))
+    a, b, c = (
+        signature((torch.full((n,), float(v)), {"x": torch.ones(2)}), {"k": 1}, device).key
+        for n, v in ((3, 0), (3, 1), (4, 0))
+    )
     assert a == b and hash(a) == hash(b) and a != c
 
 
 def test_public_names():
-    assert set(packgraph.__all__) == {"Capacity", "PackedBatch", "pack", "graph", "GraphedModule", "control", "Stats",
-                                      "eager", "assume_constant", "CaptureError", "PackgraphWarning", "pack_stream",
-                                      "Stage", "offload", "linear_cross_entropy"}
+    assert set(packgraph.__all__) == {
+        "Capacity",
+        "PackedBatch",
+        "pack",
+        "graph",
+        "GraphedModule",
+        "control",
+        "Stats",
+        "eager",
+        "assume_constant",
+        "CaptureError",
+        "PackgraphWarning",
+        "pack_stream",
+        "Stage",
+        "offload",
+        "linear_cross_entropy",
+    }
     assert issubclass(CaptureError, RuntimeError)
 
 
@@ -258,7 +290,9 @@ def test_capacities_may_be_one_or_several_and_nothing_else():
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 def test_a_module_that_holds_a_nested_tensor_runs_eagerly(layout):
     module = nn.Linear(4, 4)
-    module.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout))
+    module.register_buffer(
+        "ragged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    )
     with pytest.warns(PackgraphWarning, match="'ragged' is a nested tensor"):
         graphed = graph(module, warmup=0)
     x = torch.randn(3, 4)

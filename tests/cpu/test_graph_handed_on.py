@@ -1,7 +1,10 @@
-"""What a region reads and hands on: its gradients are summed in the order in which eager autograd sums them.
+"""What a region reads and hands on: its gradients are summed in the order in which eager autograd
+sums them.
 
-The gradients here are large and cancel, so that another order of additions shows in bf16 and in float32.
+The gradients here are large and cancel, so that another order of additions shows in bf16 and in
+float32.
 """
+
 import itertools
 
 import pytest
@@ -22,10 +25,12 @@ NAMES = ("attn", "mlp", "mamba", "head")
 
 
 class Relay(nn.Module):
-    """Stages that all read one entry of the state and hand it on. uses: how often each stage reads it.
+    """Stages that all read one entry of the state and hand it on. uses: how often each stage reads
+    it.
 
-    how: as what a stage hands it on: "entry" (untouched), "renamed", or "within" a tuple beside something new. made:
-    the entry is made by the first stage from the call's input, by a weight, instead of being that input.
+    how: as what a stage hands it on: "entry" (untouched), "renamed", or "within" a tuple beside
+    something new. made: the entry is made by the first stage from the call's input, by a weight,
+    instead of being that input.
     """
 
     def __init__(self, uses, how="entry", made=False, dtype=torch.bfloat16):
@@ -34,7 +39,9 @@ class Relay(nn.Module):
         random = torch.Generator().manual_seed(5)
         total = sum(uses)
         scales = 10.0 ** torch.randint(-2, 5, (total, 1, WIDTH), generator=random)
-        self.factors = nn.Parameter((torch.randn(total, 1, WIDTH, generator=random) * scales).to(dtype))
+        self.factors = nn.Parameter(
+            (torch.randn(total, 1, WIDTH, generator=random) * scales).to(dtype)
+        )
         self.weight = nn.Parameter(torch.ones(WIDTH, dtype=dtype))
 
     def begin(self, x):
@@ -49,8 +56,14 @@ class Relay(nn.Module):
     def stages(self):
         first = [0, *itertools.accumulate(self.uses)]
         make = [Stage("embed", -1, self.make)] if self.made else []
-        return make + [Stage(NAMES[i % len(NAMES)], i, lambda state, i=i: self.read(state, first[i], first[i + 1]))
-                       for i in range(len(self.uses))]
+        return make + [
+            Stage(
+                NAMES[i % len(NAMES)],
+                i,
+                lambda state, i=i: self.read(state, first[i], first[i + 1]),
+            )
+            for i in range(len(self.uses))
+        ]
 
     def make(self, state):
         return {**state, "shared": state["shared"] * self.weight}
@@ -75,7 +88,9 @@ def gradients(module, steps=4, dtype=torch.bfloat16):
         x = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
         out = module(x)
         out["sum"].backward()
-        parameters = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        parameters = {
+            name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+        }
         found.append({"sum": out["sum"].detach(), "x": x.grad, **parameters})
         module.zero_grad()
     return found
@@ -94,26 +109,53 @@ def assert_graph_is_eager(make, dtype=torch.bfloat16, **options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("how", ["entry", "renamed", "within"])
 @pytest.mark.parametrize("made", [False, True])
-@pytest.mark.parametrize(("granularity", "scope"), [
-    ("layer", None), ("chunk", None), ("chunk", ["attn"]), ("chunk", ["attn", "mamba"]), ("layer", ["attn", "mlp"]),
-    ("chunk", ["mlp", "mamba"]), ("chunk", ["head"])], ids=str)
-def test_gradients_of_what_is_handed_on_are_summed_as_in_eager(granularity, scope, made, how, dtype):
-    assert_graph_is_eager(lambda: Relay((2, 3, 1, 3), how, made, dtype), dtype, granularity=granularity, scope=scope)
+@pytest.mark.parametrize(
+    ("granularity", "scope"),
+    [
+        ("layer", None),
+        ("chunk", None),
+        ("chunk", ["attn"]),
+        ("chunk", ["attn", "mamba"]),
+        ("layer", ["attn", "mlp"]),
+        ("chunk", ["mlp", "mamba"]),
+        ("chunk", ["head"]),
+    ],
+    ids=str,
+)
+def test_gradients_of_what_is_handed_on_are_summed_as_in_eager(
+    granularity, scope, made, how, dtype
+):
+    assert_graph_is_eager(
+        lambda: Relay((2, 3, 1, 3), how, made, dtype), dtype, granularity=granularity, scope=scope
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=4).filter(any), st.booleans(),
-       st.sampled_from(["entry", "renamed", "within"]), st.sampled_from(["layer", "chunk"]), st.data())
-def test_any_number_of_uses_in_any_regions_is_summed_as_in_eager(uses, made, how, granularity, data):
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=4).filter(any),
+    st.booleans(),
+    st.sampled_from(["entry", "renamed", "within"]),
+    st.sampled_from(["layer", "chunk"]),
+    st.data(),
+)
+def test_any_number_of_uses_in_any_regions_is_summed_as_in_eager(
+    uses, made, how, granularity, data
+):
     scope = data.draw(st.sets(st.sampled_from(NAMES[: len(uses)]), min_size=1))
-    assert_graph_is_eager(lambda: Relay(uses, how, made), granularity=granularity, scope=sorted(scope))
+    assert_graph_is_eager(
+        lambda: Relay(uses, how, made), granularity=granularity, scope=sorted(scope)
+    )
 
 
 def test_squares_and_other_operations_that_read_twice_count_twice():
     class Square(Relay):
         def read(self, state, start, stop):
             shared, factor = state["shared"], self.factors[start]
-            return {**state, "sum": state["sum"] + (shared * shared * factor + shared.sin() * factor).float().sum()}
+            return {
+                **state,
+                "sum": state["sum"]
+                + (shared * shared * factor + shared.sin() * factor).float().sum(),
+            }
 
     assert_graph_is_eager(lambda: Square((1, 1, 1)), granularity="layer")
 
@@ -127,17 +169,26 @@ def regions_of(uses, how="entry"):
 
 
 @pytest.mark.parametrize("how", ["entry", "renamed"])
-def test_only_what_is_read_twice_and_handed_on_leaves_as_an_output_and_its_memory_is_the_inputs(how):
+def test_only_what_is_read_twice_and_handed_on_leaves_as_an_output_and_its_memory_is_the_inputs(
+    how,
+):
     regions, slot = regions_of((1, 2, 0, 3), how)
     assert [len(region.outputs) for region in regions.values()] == [1, 2, 0, 2]
     read = regions[0].inputs[0].buffer
-    (number,) = [i for i, out in enumerate(regions[1].outputs) if out.static.tensor.data_ptr() == read.data_ptr()]
+    (number,) = [
+        i
+        for i, out in enumerate(regions[1].outputs)
+        if out.static.tensor.data_ptr() == read.data_ptr()
+    ]
     assert (1, number) in [entry.token for entry in regions[3].inputs]
-    assert [role for role in slot._buffers if role[0] == "gradient"] == [("gradient", 3, 0)]  # the others are baked
+    assert [role for role in slot._buffers if role[0] == "gradient"] == [
+        ("gradient", 3, 0)
+    ]  # the others are baked
 
 
 class Beside(Relay):
-    """Hands on a packed batch in one entry with what it reads; an eager stage looks at the batch's lengths."""
+    """Hands on a packed batch in one entry with what it reads; an eager stage looks at the batch's
+    lengths."""
 
     def begin(self, x):
         batch = PackedBatch.build([torch.arange(3), torch.arange(2)], Capacity(ROWS, 2))
@@ -177,8 +228,13 @@ def test_compiled_stages_hand_on_what_they_read():
     torch._dynamo.reset()
     runs = []
     for reason in (None, "the twin"):
-        graphed = graph(Relay((1, 2, 1)), warmup=0, granularity="chunk", scope=["attn", "mlp"],
-                        compile="aot_eager")
+        graphed = graph(
+            Relay((1, 2, 1)),
+            warmup=0,
+            granularity="chunk",
+            scope=["attn", "mlp"],
+            compile="aot_eager",
+        )
         with eager(reason) if reason else torch.enable_grad():
             runs.append(gradients(graphed))
         assert reason or graphed.stats.replayed == 4
@@ -188,7 +244,8 @@ def test_compiled_stages_hand_on_what_they_read():
 
 
 class Twins(Relay):
-    """One tensor under two entries, of which stages read now one, now the other. twice: who puts it there."""
+    """One tensor under two entries, of which stages read now one, now the other. twice: who puts it
+    there."""
 
     def __init__(self, uses, twice, **options):
         super().__init__(uses, made=twice == "stage", **options)
@@ -211,11 +268,22 @@ class Twins(Relay):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("twice", ["call", "stage"])
-@pytest.mark.parametrize(("granularity", "scope"), [
-    ("layer", None), ("chunk", None), ("chunk", ["attn"]), ("chunk", ["attn", "mamba"]), ("layer", ["attn", "mlp"]),
-    ("chunk", ["mlp", "mamba"])], ids=str)
+@pytest.mark.parametrize(
+    ("granularity", "scope"),
+    [
+        ("layer", None),
+        ("chunk", None),
+        ("chunk", ["attn"]),
+        ("chunk", ["attn", "mamba"]),
+        ("layer", ["attn", "mlp"]),
+        ("chunk", ["mlp", "mamba"]),
+    ],
+    ids=str,
+)
 def test_one_tensor_in_two_entries_is_summed_as_in_eager(granularity, scope, twice, dtype):
-    assert_graph_is_eager(lambda: Twins((3, 2, 3, 1), twice, dtype=dtype), dtype, granularity=granularity, scope=scope)
+    assert_graph_is_eager(
+        lambda: Twins((3, 2, 3, 1), twice, dtype=dtype), dtype, granularity=granularity, scope=scope
+    )
 
 
 def test_a_stage_that_does_not_give_one_tensor_twice_any_more_is_no_wrong_number():

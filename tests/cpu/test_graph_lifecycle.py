@@ -1,4 +1,5 @@
 """Slots, fallbacks, failures and what they leave behind."""
+
 import gc
 import itertools
 import threading
@@ -28,7 +29,8 @@ def quiet(call, *args):
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 @pytest.mark.parametrize("failing", range(1, 9))
 def test_a_failure_in_the_nth_capture_changes_nothing(failing, granularity, monkeypatch):
-    """R8: gradients, buffers, random state as before; training goes on eagerly; a later key can still be captured."""
+    """R8: gradients, buffers, random state as before; training goes on eagerly; a later key can
+    still be captured."""
     count = itertools.count(1)
     real = RecorderWindow.capture
 
@@ -50,14 +52,18 @@ def test_a_failure_in_the_nth_capture_changes_nothing(failing, granularity, monk
 
 
 def test_a_journal_that_does_not_restore_is_seen(monkeypatch):
-    """Negative control of R7: without the undo a capture on the CPU would count buffers and gradients twice."""
+    """Negative control of R7: without the undo a capture on the CPU would count buffers and
+    gradients twice."""
     eager = train(make_toy(), steps=4)
-    monkeypatch.setattr("packgraph.graphs.host_sync.Journal.restore", lambda self: self._saved.clear())
+    monkeypatch.setattr(
+        "packgraph.graphs.host_sync.Journal.restore", lambda self: self._saved.clear()
+    )
     assert differences(eager, train(graph(make_toy(), warmup=1), steps=4)) != []
 
 
 def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
-    """Old contents of a device that says it has no memory; another way would be to give up the capture."""
+    """Old contents of a device that says it has no memory; another way would be to give up the
+    capture."""
     clone, full = torch.Tensor.clone, []
 
     def no_memory(tensor):
@@ -72,12 +78,18 @@ def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
     assert differences(eager, train(graphed, steps=4)) == [] and full and graphed.stats.replayed > 0
 
 
-@pytest.mark.parametrize(("nbytes", "free", "fits"), [(100, 129, False), (100, 130, True), (99, 0, True)])
+@pytest.mark.parametrize(
+    ("nbytes", "free", "fits"), [(100, 129, False), (100, 130, True), (99, 0, True)]
+)
 def test_a_copy_leaves_the_device_what_the_process_has_needed(nbytes, free, fits, monkeypatch):
     """20 of 70 bytes that are reserved are not used, and 50 more than now have been."""
     monkeypatch.setattr(guard, "LARGE", 100)
-    for name, found in {"mem_get_info": (free, 0), "memory_allocated": 50, "memory_reserved": 70,
-                        "max_memory_allocated": 100}.items():
+    for name, found in {
+        "mem_get_info": (free, 0),
+        "memory_allocated": 50,
+        "memory_reserved": 70,
+        "max_memory_allocated": 100,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     whole = SimpleNamespace(device=torch.device("cuda", 0), numel=lambda: nbytes)
     assert guard._has_room(whole) == fits
@@ -195,7 +207,9 @@ def test_a_declared_bank_is_built_without_touching_training_state():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.grad is None for p in graphed.parameters())
     assert graphed.stats.captured == 6
-    assert differences(train(eager, steps=4, in_flight=2), train(graphed, steps=4, in_flight=2)) == []
+    assert (
+        differences(train(eager, steps=4, in_flight=2), train(graphed, steps=4, in_flight=2)) == []
+    )
     assert graphed.stats.captured == 6 and not graphed.stats.fallbacks
 
 
@@ -232,6 +246,7 @@ def test_evaluation_between_capture_and_replay_changes_nothing():
             toy_loss(out).backward()
         return results + [p.grad.clone() for p in model.parameters()]
 
-    assert all(torch.equal(a, b) for a, b in zip(loop(make_toy()), loop(graph(make_toy(), warmup=0)), strict=True))
-
-
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(loop(make_toy()), loop(graph(make_toy(), warmup=0)), strict=True)
+    )

@@ -1,4 +1,5 @@
 """Modes and state that differ between a call, its backward, and what runs again for it."""
+
 import functools
 import uuid
 import warnings
@@ -113,7 +114,9 @@ def scaled(module, x):
 
 
 def recomputed(module, x):
-    return checkpoint(lambda hidden: (module.linear(hidden) * COEFFICIENT[0]).tanh(), x, use_reentrant=False)
+    return checkpoint(
+        lambda hidden: (module.linear(hidden) * COEFFICIENT[0]).tanh(), x, use_reentrant=False
+    )
 
 
 def with_default_dtype():
@@ -159,7 +162,7 @@ def test_what_a_call_returns_beside_tensors_has_to_be_the_same(make):
 
 def test_equal_numbers_of_other_kinds_are_other_calls():
     def forward(module, x, by):
-        (key, value), = by.items()
+        ((key, value),) = by.items()
         return module.linear(x) * value * {int: 1.0, float: 2.0, bool: 3.0}[type(key)]
 
     def of_sign(module, x, z):
@@ -174,8 +177,10 @@ def test_equal_numbers_of_other_kinds_are_other_calls():
         def forward(self, x, argument):
             return self.function(self, x, argument)
 
-    for function, arguments in [(forward, [{1: 2.0}, {1.0: 2.0}, {True: 2.0}]),
-                                (of_sign, [complex(-1, 0.0), complex(-1, -0.0)])]:
+    for function, arguments in [
+        (forward, [{1: 2.0}, {1.0: 2.0}, {True: 2.0}]),
+        (of_sign, [complex(-1, 0.0), complex(-1, -0.0)]),
+    ]:
         eager, graphed = Of(function), graph(Of(function), warmup=0)
         for _ in range(3):
             for argument in arguments:
@@ -183,8 +188,10 @@ def test_equal_numbers_of_other_kinds_are_other_calls():
         assert graphed.stats.replayed == 3 * len(arguments)
 
 
-@pytest.mark.parametrize(("name", "before"), [
-    ("_set_mkldnn_enabled", True), ("_set_math_sdp_allow_fp16_bf16_reduction", False)])
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("_set_mkldnn_enabled", True), ("_set_math_sdp_allow_fp16_bf16_reduction", False)],
+)
 def test_settings_are_part_of_a_call(name, before):
     graphed = graph(One(lambda module, x: module.linear(x)), warmup=1)
     setting = getattr(torch._C, name)

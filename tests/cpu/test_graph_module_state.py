@@ -1,4 +1,6 @@
-"""What graphs bake about a module and its Python state: seen when it changes, undone after a capture, or refused."""
+"""What graphs bake about a module and its Python state: seen when it changes, undone after a
+capture, or refused."""
+
 import random
 import time
 
@@ -43,24 +45,51 @@ def buffer_of_none():
 
 
 CHANGES = {
-    "a bias where none was": (lambda: nn.Linear(4, 4, bias=False),
-                              lambda m: setattr(m, "bias", nn.Parameter(torch.ones(4)))),
+    "a bias where none was": (
+        lambda: nn.Linear(4, 4, bias=False),
+        lambda m: setattr(m, "bias", nn.Parameter(torch.ones(4))),
+    ),
     "a buffer that was None": (buffer_of_none, lambda m: setattr(m, "mask", torch.zeros(4))),
-    "an attribute that was None": (lambda: One(masked, mask=None), lambda m: setattr(m, "mask", torch.zeros(4))),
-    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)), lambda m: setattr(m[1], "p", 0.0)),
-    "a number": (lambda: One(lambda m, x: m.linear(x) * m.alpha, alpha=1.0), lambda m: setattr(m, "alpha", 0.5)),
-    "a new attribute": (lambda: One(lambda m, x: m.linear(x) * getattr(m, "alpha", 1.0)),
-                        lambda m: setattr(m, "alpha", 0.5)),
-    "a function": (lambda: One(lambda m, x: m.act(m.linear(x)), act=torch.relu),
-                   lambda m: setattr(m, "act", torch.tanh)),
-    "a tensor in a list": (lambda: One(lambda m, x: m.linear(x) * m.tables[0], tables=[torch.ones(4)]),
-                           lambda m: m.tables.__setitem__(0, torch.zeros(4))),
-    "a tensor in a dict of tuples": (lambda: One(lambda m, x: m.linear(x) * m.t["a"][0], t={"a": (torch.ones(4),)}),
-                                     lambda m: m.t.update(a=(torch.zeros(4),))),
-    "a number in a list": (lambda: One(lambda m, x: m.linear(x) * m.scales[1], scales=[1, 2]),
-                           lambda m: m.scales.__setitem__(1, 3)),
-    "a longer list": (lambda: One(lambda m, x: m.linear(x) * len(m.scales), scales=[1]), lambda m: m.scales.append(2)),
-    "other strides": (lambda: nn.Linear(4, 4), lambda m: setattr(m.weight, "data", m.weight.data.t())),
+    "an attribute that was None": (
+        lambda: One(masked, mask=None),
+        lambda m: setattr(m, "mask", torch.zeros(4)),
+    ),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)),
+        lambda m: setattr(m[1], "p", 0.0),
+    ),
+    "a number": (
+        lambda: One(lambda m, x: m.linear(x) * m.alpha, alpha=1.0),
+        lambda m: setattr(m, "alpha", 0.5),
+    ),
+    "a new attribute": (
+        lambda: One(lambda m, x: m.linear(x) * getattr(m, "alpha", 1.0)),
+        lambda m: setattr(m, "alpha", 0.5),
+    ),
+    "a function": (
+        lambda: One(lambda m, x: m.act(m.linear(x)), act=torch.relu),
+        lambda m: setattr(m, "act", torch.tanh),
+    ),
+    "a tensor in a list": (
+        lambda: One(lambda m, x: m.linear(x) * m.tables[0], tables=[torch.ones(4)]),
+        lambda m: m.tables.__setitem__(0, torch.zeros(4)),
+    ),
+    "a tensor in a dict of tuples": (
+        lambda: One(lambda m, x: m.linear(x) * m.t["a"][0], t={"a": (torch.ones(4),)}),
+        lambda m: m.t.update(a=(torch.zeros(4),)),
+    ),
+    "a number in a list": (
+        lambda: One(lambda m, x: m.linear(x) * m.scales[1], scales=[1, 2]),
+        lambda m: m.scales.__setitem__(1, 3),
+    ),
+    "a longer list": (
+        lambda: One(lambda m, x: m.linear(x) * len(m.scales), scales=[1]),
+        lambda m: m.scales.append(2),
+    ),
+    "other strides": (
+        lambda: nn.Linear(4, 4),
+        lambda m: setattr(m.weight, "data", m.weight.data.t()),
+    ),
 }
 
 
@@ -78,11 +107,14 @@ def test_a_fact_that_changes_after_the_capture_is_seen(case):
     assert graphed.stats.recaptures["module changed"] == 1
 
 
-@pytest.mark.parametrize(("change", "remedy"), [
-    (lambda m: setattr(m.weight, "data", m.weight.data.clone()), "in place"),
-    (lambda m: m.weight.requires_grad_(False), "before the first captured call"),
-    (lambda m: setattr(m, "out_features", 5), "as an argument"),
-])
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda m: setattr(m.weight, "data", m.weight.data.clone()), "in place"),
+        (lambda m: m.weight.requires_grad_(False), "before the first captured call"),
+        (lambda m: setattr(m, "out_features", 5), "as an argument"),
+    ],
+)
 def test_the_warning_says_what_fits(change, remedy):
     graphed = captured(nn.Linear(4, 4), X)
     change(graphed.module)
@@ -134,8 +166,12 @@ def with_buffer():
     return module
 
 
-ASSIGNMENTS = {"calls": lambda: One(counts, calls=0), "auxiliary": lambda: One(keeps_a_loss),
-               "log": lambda: One(appends, log={"losses": []}), "average": with_buffer}
+ASSIGNMENTS = {
+    "calls": lambda: One(counts, calls=0),
+    "auxiliary": lambda: One(keeps_a_loss),
+    "log": lambda: One(appends, log={"losses": []}),
+    "average": with_buffer,
+}
 
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
@@ -145,7 +181,9 @@ def test_a_forward_that_assigns_is_refused_and_undone(name):
         model(X).sum().backward() if model is eager else train(model, X)
     before = str(vars(graphed.module).get(name))
     strict = graph(graphed.module, warmup=0, strict=True)
-    with pytest.raises(CaptureError, match=rf"One\.forward assigns or changes self\.{name}") as caught:
+    with pytest.raises(
+        CaptureError, match=rf"One\.forward assigns or changes self\.{name}"
+    ) as caught:
         strict(X)
     assert "in forward" in caught.value.where and "return it from forward" in caught.value.remedy
     assert before == str(vars(graphed.module).get(name))
@@ -172,7 +210,8 @@ def test_the_line_of_the_assignment_is_named():
 @pytest.mark.parametrize("draw", ["random", "numpy"])
 def test_drawing_random_numbers_on_the_host_is_refused_and_undone(draw, monkeypatch):
     numpy = pytest.importorskip("numpy")
-    # Numbers are not put back beside threads that could have drawn them; other tests may have left one.
+    # Numbers are not put back beside threads that could have drawn them; other tests may have left
+    # one.
     monkeypatch.setattr(random_state, "_alone", lambda: True)
     function = random.random if draw == "random" else numpy.random.rand
     random.seed(1)
@@ -301,7 +340,9 @@ def test_seeding_inside_a_region_is_refused(forward):
 def test_a_generator_from_elsewhere_is_refused_at_the_users_line():
     stranger = torch.Generator().manual_seed(1)
     with pytest.raises(CaptureError, match="does not hold") as caught:
-        graph(One(lambda m, x: m.linear(x) * torch.rand(4, generator=stranger)), warmup=0, strict=True)(X)
+        graph(
+            One(lambda m, x: m.linear(x) * torch.rand(4, generator=stranger)), warmup=0, strict=True
+        )(X)
     assert "test_graph_module_state.py" in caught.value.where
 
 

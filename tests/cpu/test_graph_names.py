@@ -1,4 +1,6 @@
-"""Whose name is it: the wrapped module's own names win over those of what wraps it, for reading, setting, deleting."""
+"""Whose name is it: the wrapped module's own names win over those of what wraps it, for reading,
+setting, deleting."""
+
 import copy
 import gc
 import inspect
@@ -15,23 +17,55 @@ import packgraph
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import Control, GraphedModule, graph
 
-NAMES = ["stats", "device", "strict", "capacities", "vote", "lends", "backend", "steady", "claim", "build", "close",
-         "failures", "module", "fall_back", "run_eagerly", "compiles", "capture_backend", "hold_slot", "has_free_slot",
-         "_slots", "_program", "_lock", "_backend", "_control"]
+NAMES = [
+    "stats",
+    "device",
+    "strict",
+    "capacities",
+    "vote",
+    "lends",
+    "backend",
+    "steady",
+    "claim",
+    "build",
+    "close",
+    "failures",
+    "module",
+    "fall_back",
+    "run_eagerly",
+    "compiles",
+    "capture_backend",
+    "hold_slot",
+    "has_free_slot",
+    "_slots",
+    "_program",
+    "_lock",
+    "_backend",
+    "_control",
+]
 
 
 def same_gradients(one, other):
     pairs = [(a.grad, b.grad) for a, b in zip(one.parameters(), other.parameters(), strict=True)]
-    return any(a is not None for a, _ in pairs) and all(a is b if a is None else torch.equal(a, b) for a, b in pairs)
+    return any(a is not None for a, _ in pairs) and all(
+        a is b if a is None else torch.equal(a, b) for a, b in pairs
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["child", "buffer", "parameter", "attribute", "class attribute"])
 def test_the_modules_own_names_win(name, kind):
-    forward = lambda module, x: (module.linear(x) * getattr(module, name)  # noqa: E731
-                                 if kind != "child" else getattr(module, name)(module.linear(x)))
-    kinds = {"child": lambda: nn.Linear(4, 4), "buffer": lambda: nn.Buffer(torch.tensor(3.0)),
-             "parameter": lambda: nn.Parameter(torch.tensor(3.0)), "attribute": lambda: 3.0}
+    forward = lambda module, x: (  # noqa: E731
+        module.linear(x) * getattr(module, name)
+        if kind != "child"
+        else getattr(module, name)(module.linear(x))
+    )
+    kinds = {
+        "child": lambda: nn.Linear(4, 4),
+        "buffer": lambda: nn.Buffer(torch.tensor(3.0)),
+        "parameter": lambda: nn.Parameter(torch.tensor(3.0)),
+        "attribute": lambda: 3.0,
+    }
     if kind == "class attribute":
         module = type("Named", (One,), {name: 3.0})(forward)
     else:
@@ -72,7 +106,11 @@ def test_the_wrappers_names_are_there_where_the_module_has_none():
     graphed = graph(nn.Linear(4, 4), warmup=0)
     control = packgraph.control(graphed)
     assert type(control) is Control and type(graphed) is GraphedModule
-    assert graphed.stats is control.stats and graphed.capacities == () and graphed.backend == "recorder"
+    assert (
+        graphed.stats is control.stats
+        and graphed.capacities == ()
+        and graphed.backend == "recorder"
+    )
     assert {"stats", "close", "build", "weight", "in_features"} <= set(dir(graphed))
     with pytest.raises(AttributeError, match="no_such_name"):
         graphed.no_such_name  # noqa: B018
@@ -107,7 +145,9 @@ def test_methods_of_every_module_that_this_one_overrides_are_the_modules():
 
     module = Own(4, 4)
     graphed = graph(module)
-    assert [name for name, _ in graphed.named_parameters()] == ["only"] and len(list(graphed.parameters())) == 1
+    assert [name for name, _ in graphed.named_parameters()] == ["only"] and len(
+        list(graphed.parameters())
+    ) == 1
     assert graphed.half() is graphed and module.halved and module.weight.dtype == torch.float32
     assert "own words" in repr(graphed)
     assert graphed.to(torch.float64) is graphed and module.weight.dtype == torch.float64
@@ -116,11 +156,20 @@ def test_methods_of_every_module_that_this_one_overrides_are_the_modules():
     assert graphed.zero_grad() == "patched"
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    (lambda x: x, "a function"), (nn.Linear, r"the class Linear.*Linear\(\.\.\.\)"), (None, "NoneType"),
-    (torch.ones(2), "Tensor"), ([nn.Linear(2, 2)], "list")])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda x: x, "a function"),
+        (nn.Linear, r"the class Linear.*Linear\(\.\.\.\)"),
+        (None, "NoneType"),
+        (torch.ones(2), "Tensor"),
+        ([nn.Linear(2, 2)], "list"),
+    ],
+)
 def test_what_is_no_module_is_refused_in_words(given, said):
-    with pytest.raises(TypeError, match=rf"(?s)packgraph\.graph wraps a torch\.nn\.Module, not .*{said}"):
+    with pytest.raises(
+        TypeError, match=rf"(?s)packgraph\.graph wraps a torch\.nn\.Module, not .*{said}"
+    ):
         graph(given)
 
 
@@ -158,7 +207,9 @@ def test_a_patched_forward_takes_effect(how):
     assert patched.seen == seen, "it is in the graphs now"
     del graphed.forward
     train(graphed, X, 2)
-    assert torch.equal(quietly(graphed, X), module.linear(X)) and graphed.stats.fallbacks.total() == 0
+    assert (
+        torch.equal(quietly(graphed, X), module.linear(X)) and graphed.stats.fallbacks.total() == 0
+    )
     with pytest.raises(AttributeError):
         del graphed.forward
 
@@ -177,7 +228,9 @@ def test_a_patched_forward_may_be_put_back():
     train(graphed, X)
     graphed.forward = patched.original
     train(graphed, X, 2)
-    assert torch.equal(quietly(graphed, X), graphed.linear(X)) and graphed.stats.fallbacks.total() == 0
+    assert (
+        torch.equal(quietly(graphed, X), graphed.linear(X)) and graphed.stats.fallbacks.total() == 0
+    )
 
 
 def test_a_method_with_super_may_be_bound_to_the_wrapper():
@@ -203,7 +256,9 @@ def test_a_staged_module_with_a_patched_forward_runs_it_eagerly():
     assert torch.equal(out, eager(X))
     for model in (eager, graphed):
         train(model, X, 2)
-    assert dict(graphed.stats.fallbacks) == {"its forward was replaced, so stages no longer say what it does": 3}
+    assert dict(graphed.stats.fallbacks) == {
+        "its forward was replaced, so stages no longer say what it does": 3
+    }
     assert same_gradients(eager, module)
     replayed = graphed.stats.replayed
     del graphed.forward

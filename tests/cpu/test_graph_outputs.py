@@ -1,4 +1,5 @@
 """Outputs of a captured module: which are refused, and what callers may do with them."""
+
 import copy
 import warnings
 
@@ -13,10 +14,25 @@ from packgraph.graphs.errors import PackgraphWarning
 # ---- outputs that share memory
 
 
-@pytest.mark.parametrize("function", [
-    lambda m, x, y: (y, y.t()), lambda m, x, y: (y, y[1:]), lambda m, x, y: (y, y.detach()),
-    lambda m, x, y: (y, x[1:]), lambda m, x, y: (y, m.linear.weight), lambda m, x, y: (y, m.linear.weight.view(-1)),
-], ids=["a view", "a part", "a detached alias", "a part of an input", "a parameter", "a view of a parameter"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: (y, y.t()),
+        lambda m, x, y: (y, y[1:]),
+        lambda m, x, y: (y, y.detach()),
+        lambda m, x, y: (y, x[1:]),
+        lambda m, x, y: (y, m.linear.weight),
+        lambda m, x, y: (y, m.linear.weight.view(-1)),
+    ],
+    ids=[
+        "a view",
+        "a part",
+        "a detached alias",
+        "a part of an input",
+        "a parameter",
+        "a view of a parameter",
+    ],
+)
 def test_outputs_that_share_memory_are_refused(function):
     def loop(model):
         for number in range(4):
@@ -41,9 +57,16 @@ def test_outputs_that_share_memory_are_refused(function):
     assert graphed.stats.fallbacks["capture failed"] == 3
 
 
-@pytest.mark.parametrize("function", [
-    lambda m, x, y: (y, y), lambda m, x, y: (y, x), lambda m, x, y: y.chunk(2, -1), lambda m, x, y: (y, y.t().clone()),
-], ids=["one twice", "an input", "parts", "a copy"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, y: (y, y),
+        lambda m, x, y: (y, x),
+        lambda m, x, y: y.chunk(2, -1),
+        lambda m, x, y: (y, y.t().clone()),
+    ],
+    ids=["one twice", "an input", "parts", "a copy"],
+)
 def test_other_outputs_are_fine(function):
     def act(model, number):
         first, second = model(sample(number))
@@ -77,7 +100,9 @@ def test_an_output_that_another_was_computed_from_is_no_surprise(both, recwarn):
     for number in range(6):
         for model in (eager, graphed):
             first, second = model(sample(number))
-            (first.square().sum() + second.square().sum() if both else first.square().sum()).backward()
+            (
+                first.square().sum() + second.square().sum() if both else first.square().sum()
+            ).backward()
         assert_same(gradients(eager), gradients(graphed))
     assert graphed.stats.replayed == 4
     assert not [w for w in recwarn if issubclass(w.category, PackgraphWarning)]
@@ -93,19 +118,28 @@ def test_gradients_within_a_module_are_not_shown_in_part(look, late):
     def act(model, number):
         seen = []
         first, second = model(sample(number))
-        second.retain_grad() if look == "retain_grad" else second.register_hook(lambda g: seen.append(g.clone()))
+        second.retain_grad() if look == "retain_grad" else second.register_hook(
+            lambda g: seen.append(g.clone())
+        )
         (first.square().sum() + second.square().sum()).backward()
         return [second.grad] if look == "retain_grad" else seen
 
     if late:
-        with pytest.raises(RuntimeError, match=r"an output of .* that other outputs were computed from has a hook"):
+        with pytest.raises(
+            RuntimeError, match=r"an output of .* that other outputs were computed from has a hook"
+        ):
             act(graphed, 3)
         act(eager, 3)
         eager.zero_grad()
         graphed.zero_grad()
     with pytest.warns(PackgraphWarning, match="an output that other outputs were computed from"):
         run_both(eager, graphed, act)
-    assert graphed.stats.fallbacks["a hook or retain_grad on an output that other outputs were computed from"] >= 3
+    assert (
+        graphed.stats.fallbacks[
+            "a hook or retain_grad on an output that other outputs were computed from"
+        ]
+        >= 3
+    )
 
 
 def test_a_hook_on_an_output_that_nothing_was_computed_from_fires_in_replays():
@@ -124,7 +158,10 @@ def test_a_hook_on_an_output_that_nothing_was_computed_from_fires_in_replays():
 def test_the_gradient_of_an_inner_output_alone_is_an_error():
     eager, graphed = twins(Chained)
     first, second = graphed(sample(3))
-    with pytest.raises(RuntimeError, match="asks for the gradient of an output that other outputs were computed from"):
+    with pytest.raises(
+        RuntimeError,
+        match="asks for the gradient of an output that other outputs were computed from",
+    ):
         torch.autograd.grad(first.square().sum() + second.square().sum(), second)
     first, second = eager(sample(3))
     torch.autograd.grad(first.square().sum() + second.square().sum(), second)
@@ -156,7 +193,10 @@ def test_writing_to_an_output_that_the_backward_reads_is_an_error(which):
         if which:
             act(model)
         else:
-            with pytest.raises(RuntimeError, match=r"inplace operation|an argument or output of shape .* changed in"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"inplace operation|an argument or output of shape .* changed in",
+            ):
                 act(model)
     if which:
         assert_same(gradients(eager), gradients(graphed))

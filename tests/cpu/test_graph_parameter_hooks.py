@@ -1,4 +1,6 @@
-"""Hooks of parameters that a replay's backward brings no gradient: autograd must not seem to bring one."""
+"""Hooks of parameters that a replay's backward brings no gradient: autograd must not seem to bring
+one."""
+
 import contextlib
 import gc
 import weakref
@@ -26,7 +28,9 @@ def hooked(module, kind):
     """What a hook of the weight has seen, and its handle."""
     seen = []
     if kind == "register_hook":
-        return seen, module.linear.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        return seen, module.linear.weight.register_hook(
+            lambda gradient: seen.append(gradient.clone())
+        )
 
     def descend(parameter):  # as an optimizer in the backward does
         seen.append(parameter.grad.clone())
@@ -95,7 +99,9 @@ def nests(module, handles):
 
 @contextlib.contextmanager
 def zeroes(module, handles):
-    with removed(module.scale.register_post_accumulate_grad_hook(lambda parameter: module.zero_grad())):
+    with removed(
+        module.scale.register_post_accumulate_grad_hook(lambda parameter: module.zero_grad())
+    ):
         yield lambda loss: loss.backward()
 
 
@@ -115,7 +121,9 @@ def inner(module):
 
 
 @pytest.mark.parametrize("later", ["removed", "another"])
-@pytest.mark.parametrize("happens", [only_inputs, fails, removes_one, nests, zeroes], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "happens", [only_inputs, fails, removes_one, nests, zeroes], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_survive_whatever_happens_to_a_backward(kind, happens, later):
     def run(model, module):
@@ -140,7 +148,10 @@ def test_hooks_survive_whatever_happens_to_a_backward(kind, happens, later):
     graphed = graph(module, warmup=1)
     (expected, gradients), (found, others) = run(eager, eager), run(graphed, module)
     assert expected == found and graphed.stats.replayed == 5
-    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
+    assert all(
+        (a is None and b is None) or torch.equal(a, b)
+        for a, b in zip(gradients, others, strict=True)
+    )
 
 
 def test_nothing_is_held_after_a_backward_that_did_not_come_to_a_parameter():

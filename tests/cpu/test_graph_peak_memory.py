@@ -1,4 +1,5 @@
 """Whoever starts the allocator's statistics again forgets no peak."""
+
 from collections import Counter
 
 import pytest
@@ -15,9 +16,16 @@ def peaks(monkeypatch):
     said = {"allocated": 0, "reserved": 0}
     nested = {kind: f"{kind}_bytes" for kind in said}
     monkeypatch.setattr(peak_memory, "_MOST", Counter())
-    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: {
-        nested[kind]: {"all": {"current": 1, "peak": peak}} for kind, peak in said.items()})
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: said.update(dict.fromkeys(said, 1)))
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        "memory_stats_as_nested_dict",
+        lambda device: {
+            nested[kind]: {"all": {"current": 1, "peak": peak}} for kind, peak in said.items()
+        },
+    )
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: said.update(dict.fromkeys(said, 1))
+    )
     for kind in said:
         monkeypatch.setattr(torch.cuda, f"max_memory_{kind}", lambda device, kind=kind: said[kind])
     return said
@@ -25,7 +33,10 @@ def peaks(monkeypatch):
 
 def test_the_most_of_all_stretches_is_known(peaks):
     peaks.update(allocated=5, reserved=8)
-    assert peak_memory.look(DEVICE)["allocated_bytes"]["all"]["peak"] == 5 and peaks == {"allocated": 1, "reserved": 1}
+    assert peak_memory.look(DEVICE)["allocated_bytes"]["all"]["peak"] == 5 and peaks == {
+        "allocated": 1,
+        "reserved": 1,
+    }
     assert (peak_memory.most_allocated(DEVICE), peak_memory.most_reserved(DEVICE)) == (5, 8)
     peaks.update(allocated=3, reserved=9)
     peak_memory.look(DEVICE)

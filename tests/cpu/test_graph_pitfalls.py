@@ -1,4 +1,5 @@
 """Calls that once gave wrong numbers: what is baked must be in the key, checked, or refused."""
+
 import threading
 import warnings
 
@@ -40,8 +41,11 @@ class Three(nn.Module):
         return {"x": x}
 
     def stages(self):
-        return [Stage("attn", 0, lambda s: {**s, "x": self.first(s["x"]), "index": s["x"].argmax(-1)}),
-                Stage("moe_dispatch", 0, lambda s: self.between(self, s)), Stage("mlp", 0, self.finish)]
+        return [
+            Stage("attn", 0, lambda s: {**s, "x": self.first(s["x"]), "index": s["x"].argmax(-1)}),
+            Stage("moe_dispatch", 0, lambda s: self.between(self, s)),
+            Stage("mlp", 0, self.finish),
+        ]
 
     def finish(self, state):
         out = self.second(state["x"]) * state.get("n", 1)
@@ -59,7 +63,9 @@ def partial(module):
 
 
 def test_two_arguments_that_were_one_tensor_at_capture():
-    eager, graphed = (wrap(One(lambda m, a, b: (m.linear(a) * b).sum())) for wrap in (lambda m: m, graph))
+    eager, graphed = (
+        wrap(One(lambda m, a, b: (m.linear(a) * b).sum())) for wrap in (lambda m: m, graph)
+    )
     x, y = torch.randn(3, 4), torch.randn(3, 4)
     for pair in ((x, x), (x, x), (x, x), (x, y), (y, x)):
         assert torch.equal(graphed(*pair), eager(*pair))
@@ -89,8 +95,17 @@ def changes_in_place(m, s, calls):
     return s
 
 
-@pytest.mark.parametrize("stage", [drops_the_tensor, writes_a_host_number, starts_to_need_a_gradient, changes_dtype,
-                                   changes_in_place], ids=lambda stage: stage.__name__)
+@pytest.mark.parametrize(
+    "stage",
+    [
+        drops_the_tensor,
+        writes_a_host_number,
+        starts_to_need_a_gradient,
+        changes_dtype,
+        changes_in_place,
+    ],
+    ids=lambda stage: stage.__name__,
+)
 def test_an_eager_stage_that_changes_its_mind_is_seen(stage):
     def make():
         calls = []
@@ -118,7 +133,10 @@ def test_an_eager_stage_that_changes_its_mind_is_seen(stage):
     graphed = partial(model)
     got = loop(graphed, calls)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert graphed.stats.fallbacks["an eager stage made another state than at capture (one region)"] >= 3
+    assert (
+        graphed.stats.fallbacks["an eager stage made another state than at capture (one region)"]
+        >= 3
+    )
 
 
 def test_what_an_eager_stage_keeps_or_returns_does_not_change_later():
@@ -146,7 +164,8 @@ def test_checkpoint_around_a_graphed_module_runs_it_eagerly():
     graphed = graph(make(), warmup=0)
     assert all(torch.equal(a, b) for a, b in zip(loop(make()), loop(graphed), strict=True))
     assert list(graphed.stats.fallbacks) == [
-        "saved-tensor hooks are active (checkpoint or offload around the module)"]
+        "saved-tensor hooks are active (checkpoint or offload around the module)"
+    ]
 
 
 def part_without_autocast(m, a):
@@ -159,7 +178,9 @@ def weight_used_twice(m, a):
     return m.linear(m.linear(a)).float().pow(2).mean()
 
 
-@pytest.mark.parametrize("function", [part_without_autocast, weight_used_twice], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [part_without_autocast, weight_used_twice], ids=lambda f: f.__name__
+)
 def test_autocast_ends_with_the_forward_and_caches_as_in_eager(function):
     def loop(model):
         torch.manual_seed(1)
@@ -175,7 +196,9 @@ def test_autocast_ends_with_the_forward_and_caches_as_in_eager(function):
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.parametrize("argument", [{1, 2}, slice(1), object(), torch.Generator()], ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize(
+    "argument", [{1, 2}, slice(1), object(), torch.Generator()], ids=lambda a: type(a).__name__
+)
 def test_arguments_that_no_key_can_hold_run_eagerly(argument):
     graphed = graph(One(lambda m, a, other: m.linear(a)), warmup=0)
     graphed(torch.randn(3, 4), argument).sum().backward()
@@ -188,7 +211,9 @@ def test_not_a_number_and_signed_zeros_are_keys_like_others():
     for factor in (float("nan"), float("nan"), 0.0, -0.0):
         out = graphed(x, factor)
         out.square().sum().backward()
-    assert graphed.stats.captured == 3 and torch.equal(out.signbit(), ~(graphed.linear(x) * 0.0).signbit())
+    assert graphed.stats.captured == 3 and torch.equal(
+        out.signbit(), ~(graphed.linear(x) * 0.0).signbit()
+    )
 
 
 def test_gradients_in_a_users_flat_buffer_stay_there():
@@ -199,7 +224,10 @@ def test_gradients_in_a_users_flat_buffer_stay_there():
     graphed.linear.weight.grad, graphed.linear.bias.grad = flat[:16].view(4, 4), flat[16:]
     for _ in range(2):
         graphed(x).sum().backward()
-    assert torch.equal(flat[16:], torch.full((4,), 6.0)) and graphed.linear.bias.grad.data_ptr() == flat[16:].data_ptr()
+    assert (
+        torch.equal(flat[16:], torch.full((4,), 6.0))
+        and graphed.linear.bias.grad.data_ptr() == flat[16:].data_ptr()
+    )
 
 
 def test_memory_layout_is_part_of_the_key():
@@ -234,6 +262,7 @@ def test_microbatches_in_flight_survive_a_recapture_and_a_close():
 
 def test_an_lstm_can_be_captured():
     make = lambda: (torch.manual_seed(0), nn.LSTM(4, 8))[1]  # noqa: E731
+
     def loop(model):
         torch.manual_seed(1)
         for _ in range(3):
@@ -241,7 +270,9 @@ def test_an_lstm_can_be_captured():
             (out.sum() + h.sum() + c.sum()).backward()
         return [out.detach(), *(p.grad for p in model.parameters())]
 
-    assert all(torch.equal(a, b) for a, b in zip(loop(make()), loop(graph(make(), warmup=0)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(loop(make()), loop(graph(make(), warmup=0)), strict=True)
+    )
 
 
 def test_an_error_in_an_eager_stage_gives_the_slot_back():
@@ -285,7 +316,6 @@ def test_a_result_that_no_graph_can_make_is_refused():
     with pytest.warns(PackgraphWarning, match="returns a Result"):
         graphed(torch.randn(3, 4)).loss.backward()
     assert graphed.stats.fallbacks["capture failed"] == 1
-
 
 
 def test_threads_may_share_a_graphed_module():

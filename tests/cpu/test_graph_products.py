@@ -1,4 +1,6 @@
-"""Gradients of weights that are added by the product that makes them: where, where not, and with what result."""
+"""Gradients of weights that are added by the product that makes them: where, where not, and with
+what result."""
+
 import pytest
 import torch
 from torch import nn
@@ -27,8 +29,10 @@ class Chain(nn.Module):
         return {"x": x}
 
     def stages(self):
-        return [Stage("mlp", number, lambda state, layer=layer: {"x": layer(state["x"]).tanh()})
-                for number, layer in enumerate(self.layers)]
+        return [
+            Stage("mlp", number, lambda state, layer=layer: {"x": layer(state["x"]).tanh()})
+            for number, layer in enumerate(self.layers)
+        ]
 
     def end(self, state):
         return state["x"]
@@ -82,7 +86,9 @@ def same(left, right) -> bool:
 
 
 def test_weights_get_their_products_in_place_eagerly_and_in_graphs(added):
-    gradients(graphed(Chain()), "compare")  # the first code that torch compiles changes what its layers call
+    gradients(
+        graphed(Chain()), "compare"
+    )  # the first code that torch compiles changes what its layers call
     added.clear()
     eager = gradients(graphed(Chain()), "compare")
     assert added == [False] * 3 + [True] * 9, "compiling ahead adds to nothing, three calls do"
@@ -93,7 +99,11 @@ def test_weights_get_their_products_in_place_eagerly_and_in_graphs(added):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     (variant,) = module._slots.all[0].variants.values()
     (region,) = variant.regions.values()
-    names = [str(node[0]) for node in region.backward.graph.program if not isinstance(node[0], CompiledCode)]
+    names = [
+        str(node[0])
+        for node in region.backward.graph.program
+        if not isinstance(node[0], CompiledCode)
+    ]
     assert names == ["aten._foreach_add_.List"], "that of the one bias"
 
 
@@ -107,7 +117,8 @@ def test_weights_behind_hooks_of_saved_tensors_get_their_products_in_place(added
 
 
 def test_a_checkpoint_around_a_compiled_module_is_an_eager_one():
-    """Its first call compiles ahead, which the checkpoint is not to see, and so does its backward."""
+    """Its first call compiles ahead, which the checkpoint is not to see, and so does its
+    backward."""
     module = graphed(Chain(), strict=False)
     for x in inputs():
         checkpoint(module, x, use_reentrant=False).square().sum().backward()
@@ -119,7 +130,9 @@ def test_zeros_come_first_where_there_is_no_gradient_yet():
     def forget(module):
         module.zero_grad(set_to_none=True)
 
-    assert same(gradients(graphed(Chain()), "compare", forget), gradients(graphed(Chain()), before=forget))
+    assert same(
+        gradients(graphed(Chain()), "compare", forget), gradients(graphed(Chain()), before=forget)
+    )
 
 
 def test_whoever_asks_for_the_gradient_itself_gets_it(added):
@@ -145,7 +158,9 @@ def test_hooks_see_the_gradient(reason):
 
 def test_gradients_of_weights_with_several_uses_are_summed_first(added):
     eager = gradients(graphed(Chain(reuse=True)), "compare")
-    assert added[4:] == [False, True, False, True] * 3, "of the last layer, which is the second one, and so on"
+    assert added[4:] == [False, True, False, True] * 3, (
+        "of the last layer, which is the second one, and so on"
+    )
     module = graphed(Chain(reuse=True))
     assert same(eager, gradients(module)) and module.stats.replayed == 2
 
@@ -162,7 +177,8 @@ def test_nothing_is_added_in_place_beside_stages_that_are_not_compiled(added):
 
 
 def traced_backward() -> torch.fx.GraphModule:
-    """The backward of x @ weight.T as AOTAutograd names things: gradients of weight and x, as Inductor gets them."""
+    """The backward of x @ weight.T as AOTAutograd names things: gradients of weight and x, as
+    Inductor gets them."""
     from torch._inductor.compile_fx import record_original_output_strides
 
     graph = torch.fx.Graph()
@@ -172,8 +188,14 @@ def traced_backward() -> torch.fx.GraphModule:
     ours = graph.call_function(aten.mm.default, (turned, x))
     theirs = graph.call_function(aten.mm.default, (tangent, weight))
     output = graph.output((ours, theirs))
-    for node, shape in ((weight, (3, 2)), (x, (5, 2)), (tangent, (5, 3)), (turned, (3, 5)), (ours, (3, 2)),
-                        (theirs, (5, 2))):
+    for node, shape in (
+        (weight, (3, 2)),
+        (x, (5, 2)),
+        (tangent, (5, 3)),
+        (turned, (3, 5)),
+        (ours, (3, 2)),
+        (theirs, (5, 2)),
+    ):
         node.meta["val"] = torch.zeros(shape)
     output.meta["user_visible_output_idxs"] = [0, 1]  # as compile_fx_backward does
     module = torch.fx.GraphModule({}, graph)
@@ -196,8 +218,12 @@ def test_inductor_pads_for_the_outputs_that_are_left():
 def test_a_total_has_memory_of_its_own():
     backward = traced_backward()
     take_products(backward, {0})
-    weight, x, tangent, total = (node.meta["val"] for node in backward.graph.find_nodes(op="placeholder"))
-    assert total.shape == weight.shape and total.data_ptr() != weight.data_ptr(), "writes to it are not to the weight"
+    weight, x, tangent, total = (
+        node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")
+    )
+    assert total.shape == weight.shape and total.data_ptr() != weight.data_ptr(), (
+        "writes to it are not to the weight"
+    )
     gradients = backward(weight, x.fill_(2), tangent.fill_(3), total.fill_(4))
     assert gradients[0] is None and torch.equal(total, torch.full((3, 2), 34.0))
 

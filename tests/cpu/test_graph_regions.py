@@ -1,4 +1,5 @@
 """Cutting stages into regions, and the recorder's placement of memory."""
+
 import itertools
 from dataclasses import dataclass
 
@@ -8,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packgraph.graphs.recorder.pool import RecordedStorage, RecorderPool
-from packgraph.graphs.regions import GRANULARITIES, STAGE_NAMES, Run, cut_runs, expand_scope, scope_errors
+from packgraph.graphs.regions import (
+    GRANULARITIES,
+    STAGE_NAMES,
+    Run,
+    cut_runs,
+    expand_scope,
+    scope_errors,
+)
 
 
 @dataclass(frozen=True)
@@ -18,22 +26,36 @@ class Named:
     eager: str = ""
 
 
-DECODER = [Named("embed", -1), *[Named(n, i) for i in range(2) for n in ("attn", "mlp")], Named("head", 2)]
+DECODER = [
+    Named("embed", -1),
+    *[Named(n, i) for i in range(2) for n in ("attn", "mlp")],
+    Named("head", 2),
+]
 
 
-@pytest.mark.parametrize(("scope", "granularity", "expected"), [
-    (None, "chunk", [(0, 6, True)]),
-    (None, "layer", [(0, 1, True), (1, 3, True), (3, 5, True), (5, 6, True)]),
-    (["attn", "mlp"], "chunk", [(0, 1, False), (1, 5, True), (5, 6, False)]),
-    (["attn", "mlp"], "layer", [(0, 1, False), (1, 3, True), (3, 5, True), (5, 6, False)]),
-    (["mlp"], "chunk", [(0, 2, False), (2, 3, True), (3, 4, False), (4, 5, True), (5, 6, False)]),
-])
+@pytest.mark.parametrize(
+    ("scope", "granularity", "expected"),
+    [
+        (None, "chunk", [(0, 6, True)]),
+        (None, "layer", [(0, 1, True), (1, 3, True), (3, 5, True), (5, 6, True)]),
+        (["attn", "mlp"], "chunk", [(0, 1, False), (1, 5, True), (5, 6, False)]),
+        (["attn", "mlp"], "layer", [(0, 1, False), (1, 3, True), (3, 5, True), (5, 6, False)]),
+        (
+            ["mlp"],
+            "chunk",
+            [(0, 2, False), (2, 3, True), (3, 4, False), (4, 5, True), (5, 6, False)],
+        ),
+    ],
+)
 def test_runs_of_a_decoder(scope, granularity, expected):
     assert cut_runs(DECODER, scope, granularity) == tuple(Run(*run) for run in expected)
 
 
-@given(st.lists(st.tuples(st.sampled_from(STAGE_NAMES), st.integers(0, 3)), min_size=1, max_size=20),
-       st.sets(st.sampled_from(STAGE_NAMES), min_size=1), st.sampled_from(GRANULARITIES))
+@given(
+    st.lists(st.tuples(st.sampled_from(STAGE_NAMES), st.integers(0, 3)), min_size=1, max_size=20),
+    st.sets(st.sampled_from(STAGE_NAMES), min_size=1),
+    st.sampled_from(GRANULARITIES),
+)
 def test_runs_cover_all_stages_in_order_and_colour_them_right(stages, scope, granularity):
     stages = [Named(*stage) for stage in sorted(stages, key=lambda stage: stage[1])]
     if scope_errors(stages, scope, granularity):
@@ -51,11 +73,16 @@ def test_runs_cover_all_stages_in_order_and_colour_them_right(stages, scope, gra
 
 
 def test_the_moe_scope_means_every_moe_stage():
-    stages = [Named(name, 0) for name in ("attn", "moe_router", "moe_preprocess", "moe_dispatch", "moe_experts")]
+    stages = [
+        Named(name, 0)
+        for name in ("attn", "moe_router", "moe_preprocess", "moe_dispatch", "moe_experts")
+    ]
     assert cut_runs(stages, ["moe"], "chunk") == (Run(0, 1, False), Run(1, 5, True))
 
 
-lifetimes = st.lists(st.tuples(st.integers(1, 500), st.integers(0, 40), st.integers(1, 40)), max_size=40)
+lifetimes = st.lists(
+    st.tuples(st.integers(1, 500), st.integers(0, 40), st.integers(1, 40)), max_size=40
+)
 
 
 @given(st.lists(lifetimes, min_size=1, max_size=3))
@@ -63,8 +90,10 @@ def test_blocks_that_live_together_never_share_memory(variants):
     pool = RecorderPool()
     top = 0
     for variant in variants:
-        blocks = [RecordedStorage(size, birth, None, birth + life)
-                  for size, birth, life in sorted(variant, key=lambda b: b[1])]
+        blocks = [
+            RecordedStorage(size, birth, None, birth + life)
+            for size, birth, life in sorted(variant, key=lambda b: b[1])
+        ]
         places = pool.place(blocks)
         for i, (a, pa) in enumerate(zip(blocks, places, strict=True)):
             for b, pb in list(zip(blocks, places, strict=True))[:i]:
@@ -72,7 +101,9 @@ def test_blocks_that_live_together_never_share_memory(variants):
                     assert pa[1] + a.nbytes <= pb[1] or pb[1] + b.nbytes <= pa[1]
             assert pa[1] % 64 == 0 and pa[1] + a.nbytes <= pa[0].numel()
         top = max(top, sum(-(-b.nbytes // 64) * 64 for b in blocks))
-    assert pool.nbytes() <= sum(-(-size // 64) * 64 for variant in variants for size, _, _ in variant)
+    assert pool.nbytes() <= sum(
+        -(-size // 64) * 64 for variant in variants for size, _, _ in variant
+    )
 
 
 def test_a_block_still_referenced_keeps_its_own_memory():

@@ -1,8 +1,10 @@
-"""What a CUDA graph cannot hold of random generators, and settings under which a backward was captured.
+"""What a CUDA graph cannot hold of random generators, and settings under which a backward was
+captured.
 
-A CUDA graph draws by the distance from where its replay begins, and none of its calls of the host is repeated. The
-recorder repeats them, so what CUDA refuses is asked for here.
+A CUDA graph draws by the distance from where its replay begins, and none of its calls of the host
+is repeated. The recorder repeats them, so what CUDA refuses is asked for here.
 """
+
 import _thread
 import threading
 import time
@@ -23,7 +25,10 @@ class Checkpointed(nn.Module):
     def __init__(self, share, inner=True):
         super().__init__()
         self.first, self.inner = nn.Linear(4, 4), inner
-        self.block, self.drop = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), nn.Dropout(share)
+        self.block, self.drop = (
+            nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
+            nn.Dropout(share),
+        )
 
     def forward(self, x):
         hidden = self.first(x)
@@ -55,9 +60,16 @@ def as_on_cuda(monkeypatch):
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize(("make", "what"), [
-    (lambda: Checkpointed(0.5), "random numbers are drawn after captured code has set the state"),
-    (Setting, "captured code sets the state of a random generator: a replay")])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (
+            lambda: Checkpointed(0.5),
+            "random numbers are drawn after captured code has set the state",
+        ),
+        (Setting, "captured code sets the state of a random generator: a replay"),
+    ],
+)
 def test_numbers_that_a_replay_would_draw_otherwise_are_refused(make, what):
     with pytest.raises(CaptureError, match=what):
         graph(make(), warmup=0, strict=True)(sample(0))
@@ -86,7 +98,9 @@ def test_a_state_that_is_set_is_refused_beside_other_threads_too():
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        with pytest.raises(CaptureError, match="captured code sets the state of a random generator"):
+        with pytest.raises(
+            CaptureError, match="captured code sets the state of a random generator"
+        ):
             graph(Setting(), warmup=0, strict=True)(sample(0))
     finally:
         done.set()
@@ -117,7 +131,9 @@ def test_a_thread_that_python_did_not_begin_could_not_draw_while_it_runs_no_code
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@pytest.mark.parametrize("make", [lambda: Checkpointed(0.0), lambda: Checkpointed(0.5, inner=False)])
+@pytest.mark.parametrize(
+    "make", [lambda: Checkpointed(0.0), lambda: Checkpointed(0.5, inner=False)]
+)
 def test_checkpoints_that_draw_nothing_again_are_captured(make):
     graphed = graph(make(), warmup=1, strict=True)
     for number in range(3):
@@ -142,7 +158,10 @@ def precise():
 @pytest.mark.parametrize("change", [precise, lambda: torch.use_deterministic_algorithms(True)])
 def test_settings_that_change_between_forward_and_backward_are_an_error(change):
     _, graphed = twins(Net)
-    precision, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    precision, deterministic = (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
     torch.set_float32_matmul_precision("medium")
     try:
         for number in range(2):

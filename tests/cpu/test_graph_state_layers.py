@@ -1,4 +1,6 @@
-"""What others put into classes of torch: compared where code can call it, and left alone elsewhere."""
+"""What others put into classes of torch: compared where code can call it, and left alone
+elsewhere."""
+
 import pytest
 import torch
 from statekit import One, X, quietly
@@ -18,16 +20,24 @@ def functions(walk):
     return {table.place.path for table in walk.tables if table.holder is scaled}
 
 
-@pytest.mark.parametrize(("kind", "names"), [(torch.nn.Module, ["__call__", "train", "__getattr__"]),
-                                             (torch.Tensor, ["add", "backward", "__torch_function__"])])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (torch.nn.Module, ["__call__", "train", "__getattr__"]),
+        (torch.Tensor, ["add", "backward", "__torch_function__"]),
+    ],
+)
 def test_names_of_torchs_own_classes_are_known(kind, names):
     assert all(is_of_torch(kind, name) for name in names) and not is_of_torch(kind, "scaled")
 
 
-@pytest.mark.parametrize(("name", "package", "walked"), [
-    ("scaled", "pytest", False), ("scaled", __name__, True), ("__matmul__", "pytest", True)])
+@pytest.mark.parametrize(
+    ("name", "package", "walked"),
+    [("scaled", "pytest", False), ("scaled", __name__, True), ("__matmul__", "pytest", True)],
+)
 def test_what_a_library_adds_to_all_modules_is_walked_where_code_names_it_or_python_calls_it(
-        name, package, walked, monkeypatch):
+    name, package, walked, monkeypatch
+):
     monkeypatch.setattr(torch.nn.Module, name, scaled, raising=False)
     monkeypatch.setattr(scaled, "__module__", package)
     assert bool(functions(Walk(One(lambda module, x: module.linear(x))))) == walked
@@ -57,8 +67,12 @@ def by_an_operator(module, x):
     return module @ x
 
 
-@pytest.mark.parametrize("function", [by_name, by_string, by_beginning, by_attribute, by_value, by_an_operator])
-def test_a_method_that_a_library_adds_to_all_modules_is_watched_where_code_names_it(function, monkeypatch):
+@pytest.mark.parametrize(
+    "function", [by_name, by_string, by_beginning, by_attribute, by_value, by_an_operator]
+)
+def test_a_method_that_a_library_adds_to_all_modules_is_watched_where_code_names_it(
+    function, monkeypatch
+):
     monkeypatch.setattr(scaled, "__module__", "pytest")  # as of an installed package
     monkeypatch.setattr(torch.nn.Module, "scaled", scaled, raising=False)
     monkeypatch.setattr(torch.nn.Module, "__matmul__", scaled, raising=False)

@@ -1,4 +1,6 @@
-"""A steady block looks at calls only briefly, but at all that may differ between two of its calls."""
+"""A steady block looks at calls only briefly, but at all that may differ between two of its
+calls."""
+
 import pytest
 import torch
 from torch import nn
@@ -83,7 +85,8 @@ def test_a_capture_that_fails_is_not_tried_again(monkeypatch):
 
 
 class Optional(Scored):
-    """A call with arguments that may be left out, as a decoder's: tokens or hidden states, a number of ranks."""
+    """A call with arguments that may be left out, as a decoder's: tokens or hidden states, a number
+    of ranks."""
 
     def forward(self, tokens, x, ranks=None):
         return super().forward(x) * (1 if ranks is None else ranks)
@@ -96,11 +99,15 @@ def test_calls_with_constants_are_known_too(monkeypatch):
     for ranks in (None, 1, 3):
         forward_backward(graphed, None, x, ranks)
     looked, look = [], graphed_module.signature
-    monkeypatch.setattr(graphed_module, "signature", lambda *call: looked.append(call) or look(*call))
+    monkeypatch.setattr(
+        graphed_module, "signature", lambda *call: looked.append(call) or look(*call)
+    )
     with graphed.steady():
         for ranks in (2, None, 1, 3, 2, None, 1, 3, 2):
             expected = graphed.module(None, x, ranks)
             assert torch.equal(forward_backward(graphed, None, x, ranks), expected.detach())
         assert len(looked) == 4, "each once"
-        assert forward_backward(graphed, None, x, True).equal(graphed.module(None, x, True).detach())
+        assert forward_backward(graphed, None, x, True).equal(
+            graphed.module(None, x, True).detach()
+        )
         assert len(looked) == 5, "True is not 1, nor 2"

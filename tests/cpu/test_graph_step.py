@@ -1,4 +1,5 @@
 """A whole step in one graph equals the same loop run eagerly, bit by bit."""
+
 import contextlib
 import random
 
@@ -64,7 +65,9 @@ def test_a_full_bank_falls_back_and_stays_exact():
     step = graphed_step(model, step_of(model), limit=2)
     expected = train_steps(eager_model, step_of(eager_model), steps=12)
     assert differences(expected, train_steps(model, step, steps=12)) == []
-    assert step.stats.fallbacks["too many different call signatures"] > 0 and step.stats.replayed > 0
+    assert (
+        step.stats.fallbacks["too many different call signatures"] > 0 and step.stats.replayed > 0
+    )
 
 
 def test_the_optimizer_may_be_part_of_the_step():
@@ -79,7 +82,11 @@ def test_the_optimizer_may_be_part_of_the_step():
         for number in range(6):
             rate.fill_(0.01 / (1 + number))
             pair = toy_inputs(8)
-            with packgraph.eager("warm-up: the optimizer makes its state") if number == 0 else contextlib.nullcontext():
+            with (
+                packgraph.eager("warm-up: the optimizer makes its state")
+                if number == 0
+                else contextlib.nullcontext()
+            ):
                 losses.append(step((pair[0], pair[1].detach())))
         return torch.stack(losses), [p.detach().clone() for p in model.parameters()]
 
@@ -130,5 +137,7 @@ def test_packed_batches_are_step_arguments():
         replayed = step(batch, batch)
         gradient = embedding.weight.grad.clone()
         embedding.weight.grad = None
-        assert torch.equal(run(batch, batch), replayed) and torch.equal(embedding.weight.grad, gradient)
+        assert torch.equal(run(batch, batch), replayed) and torch.equal(
+            embedding.weight.grad, gradient
+        )
     assert step.stats.captured == 1

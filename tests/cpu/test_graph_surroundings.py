@@ -1,4 +1,6 @@
-"""What is around a call, and a replay would not show: the call runs eagerly under a reason, and replays afterwards."""
+"""What is around a call, and a replay would not show: the call runs eagerly under a reason, and
+replays afterwards."""
+
 import contextlib
 import copy
 import warnings
@@ -29,7 +31,10 @@ def train(model, calls=3):
 
 
 def same_gradients(eager, graphed):
-    return all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), graphed.parameters(), strict=True))
+    return all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(eager.parameters(), graphed.parameters(), strict=True)
+    )
 
 
 def tangents(model):
@@ -38,7 +43,9 @@ def tangents(model):
         dual = forward_ad.make_dual(X, torch.ones_like(X))
         weight = forward_ad.make_dual(model.linear.weight.detach(), torch.ones(4, 4))
         of_input = forward_ad.unpack_dual(model(dual)).tangent
-        of_weight = forward_ad.unpack_dual(torch.func.functional_call(model, {"linear.weight": weight}, (X,))).tangent
+        of_weight = forward_ad.unpack_dual(
+            torch.func.functional_call(model, {"linear.weight": weight}, (X,))
+        ).tangent
     return [of_input, of_weight]
 
 
@@ -102,10 +109,16 @@ def cached(model):
 
 CASES = {
     "dual tensors": (tangents, fallback.TANGENTS),
-    "jvp": (lambda model: list(torch.func.jvp(model, (X,), (torch.ones_like(X),))), fallback.TRANSFORMED),
+    "jvp": (
+        lambda model: list(torch.func.jvp(model, (X,), (torch.ones_like(X),))),
+        fallback.TRANSFORMED,
+    ),
     "vmap": (lambda model: [torch.func.vmap(model)(torch.stack([X, X * 2]))], fallback.TRANSFORMED),
     "grad": (lambda model: [torch.func.grad(lambda x: model(x).sum())(X)], fallback.TRANSFORMED),
-    "hessian": (lambda model: [torch.func.hessian(lambda x: model(x).sum())(X[0])], fallback.TRANSFORMED),
+    "hessian": (
+        lambda model: [torch.func.hessian(lambda x: model(x).sum())(X[0])],
+        fallback.TRANSFORMED,
+    ),
     "anomaly": (lambda model: anomaly(model), fallback.ANOMALY),
     "flops": (flops, fallback.MODES),
     "dispatch mode": (dispatched, fallback.MODES),
@@ -113,7 +126,10 @@ CASES = {
     "checkpoint": (checkpointed, fallback.SAVED_TENSOR_HOOKS),
     "saved on the host": (on_the_host, fallback.SAVED_TENSOR_HOOKS),
     "cached": (cached, fallback.CACHED),
-    "traced": (lambda model: [torch.jit.trace(model, (X,), check_trace=False)(X * 2)], fallback.TRACED),
+    "traced": (
+        lambda model: [torch.jit.trace(model, (X,), check_trace=False)(X * 2)],
+        fallback.TRACED,
+    ),
 }
 
 
@@ -142,7 +158,9 @@ def test_a_call_that_a_replay_would_hide_runs_eagerly_and_the_next_replays(case,
     before = graphed.stats.replayed
     for model in (eager, graphed):
         train(model)
-    assert graphed.stats.replayed == before + 3 and graphed.stats.captured == 1, "no key was given up"
+    assert graphed.stats.replayed == before + 3 and graphed.stats.captured == 1, (
+        "no key was given up"
+    )
     assert same_gradients(eager, graphed) and not graphed.stats.recaptures
 
 
@@ -190,7 +208,9 @@ def test_anomaly_detection_finds_the_users_line_and_dooms_nothing():
             loss = (graphed(bad) * 0).sum()
             with pytest.raises(RuntimeError, match="SqrtBackward0"):
                 loss.backward()
-    assert any("sqrt()" in str(warning.message) for warning in caught), "the forward's line is in what torch says"
+    assert any("sqrt()" in str(warning.message) for warning in caught), (
+        "the forward's line is in what torch says"
+    )
     graphed(good).square().sum().backward()
     assert graphed.stats.replayed == 4 and dict(graphed.stats.fallbacks) == {fallback.ANOMALY: 1}
 
@@ -271,9 +291,17 @@ def nothing_around():
     return contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("around", [
-    nothing_around, lambda: torch.device("cpu"), torch.enable_grad, lambda: torch.profiler.record_function("step"),
-    lambda: torch.autograd.set_detect_anomaly(False), lambda: torch.autograd.profiler.profile()])
+@pytest.mark.parametrize(
+    "around",
+    [
+        nothing_around,
+        lambda: torch.device("cpu"),
+        torch.enable_grad,
+        lambda: torch.profiler.record_function("step"),
+        lambda: torch.autograd.set_detect_anomaly(False),
+        lambda: torch.autograd.profiler.profile(),
+    ],
+)
 def test_what_changes_nothing_lets_calls_replay(around):
     eager, graphed = made(strict=True)
     for model in (eager, graphed):
@@ -293,4 +321,8 @@ def test_another_default_device_is_another_key():
     with torch.device("cpu"):
         train(graphed)
     train(graphed)
-    assert graphed.stats.captured == 2 and graphed.stats.replayed == 9 and graphed.stats.fallbacks.total() == 1
+    assert (
+        graphed.stats.captured == 2
+        and graphed.stats.replayed == 9
+        and graphed.stats.fallbacks.total() == 1
+    )

@@ -1,4 +1,6 @@
-"""A second thread begins to train, and backwards that run their forward again: step by step, by events."""
+"""A second thread begins to train, and backwards that run their forward again: step by step, by
+events."""
+
 import contextlib
 import copy
 import threading
@@ -28,7 +30,11 @@ class SlowAdds(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.read, self.go_on, self.written = threading.Event(), threading.Event(), threading.Event()
+        self.read, self.go_on, self.written = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is not torch.ops.aten.add_.Tensor:
@@ -54,7 +60,8 @@ def trained(steps=3, width=8):
 
 
 def test_autograd_adds_while_another_thread_replays(monkeypatch):
-    """A second thread begins to train: what autograd adds for it takes as long as a replay of the first thread."""
+    """A second thread begins to train: what autograd adds for it takes as long as a replay of the
+    first thread."""
     eager, graphed = trained()
     slow, take = SlowAdds(), SeparateGradients.take
 
@@ -103,7 +110,9 @@ def test_autograd_adds_while_another_thread_moves_a_gradient(where):
     slow = SlowCopies()
 
     def first():
-        with slow if where == "call" else contextlib.nullcontext():  # which makes the call an eager one
+        with (
+            slow if where == "call" else contextlib.nullcontext()
+        ):  # which makes the call an eager one
             loss = quietly(lambda: graphed(whole(4, 10, 8)).sum())
         with slow:
             loss.backward()
@@ -166,12 +175,17 @@ def test_a_thread_may_change_gradients_while_another_one_runs_a_forward():
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_parameters_see_no_other_gradients_when_a_second_thread_comes(register):
-    """They come while a call is in flight: after that its parameters give their gradients to autograd anyway."""
+    """They come while a call is in flight: after that its parameters give their gradients to
+    autograd anyway."""
     counts = []
     for model in trained():
         loss, seen = model(whole(4, 7, 8)).sum(), []
-        getattr(model.first.bias, register)(lambda tensor, seen=seen: seen.append(tensor.sum().item()))
-        assert not together(lambda model=model: quietly(lambda: model(whole(4, 8, 8)).sum().backward()))
+        getattr(model.first.bias, register)(
+            lambda tensor, seen=seen: seen.append(tensor.sum().item())
+        )
+        assert not together(
+            lambda model=model: quietly(lambda: model(whole(4, 8, 8)).sum().backward())
+        )
         loss.backward()
         counts.append((seen, gradients(model)["first.bias"].tolist()))
     assert counts[0] == counts[1]
@@ -181,7 +195,9 @@ def test_a_frozen_parameter_is_no_obstacle_to_a_second_thread():
     models = trained()
     for model in models:
         model.first.bias.requires_grad_(False)
-        errors = together(lambda model=model: quietly(lambda: model(whole(4, 8, 8)).sum().backward()))
+        errors = together(
+            lambda model=model: quietly(lambda: model(whole(4, 8, 8)).sum().backward())
+        )
         assert not errors, errors
     for name, gradient in gradients(models[0]).items():
         assert torch.equal(gradient, gradients(models[1])[name]), name
@@ -198,7 +214,9 @@ class Pair(nn.Module):
         self.linear, self.within = nn.Linear(4, 4), within
 
     def forward(self, x):
-        hidden = checkpoint(self._hidden, x, use_reentrant=False) if self.within else self._hidden(x)
+        hidden = (
+            checkpoint(self._hidden, x, use_reentrant=False) if self.within else self._hidden(x)
+        )
         return hidden, functional.dropout(hidden, 0.5)
 
     def _hidden(self, x):

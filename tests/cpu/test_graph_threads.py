@@ -1,4 +1,6 @@
-"""Threads: several of them may share a graphed module, and a capture takes nothing from those beside it."""
+"""Threads: several of them may share a graphed module, and a capture takes nothing from those
+beside it."""
+
 import contextlib
 import random
 import sys
@@ -61,7 +63,9 @@ def test_threads_that_share_a_module_sum_all_gradients(case, slots, warm):
     expected, found = {}, {}
 
     def work(thread):
-        with run_eagerly("a test") if case == "eager calls" and thread else contextlib.nullcontext():
+        with (
+            run_eagerly("a test") if case == "eager calls" and thread else contextlib.nullcontext()
+        ):
             backwards(graphed, SHARED[case][thread], seeds[thread], found)
 
     for thread, rows in enumerate(SHARED[case]):
@@ -69,7 +73,11 @@ def test_threads_that_share_a_module_sum_all_gradients(case, slots, warm):
     errors = together(lambda: work(0), lambda: work(1))
     assert not errors, errors
     assert found.keys() == expected.keys() and graphed.stats.replayed > 0
-    assert all(torch.equal(*both) for key, pair in expected.items() for both in zip(pair, found[key], strict=True))
+    assert all(
+        torch.equal(*both)
+        for key, pair in expected.items()
+        for both in zip(pair, found[key], strict=True)
+    )
     for name, gradient in gradients(eager).items():
         assert torch.equal(gradient, gradients(graphed)[name]), name
 
@@ -148,8 +156,12 @@ def test_a_capture_leaves_all_random_states_as_they_were():
     module = Staged(between)
     module.held = torch.Generator().manual_seed(5)
     graphed = graph(module, scope=["attn", "mlp"], warmup=0, strict=True)
-    states = lambda: (torch.get_rng_state().tolist(), random.getstate(), module.held.get_state().tolist(),  # noqa: E731
-                      [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()])
+    states = lambda: (  # noqa: E731
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        module.held.get_state().tolist(),
+        [part.tolist() if hasattr(part, "tolist") else part for part in numpy.random.get_state()],
+    )
     before = states()
     graphed.build([(X,)])
     assert graphed.stats.captured == 2 and before == states()
@@ -161,18 +173,24 @@ def test_draws_of_the_captured_code_itself_are_refused_while_another_thread_draw
     numpy = pytest.importorskip("numpy")
     function = random.random if draw == "random" else numpy.random.rand
     forwards = {
-        "global": (lambda m, x: m.linear(x) * random.random()) if draw == "random" else through_a_module,
+        "global": (lambda m, x: m.linear(x) * random.random())
+        if draw == "random"
+        else through_a_module,
         "closure": lambda m, x: m.linear(x) * float(function()),
         "attribute": lambda m, x: m.linear(x) * float(m.draw()),
     }
     module = One(forwards[held], draw=function)
-    with beside(DRAWS[draw]), pytest.raises(CaptureError, match="draws random numbers on the host") as caught:
+    with (
+        beside(DRAWS[draw]),
+        pytest.raises(CaptureError, match="draws random numbers on the host") as caught,
+    ):
         graph(module, warmup=0, strict=True)(X)
     assert __file__ in caught.value.where
 
 
 def through_a_module(module, x):
     import numpy
+
     return module.linear(x) * numpy.random.rand()
 
 
@@ -207,8 +225,13 @@ def test_what_captured_code_must_not_do_other_threads_may(work):
 
 
 def test_nothing_of_torch_is_replaced_while_a_capture_runs():
-    names = {"seed": lambda: torch.manual_seed, "get": lambda: torch.get_rng_state, "set": lambda: torch.set_rng_state,
-             "resize": lambda: vars(torch.UntypedStorage).get("resize_"), "cuda": lambda: torch.cuda.manual_seed_all}
+    names = {
+        "seed": lambda: torch.manual_seed,
+        "get": lambda: torch.get_rng_state,
+        "set": lambda: torch.set_rng_state,
+        "resize": lambda: vars(torch.UntypedStorage).get("resize_"),
+        "cuda": lambda: torch.cuda.manual_seed_all,
+    }
     before, seen = {name: look() for name, look in names.items()}, []
 
     def forward(module, x):
@@ -220,7 +243,8 @@ def test_nothing_of_torch_is_replaced_while_a_capture_runs():
 
 
 def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
-    """An eager call of another thread waits while the module is captured, and a capture for calls under way."""
+    """An eager call of another thread waits while the module is captured, and a capture for calls
+    under way."""
     seen = assume_constant([])
 
     def forward(module, x):
@@ -245,7 +269,9 @@ def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
 
     assert not (errors := together(evaluate, capture)), errors
     assert {weight for name, weight in seen if name == "evaluating"} == {real}
-    assert graphed.stats.captured == 19 and any(weight != real for name, weight in seen if name == "capturing")
+    assert graphed.stats.captured == 19 and any(
+        weight != real for name, weight in seen if name == "capturing"
+    )
 
 
 def test_a_capture_that_others_do_not_make_room_for_is_put_off(monkeypatch):
@@ -299,7 +325,10 @@ def test_a_thread_of_autograds_is_watched_as_long_as_the_capture():
         found.append(sys.getprofile())
 
     ended = threading.Event()
-    with contextlib.suppress(CaptureError), draws.watching():  # it is raised again at the end of the block
+    with (
+        contextlib.suppress(CaptureError),
+        draws.watching(),
+    ):  # it is raised again at the end of the block
         thread = threading.Thread(target=engine, args=(watch_also(), ended))
         thread.start()
         while not found:
@@ -332,7 +361,9 @@ def test_a_profiler_that_begins_in_captured_code_is_refused():
         graph(One(forward), warmup=0, strict=True)(X)
 
 
-@pytest.mark.parametrize("move", [lambda s: torch.random.set_rng_state(s), lambda s: torch.set_rng_state(s)])
+@pytest.mark.parametrize(
+    "move", [lambda s: torch.random.set_rng_state(s), lambda s: torch.set_rng_state(s)]
+)
 def test_the_default_generator_is_moved_at_replays_too(move):
     def forward(module, x):
         state = torch.get_rng_state()
@@ -440,7 +471,10 @@ def test_an_interrupted_wait_leaves_the_module_open():
 
 
 def test_a_call_that_nobody_contends_for_pays_microseconds():
-    launches, calls = exclusive.Launches(torch.device("cpu")), exclusive.Calls(torch.device("cpu"), lambda: False)
+    launches, calls = (
+        exclusive.Launches(torch.device("cpu")),
+        exclusive.Calls(torch.device("cpu"), lambda: False),
+    )
 
     def microseconds(lock, count=2000):
         times = []
@@ -456,7 +490,9 @@ def test_a_call_that_nobody_contends_for_pays_microseconds():
 
 
 def test_numbers_that_only_the_default_generator_can_give_are_taken_back_unless_others_have_drawn():
-    """An operation that takes no generator moves the real one: undone alone, kept where another thread draws."""
+    """An operation that takes no generator moves the real one: undone alone, kept where another
+    thread draws."""
+
     @torch.library.custom_op("packgraph_tests::noise", mutates_args=())
     def noise(x: torch.Tensor) -> torch.Tensor:
         return torch.rand(4)

@@ -1,4 +1,6 @@
-"""What the user is told of calls that run eagerly: once, at his line, with what to do; an error in strict mode."""
+"""What the user is told of calls that run eagerly: once, at his line, with what to do; an error in
+strict mode."""
+
 import copy
 import gc
 import re
@@ -24,7 +26,8 @@ OUTSIDE = torch.randn(5, 4)
 
 
 def told(call, *args):
-    """The messages of the warnings that a call makes; none may be lost because Python has seen its like."""
+    """The messages of the warnings that a call makes; none may be lost because Python has seen its
+    like."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(*args)
@@ -50,13 +53,24 @@ def checkpointed(graphed):
 
 
 def functional(graphed):
-    torch.func.functional_call(graphed, {"linear.weight": graphed.linear.weight * 2}, (X,)).square().sum().backward()
+    torch.func.functional_call(
+        graphed, {"linear.weight": graphed.linear.weight * 2}, (X,)
+    ).square().sum().backward()
 
 
 CASES = {
-    "unknown shape": ({"capacities": PACK}, lambda g: g(OUTSIDE), r"shapes \(5, 4\).*tokens=8", "pad"),
-    "an argument cannot be part of a key": ({}, lambda g: g(X, object()),
-                                            "argument 'extra' is an object of type object", "attributes of the"),
+    "unknown shape": (
+        {"capacities": PACK},
+        lambda g: g(OUTSIDE),
+        r"shapes \(5, 4\).*tokens=8",
+        "pad",
+    ),
+    "an argument cannot be part of a key": (
+        {},
+        lambda g: g(X, object()),
+        "argument 'extra' is an object of type object",
+        "attributes of the",
+    ),
     "no free slot": ({"slots": 1}, lambda g: (g(X), g(X)), "", r"slots=\.\.\."),
     fallback.SAVED_TENSOR_HOOKS: ({}, checkpointed, "", "checkpoint inside the module"),
     "parameters are not leaf parameters": ({}, functional, "", "functional_call"),
@@ -83,7 +97,9 @@ def test_strict_raises_for_every_unwanted_fallback(reason):
     options, call, _, remedy = CASES[reason]
     graphed = graph(Mixed(), warmup=0, strict=True, **options)
     for _ in range(2):
-        with pytest.raises(CaptureError, match=f"(?s){__import__('re').escape(reason)}.*{remedy}") as caught:
+        with pytest.raises(
+            CaptureError, match=f"(?s){__import__('re').escape(reason)}.*{remedy}"
+        ) as caught:
             call(graphed)
         assert __file__ in caught.value.where
         gc.collect()
@@ -112,14 +128,21 @@ def test_what_was_asked_for_is_neither_told_nor_an_error():
 
         assert told(asked) == []
         assert dict(graphed.stats.fallbacks) == {
-            "warm-up": 1, "gradients are off": 1, "evaluation mode": 1, "unknown shape": 1, "inference mode": 1,
-            "closed": 1}
+            "warm-up": 1,
+            "gradients are off": 1,
+            "evaluation mode": 1,
+            "unknown shape": 1,
+            "inference mode": 1,
+            "closed": 1,
+        }
 
 
 def test_nothing_is_told_in_warm_up_and_warm_up_ends_though_no_call_fits():
     graphed = graph(Mixed(), capacities=PACK, warmup=2)
     assert told(lambda: (graphed(OUTSIDE), graphed(OUTSIDE))) == []
-    assert len(told(lambda: graphed(OUTSIDE))) == 1 and graphed.stats.fallbacks == {"unknown shape": 3}
+    assert len(told(lambda: graphed(OUTSIDE))) == 1 and graphed.stats.fallbacks == {
+        "unknown shape": 3
+    }
 
 
 def test_a_failed_capture_is_told_once_and_is_an_error_at_every_call_in_strict_mode():
@@ -136,20 +159,30 @@ def test_a_failed_capture_is_told_once_and_is_an_error_at_every_call_in_strict_m
 def test_schedules_that_claim_for_themselves_tell_as_much_and_no_more():
     graphed = graph(One(lambda module, x: module.linear(x).sum()), capacities=PACK, warmup=0)
     assert len(told(lambda: [forward_backward(graphed, OUTSIDE) for _ in range(3)])) == 1
-    strict = graph(One(lambda module, x: module.linear(x).sum()), capacities=PACK, warmup=0, strict=True)
+    strict = graph(
+        One(lambda module, x: module.linear(x).sum()), capacities=PACK, warmup=0, strict=True
+    )
     with pytest.raises(CaptureError, match="unknown shape"):
         forward_backward(strict, OUTSIDE)
 
 
 def test_every_reason_has_an_entry_with_what_to_do():
-    names = {value for name, value in vars(fallback).items() if name.isupper() and isinstance(value, str)}
+    names = {
+        value for name, value in vars(fallback).items() if name.isupper() and isinstance(value, str)
+    }
     assert names == set(fallback.REASONS) and len(names) > 20
     for text, reason in fallback.REASONS.items():
         assert reason.text == text and reason.remedy.strip() and not reason.remedy.endswith(".")
     assert {text for text, reason in fallback.REASONS.items() if reason.asked} == {
-        "warm-up", "evaluation mode", "gradients are off", "inference mode", "closed",
-        "inside the capture of another module", "over the memory budget",
-        "the first backward, which no warm-up call has shown"}
+        "warm-up",
+        "evaluation mode",
+        "gradients are off",
+        "inference mode",
+        "closed",
+        "inside the capture of another module",
+        "over the memory budget",
+        "the first backward, which no warm-up call has shown",
+    }
     assert not fallback.reason_of("never heard of").asked
 
 
@@ -166,7 +199,11 @@ def test_a_module_that_never_replays_says_so_in_the_end(how):
         del graphed
 
     (said,) = told(end)
-    assert "none of its calls was replayed" in said and "unknown shape: 4" in said and "to do: pad" in said
+    assert (
+        "none of its calls was replayed" in said
+        and "unknown shape: 4" in said
+        and "to do: pad" in said
+    )
 
 
 def test_a_module_that_has_replayed_or_was_never_called_ends_quietly():
@@ -184,11 +221,15 @@ def test_a_module_that_has_replayed_or_was_never_called_ends_quietly():
 
 def test_a_run_that_never_replayed_says_so_when_the_process_ends(tmp_path):
     script = tmp_path / "run.py"
-    script.write_text("import torch, packgraph\n"
-                      "graphed = packgraph.graph(torch.nn.Linear(4, 4), warmup=0,\n"
-                      "                          capacities=packgraph.Capacity(tokens=8, documents=3))\n"
-                      "graphed(torch.randn(5, 4)).square().sum().backward()\n")
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    script.write_text(
+        "import torch, packgraph\n"
+        "graphed = packgraph.graph(torch.nn.Linear(4, 4), warmup=0,\n"
+        "                          capacities=packgraph.Capacity(tokens=8, documents=3))\n"
+        "graphed(torch.randn(5, 4)).square().sum().backward()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True
+    )
     assert "none of its calls was replayed" in ended.stderr and f"{script}:2" in ended.stderr
 
 
@@ -221,7 +262,9 @@ def test_a_number_that_changes_is_told_with_its_values(kind, most):
 def test_the_same_numbers_for_many_shapes_are_fine():
     graphed = graph(Mixed(), warmup=0)
     shapes = [torch.randn(rows, 4) for rows in range(2, 12)]
-    calls = lambda: [graphed(x, None, factor).square().sum().backward() for x in shapes for factor in (0.5, 2.0)]  # noqa: E731
+    calls = lambda: [  # noqa: E731
+        graphed(x, None, factor).square().sum().backward() for x in shapes for factor in (0.5, 2.0)
+    ]
     assert told(calls) == []
     assert graphed.stats.captured == 20
 
@@ -250,8 +293,13 @@ def test_a_zero_dimensional_tensor_is_the_way_out():
             out.square().sum().backward()
             outs.append(out.detach())
     assert all(torch.equal(a, b) for a, b in zip(outs[:20], outs[20:], strict=True))
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), module.parameters(), strict=True))
-    assert graphed.stats.captured == 1 and graphed.stats.replayed == 20 and not graphed.stats.fallbacks
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(eager.parameters(), module.parameters(), strict=True)
+    )
+    assert (
+        graphed.stats.captured == 1 and graphed.stats.replayed == 20 and not graphed.stats.fallbacks
+    )
 
 
 class Stateful(Mixed):
@@ -292,16 +340,24 @@ def same_steps(eager, graphed, steps):
     plain = [step(eager) for _ in range(steps)]
     torch.manual_seed(5)
     found = [step(graphed) for _ in range(steps)]
-    assert all(torch.equal(a, b) for one, other in zip(plain, found, strict=True)
-               for a, b in zip(one, other, strict=True))
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), graphed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for one, other in zip(plain, found, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(eager.parameters(), graphed.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("after", [0, 1])
 def test_memory_that_comes_back_lets_graphs_be_captured_later(monkeypatch, after):
     module = Stateful()
     eager, graphed = copy.deepcopy(module), graph(module, warmup=0)
-    failing_captures(monkeypatch, [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")], after)
+    failing_captures(
+        monkeypatch, [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")], after
+    )
     monkeypatch.setattr(retries, "CALLS_BETWEEN", (3, 9))
     (said,) = told(lambda: same_steps(eager, graphed, 10))
     assert "no memory" in said and "OutOfMemoryError" in said and "free memory" in said

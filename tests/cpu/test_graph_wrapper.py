@@ -1,4 +1,6 @@
-"""What stands between a graphed module and the module it wraps: layers, state, attributes, hooks, life and death."""
+"""What stands between a graphed module and the module it wraps: layers, state, attributes, hooks,
+life and death."""
+
 import copy
 import gc
 import weakref
@@ -29,7 +31,9 @@ def test_functional_call_runs_eagerly_and_keeps_the_graphs():
     base = {name: torch.ones_like(p, requires_grad=True) for name, p in eager.named_parameters()}
     gradients = []
     for model in (eager, graphed):
-        out = torch.func.functional_call(model, {name: value * 2 for name, value in base.items()}, X)
+        out = torch.func.functional_call(
+            model, {name: value * 2 for name, value in base.items()}, X
+        )
         gradients.append(torch.autograd.grad(out.sum(), list(base.values())))
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     train(graphed, X)
@@ -57,8 +61,12 @@ class Stateful(nn.Module):
 def test_state_of_the_wrapper_is_that_of_the_module():
     module = Stateful()
     graphed = graph(module)
-    module.register_state_dict_post_hook(lambda m, state, prefix, _: state.update({prefix + "more": 1}))
-    assert list(graphed.state_dict()) == list(module.state_dict()) and "more" in graphed.state_dict()
+    module.register_state_dict_post_hook(
+        lambda m, state, prefix, _: state.update({prefix + "more": 1})
+    )
+    assert (
+        list(graphed.state_dict()) == list(module.state_dict()) and "more" in graphed.state_dict()
+    )
     nested, plain = nn.Sequential(graphed), nn.Sequential(module)
     assert list(nested.state_dict()) == list(plain.state_dict())
     state = {**nested.state_dict(), "0._extra_state": {"scale": 4.0}}
@@ -91,8 +99,10 @@ def test_attributes_modes_and_functions_reach_the_module():
 def test_a_removed_hook_lets_graphs_be_used_again():
     graphed = captured(nn.Sequential(nn.Linear(4, 4)), X)
     seen = []
-    for register in (graphed.module[0].register_forward_hook,
-                     torch.nn.modules.module.register_module_forward_hook):
+    for register in (
+        graphed.module[0].register_forward_hook,
+        torch.nn.modules.module.register_module_forward_hook,
+    ):
         handle = register(lambda *_: seen.append(1))
         with pytest.warns(PackgraphWarning, match="forward hooks"):
             graphed(X).square().sum().backward()
@@ -110,8 +120,13 @@ def test_a_graphed_module_inside_another_runs_plainly_while_that_is_captured():
     graphed = graph(outer, warmup=0, strict=True)
     for model in (eager, graphed):
         train(model, X, 3)
-    assert graphed.stats.replayed == 3 and dict(inner.stats.fallbacks) == {"inside the capture of another module": 3}
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), outer.parameters(), strict=True))
+    assert graphed.stats.replayed == 3 and dict(inner.stats.fallbacks) == {
+        "inside the capture of another module": 3
+    }
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(eager.parameters(), outer.parameters(), strict=True)
+    )
 
 
 def test_a_deleted_module_is_freed_at_once():

@@ -1,4 +1,5 @@
-"""Weights and folders of runs that are damaged, foreign or hostile end with the file's name and the way out."""
+"""Folders of runs that are damaged, foreign or hostile end with the file's name and the way out."""
+
 import io
 import json
 import os
@@ -9,27 +10,33 @@ from pathlib import Path
 
 import pytest
 import torch
-from malformedkit import DEEP, DIGITS, SMALL, TRAIN, Case, bound, cases, folder, line, loop, nowhere, pipe, refuse
+from malformedkit import (
+    DATA,
+    DEEP,
+    DIGITS,
+    GOOD,
+    LONG,
+    SMALL,
+    TRAIN,
+    Case,
+    bound,
+    cases,
+    folder,
+    loop,
+    nowhere,
+    pipe,
+    refuse,
+    write_weights,
+)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from packgraph import cli
-from packgraph.models.config import DecoderConfig
-from packgraph.models.decoder import DecoderModel
-from packgraph.models.hf import save_pretrained
 from packgraph.train.checkpoint_state import _digest, write_state
-
-GOOD = 10 * line({"text": "to be or not to be"})
-DATA = ["--data.source", "jsonl", "--data.path", "{dir}/d.jsonl"]
-LONG = "x" * 300
 
 
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory) -> Path:
-    """A small checkpoint in Hugging Face's layout."""
-    path = tmp_path_factory.mktemp("weights") / "hf"
-    save_pretrained(DecoderModel(DecoderConfig(vocab_size=264, hidden_size=16, intermediate_size=32, num_layers=1,
-                                               num_heads=2, num_kv_heads=1, head_dim=8)), path)
-    return path
+    return write_weights(tmp_path_factory.mktemp("weights") / "hf")
 
 
 @pytest.fixture(scope="session")
@@ -42,113 +49,21 @@ def finished(tmp_path_factory) -> Path:
     return base
 
 
-def hf(name: str, says: str, *, values=None, files=None) -> Case:
-    """Weights whose config.json has other values, or other files."""
-    words = ["train", "qwen3-tiny", "--run.folder", "{dir}/runs", "--run.init-from", "{dir}/hf", "--run.device", "cpu",
-             "--run.steps", "1", "--graph.enabled", "false", "--graph.capacities", "32x4", *DATA]
-    return Case(name, words, says, {"values": json.dumps(values)} if values is not None else
-                {f"hf/{file}": content for file, content in files.items()})
-
-
-def value(key: str, *given) -> list[Case]:
-    return [hf(f"{key} {str(one)[:20]}", r"config\.json: |memory: ", values={key: one}) for one in given]
-
-
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-
-
-def tensors(header: object, data: bytes = b"", size: int | None = None) -> bytes:
-    """A safetensors file with this header."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if size is None else size) + text + data
-
-
-def whole_tensor(**changes) -> bytes:
-    return tensors({"model.embed_tokens.weight": {"dtype": "F32", "shape": [264, 16],
-                                                  "data_offsets": [0, 16896]} | changes}, b"\0" * 16896)
-
-
-@cases(
-    *value("dtype", ["x"], {"a": 1}, 3, "float8", "float64", True, "x" * 9999, "\x1b[31m", "\0"),
-    *value("torch_dtype", ["x"], {}, 5, "int8") [2:], *value("torch_dtype", ["bfloat16"]),
-    *value("hidden_size", "16", 16.0, None, [16], {}, True, -1, 0, 2**31, 2**62, 2**64, 10**400),
-    *value("vocab_size", "264", 0, -5, 2**40, 2**64, [1]), *value("num_hidden_layers", 0, -1, "1", 2**40, 10**400, 1.5),
-    *value("num_attention_heads", 0, -2, "2", 2**40, [], 3.5), *value("num_key_value_heads", 0, 3, "1", {}, 2**40),
-    *value("head_dim", 0, 7, "8", -8, 2**40), *value("intermediate_size", 0, "32", None, 2**62, 1e30),
-    *value("rms_norm_eps", "tiny", -1, 0, [1e-6], {}),
-    *value("rope_parameters", *({"rope_type": "default", "rope_theta": wrong} for wrong in ("big", 0, -1, [1]))),
-    *value("tie_word_embeddings", "yes", 1, [True]), *value("attention_bias", "no", 1, {}),
-    *value("rope_scaling", "yarn", 3, {"rope_type": "nope"}, {"rope_type": ["yarn"]}, {"type": {}},
-           {"rope_type": "yarn", "factor": 2.0}),
-    *value("architectures", "Qwen3ForCausalLM", ["LlamaForCausalLM"], 3, [["Qwen3ForCausalLM"]], {"a": 1},
-           ["x" * 9999])[1:],
-    *value("hidden_act", "gelu", 3, ["silu"]), *value("use_sliding_window", True, "yes"),
-    *value("layer_types", "full", 3), *value("quantization_config", {"bits": 4}, "int8"),
-    hf("no config", "config.json", files={"config.json": nowhere}),
-    hf("empty config", "not valid JSON", files={"config.json": ""}),
-    hf("half a config", "not valid JSON", files={"config.json": "{"}),
-    hf("a list", "holds a list", files={"config.json": "[]"}),
-    hf("null", "holds a NoneType", files={"config.json": "null"}),
-    hf("empty object", "architecture", files={"config.json": "{}"}),
-    hf("deep config", "nested too deeply", files={"config.json": DEEP}),
-    hf("bytes", "not valid JSON", files={"config.json": b"\xff\xfe"}),
-    hf("digits", "not valid JSON", files={"config.json": '{"a": ' + DIGITS + "}"}),
-    hf("NUL", "not valid JSON", files={"config.json": b"\0" * 9}),
-    hf("a pipe for a config", "config.json", files={"config.json": pipe}),
-    hf("a folder for a config", "config.json", files={"config.json": folder}),
-    hf("a loop for a config", "config.json|cannot", files={"config.json": loop}),
-    hf("no weights", "neither model.safetensors", files={WEIGHTS: nowhere}),
-    hf("empty weights", "is damaged", files={WEIGHTS: b""}),
-    hf("a pipe for weights", "neither model.safetensors", files={WEIGHTS: pipe}),
-    hf("a folder for weights", "neither", files={WEIGHTS: folder}),
-    hf("a socket for weights", "neither", files={WEIGHTS: bound}),
-    hf("text for weights", "is damaged", files={WEIGHTS: "hello" * 100}),
-    hf("zeros for weights", "lacks|is damaged", files={WEIGHTS: b"\0" * 1000}),
-    hf("ones for weights", "is damaged", files={WEIGHTS: b"\xff" * 1000}),
-    hf("a huge header", "is damaged", files={WEIGHTS: tensors({}, size=2**63)}),
-    hf("a header beyond the end", "is damaged", files={WEIGHTS: tensors({}, size=10**6)}),
-    hf("a header of a list", "is damaged", files={WEIGHTS: tensors([])}),
-    hf("a deep header", "is damaged", files={WEIGHTS: tensors(DEEP.encode())}),
-    hf("a header of bytes", "is damaged", files={WEIGHTS: tensors(b"\xff" * 64)}),
-    hf("no tensors", "lacks model.embed_tokens", files={WEIGHTS: tensors({})}),
-    hf("one tensor", "lacks", files={WEIGHTS: whole_tensor()}),
-    hf("a huge shape", "is damaged", files={WEIGHTS: whole_tensor(shape=[2**62, 2**62])}),
-    hf("a negative shape", "is damaged", files={WEIGHTS: whole_tensor(shape=[-1, 16])}),
-    hf("offsets beyond", "is damaged", files={WEIGHTS: whole_tensor(data_offsets=[0, 10**12])}),
-    hf("offsets back", "is damaged", files={WEIGHTS: whole_tensor(data_offsets=[100, 0])}),
-    hf("an unknown dtype", "is damaged", files={WEIGHTS: whole_tensor(dtype="X9")}),
-    hf("a pickle", "is a pickle", files={WEIGHTS: nowhere, "pytorch_model.bin": b"\x80\x04N."}),
-    hf("an index of nothing", "weight_map", files={WEIGHTS: nowhere, INDEX: "{}"}),
-    hf("an index of a list", "holds a list", files={WEIGHTS: nowhere, INDEX: "[]"}),
-    hf("a deep index", "nested too deeply", files={WEIGHTS: nowhere, INDEX: DEEP}),
-    hf("an empty index", "not valid JSON", files={WEIGHTS: nowhere, INDEX: ""}),
-    hf("an index outside", "no safetensors file of this folder",
-       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": "../b.safetensors"}})}),
-    hf("an index of numbers", "no safetensors file",
-       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": 3}})}),
-    hf("an index of NUL", "no safetensors file|does not exist",
-       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": "b\0.safetensors"}})}),
-    hf("an index of a long name", "no safetensors file|does not exist|name",
-       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": LONG + ".safetensors"}})}),
-    hf("an index of what is missing", "does not exist",
-       files={WEIGHTS: nowhere, INDEX: json.dumps({"weight_map": {"a": "b.safetensors"}})}),
-    hf("an index of a pipe", "does not exist",
-       files={WEIGHTS: nowhere, "b.safetensors": pipe, INDEX: json.dumps({"weight_map": {"a": "b.safetensors"}})}),
-)
-def test_weights_that_make_no_sense_are_named(case, tmp_path, capsys, weights, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(weights, tmp_path / "hf")
-    (tmp_path / "d.jsonl").write_text(GOOD)
-    if "values" in case.files:
-        config = json.loads((weights / "config.json").read_text()) | json.loads(case.files["values"])
-        case = case._replace(files={"hf/config.json": json.dumps(config)})
-    refuse(case, tmp_path, capsys)
-
-
 RUN = "runs/mine"
 STEP = f"{RUN}/checkpoints/step-00000002"
-RESUME = ["train", "qwen3-tiny", *SMALL, *DATA, "--run.folder", "{dir}/runs", "--run.name", "mine", "--resume",
-          "--run.steps", "3"]
+RESUME = [
+    "train",
+    "qwen3-tiny",
+    *SMALL,
+    *DATA,
+    "--run.folder",
+    "{dir}/runs",
+    "--run.name",
+    "mine",
+    "--resume",
+    "--run.steps",
+    "3",
+]
 
 
 def resume(name: str, says: str, files) -> Case:
@@ -168,17 +83,38 @@ def only_last(base: Path) -> None:
     shutil.rmtree(base / RUN / "checkpoints" / "step-00000001")
 
 
-ODD = {"empty": "", "half": "{", "a list": "[]", "null": "null", "deep": DEEP, "digits": '{"a": ' + DIGITS + "}",
-       "bytes": b"\xff\xfe\0", "NUL": b"\0" * 99,
-       "NaN": '{"a": NaN}', "a pipe": pipe, "a folder": folder, "a loop of links": loop, "a link to nothing": nowhere,
-       "a socket": bound}
+ODD = {
+    "empty": "",
+    "half": "{",
+    "a list": "[]",
+    "null": "null",
+    "deep": DEEP,
+    "digits": '{"a": ' + DIGITS + "}",
+    "bytes": b"\xff\xfe\0",
+    "NUL": b"\0" * 99,
+    "NaN": '{"a": NaN}',
+    "a pipe": pipe,
+    "a folder": folder,
+    "a loop of links": loop,
+    "a link to nothing": nowhere,
+    "a socket": bound,
+}
 
 
-@cases(*(resume(f"state.json {name}", r"state\.json", {f"{STEP}/state.json": content}) for name,
-content in ODD.items()),
-       *(resume(f".metadata {name}", r"\.metadata", {f"{STEP}/.metadata": content}) for name, content in ODD.items()),
-       *(resume(f"a shard {name}", r"__0_0\.distcp", {f"{STEP}/__0_0.distcp": content}) for name,
-         content in ODD.items()))
+@cases(
+    *(
+        resume(f"state.json {name}", r"state\.json", {f"{STEP}/state.json": content})
+        for name, content in ODD.items()
+    ),
+    *(
+        resume(f".metadata {name}", r"\.metadata", {f"{STEP}/.metadata": content})
+        for name, content in ODD.items()
+    ),
+    *(
+        resume(f"a shard {name}", r"__0_0\.distcp", {f"{STEP}/__0_0.distcp": content})
+        for name, content in ODD.items()
+    ),
+)
 def test_damage_of_the_only_checkpoint_is_named(case, tmp_path, capsys, finished, monkeypatch):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -189,7 +125,9 @@ def test_damage_of_the_only_checkpoint_is_named(case, tmp_path, capsys, finished
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_config_that_cannot_be_read_comes_from_the_checkpoint(name, tmp_path, capsys, finished, monkeypatch):
+def test_a_config_that_cannot_be_read_comes_from_the_checkpoint(
+    name, tmp_path, capsys, finished, monkeypatch
+):
     """A run goes on without its config.json, metrics and summary; none of them is waited for."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
@@ -205,11 +143,14 @@ def test_a_config_that_cannot_be_read_comes_from_the_checkpoint(name, tmp_path, 
         code = cli.main([word.replace("{dir}", str(tmp_path)) for word in RESUME])
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    assert (code == 0 and "config.json is missing, damaged or was edited" in said) or (code == 2 and "error: " in said)
+    assert (code == 0 and "config.json is missing, damaged or was edited" in said) or (
+        code == 2 and "error: " in said
+    )
 
 
 def limit_of(path: Path):
     from malformedkit import limit
+
     assert path.is_dir()
     return limit()
 
@@ -226,38 +167,106 @@ STATES = {
     "no files": (lambda content: content.pop("files"), "its list of files"),
     "files are a list": (lambda content: content.update(files=[]), "its list of files"),
     "files are empty": (lambda content: content.update(files={}), "its list of files"),
-    "a file outside": (lambda content: content["files"].update({"../x": [1, "0" * 64]}), "has no size and SHA-256"),
-    "a file with NUL": (lambda content: content["files"].update({"a\0b": [1, "0" * 64]}), "state.json|damaged|missing"),
-    "a long file": (lambda content: content["files"].update({LONG: [1, "0" * 64]}), "cannot be read|missing|damaged"),
-    "a file that steers": (lambda content: content["files"].update({"\x1b[31m": [1, "0" * 64]}), "missing|damaged"),
-    "a negative size": (lambda content: content["files"].update({".metadata": [-1, "0" * 64]}), "has no size"),
-    "a short digest": (lambda content: content["files"].update({".metadata": [1, "00"]}), "has no size and SHA-256"),
+    "a file outside": (
+        lambda content: content["files"].update({"../x": [1, "0" * 64]}),
+        "has no size and SHA-256",
+    ),
+    "a file with NUL": (
+        lambda content: content["files"].update({"a\0b": [1, "0" * 64]}),
+        "state.json|damaged|missing",
+    ),
+    "a long file": (
+        lambda content: content["files"].update({LONG: [1, "0" * 64]}),
+        "cannot be read|missing|damaged",
+    ),
+    "a file that steers": (
+        lambda content: content["files"].update({"\x1b[31m": [1, "0" * 64]}),
+        "missing|damaged",
+    ),
+    "a negative size": (
+        lambda content: content["files"].update({".metadata": [-1, "0" * 64]}),
+        "has no size",
+    ),
+    "a short digest": (
+        lambda content: content["files"].update({".metadata": [1, "00"]}),
+        "has no size and SHA-256",
+    ),
     "no data": (lambda content: content["state"].pop("data"), "it has no data"),
     "no graphs": (lambda content: content["state"].pop("graphs"), "it has no graphs"),
-    "another device": (lambda content: content["state"].update(random_device="cuda"), "written on cuda"),
-    "device of a list": (lambda content: content["state"].update(random_device=["cpu"]), "written on"),
+    "another device": (
+        lambda content: content["state"].update(random_device="cuda"),
+        "written on cuda",
+    ),
+    "device of a list": (
+        lambda content: content["state"].update(random_device=["cpu"]),
+        "written on",
+    ),
     "data is a list": (lambda content: content["state"].update(data=[]), "data"),
     "data is empty": (lambda content: content["state"].update(data={}), "data position"),
-    "data of another version": (lambda content: content["state"]["data"].update(version=99), "version 99"),
-    "no position": (lambda content: content["state"]["data"].pop("position"), "data position is damaged"),
-    "a negative position": (lambda content: content["state"]["data"].update(position=-1), "data position is damaged"),
-    "a position beyond": (lambda content: content["state"]["data"].update(position=10**9), "data position is damaged"),
-    "a position of text": (lambda content: content["state"]["data"].update(position="3"), "data position is damaged"),
-    "an epoch of -1": (lambda content: content["state"]["data"].update(epoch=-1), "data position is damaged"),
-    "an epoch of 2^70": (lambda content: content["state"]["data"].update(epoch=2**70), "data position is damaged"),
-    "waiting is a text": (lambda content: content["state"]["data"].update(waiting="ab"), "data position is damaged"),
-    "waiting for what is not there": (lambda content: content["state"]["data"].update(waiting=[[10**6, 0]]),
-                                      "data position is damaged"),
-    "waiting for a part": (lambda content: content["state"]["data"].update(waiting=[[0, 99]]),
-                           "data position is damaged"),
-    "waiting for -1": (lambda content: content["state"]["data"].update(waiting=[[-1, 0]]), "data position is damaged"),
-    "identity is a list": (lambda content: content["state"]["data"].update(identity=[]), "data position is damaged"),
-    "other data": (lambda content: content["state"]["data"]["identity"].update(documents=3),
-                   "cannot go on with other data"),
-    "report is a text": (lambda content: content["state"]["data"].update(report="x"), "data position is damaged"),
-    "counts are texts": (lambda content: content["state"]["data"].update(empty_documents="x"),
-                         "data position is damaged"),
-    "bad is a text": (lambda content: content["state"]["data"].update(bad="x"), "data position is damaged"),
+    "data of another version": (
+        lambda content: content["state"]["data"].update(version=99),
+        "version 99",
+    ),
+    "no position": (
+        lambda content: content["state"]["data"].pop("position"),
+        "data position is damaged",
+    ),
+    "a negative position": (
+        lambda content: content["state"]["data"].update(position=-1),
+        "data position is damaged",
+    ),
+    "a position beyond": (
+        lambda content: content["state"]["data"].update(position=10**9),
+        "data position is damaged",
+    ),
+    "a position of text": (
+        lambda content: content["state"]["data"].update(position="3"),
+        "data position is damaged",
+    ),
+    "an epoch of -1": (
+        lambda content: content["state"]["data"].update(epoch=-1),
+        "data position is damaged",
+    ),
+    "an epoch of 2^70": (
+        lambda content: content["state"]["data"].update(epoch=2**70),
+        "data position is damaged",
+    ),
+    "waiting is a text": (
+        lambda content: content["state"]["data"].update(waiting="ab"),
+        "data position is damaged",
+    ),
+    "waiting for what is not there": (
+        lambda content: content["state"]["data"].update(waiting=[[10**6, 0]]),
+        "data position is damaged",
+    ),
+    "waiting for a part": (
+        lambda content: content["state"]["data"].update(waiting=[[0, 99]]),
+        "data position is damaged",
+    ),
+    "waiting for -1": (
+        lambda content: content["state"]["data"].update(waiting=[[-1, 0]]),
+        "data position is damaged",
+    ),
+    "identity is a list": (
+        lambda content: content["state"]["data"].update(identity=[]),
+        "data position is damaged",
+    ),
+    "other data": (
+        lambda content: content["state"]["data"]["identity"].update(documents=3),
+        "cannot go on with other data",
+    ),
+    "report is a text": (
+        lambda content: content["state"]["data"].update(report="x"),
+        "data position is damaged",
+    ),
+    "counts are texts": (
+        lambda content: content["state"]["data"].update(empty_documents="x"),
+        "data position is damaged",
+    ),
+    "bad is a text": (
+        lambda content: content["state"]["data"].update(bad="x"),
+        "data position is damaged",
+    ),
     "graphs are a list": (lambda content: content["state"].update(graphs=[]), "graphs"),
     "experts are a text": (lambda content: content["state"].update(experts="x"), "experts"),
 }
@@ -285,6 +294,7 @@ class Attack:
 
 def edited(change):
     """`.metadata` after `change` of its content."""
+
     def make(path: Path) -> bytes:
         with path.open("rb") as stream:
             found = pickle.load(stream)  # written by the test itself
@@ -292,6 +302,7 @@ def edited(change):
         out = io.BytesIO()
         pickle.dump(found, out)
         return out.getvalue()
+
     return make
 
 
@@ -304,7 +315,9 @@ def resize(found, *sizes: int) -> None:
     entry = found.state_dict_metadata[name]
     entry.size = torch.Size(sizes)
     old = entry.chunks[0]
-    entry.chunks[:] = [ChunkStorageMetadata(offsets=torch.Size([0] * len(sizes)), sizes=torch.Size(sizes))]
+    entry.chunks[:] = [
+        ChunkStorageMetadata(offsets=torch.Size([0] * len(sizes)), sizes=torch.Size(sizes))
+    ]
     place = found.storage_data.pop(MetadataIndex(name, old.offsets))
     found.storage_data[MetadataIndex(name, torch.Size([0] * len(sizes)))] = place
 
@@ -333,7 +346,7 @@ METADATA = {
     "no chunks": edited(lambda found: found.state_dict_metadata[first(found)].chunks.clear()),
     "no tensors": edited(lambda found: found.state_dict_metadata.clear()),
     "no places": edited(lambda found: found.storage_data.clear()),
-    "tables of None": edited(lambda found: (setattr(found, "state_dict_metadata", None))),
+    "tables of None": edited(lambda found: setattr(found, "state_dict_metadata", None)),
     "places of None": edited(lambda found: setattr(found, "storage_data", None)),
     "names of numbers": edited(lambda found: found.state_dict_metadata.update({3: 4})),
     "a pickle of a call": lambda path: pickle.dumps(Attack(path.parent / "touched")),
@@ -349,7 +362,8 @@ METADATA = {
     "a name of os": lambda path: b"cos\nsystem\n(S'true'\ntR.",
     "a name of builtins": lambda path: b"cbuiltins\neval\n(S'1'\ntR.",
     "a name with dots": lambda path: b"\x80\x04\x8c\x05torch\x8c\x09nn.Linear\x93.",
-    "a persistent id": lambda path: b"Pabc\n.", "an extension": lambda path: b"\x80\x02\x82\x01.",
+    "a persistent id": lambda path: b"Pabc\n.",
+    "an extension": lambda path: b"\x80\x02\x82\x01.",
 }
 
 
@@ -360,7 +374,12 @@ def test_hostile_metadata_are_refused(name, tmp_path, capsys, finished):
     only_last(tmp_path)
     path = tmp_path / STEP / ".metadata"
     path.write_bytes(METADATA[name](path))
-    sign(tmp_path, lambda content: content["files"].update({".metadata": [path.stat().st_size, _digest(path)]}))
+    sign(
+        tmp_path,
+        lambda content: content["files"].update(
+            {".metadata": [path.stat().st_size, _digest(path)]}
+        ),
+    )
     refuse(resume(name, r"\.metadata|does not fit|missing|damaged", {}), tmp_path, capsys)
     assert not list(tmp_path.rglob("touched"))
 
@@ -369,17 +388,28 @@ def shards(change):
     def make(path: Path) -> None:
         content = bytearray(path.read_bytes())
         path.write_bytes(change(content))
+
     return make
 
 
 SHARDS = {
-    "zeros": shards(lambda content: b"\0" * len(content)), "ones": shards(lambda content: b"\xff" * len(content)),
+    "zeros": shards(lambda content: b"\0" * len(content)),
+    "ones": shards(lambda content: b"\xff" * len(content)),
     "a zip of nothing": shards(lambda content: content[:64] + b"\0" * (len(content) - 64)),
     "a pickle of a call": shards(
-        lambda content: (pickle.dumps(Attack(Path("/nowhere/touched"))) + bytes(len(content)))[:len(content)]),
-    "a tensor of another kind": lambda path: path.write_bytes(_saved([1, 2, 3], path.stat().st_size)),
-    "an object": lambda path: path.write_bytes(_saved(Attack(Path("/nowhere/touched")), path.stat().st_size)),
-    "half": shards(lambda content: content[: len(content) // 2] + b"\0" * (len(content) - len(content) // 2)),
+        lambda content: (pickle.dumps(Attack(Path("/nowhere/touched"))) + bytes(len(content)))[
+            : len(content)
+        ]
+    ),
+    "a tensor of another kind": lambda path: path.write_bytes(
+        _saved([1, 2, 3], path.stat().st_size)
+    ),
+    "an object": lambda path: path.write_bytes(
+        _saved(Attack(Path("/nowhere/touched")), path.stat().st_size)
+    ),
+    "half": shards(
+        lambda content: content[: len(content) // 2] + b"\0" * (len(content) - len(content) // 2)
+    ),
 }
 
 
@@ -391,29 +421,48 @@ def _saved(value, size: int) -> bytes:
 
 @pytest.mark.parametrize("name", SHARDS)
 def test_hostile_shards_are_refused_without_torchs_hints(name, tmp_path, capsys, finished):
-    """With a manifest that was made for them. torch would advise to load them without its own check."""
+    """With a manifest that was made for them. torch would advise to load them without its own
+    check."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     only_last(tmp_path)
     path = tmp_path / STEP / "__0_0.distcp"
     SHARDS[name](path)
-    sign(tmp_path, lambda content: content["files"].update({path.name: [path.stat().st_size, _digest(path)]}))
+    sign(
+        tmp_path,
+        lambda content: content["files"].update({path.name: [path.stat().st_size, _digest(path)]}),
+    )
     refuse(resume(name, "step-00000002: damaged", {}), tmp_path, capsys)
 
 
-PLACES = {"a file": lambda path: path.write_text("x"), "a pipe": pipe, "a loop": loop, "a link to nothing": nowhere,
-          "a socket": bound}
+PLACES = {
+    "a file": lambda path: path.write_text("x"),
+    "a pipe": pipe,
+    "a loop": loop,
+    "a link to nothing": nowhere,
+    "a socket": bound,
+}
 
 
-@pytest.mark.parametrize("words",
-[["--run.name", "mine"], ["--run.name", "mine", "--resume"], ["--run.name", "mine", "--resume", "auto"]],
-                         ids=["start", "resume", "auto"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--run.name", "mine"],
+        ["--run.name", "mine", "--resume"],
+        ["--run.name", "mine", "--resume", "auto"],
+    ],
+    ids=["start", "resume", "auto"],
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("what", ["runs", "runs/mine", "runs/mine/.claim", "runs/mine/checkpoints"])
-def test_what_stands_where_a_run_belongs_is_named(what, place, words, tmp_path, capsys, monkeypatch):
+def test_what_stands_where_a_run_belongs_is_named(
+    what, place, words, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.jsonl").write_text(GOOD)
     (tmp_path / what).parent.mkdir(parents=True, exist_ok=True)
-    if ("claim" in what and place == "a file") or ("claim" in what and place == "a link to nothing"):
+    if ("claim" in what and place == "a file") or (
+        "claim" in what and place == "a link to nothing"
+    ):
         pytest.skip("a lock file is such a file, and is made where there is none")
     refuse(Case("", [*TRAIN, *DATA, *words], "runs", {what: PLACES[place]}), tmp_path, capsys)
 
@@ -430,17 +479,31 @@ def test_a_pipe_where_a_run_writes_does_not_hang(name, tmp_path, capsys, finishe
     assert "Traceback" not in said and (code == 0 or (code == 2 and name in said))
 
 
-@pytest.mark.parametrize("target",
-["new/../../{dir}", "{dir}/hf", "{dir}/file", "/dev/null", "{dir}/absent/deep/new\N{SNOWMAN}"])
-def test_an_export_to_where_it_cannot_go_is_named(target, tmp_path, capsys, finished, weights, monkeypatch):
+@pytest.mark.parametrize(
+    "target",
+    ["new/../../{dir}", "{dir}/hf", "{dir}/file", "/dev/null", "{dir}/absent/deep/new\N{SNOWMAN}"],
+)
+def test_an_export_to_where_it_cannot_go_is_named(
+    target, tmp_path, capsys, finished, weights, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     shutil.copytree(weights, tmp_path / "hf")
     (tmp_path / "file").write_text("x")
     if "SNOWMAN" in ascii(target) or "\N{SNOWMAN}" in target:
-        assert cli.main(["export", str(tmp_path / RUN), target.replace("{dir}", str(tmp_path))]) == 0
+        assert (
+            cli.main(["export", str(tmp_path / RUN), target.replace("{dir}", str(tmp_path))]) == 0
+        )
         return
     if ".." in target:
         target = "{dir}/d.jsonl/new"
-    refuse(Case("", ["export", f"{{dir}}/{RUN}", target], "already holds|could not be written|cannot", {}), tmp_path,
-           capsys)
+    refuse(
+        Case(
+            "",
+            ["export", f"{{dir}}/{RUN}", target],
+            "already holds|could not be written|cannot",
+            {},
+        ),
+        tmp_path,
+        capsys,
+    )

@@ -1,19 +1,36 @@
-"""Options and config files that make no sense end with one clear message, whatever stands in them."""
-import json
+"""Options and config files that make no sense end with one clear message, whatever stands in
+them."""
+
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from malformedkit import DEEP, DIGITS, SMALL, TRAIN, Case, bound, cases, folder, line, loop, nowhere, pipe, refuse
+from malformedkit import (
+    DIGITS,
+    SMALL,
+    TRAIN,
+    Case,
+    cases,
+    line,
+    refuse,
+)
 
 from packgraph.train.command_line import Leaf, leaves
 from packgraph.train.presets import preset
 
 LEAVES = {leaf.path: leaf for leaf in leaves(preset("qwen3-tiny")) if leaf.path != "preset"}
 # The model's sizes by which matrices are made; those of sections that are off mean nothing.
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
 
 
 def wrong_values(leaf: Leaf) -> dict[str, str]:
@@ -21,7 +38,13 @@ def wrong_values(leaf: Leaf) -> dict[str, str]:
     if leaf.kind is bool:
         return {"word": "maybe", "number": "2", "digits": DIGITS}
     if leaf.kind is int:
-        return {"empty": "", "fraction": "1.5", "digits": DIGITS, "many digits": "9" * 3900, "2^64": str(2**64)}
+        return {
+            "empty": "",
+            "fraction": "1.5",
+            "digits": DIGITS,
+            "many digits": "9" * 3900,
+            "2^64": str(2**64),
+        }
     if leaf.kind is float:
         return {"empty": "", "word": "much", "infinite": "1e999", "nan": "nan"}
     if leaf.kind is str:
@@ -31,8 +54,15 @@ def wrong_values(leaf: Leaf) -> dict[str, str]:
     return {}
 
 
-WRONG = [Case(f"{path} {what}", [*TRAIN, f"{leaf.option}={value}"], rf"{leaf.option}|section {path.rpartition('.')[0]}")
-         for path, leaf in LEAVES.items() for what, value in wrong_values(leaf).items()]
+WRONG = [
+    Case(
+        f"{path} {what}",
+        [*TRAIN, f"{leaf.option}={value}"],
+        rf"{leaf.option}|section {path.rpartition('.')[0]}",
+    )
+    for path, leaf in LEAVES.items()
+    for what, value in wrong_values(leaf).items()
+]
 
 
 @cases(*WRONG)
@@ -49,10 +79,32 @@ PATHS = ("run.folder", "data.tokenizer", "run.init-from")
 
 
 @cases(
-    *(option(f"model.{size.replace('_', '-')}", str(2**62), f"{size} is {2**62}, must be at most") for size in SIZES),
-    *(option(f"model.{size.replace('_', '-')}", "-1", f"{size} is -1, must be positive") for size in SIZES),
-    *(option("run.name", name, "name must be the name of one folder|argument [0-9]+, .*run.name")
-      for name in ("", " ", ".", "..", "a/b", "/", "../x", "a\\b", "\x1b[2J", "a\nb", "a\x7fb", "\udc80", "\u2028")),
+    *(
+        option(f"model.{size.replace('_', '-')}", str(2**62), f"{size} is {2**62}, must be at most")
+        for size in SIZES
+    ),
+    *(
+        option(f"model.{size.replace('_', '-')}", "-1", f"{size} is -1, must be positive")
+        for size in SIZES
+    ),
+    *(
+        option("run.name", name, "name must be the name of one folder|argument [0-9]+, .*run.name")
+        for name in (
+            "",
+            " ",
+            ".",
+            "..",
+            "a/b",
+            "/",
+            "../x",
+            "a\\b",
+            "\x1b[2J",
+            "a\nb",
+            "a\x7fb",
+            "\udc80",
+            "\u2028",
+        )
+    ),
     option("run.name", LONG, "a name in it has 300 bytes"),
     option("run.name", "é" * 150, "a name in it has 300 bytes"),
     *(option(name, LONG, "a name in it has 300 bytes") for name in PATHS),
@@ -62,34 +114,83 @@ PATHS = ("run.folder", "data.tokenizer", "run.init-from")
     *(option(name, "a\udcff", f"argument .*{name}.*not valid Unicode") for name in PATHS),
     *(option(name, "x/" * 1950, "it has 3,90[0-9] bytes, more than the 3,800") for name in PATHS),
     option("run.folder", "", "folder must name the folder"),
-    *(option("run.seed", value, "expected a whole number") for value in (
-        str(2**63), str(2**64), str(-2**64), "0x10", "1e3", "1.0", "inf", "seven")),
-    *(option("data.seed", value, "data.seed|seed must not be negative") for value in (str(2**64), "-1", DIGITS)),
-    *(option("run.device", value, "run.device|device must be") for value in (
-        "gpu", "cuda:-1", "cuda:x", "cuda:" + DIGITS, "cpu:0", "", "tpu", "mps")),
-    *(option("run.dtype", value, "expected float32 | bfloat16") for value in ("float16", "fp8", "", "torch.float32")),
+    *(
+        option("run.seed", value, "expected a whole number")
+        for value in (str(2**63), str(2**64), str(-(2**64)), "0x10", "1e3", "1.0", "inf", "seven")
+    ),
+    *(
+        option("data.seed", value, "data.seed|seed must not be negative")
+        for value in (str(2**64), "-1", DIGITS)
+    ),
+    *(
+        option("run.device", value, "run.device|device must be")
+        for value in ("gpu", "cuda:-1", "cuda:x", "cuda:" + DIGITS, "cpu:0", "", "tpu", "mps")
+    ),
+    *(
+        option("run.dtype", value, "expected float32 | bfloat16")
+        for value in ("float16", "fp8", "", "torch.float32")
+    ),
     *(option("run.steps", value, "steps") for value in ("0", "-5", "many", "1e4", "None")),
-    *(option("run.max-minutes", value, "max_minutes|max-minutes") for value in ("0", "-1", "nan", "inf", "soon")),
+    *(
+        option("run.max-minutes", value, "max_minutes|max-minutes")
+        for value in ("0", "-1", "nan", "inf", "soon")
+    ),
     *(option("run.tokens-per-step", value, "tokens") for value in ("0", "-1", "1.5")),
     *(option("run.keep-checkpoints", value, "keep") for value in ("0", "-1", "all")),
-    *(option("optimizer.betas", value, "betas") for value in ("0.9", "0.9,0.95,1", "1,1", "a,b", "-1,0.5", "nan,0.9",
-                                                              ",")),
-    *(option("optimizer.learning-rate", value, "learning.rate") for value in ("0", "-1", "nan", "inf", "fast")),
+    *(
+        option("optimizer.betas", value, "betas")
+        for value in ("0.9", "0.9,0.95,1", "1,1", "a,b", "-1,0.5", "nan,0.9", ",")
+    ),
+    *(
+        option("optimizer.learning-rate", value, "learning.rate")
+        for value in ("0", "-1", "nan", "inf", "fast")
+    ),
     *(option("optimizer.eps", value, "eps") for value in ("0", "-1e-8", "tiny")),
     *(option("optimizer.clip-norm", value, "clip.norm") for value in ("0", "-1", "hard")),
-    *(option("optimizer.min-learning-rate-fraction", value, "fraction") for value in ("-0.1", "1.1")),
-    *(option("graph.capacities", value, "capacit") for value in (
-        "", ",", "0x0", "1x", "x1", "1x1x9", "-1x1", "64", "64x8x", "64*8", "1e3x4", "9" * 30 + "x1", f"{2**31}x1",
-        f"64x{2**31}", DIGITS + "x1", "64x8,foo", "64x8x65", "axb")),
-    *(option("graph.memory-budget", value, "budget") for value in ("much", "-1GiB", "101%", "0", "12", "1e999GiB")),
+    *(
+        option("optimizer.min-learning-rate-fraction", value, "fraction")
+        for value in ("-0.1", "1.1")
+    ),
+    *(
+        option("graph.capacities", value, "capacit")
+        for value in (
+            "",
+            ",",
+            "0x0",
+            "1x",
+            "x1",
+            "1x1x9",
+            "-1x1",
+            "64",
+            "64x8x",
+            "64*8",
+            "1e3x4",
+            "9" * 30 + "x1",
+            f"{2**31}x1",
+            f"64x{2**31}",
+            DIGITS + "x1",
+            "64x8,foo",
+            "64x8x65",
+            "axb",
+        )
+    ),
+    *(
+        option("graph.memory-budget", value, "budget")
+        for value in ("much", "-1GiB", "101%", "0", "12", "1e999GiB")
+    ),
     *(option("graph.scope", value, "scope") for value in ("foo", "attn,foo", "ATTN")),
     *(option("graph.slots", value, "slots") for value in ("0", "-1", "two")),
     *(option("graph.warmup", value, "warmup") for value in ("0", "-1")),
     *(option("graph.max-documents", value, "max.documents") for value in ("0", "-1")),
     *(option("model.dropout", value, "dropout") for value in ("1", "-0.1", "2", "nan")),
-    *(option("model.pattern", value, "pattern|letter") for value in (
-        "XYZ", "(M", "M)", "(", "()", "M" * 5 + "\0", "😀")),
-    *(option("model.attention-backend", value, "attention_backend") for value in ("quick", "FLASH", "")),
+    *(
+        option("model.pattern", value, "pattern|letter")
+        for value in ("XYZ", "(M", "M)", "(", "()", "M" * 5 + "\0", "😀")
+    ),
+    *(
+        option("model.attention-backend", value, "attention_backend")
+        for value in ("quick", "FLASH", "")
+    ),
     *(option("model.head-dim", value, "head_dim") for value in ("7", "0")),
     option("model.num-kv-heads", "3", "num_heads 2 is no multiple of num_kv_heads 3"),
     *(option("parallel.tp", value, "tp") for value in ("0", "-1", "2", "3", str(2**62))),
@@ -103,12 +204,21 @@ PATHS = ("run.folder", "data.tokenizer", "run.init-from")
     *(option("data.window", value, "window") for value in ("0", "-1", "wide")),
     *(option("data.epochs", value, "epochs") for value in ("0", "-1", "0.5")),
     *(option("data.max-documents-loaded", value, "max.documents.loaded") for value in ("0", "-1")),
-    *(option("data.on-bad", value, "on-bad: expected stop | skip") for value in ("ignore", "", "Skip")),
+    *(
+        option("data.on-bad", value, "on-bad: expected stop | skip")
+        for value in ("ignore", "", "Skip")
+    ),
     *(option("data.overlong", value, "overlong: expected error") for value in ("cut", "", "True")),
-    *(option("data.tokenizer", value, "no such file") for value in ("absent", "/absent/tokenizer.json", "Bytes")),
+    *(
+        option("data.tokenizer", value, "no such file")
+        for value in ("absent", "/absent/tokenizer.json", "Bytes")
+    ),
     option("data.tokenizer", "/dev/null", "no such file"),
     option("data.tokenizer", "/", "no such file"),
-    *(option("offload.modules", value, "offload.modules|modules") for value in ("foo", "attn_norm,foo")),
+    *(
+        option("offload.modules", value, "offload.modules|modules")
+        for value in ("foo", "attn_norm,foo")
+    ),
 )
 def test_an_option_that_makes_no_sense_is_refused(case, tmp_path, capsys):
     refuse(case, tmp_path, capsys, at_once=True)
@@ -146,7 +256,14 @@ def words(name: str, *given: str, says: str) -> Case:
     words("resume of a name", *TRAIN, "--resume", "--run.name", "absent", says="there is no run"),
     words("resume of a word", *TRAIN, "--resume=perhaps", says="invalid choice"),
     words("no preset", "train", says="which preset"),
-    words("verify steps word", "verify", "qwen3-tiny", "--steps", "many", says="invalid int value|--steps"),
+    words(
+        "verify steps word",
+        "verify",
+        "qwen3-tiny",
+        "--steps",
+        "many",
+        says="invalid int value|--steps",
+    ),
     words("verify steps 0", "verify", "qwen3-tiny", *SMALL, "--steps", "0", says="steps"),
     words("verify steps many", "verify", "qwen3-tiny", "--steps", DIGITS, says="longer than 4,000"),
     words("verify unknown", "verify", "nope", says="unknown preset"),
@@ -155,25 +272,158 @@ def words(name: str, *given: str, says: str) -> Case:
     words("plan ranks 0", "plan", "--ranks", "0", "--microbatches", "1", says="ranks"),
     words("plan ranks negative", "plan", "--ranks", "-1", "--microbatches", "1", says="ranks"),
     words("plan ranks word", "plan", "--ranks", "two", "--microbatches", "1", says="ranks"),
-    words("plan ranks digits", "plan", "--ranks", DIGITS, "--microbatches", "1", says="longer than 4,000"),
-    words("plan ranks huge", "plan", "--ranks", str(2**62), "--microbatches", "1", says="ranks|cannot be drawn"),
-    words("plan microbatches huge", "plan", "--ranks", "2", "--microbatches", str(2**62), says="microbatches"),
-    words("plan chunks huge", "plan", "--ranks", "2", "--microbatches", "2", "--chunks", str(2**62), says="chunks"),
-    words("plan group 0", "plan", "--ranks", "2", "--microbatches", "2", "--chunks", "2", "--group", "0", says="group"),
-    words("plan capacities", "plan", "--ranks", "2", "--microbatches", "2", "--capacities", "a,b",
-          says="whole numbers"),
-    words("plan buckets", "plan", "--ranks", "2", "--microbatches", "2", "--capacities", "8", "--buckets", "7",
-          says="bucket"),
-    words("plan capacity 0", "plan", "--ranks", "2", "--microbatches", "2", "--capacities", "0", says="capacit"),
-    words("plan capacity huge", "plan", "--ranks", "2", "--microbatches", "2", "--capacities", DIGITS,
-          says="longer than 4,000"),
-    words("plan svg", "plan", "--ranks", "2", "--microbatches", "2", "--svg", "{dir}/absent/x.svg", says="written"),
-    words("plan svg folder", "plan", "--ranks", "2", "--microbatches", "2", "--svg", "{dir}", says="written"),
-    words("plan svg NUL", "plan", "--ranks", "2", "--microbatches", "2", "--svg", "a\0b",
-          says="argument [0-9], .*control character"),
-    words("plan svg long", "plan", "--ranks", "2", "--microbatches", "2", "--svg", LONG, says="File name too long"),
-    words("plan csv NUL", "plan", "--ranks", "2", "--microbatches", "2", "--csv", "a\0b",
-          says="argument [0-9], .*control character"),
+    words(
+        "plan ranks digits",
+        "plan",
+        "--ranks",
+        DIGITS,
+        "--microbatches",
+        "1",
+        says="longer than 4,000",
+    ),
+    words(
+        "plan ranks huge",
+        "plan",
+        "--ranks",
+        str(2**62),
+        "--microbatches",
+        "1",
+        says="ranks|cannot be drawn",
+    ),
+    words(
+        "plan microbatches huge",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        str(2**62),
+        says="microbatches",
+    ),
+    words(
+        "plan chunks huge",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--chunks",
+        str(2**62),
+        says="chunks",
+    ),
+    words(
+        "plan group 0",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--chunks",
+        "2",
+        "--group",
+        "0",
+        says="group",
+    ),
+    words(
+        "plan capacities",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--capacities",
+        "a,b",
+        says="whole numbers",
+    ),
+    words(
+        "plan buckets",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--capacities",
+        "8",
+        "--buckets",
+        "7",
+        says="bucket",
+    ),
+    words(
+        "plan capacity 0",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--capacities",
+        "0",
+        says="capacit",
+    ),
+    words(
+        "plan capacity huge",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--capacities",
+        DIGITS,
+        says="longer than 4,000",
+    ),
+    words(
+        "plan svg",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--svg",
+        "{dir}/absent/x.svg",
+        says="written",
+    ),
+    words(
+        "plan svg folder",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--svg",
+        "{dir}",
+        says="written",
+    ),
+    words(
+        "plan svg NUL",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--svg",
+        "a\0b",
+        says="argument [0-9], .*control character",
+    ),
+    words(
+        "plan svg long",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--svg",
+        LONG,
+        says="File name too long",
+    ),
+    words(
+        "plan csv NUL",
+        "plan",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "2",
+        "--csv",
+        "a\0b",
+        says="argument [0-9], .*control character",
+    ),
     words("plan data absent", "plan", "absent.jsonl", says="no such file"),
     words("plan data NUL", "plan", "a\0b", says="argument [0-9], .*control character"),
     words("plan data long", "plan", LONG, says="300 bytes"),
@@ -190,10 +440,29 @@ def words(name: str, *given: str, says: str) -> Case:
     words("bench seed digits", "bench", "step", "--seed", DIGITS, says="argument 3, .*longer"),
     words("bench seed 2^64", "bench", "padding", "--seed", str(2**64), says="seed"),
     words("bench seed negative", "bench", "padding", "--seed", "-1", says="seed"),
-    words("bench out folder", "bench", "padding", "--documents", "10", "--out", "{dir}", says="it is no file"),
-    words("bench out NUL", "bench", "padding", "--documents", "10", "--out", "a\0b",
-          says="argument [0-9], .*control character"),
-    words("bench out long", "bench", "padding", "--documents", "10", "--out", LONG, says="300 bytes"),
+    words(
+        "bench out folder",
+        "bench",
+        "padding",
+        "--documents",
+        "10",
+        "--out",
+        "{dir}",
+        says="it is no file",
+    ),
+    words(
+        "bench out NUL",
+        "bench",
+        "padding",
+        "--documents",
+        "10",
+        "--out",
+        "a\0b",
+        says="argument [0-9], .*control character",
+    ),
+    words(
+        "bench out long", "bench", "padding", "--documents", "10", "--out", LONG, says="300 bytes"
+    ),
     words("export nothing", "export", says="required"),
     words("export of nothing", "export", "{dir}/absent", "{dir}/new", says="absent"),
     words("export NUL", "export", "a\0b", "{dir}/new", says="argument 1, .*control character"),
@@ -204,7 +473,9 @@ def words(name: str, *given: str, says: str) -> Case:
     words("config absent", "train", "--config", "{dir}/absent.toml", says="cannot be read"),
     words("config NUL", "train", "--config", "a\0.toml", says="argument 2, .*control character"),
     words("config long", "train", "--config", LONG + ".toml", says="305 bytes"),
-    words("config of another kind", "train", "--config", "{dir}/a.yaml", says="ends in .toml or .json"),
+    words(
+        "config of another kind", "train", "--config", "{dir}/a.yaml", says="ends in .toml or .json"
+    ),
     words("config folder", "train", "--config", "{dir}", says="ends in .toml or .json"),
     words("config without a value", "train", "--config", says="expected one argument"),
 )
@@ -213,100 +484,21 @@ def test_words_that_make_no_sense_are_refused(case, tmp_path, capsys, monkeypatc
     refuse(case, tmp_path, capsys, at_once=True)
 
 
-def config(name: str, content, says: str, kind: str = "toml") -> Case:
-    return Case(name, ["train", "--config", f"{{dir}}/c.{kind}", "--run.folder", "{dir}/runs"], says,
-                {f"c.{kind}": content})
-
-
-def in_json(name: str, values, says: str) -> Case:
-    return config(f"json {name}", json.dumps({"preset": "qwen3-tiny"} | values), says, "json")
-
-
-PRESET = 'preset = "qwen3-tiny"\n'
-
-
-@cases(
-    config("empty", "", "says no preset"), config("empty json", "", "not valid JSON", "json"),
-    config("no toml", "{", "not valid TOML"), config("no json", "[", "not valid JSON", "json"),
-    config("a list", "[]", "top level", "json"), config("a number", "3", "top level", "json"),
-    config("null", "null", "top level", "json"), config("a text", '"x"', "top level", "json"),
-    config("binary", b"\xff\xfe\x00\x01", "not valid TOML"), config("binary json", b"\x80\x81", "not valid", "json"),
-    config("UTF-16", (PRESET + "x = 1").encode("utf-16"), "not valid TOML"),
-    config("NUL", PRESET + "\0", "not valid TOML"), config("a marked one", b"\xef\xbb\xbf" + PRESET.encode(), "TOML"),
-    config("deep", PRESET + "x = " + DEEP, "nested too deeply"),
-    config("deep tables", PRESET + "x = " + "{a=" * 5000 + "1" + "}" * 5000, "nested too deeply|not valid"),
-    config("deep names", PRESET + "[" + ".".join("a" * 3000) + "]", "unknown section"),
-    config("deep json", DEEP, "nested too deeply", "json"),
-    config("deep objects", '{"a":' * 50_000 + "1" + "}" * 50_000, "nested too deeply", "json"),
-    config("deep value", '{"preset": "qwen3-tiny", "run": {"name": ' + "[" * 400 + "]" * 400 + "}}", "run.name",
-           "json"),
-    config("digits", PRESET + f"[run]\nseed = {DIGITS}", "not valid TOML"),
-    config("digits json", '{"preset": "qwen3-tiny", "run": {"seed": ' + DIGITS + "}}", "not valid JSON", "json"),
-    config("4,000 digits", PRESET + f"[run]\nseed = {'9' * 4000}", "run.seed: expected a whole number below"),
-    config("4,000 digits of a fraction", PRESET + f"[optimizer]\neps = {'9' * 4000}", "eps: expected a"),
-    config("a date", PRESET + "[run]\nseed = 2020-01-01", "run.seed: expected a whole number"),
-    config("infinite", PRESET + "[optimizer]\neps = inf", "eps: expected a finite number"),
-    config("nan", PRESET + "[optimizer]\neps = nan", "eps: expected a finite number"),
-    config("twice", PRESET + "[run]\nseed = 1\nseed = 2", "not valid TOML"),
-    config("unknown key", PRESET + "[run]\nseeed = 1", "did you mean run.seed"),
-    config("unknown section", PRESET + "[runn]\nseed = 1", "unknown section, did you mean run"),
-    config("unknown preset", 'preset = "qwen3-tinny"', "did you mean qwen3-tiny"),
-    config("a preset that is none", "preset = 3", "says no preset"),
-    config("a pipe", pipe, "it is no file"), config("a folder", folder, "it is no file"),
-    config("a loop of links", loop, "cannot be read"), config("a link to nothing", nowhere, "cannot be read"),
-    config("a socket", bound, "it is no file"),
-    in_json("NUL in name", {"run": {"name": "a\0b"}}, "run.name: expected text.*control character"),
-    in_json("surrogate in name", {"run": {"name": "\ud800"}}, "run.name: expected text.*Unicode"),
-    in_json("escape in name", {"run": {"name": "\x1b[31mred"}}, "run.name: expected text.*control character"),
-    in_json("NUL in folder", {"run": {"folder": "a\0b"}}, "run.folder: expected text"),
-    in_json("NUL in path", {"data": {"source": "jsonl", "path": "a\0b"}}, "data.path: expected text"),
-    in_json("long path", {"data": {"source": "jsonl", "path": LONG}}, "path cannot be .*300 bytes"),
-    in_json("NUL in tokenizer", {"data": {"tokenizer": "\0"}}, "data.tokenizer: expected text"),
-    in_json("NUL in init_from", {"run": {"init_from": "\0"}}, "run.init_from: expected text"),
-    in_json("NUL in a key", {"run": {"na\0me": "x"}}, "unknown key"),
-    in_json("escape in a key", {"\x1b[31m": {"x": 1}}, "unknown section"),
-    in_json("long key", {"run": {"x" * 10_000: 1}}, "unknown key"),
-    in_json("empty key", {"": 1}, "unknown"),
-    in_json("name is a number", {"run": {"name": 3}}, "run.name: expected"),
-    in_json("name is a list", {"run": {"name": ["x"]}}, "run.name: expected"),
-    in_json("name is an object", {"run": {"name": {"a": 1}}}, "run.name"),
-    in_json("seed is a text", {"run": {"seed": "1"}}, "run.seed: expected a whole number"),
-    in_json("seed is true", {"run": {"seed": True}}, "run.seed: expected a whole number"),
-    in_json("seed is null", {"run": {"seed": None}}, "run.seed: expected a whole number"),
-    in_json("seed 2^64", {"run": {"seed": 2**64}}, "run.seed: expected a whole number below"),
-    in_json("seed 1.0", {"run": {"seed": 1.0}}, "run.seed: expected a whole number"),
-    in_json("steps 1e400", {"run": {"steps": float("inf")}}, "run.steps: expected"),
-    in_json("resume is a list", {"run": {"resume": []}}, "run.resume: expected"),
-    in_json("dtype is a list", {"run": {"dtype": ["float32"]}}, "run.dtype: expected"),
-    in_json("section is a list", {"run": []}, "this is a section"),
-    in_json("section is null", {"run": None}, "this is a section"),
-    in_json("section is a text", {"model": "big"}, "this is a section"),
-    in_json("betas are one", {"optimizer": {"betas": 0.9}}, "optimizer.betas: expected"),
-    in_json("betas are three", {"optimizer": {"betas": [0.9, 0.9, 0.9]}}, "expected 2 values"),
-    in_json("betas are texts", {"optimizer": {"betas": ["a", "b"]}}, "optimizer.betas: expected"),
-    in_json("capacities are a number", {"graph": {"capacities": 64}}, "graph.capacities: expected"),
-    in_json("capacities are numbers", {"graph": {"capacities": [64]}}, "graph.capacities: expected"),
-    in_json("capacities are objects", {"graph": {"capacities": [{"tokens": 1}]}}, "graph.capacities: "),
-    in_json("capacities of texts", {"graph": {"capacities": [{"tokens": "a", "documents": 2}]}}, "graph.capacities: "),
-    in_json("capacities of fractions", {"graph": {"capacities": [{"tokens": 1.5, "documents": 2}]}}, "capacities: "),
-    in_json("capacities are null", {"graph": {"capacities": None}}, "graph.capacities: expected"),
-    in_json("capacities are huge", {"graph": {"capacities": ["9" * 30 + "x1"]}}, "below 2\\^31"),
-    in_json("many capacities", {"graph": {"capacities": ["axb"] * 5000}}, "graph.capacities: expected"),
-    in_json("scope is a number", {"graph": {"scope": 3}}, "graph.scope: expected"),
-    in_json("scope of NUL", {"graph": {"scope": ["a\0"]}}, "graph.scope: expected text"),
-    in_json("suffixes of numbers", {"data": {"suffixes": [1]}}, "data.suffixes: expected text"),
-)
-def test_a_config_file_that_makes_no_sense_is_named(case, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = refuse(case, tmp_path, capsys, at_once=True)
-    assert f"c.{'json' if 'c.json' in case.files else 'toml'}" in said or "section" in said or "preset" in said
-
-
 def test_three_unnamed_starts_at_once_take_three_folders(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text(10 * line({"text": "to be or not to be"}))
-    command = [sys.executable, "-m", "packgraph.cli", *(word.replace("{dir}", str(tmp_path)) for word in TRAIN),
-               "--data.source", "jsonl", "--data.path", str(tmp_path / "data.jsonl")]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) for _ in range(3)]
+    command = [
+        sys.executable,
+        "-m",
+        "packgraph.cli",
+        *(word.replace("{dir}", str(tmp_path)) for word in TRAIN),
+        "--data.source",
+        "jsonl",
+        "--data.path",
+        str(tmp_path / "data.jsonl"),
+    ]
+    started = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) for _ in range(3)
+    ]
     end = time.monotonic() + 120
     said = [process.communicate(timeout=end - time.monotonic())[1] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], said
@@ -316,8 +508,18 @@ def test_three_unnamed_starts_at_once_take_three_folders(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("raw", [b"a\xff", b"\xc3\x28", b"\xed\xa0\x80"])
-def test_bytes_that_are_no_text_are_refused_as_a_shell_gives_them(tmp_path: Path, raw: bytes) -> None:
-    command = [sys.executable.encode(), b"-m", b"packgraph.cli", b"train", b"qwen3-tiny", b"--run.name", raw]
+def test_bytes_that_are_no_text_are_refused_as_a_shell_gives_them(
+    tmp_path: Path, raw: bytes
+) -> None:
+    command = [
+        sys.executable.encode(),
+        b"-m",
+        b"packgraph.cli",
+        b"train",
+        b"qwen3-tiny",
+        b"--run.name",
+        raw,
+    ]
     done = subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=120, check=False)
     assert done.returncode == 2 and b"Traceback" not in done.stderr
     assert b"--run.name" in done.stderr and b"not valid Unicode" in done.stderr

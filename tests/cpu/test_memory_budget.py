@@ -1,4 +1,5 @@
 """A run knows what its graphs will take, and leaves out what a budget does not allow."""
+
 import dataclasses
 import gc
 import json
@@ -40,9 +41,17 @@ def arguments(chunk: int, capacity: Capacity) -> tuple[Any, ...]:
     return sample_batch(capacity), torch.ones((), dtype=torch.int64)
 
 
-def graphed_model(slots: int | None = 1, granularity: str = "layer", compile: bool | str = False) -> Any:
-    return graph(build_model(tiny(True), CPU), capacities=CAPACITIES, warmup=0, slots=slots, granularity=granularity,
-                 compile=compile)
+def graphed_model(
+    slots: int | None = 1, granularity: str = "layer", compile: bool | str = False
+) -> Any:
+    return graph(
+        build_model(tiny(True), CPU),
+        capacities=CAPACITIES,
+        warmup=0,
+        slots=slots,
+        granularity=granularity,
+        compile=compile,
+    )
 
 
 def run(folder: Path, config: TrainConfig) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
@@ -53,15 +62,32 @@ def run(folder: Path, config: TrainConfig) -> tuple[dict[str, Any], dict[str, to
     return summary, state, (folder.parent / "log").read_text().replace("\n", " ")
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("12GiB", 12 * 2**30), ("512MiB", 2**29), (" .5 KiB", 512), ("40%", 400), ("1.5%", 15), ("100%", 1000)])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("12GiB", 12 * 2**30),
+        ("512MiB", 2**29),
+        (" .5 KiB", 512),
+        ("40%", 400),
+        ("1.5%", 15),
+        ("100%", 1000),
+    ],
+)
 def test_budgets_are_read(text, expected):
     assert budget_bytes(text, 1000) == expected
 
 
-@pytest.mark.parametrize(("text", "total", "why"), [
-    ("12", 1000, "is written 12GiB"), ("0GiB", 1000, "is written"), ("-1GiB", 1000, "is written"),
-    ("12GB", 1000, "is written"), ("101%", 1000, "more than there is"), ("40%", None, "needs a CUDA device")])
+@pytest.mark.parametrize(
+    ("text", "total", "why"),
+    [
+        ("12", 1000, "is written 12GiB"),
+        ("0GiB", 1000, "is written"),
+        ("-1GiB", 1000, "is written"),
+        ("12GB", 1000, "is written"),
+        ("101%", 1000, "more than there is"),
+        ("40%", None, "needs a CUDA device"),
+    ],
+)
 def test_what_is_no_budget_is_refused(text, total, why):
     with pytest.raises(ValueError, match=why):
         budget_bytes(text, total)
@@ -110,7 +136,10 @@ def test_a_budget_drops_the_largest_and_changes_no_number(tmp_path: Path) -> Non
     whole, state, _ = run(tmp_path / "whole", tiny(True))
     config = with_graph(tiny(True), memory_budget=budget_for(*CAPACITIES[:2]))
     summary, other, log = run(tmp_path / "less", config)
-    assert summary["memory"]["dropped"] == ["64x8"] and "capacity 64x8 is dropped: its graphs need" in log
+    assert (
+        summary["memory"]["dropped"] == ["64x8"]
+        and "capacity 64x8 is dropped: its graphs need" in log
+    )
     assert summary["fallbacks"][OVER_BUDGET] > 0 and summary["replayed"] > 0
     assert summary["replayed"] + summary["fallbacks"][OVER_BUDGET] == whole["replayed"]
     assert summary["pool_bytes"] < whole["pool_bytes"] and summary["captured"] < whole["captured"]
@@ -151,7 +180,10 @@ def test_graphs_without_room_are_over_any_budget(monkeypatch):
     monkeypatch.setattr(memory_budget, "trace_memory", no_room)
     plan = plan_memory([graphed_model()], arguments, [1], CAPACITIES, budget=2**40)
     assert plan.dropped == CAPACITIES[2:] and plan.banks
-    assert any("is dropped: there is no room for its graphs, graph.memory_budget is" in note for note in plan.notes)
+    assert any(
+        "is dropped: there is no room for its graphs, graph.memory_budget is" in note
+        for note in plan.notes
+    )
     unlimited = plan_memory([graphed_model()], arguments, [1], CAPACITIES)
     assert not unlimited.dropped and not unlimited.banks and "not predicted" in unlimited.notes[0]
 
@@ -194,7 +226,8 @@ def test_arguments_without_room_are_voted_on_too():
 
 
 def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
-    """The trace of the next chunk exchanges data, too: whoever went on would wait for the rank that failed."""
+    """The trace of the next chunk exchanges data, too: whoever went on would wait for the rank that
+    failed."""
     chunks, traced, asked = [graphed_model() for _ in range(3)], [], []
     for chunk in chunks:
         chunk._coded.add("a key that all ranks have compiled")
@@ -210,8 +243,12 @@ def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
 
     monkeypatch.setattr(memory_budget, "trace_memory", noted)
     plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, vote=vote)
-    assert traced == [0, 1] and asked == [None, None] and not plan.banks and "no room" in plan.notes[0]
-    assert not any(chunk._coded or chunk._rehearsed for chunk in chunks), "all ranks begin at the same point again"
+    assert (
+        traced == [0, 1] and asked == [None, None] and not plan.banks and "no room" in plan.notes[0]
+    )
+    assert not any(chunk._coded or chunk._rehearsed for chunk in chunks), (
+        "all ranks begin at the same point again"
+    )
 
 
 def test_dropped_capacities_are_no_undeclared_ones():
@@ -227,12 +264,23 @@ def test_dropped_capacities_are_no_undeclared_ones():
 
 def test_what_was_measured_chooses_buckets():
     graphed = graphed_model()
-    traces = {capacity: memory_trace.trace_memory(graphed, arguments(0, capacity)) for capacity in CAPACITIES}
+    traces = {
+        capacity: memory_trace.trace_memory(graphed, arguments(0, capacity))
+        for capacity in CAPACITIES
+    }
     model = BankModel(traces, memory_trace.pool_model(graphed.backend))
-    request = BucketRequest(max_tokens=512, multiple=16, max_buckets=2, pool_bytes=model, graph_bytes=1,
-                            budget=model(Capacity(256, 8)) + 2)
+    request = BucketRequest(
+        max_tokens=512,
+        multiple=16,
+        max_buckets=2,
+        pool_bytes=model,
+        graph_bytes=1,
+        budget=model(Capacity(256, 8)) + 2,
+    )
     plan = choose_buckets(LengthHistogram.of([20, 30, 50] * 40), request)
-    assert plan.capacities[-1].tokens == 256 and "of more than 256 tokens are dropped" in plan.notes[0]
+    assert (
+        plan.capacities[-1].tokens == 256 and "of more than 256 tokens are dropped" in plan.notes[0]
+    )
 
 
 def test_the_budget_of_graphs_limits_what_is_chosen():
@@ -250,4 +298,7 @@ def test_options_that_do_not_fit_are_refused():
     assert validate(with_graph(tiny(True), memory_budget="2GiB"), "cpu") == []
     assert "needs a CUDA device" in validate(with_graph(tiny(True), memory_budget="40%"), "cpu")[0]
     assert validate(with_graph(tiny(True), memory_budget="40%"), "cuda") == []
-    assert "not there yet" in validate(with_graph(tiny(True), memory_budget="2GiB", granularity="step"), "cpu")[0]
+    assert (
+        "not there yet"
+        in validate(with_graph(tiny(True), memory_budget="2GiB", granularity="step"), "cpu")[0]
+    )

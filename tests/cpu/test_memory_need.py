@@ -1,4 +1,6 @@
-"""Runs that cannot fit are refused before anything is allocated, with figures; runs that may fit are not."""
+"""Runs that cannot fit are refused before anything is allocated, with figures; runs that may fit
+are not."""
+
 import os
 import subprocess
 import sys
@@ -41,7 +43,10 @@ def test_parts_of_ranks_add_up_to_the_whole():
     replicas = [need_of(config, "cpu", world=4, rank=rank) for rank in range(4)]
     assert {need.weights for need in replicas} == {whole.weights}
     assert sum(need.optimizer for need in replicas) == whole.optimizer
-    stages = [need_of(changed("moonlight-tiny", parallel={"pp": 3}), "cpu", world=3, rank=rank) for rank in range(3)]
+    stages = [
+        need_of(changed("moonlight-tiny", parallel={"pp": 3}), "cpu", world=3, rank=rank)
+        for rank in range(3)
+    ]
     assert sum(need.weights for need in stages) == whole.weights
     shared = changed("moonlight-tiny", parallel={"ep": 2})
     experts = [need_of(shared, "cpu", world=2, rank=rank) for rank in range(2)]
@@ -50,10 +55,15 @@ def test_parts_of_ranks_add_up_to_the_whole():
 
 
 def test_split_matrices_and_rows_need_less():
-    whole, split = need_of(changed("qwen3-tiny"), "cpu"), need_of(changed("qwen3-tiny", parallel={"tp": 2}), "cpu", 2)
+    whole, split = (
+        need_of(changed("qwen3-tiny"), "cpu"),
+        need_of(changed("qwen3-tiny", parallel={"tp": 2}), "cpu", 2),
+    )
     assert split.weights == whole.weights // 2
     assert split.microbatch < whole.microbatch
-    assert need_of(changed("qwen3-tiny", parallel={"cp": 2}), "cpu", 2).microbatch < whole.microbatch
+    assert (
+        need_of(changed("qwen3-tiny", parallel={"cp": 2}), "cpu", 2).microbatch < whole.microbatch
+    )
 
 
 def test_what_may_take_less_is_not_counted():
@@ -81,8 +91,15 @@ def test_the_message_has_figures_and_a_way_out():
     with pytest.raises(ConfigError) as refused:
         check_memory(config, CPU, 20 * GIB)
     told = str(refused.value)
-    for part in ("20.00 GiB", "weights 1.11 GiB", "gradients 1.11 GiB", "optimizer state 8.88 GiB", "4096x64",
-                 "--graph.capacities", "--graph.enabled false"):
+    for part in (
+        "20.00 GiB",
+        "weights 1.11 GiB",
+        "gradients 1.11 GiB",
+        "optimizer state 8.88 GiB",
+        "4096x64",
+        "--graph.capacities",
+        "--graph.enabled false",
+    ):
         assert part in told
     with pytest.raises(ConfigError, match="model alone does not fit"):
         check_memory(config, CPU, 8 * GIB)
@@ -91,9 +108,15 @@ def test_the_message_has_figures_and_a_way_out():
 def test_the_command_line_refuses_before_it_allocates(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(launch, "available_memory", lambda device, local_processes: 50 * 2**20)
     monkeypatch.setattr(launch, "Trainer", lambda *args: pytest.fail("the trainer was made"))
-    assert main(["train", "qwen3-tiny", "--run.device", "cpu", "--run.folder", str(tmp_path / "runs")]) == 2
+    assert (
+        main(["train", "qwen3-tiny", "--run.device", "cpu", "--run.folder", str(tmp_path / "runs")])
+        == 2
+    )
     told = capsys.readouterr().err
-    assert told.startswith("packgraph: error: 1 problem in the configuration:") and "50.00 MiB are available" in told
+    assert (
+        told.startswith("packgraph: error: 1 problem in the configuration:")
+        and "50.00 MiB are available" in told
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -104,7 +127,9 @@ def test_all_small_presets_fit_a_small_machine():
 
 
 def test_processes_of_a_host_share_its_memory():
-    told = launch.Launch.read({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    told = launch.Launch.read(
+        {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    )
     assert told.local_world == 2
     assert launch.Launch.read({}).local_world == 1
 
@@ -112,7 +137,9 @@ def test_processes_of_a_host_share_its_memory():
 def machine(folder, group, files, available=8 * GIB):
     """A tree of `proc` and `sys`. group: text of /proc/self/cgroup; files: under /sys/fs/cgroup."""
     (folder / "proc/self").mkdir(parents=True)
-    (folder / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {available // 1024} kB\n")
+    (folder / "proc/meminfo").write_text(
+        f"MemTotal: 99 kB\nMemAvailable:   {available // 1024} kB\n"
+    )
     (folder / "proc/self/cgroup").write_text(group)
     for name, text in files.items():
         file = folder / "sys/fs/cgroup" / name
@@ -125,21 +152,46 @@ STAT = f"anon 1\nactive_file {GIB // 4}\ninactive_file {GIB // 4}\n"
 OLD_STAT = f"cache 1\ntotal_active_file {GIB // 4}\ntotal_inactive_file {GIB // 4}\n"
 
 
-@pytest.mark.parametrize(("group", "files", "expected"), [
-    ("", {}, 8 * GIB),
-    ("0::/\n", {"memory.max": "max\n", "memory.current": GIB}, 8 * GIB),
-    ("0::/\n", {"memory.max": 4 * GIB, "memory.current": GIB}, 3 * GIB),
-    ("0::/\n", {"memory.max": 4 * GIB, "memory.current": GIB, "memory.stat": STAT}, 3 * GIB + GIB // 2),
-    ("0::/a/b\n", {"a/b/memory.max": "max", "a/b/memory.current": 1, "a/memory.max": 2 * GIB,
-                   "a/memory.current": GIB}, GIB),
-    ("0::/of/the/host\n", {"memory.max": 2 * GIB, "memory.current": GIB}, GIB),
-    ("0::/\n", {"memory.max": 99 * GIB, "memory.current": GIB}, 8 * GIB),
-    ("0::/\n", {"memory.max": GIB, "memory.current": 2 * GIB}, 0),
-    ("9:memory:/job\n8:cpu:/x\n", {"memory/job/memory.limit_in_bytes": 4 * GIB,
-                                   "memory/job/memory.usage_in_bytes": GIB, "memory/job/memory.stat": OLD_STAT},
-     3 * GIB + GIB // 2),
-    ("9:cpu,memory:/\n", {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": GIB}, 8 * GIB),
-])
+@pytest.mark.parametrize(
+    ("group", "files", "expected"),
+    [
+        ("", {}, 8 * GIB),
+        ("0::/\n", {"memory.max": "max\n", "memory.current": GIB}, 8 * GIB),
+        ("0::/\n", {"memory.max": 4 * GIB, "memory.current": GIB}, 3 * GIB),
+        (
+            "0::/\n",
+            {"memory.max": 4 * GIB, "memory.current": GIB, "memory.stat": STAT},
+            3 * GIB + GIB // 2,
+        ),
+        (
+            "0::/a/b\n",
+            {
+                "a/b/memory.max": "max",
+                "a/b/memory.current": 1,
+                "a/memory.max": 2 * GIB,
+                "a/memory.current": GIB,
+            },
+            GIB,
+        ),
+        ("0::/of/the/host\n", {"memory.max": 2 * GIB, "memory.current": GIB}, GIB),
+        ("0::/\n", {"memory.max": 99 * GIB, "memory.current": GIB}, 8 * GIB),
+        ("0::/\n", {"memory.max": GIB, "memory.current": 2 * GIB}, 0),
+        (
+            "9:memory:/job\n8:cpu:/x\n",
+            {
+                "memory/job/memory.limit_in_bytes": 4 * GIB,
+                "memory/job/memory.usage_in_bytes": GIB,
+                "memory/job/memory.stat": OLD_STAT,
+            },
+            3 * GIB + GIB // 2,
+        ),
+        (
+            "9:cpu,memory:/\n",
+            {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": GIB},
+            8 * GIB,
+        ),
+    ],
+)
 def test_limits_of_control_groups_count(tmp_path, group, files, expected):
     assert available_memory(CPU, root=machine(tmp_path, group, files)) == expected
     assert available_memory(CPU, 4, tmp_path) == expected // 4
@@ -185,18 +237,57 @@ SHAPE = {"num_kv_heads": 2, "head_dim": 64}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
-@pytest.mark.parametrize(("enabled", "dtype", "tokens", "model"), [
-    (False, "float32", 1024, {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 6, "vocab_size": 4096,
-                              "num_heads": 8}),
-    (True, "bfloat16", 1536, {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 8, "vocab_size": 16_384,
-                              "num_heads": 4})])
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc"
+)
+@pytest.mark.parametrize(
+    ("enabled", "dtype", "tokens", "model"),
+    [
+        (
+            False,
+            "float32",
+            1024,
+            {
+                "hidden_size": 512,
+                "intermediate_size": 1536,
+                "num_layers": 6,
+                "vocab_size": 4096,
+                "num_heads": 8,
+            },
+        ),
+        (
+            True,
+            "bfloat16",
+            1536,
+            {
+                "hidden_size": 256,
+                "intermediate_size": 1024,
+                "num_layers": 8,
+                "vocab_size": 16_384,
+                "num_heads": 4,
+            },
+        ),
+    ],
+)
 def test_the_estimate_is_what_a_run_takes(tmp_path, enabled, dtype, tokens, model):
-    options = {"model": {**SHAPE, **model}, "graph": {"enabled": enabled, "warmup": 1, "capacities": f"{tokens}x32"},
-               "run": {"device": "cpu", "steps": 2, "dtype": dtype, "tokens_per_step": tokens,
-                       "folder": str(tmp_path)}}
-    told = subprocess.run([sys.executable, "-c", PEAK, repr(options)], capture_output=True, text=True, check=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    options = {
+        "model": {**SHAPE, **model},
+        "graph": {"enabled": enabled, "warmup": 1, "capacities": f"{tokens}x32"},
+        "run": {
+            "device": "cpu",
+            "steps": 2,
+            "dtype": dtype,
+            "tokens_per_step": tokens,
+            "folder": str(tmp_path),
+        },
+    }
+    told = subprocess.run(
+        [sys.executable, "-c", PEAK, repr(options)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     of_total, of_least = map(float, told.stdout.split()[-2:])
     assert 0.75 < of_total < 1.25
     assert of_least > 1

@@ -1,4 +1,6 @@
-"""Pools predicted from a capture thrown away against the recorder's own; a trace changes nothing."""
+"""Pools predicted from a capture thrown away against the recorder's own; a trace changes
+nothing."""
+
 import contextlib
 from types import SimpleNamespace
 
@@ -45,7 +47,8 @@ def test_buckets_between_measured_ones_are_predicted_too(slots):
     predicted = model_of(graphed, sizes=(32, 128)).predict([Capacity(80, 1)], slots)
     graphed.build([toy_inputs(80)], slots)
     assert not predicted.seen
-    # The toy's attention weights grow with the square of the tokens, so a line says more than there is.
+    # The toy's attention weights grow with the square of the tokens, so a line says more than there
+    # is.
     assert graphed.stats.pool_bytes <= predicted.pools <= 1.5 * graphed.stats.pool_bytes
 
 
@@ -53,14 +56,20 @@ def test_without_backwards_in_the_trace_the_prediction_is_far_off():
     """The negative control: what is brief is a large part."""
     graphed = warmed(slots=1, granularity="layer")
     traces = model_of(graphed).traces
-    forwards = BankModel({c: MemoryTrace(tuple(trace.kept())) for c, trace in traces.items()}, pool_model("recorder"))
+    forwards = BankModel(
+        {c: MemoryTrace(tuple(trace.kept())) for c, trace in traces.items()}, pool_model("recorder")
+    )
     graphed.build([toy_inputs(size) for size in SIZES], 1)
     assert forwards.predict(traces, 1).pools < 0.9 * graphed.stats.pool_bytes
 
 
 def facts_of(graphed):
     facts = {f"parameter {name}": p.detach().clone() for name, p in graphed.named_parameters()}
-    facts |= {f"gradient {name}": p.grad.clone() for name, p in graphed.named_parameters() if p.grad is not None}
+    facts |= {
+        f"gradient {name}": p.grad.clone()
+        for name, p in graphed.named_parameters()
+        if p.grad is not None
+    }
     facts |= {f"buffer {name}": b.clone() for name, b in graphed.named_buffers()}
     return facts | {"rng": torch.get_rng_state()}
 
@@ -72,10 +81,14 @@ def test_a_trace_changes_nothing_and_holds_nothing():
     storages = [p.grad.data_ptr() for p in graphed.parameters()]
     trace_memory(graphed, inputs)
     after = facts_of(graphed)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     assert [p.grad.data_ptr() for p in graphed.parameters()] == storages
     assert graphed.stats.captured == graphed.stats.replayed == 0 and inputs[1].grad is None
-    assert not graphed._rehearsed and not graphed._slots.all, "a trace on one rank alone changes no other rank's way"
+    assert not graphed._rehearsed and not graphed._slots.all, (
+        "a trace on one rank alone changes no other rank's way"
+    )
 
 
 def test_a_second_trace_is_the_same():
@@ -133,7 +146,8 @@ def unseen(monkeypatch):
 
 @pytest.mark.parametrize("how", ["trace", "capture"])
 def test_what_graphs_write_when_they_run_for_eager_stages_is_undone(unseen, how):
-    """They run once while the next regions are captured, to give the stages between them their inputs."""
+    """They run once while the next regions are captured, to give the stages between them their
+    inputs."""
     graphed = graph(CountsByItself(), warmup=0, scope=["embed", "mlp"], strict=True, slots=1)
     if how == "trace":
         trace_memory(graphed, toy_inputs(8))
@@ -141,7 +155,11 @@ def test_what_graphs_write_when_they_run_for_eager_stages_is_undone(unseen, how)
         graphed.build([toy_inputs(8)], 1)
     assert not graphed.module.count.any() and not graphed.module.calls.any()
     toy_loss(graphed(*toy_inputs(8))).backward()
-    assert graphed.stats.replayed == 1 and (graphed.module.count == 1).all() and graphed.module.calls == 1
+    assert (
+        graphed.stats.replayed == 1
+        and (graphed.module.count == 1).all()
+        and graphed.module.calls == 1
+    )
 
 
 class DoublesWhatItSaved(torch.autograd.Function):
@@ -164,7 +182,8 @@ class WritesInItsBackward(CountsByItself):
 
 
 def test_what_is_put_back_was_there_before_the_rehearsal(unseen):
-    """Its own activations, of which backwards and later stages may make what they like, are not held for long."""
+    """Its own activations, of which backwards and later stages may make what they like, are not
+    held for long."""
     graphed = graph(WritesInItsBackward(), warmup=0, scope=["embed", "mlp"], strict=True, slots=1)
     graphed.build([toy_inputs(8)], 1)
     (rehearsal,) = graphed._rehearsed.values()

@@ -1,20 +1,32 @@
 """What people read when they have mistyped something, or ask for what can have no effect."""
+
 import pytest
 
 from packgraph.cli import main
 from packgraph.graphs.fallback import Stats
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["train", "qwen3-tinny"], "unknown preset 'qwen3-tinny', did you mean qwen3-tiny? Known: "),
-    (["train", "foo"], "unknown preset 'foo'. Known: "),
-    (["train", "qwen3-tiny", "--graph.capacities", "foo"], "expected "),
-    (["plan", "stdlib", "--btch", "4"], "--btch: unknown option, did you mean --batch?"),
-    (["train", "qwen3-tiny", "--parallel.dispatcher", "padded"],
-     "parallel.dispatcher = padded is how tokens get to experts, but model.experts.count is 0"),
-    (["train", "qwen3-tiny", "--parallel.expert-stash", "1.1"],
-     "parallel.expert_stash = 1.1 is what experts keep, but model.experts.count is 0"),
-])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["train", "qwen3-tinny"],
+            "unknown preset 'qwen3-tinny', did you mean qwen3-tiny? Known: ",
+        ),
+        (["train", "foo"], "unknown preset 'foo'. Known: "),
+        (["train", "qwen3-tiny", "--graph.capacities", "foo"], "expected "),
+        (["plan", "stdlib", "--btch", "4"], "--btch: unknown option, did you mean --batch?"),
+        (
+            ["train", "qwen3-tiny", "--parallel.dispatcher", "padded"],
+            "parallel.dispatcher = padded is how tokens get to experts, but model.experts.count is "
+            "0",
+        ),
+        (
+            ["train", "qwen3-tiny", "--parallel.expert-stash", "1.1"],
+            "parallel.expert_stash = 1.1 is what experts keep, but model.experts.count is 0",
+        ),
+    ],
+)
 def test_a_mistake_is_answered_with_what_was_meant(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) != 0
@@ -47,6 +59,8 @@ def test_data_may_have_the_name_of_an_option(capsys, tmp_path, monkeypatch):
 
 
 def test_a_schedule_of_few_microbatches_says_what_it_uses(capsys):
-    assert main(["plan", "--ranks", "2", "--chunks", "2", "--microbatches", "4", "--group", "3"]) == 0
+    assert (
+        main(["plan", "--ranks", "2", "--chunks", "2", "--microbatches", "4", "--group", "3"]) == 0
+    )
     told = " ".join(capsys.readouterr().out.split())
     assert "9 slots on the fullest rank" in told and "these microbatches use 7" in told

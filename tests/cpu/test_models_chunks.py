@@ -1,4 +1,5 @@
 """A decoder cut into pipeline stages computes what the whole decoder computes."""
+
 import dataclasses
 import itertools
 
@@ -15,8 +16,16 @@ from packgraph.models.work import BALANCE, BranchWork
 from packgraph.parallel.pipeline.chunks import split_layers
 from packgraph.train.presets import preset
 
-CONFIG = DecoderConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=5, num_heads=2, num_kv_heads=1,
-                     head_dim=8, tie_embeddings=False)
+CONFIG = DecoderConfig(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=5,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    tie_embeddings=False,
+)
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
@@ -38,19 +47,30 @@ def judged(costs, sizes, head_cost):
     bounds = itertools.pairwise([0, *itertools.accumulate(sizes)])
     found = [sum(costs[start:end]) for start, end in bounds]
     found[-1] += head_cost
-    return max(found), sum(cost * cost for cost in found), sizes[-1], sizes[0], [-size for size in sizes]
+    return (
+        max(found),
+        sum(cost * cost for cost in found),
+        sizes[-1],
+        sizes[0],
+        [-size for size in sizes],
+    )
 
 
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=10), st.integers(1, 5), st.integers(0, 20))
 def test_the_cut_is_the_best_of_all(costs, stages, head_cost):
-    """Against enumeration: slowest stage, sum of squares, then the ends shortest and earlier stages longer."""
+    """Against enumeration: slowest stage, sum of squares, then the ends shortest and earlier stages
+    longer."""
     if stages > len(costs):
         return
     cuts = itertools.combinations(range(1, len(costs)), stages - 1)
-    every = [[end - start for start, end in itertools.pairwise((0, *cut, len(costs)))] for cut in cuts]
+    every = [
+        [end - start for start, end in itertools.pairwise((0, *cut, len(costs)))] for cut in cuts
+    ]
     parts = split_layers(costs, stages, head_cost)
     assert [index for part in parts for index in part] == list(range(len(costs)))
-    assert [len(part) for part in parts] == min(every, key=lambda sizes: judged(costs, sizes, head_cost))
+    assert [len(part) for part in parts] == min(
+        every, key=lambda sizes: judged(costs, sizes, head_cost)
+    )
 
 
 @given(st.integers(2, 12), st.integers(2, 5), st.floats(0, 12))
@@ -61,8 +81,13 @@ def test_layers_that_are_alike_are_cut_by_how_many_there_are(layers, stages, hea
     parts = split_layers([1] * layers, stages, head_cost)
     slowest = max(len(part) + head_cost * (part.stop == layers) for part in parts)
     cuts = itertools.combinations(range(1, layers), stages - 1)
-    assert slowest == min(max(end - start + head_cost * (end == layers)
-                              for start, end in itertools.pairwise((0, *cut, layers))) for cut in cuts)
+    assert slowest == min(
+        max(
+            end - start + head_cost * (end == layers)
+            for start, end in itertools.pairwise((0, *cut, layers))
+        )
+        for cut in cuts
+    )
     assert parts == split_layers([1024] * layers, stages, 1024 * head_cost)
 
 
@@ -73,13 +98,20 @@ def test_dense_decoders_are_cut_alike_for_all_rows(name, tokens):
     weights = token_weights(model) // model.num_layers
     for stages in (1, 2, 3, 4):
         assert stage_layers(model, stages, tokens) == split_layers(
-            [weights] * model.num_layers, stages, model.hidden_size * model.vocab_size)
+            [weights] * model.num_layers, stages, model.hidden_size * model.vocab_size
+        )
 
 
 def test_stages_of_a_hybrid_are_cut_by_what_its_layers_cost():
-    """The layers of Mamba-2 stand first: as many layers on either side would be twice the work on one."""
-    model = dataclasses.replace(preset("hybrid-1.6b").model, num_layers=16, pattern="M" * 8 + "*" * 8, vocab_size=64,
-                                experts=ExpertConfig())
+    """The layers of Mamba-2 stand first: as many layers on either side would be twice the work on
+    one."""
+    model = dataclasses.replace(
+        preset("hybrid-1.6b").model,
+        num_layers=16,
+        pattern="M" * 8 + "*" * 8,
+        vocab_size=64,
+        experts=ExpertConfig(),
+    )
     first, second = stage_layers(model, 2)
     assert len(first) < 6 and len(second) > 10
     costs = [sum(layer_cost(model, index, 4096) for index in part) for part in (first, second)]
@@ -90,7 +122,9 @@ def test_experts_cost_what_reading_them_does_where_tokens_are_few():
     model = preset("hybrid-1.6b").model  # 4 of 32 experts for each token
     cost = [layer_cost(model, 1, tokens) for tokens in (256, 512, 65_536)]
     assert cost[0] == cost[1] and cost[2] == 65_536 * expert_weights(model)
-    assert BranchWork(3, 5, 7).cost(1) == 5 * BALANCE + 7 and BranchWork(3, 5, 7).cost(1000) == 10_000
+    assert (
+        BranchWork(3, 5, 7).cost(1) == 5 * BALANCE + 7 and BranchWork(3, 5, 7).cost(1000) == 10_000
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])

@@ -1,4 +1,5 @@
 """The dense model: what packing, padding, seeds, dropout and dtypes do to its numbers."""
+
 import pytest
 import torch
 from model_batches import HandBatch, hand_batch, random_documents
@@ -8,8 +9,17 @@ from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
-CONFIG = DecoderConfig(vocab_size=40, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=4, num_kv_heads=2,
-                     head_dim=8, rope_theta=1e4, initializer_range=0.2)
+CONFIG = DecoderConfig(
+    vocab_size=40,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    initializer_range=0.2,
+)
 
 
 def changed(**values) -> DecoderConfig:
@@ -25,7 +35,15 @@ def gradients(model: DecoderModel, batch: HandBatch, **arguments) -> dict[str, t
 def test_hand_made_batches_are_packed_batches():
     documents = random_documents([5, 1, 7], 40, 0)
     ours, packed = hand_batch(documents, 16, 4), PackedBatch.build(documents, Capacity(16, 4))
-    for name in ("tokens", "labels", "position_ids", "loss_mask", "padding_mask", "document_ids", "cu_seqlens"):
+    for name in (
+        "tokens",
+        "labels",
+        "position_ids",
+        "loss_mask",
+        "padding_mask",
+        "document_ids",
+        "cu_seqlens",
+    ):
         assert torch.equal(getattr(ours, name), getattr(packed, name)), name
     model = DecoderModel(CONFIG)
     assert model(ours) == model(packed)
@@ -143,7 +161,9 @@ def test_nan_in_a_padding_token_reaches_nothing(options):
 
 def test_more_padding_changes_numbers_by_rounding_only():
     model, documents = DecoderModel(CONFIG), random_documents([6, 3], 40, 2)
-    tight, wide = (gradients(model, hand_batch(documents, rows, slots)) for rows, slots in ((9, 2), (32, 8)))
+    tight, wide = (
+        gradients(model, hand_batch(documents, rows, slots)) for rows, slots in ((9, 2), (32, 8))
+    )
     for name in tight:  # float32, the same sums in other blocks
         torch.testing.assert_close(tight[name], wide[name], rtol=1e-4, atol=1e-6)
 
@@ -170,8 +190,11 @@ def test_bfloat16_runs_close_to_float32(autocast):
 
 
 def test_config_names_every_illegal_value_at_once():
-    with pytest.raises(ValueError, match=r"num_layers is 0.*multiple of num_kv_heads 3.*head_dim 7 is odd.*"
-                                         r"dropout is 1\.0.*'fast' is unknown; known are auto, naive"):
+    with pytest.raises(
+        ValueError,
+        match=r"num_layers is 0.*multiple of num_kv_heads 3.*head_dim 7 is odd.*"
+        r"dropout is 1\.0.*'fast' is unknown; known are auto, naive",
+    ):
         changed(num_layers=0, num_kv_heads=3, head_dim=7, dropout=1.0, attention_backend="fast")
 
 
@@ -180,5 +203,7 @@ def test_a_batch_with_words_that_the_model_has_not_is_refused():
     model = DecoderModel(CONFIG)
     words = model.config.vocab_size
     for document in ([1, words], {"input_ids": [1, 2], "labels": [1, words]}):
-        with pytest.raises(ValueError, match=f"label {words}, but the model has a vocabulary of {words}"):
+        with pytest.raises(
+            ValueError, match=f"label {words}, but the model has a vocabulary of {words}"
+        ):
             model(PackedBatch.build([document], Capacity(8, 2)))

@@ -1,4 +1,6 @@
-"""The dense model through captured graphs: bitwise the eager numbers, for real packs, whatever is captured."""
+"""The dense model through captured graphs: bitwise the eager numbers, for real packs, whatever is
+captured."""
+
 import random
 
 import pytest
@@ -18,21 +20,47 @@ def random_batches(count: int) -> list[PackedBatch]:
     batches = []
     for _ in range(count):
         capacity = chance.choice(CAPACITIES)
-        documents = [[chance.randrange(1, 40) for _ in range(chance.randrange(1, 7))]
-                     for _ in range(chance.randrange(1, capacity.documents // 2 + 2))]
+        documents = [
+            [chance.randrange(1, 40) for _ in range(chance.randrange(1, 7))]
+            for _ in range(chance.randrange(1, capacity.documents // 2 + 2))
+        ]
         batches.append(PackedBatch.build(documents, capacity))
     return batches
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("granularity", "scope"), [
-    ("layer", None), ("chunk", None), ("layer", ("attn",)), ("layer", ("mlp",)), ("chunk", ("embed", "head"))])
+@pytest.mark.parametrize(
+    ("granularity", "scope"),
+    [
+        ("layer", None),
+        ("chunk", None),
+        ("layer", ("attn",)),
+        ("layer", ("mlp",)),
+        ("chunk", ("embed", "head")),
+    ],
+)
 def test_graphed_training_is_bitwise_eager_training(granularity, scope, tied):
-    config = DecoderConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
-                         num_kv_heads=2, head_dim=4, tie_embeddings=tied, dropout=0.1, initializer_range=0.2)
+    config = DecoderConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        tie_embeddings=tied,
+        dropout=0.1,
+        initializer_range=0.2,
+    )
     eager, captured = DecoderModel(config, seed=1), DecoderModel(config, seed=1)
-    graphed = graph(captured, capacities=CAPACITIES, backend="recorder", granularity=granularity, scope=scope,
-                    strict=True)
+    graphed = graph(
+        captured,
+        capacities=CAPACITIES,
+        backend="recorder",
+        granularity=granularity,
+        scope=scope,
+        strict=True,
+    )
     losses = []
     for model in (eager, graphed):
         torch.manual_seed(3)

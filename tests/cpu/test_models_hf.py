@@ -1,4 +1,6 @@
-"""Numbers equal to transformers' Qwen3ForCausalLM, and checkpoints exchanged with it in both directions."""
+"""Numbers equal to transformers' Qwen3ForCausalLM, and checkpoints exchanged with it in both
+directions."""
+
 import json
 
 import pytest
@@ -12,29 +14,70 @@ from packgraph.models.hf import WeightsError, fill_pretrained, load_pretrained, 
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = DecoderConfig(vocab_size=50, hidden_size=24, intermediate_size=36, num_layers=2, num_heads=4, num_kv_heads=2,
-                    head_dim=8, initializer_range=0.2)
+SMALL = DecoderConfig(
+    vocab_size=50,
+    hidden_size=24,
+    intermediate_size=36,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    initializer_range=0.2,
+)
 SHAPES = {
     "untied, groups of two": SMALL,
     "tied, one key head, wide heads": DecoderConfig(
-        vocab_size=33, hidden_size=20, intermediate_size=48, num_layers=3, num_heads=3, num_kv_heads=1, head_dim=16,
-        tie_embeddings=True, rope_theta=1e4, initializer_range=0.2),
+        vocab_size=33,
+        hidden_size=20,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=16,
+        tie_embeddings=True,
+        rope_theta=1e4,
+        initializer_range=0.2,
+    ),
     "no groups, biases, narrow heads": DecoderConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=4,
-        attention_bias=True, rms_norm_eps=1e-5, initializer_range=0.3),
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=24,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=4,
+        attention_bias=True,
+        rms_norm_eps=1e-5,
+        initializer_range=0.3,
+    ),
     "tied, groups of four": DecoderConfig(
-        vocab_size=70, hidden_size=40, intermediate_size=64, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=10,
-        tie_embeddings=True, initializer_range=0.1),
+        vocab_size=70,
+        hidden_size=40,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=10,
+        tie_embeddings=True,
+        initializer_range=0.1,
+    ),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("lengths", "rows", "implementation"), [
-    ([13], 13, "eager"),  # unpacked: one document, no padding
-    ([7, 1, 12, 4], 32, "sdpa"),  # packed, padded
-])
-def test_logits_and_gradients_equal_those_of_transformers(shape, lengths, rows, implementation, tmp_path):
-    compare_with_transformers(randomised(SHAPES[shape], seed=len(lengths)), tmp_path, lengths, rows, implementation)
+@pytest.mark.parametrize(
+    ("lengths", "rows", "implementation"),
+    [
+        ([13], 13, "eager"),  # unpacked: one document, no padding
+        ([7, 1, 12, 4], 32, "sdpa"),  # packed, padded
+    ],
+)
+def test_logits_and_gradients_equal_those_of_transformers(
+    shape, lengths, rows, implementation, tmp_path
+):
+    compare_with_transformers(
+        randomised(SHAPES[shape], seed=len(lengths)), tmp_path, lengths, rows, implementation
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -51,19 +94,27 @@ def test_saved_and_loaded_again_is_the_same_model(shape, shard_bytes, tmp_path):
     assert not any(file.endswith(".tmp") for file in files)
 
 
-@pytest.mark.parametrize("shape", [name for name, config in SHAPES.items() if config.num_layers > 1])
+@pytest.mark.parametrize(
+    "shape", [name for name, config in SHAPES.items() if config.num_layers > 1]
+)
 def test_stages_are_filled_with_their_parts_in_their_dtype(shape, tmp_path):
-    """Of a tied embedding both stages have a copy; a checkpoint must be whole, whatever part of it is asked for."""
+    """Of a tied embedding both stages have a copy; a checkpoint must be whole, whatever part of it
+    is asked for."""
     model = randomised(SHAPES[shape], seed=1)
     save_pretrained(model, tmp_path, max_shard_bytes=4096)
-    stages = [DecoderModel(model.config, stage=stage, stages=2, dtype=torch.bfloat16, seed=5) for stage in range(2)]
+    stages = [
+        DecoderModel(model.config, stage=stage, stages=2, dtype=torch.bfloat16, seed=5)
+        for stage in range(2)
+    ]
     fill_pretrained(stages[1:], tmp_path)
     alone = {name: value.clone() for name, value in stages[1].state_dict().items()}
     fill_pretrained(stages, tmp_path)
     whole = model.state_dict()
     for stage in stages:
         for name, value in stage.state_dict().items():
-            assert value.dtype is torch.bfloat16 and torch.equal(value, whole[name].bfloat16()), name
+            assert value.dtype is torch.bfloat16 and torch.equal(value, whole[name].bfloat16()), (
+                name
+            )
     assert all(torch.equal(value, alone[name]) for name, value in stages[1].state_dict().items())
     next(tmp_path.glob("model-00001-of-*.safetensors")).unlink()
     with pytest.raises(WeightsError, match="does not exist"):
@@ -74,8 +125,17 @@ def test_stages_are_filled_with_their_parts_in_their_dtype(shape, tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_reads_what_transformers_writes(shard_size, tied, tmp_path):
     described = transformers.Qwen3Config(
-        vocab_size=50, hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, rope_theta=5e5, max_position_embeddings=64)
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=36,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        rope_theta=5e5,
+        max_position_embeddings=64,
+    )
     theirs = transformers.Qwen3ForCausalLM(described)
     theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "8KB")
@@ -91,7 +151,10 @@ def test_dtype_is_the_stored_one_unless_asked_otherwise(tmp_path):
     save_pretrained(DecoderModel(SMALL, dtype=torch.bfloat16), tmp_path)
     assert load_pretrained(tmp_path)[0].norm.weight.dtype == torch.bfloat16
     assert load_pretrained(tmp_path, dtype=torch.float32)[0].norm.weight.dtype == torch.float32
-    assert transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+    assert (
+        transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype
+        == torch.bfloat16
+    )
 
 
 def test_a_tied_checkpoint_may_store_the_head_twice_but_not_differently(tmp_path):
@@ -127,26 +190,39 @@ def test_tensors_that_do_not_fit_are_named_with_their_file(tmp_path):
     with pytest.raises(WeightsError, match=r"lacks model\.norm\.weight"):
         load_pretrained(tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
-    with pytest.raises(WeightsError, match=r"model\.safetensors: model\.norm\.weight has shape \[3\].*\[24\]"):
+    with pytest.raises(
+        WeightsError, match=r"model\.safetensors: model\.norm\.weight has shape \[3\].*\[24\]"
+    ):
         load_pretrained(tmp_path)
-    edit_tensors(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(24, dtype=torch.int8)}))
+    edit_tensors(
+        tmp_path,
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(24, dtype=torch.int8)}),
+    )
     with pytest.raises(WeightsError, match=r"model\.norm\.weight is I8"):
         load_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"architectures": ["LlamaForCausalLM"]}, "architecture is .*Llama"),
-    ({"architectures": None, "model_type": "qwen2"}, "architecture is .*qwen2"),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "unscaled"),
-    ({"rope_parameters": [1]}, "unscaled"),
-    ({"rope_scaling": {"type": "linear", "factor": 2}}, "unscaled"),
-    ({"use_sliding_window": True, "hidden_act": "gelu"}, "hidden_act is 'gelu'.*sliding_window"),
-    ({"quantization_config": {"bits": 4}}, "quantised"),
-    ({"vocab_size": "fifty", "num_hidden_layers": None},
-     "vocab_size is 'fifty', not int.*num_hidden_layers is missing"),
-    ({"num_key_value_heads": 3}, "multiple of num_kv_heads 3"),
-    ({"torch_dtype": "int4"}, "dtype is 'int4'"),
-])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture is .*Llama"),
+        ({"architectures": None, "model_type": "qwen2"}, "architecture is .*qwen2"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "unscaled"),
+        ({"rope_parameters": [1]}, "unscaled"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "unscaled"),
+        (
+            {"use_sliding_window": True, "hidden_act": "gelu"},
+            "hidden_act is 'gelu'.*sliding_window",
+        ),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        (
+            {"vocab_size": "fifty", "num_hidden_layers": None},
+            "vocab_size is 'fifty', not int.*num_hidden_layers is missing",
+        ),
+        ({"num_key_value_heads": 3}, "multiple of num_kv_heads 3"),
+        ({"torch_dtype": "int4"}, "dtype is 'int4'"),
+    ],
+)
 def test_configs_of_other_models_are_refused_with_all_reasons(values, message, tmp_path):
     save_pretrained(DecoderModel(SMALL), tmp_path)
     edit_config(tmp_path, **values)
@@ -175,12 +251,15 @@ def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
         load_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(("weight_map", "message"), [
-    ({"model.norm.weight": "../model.safetensors"}, "no safetensors file of this folder"),
-    ({"model.norm.weight": "weights.bin"}, "no safetensors file of this folder"),
-    ({"model.norm.weight": "absent.safetensors"}, "does not exist"),
-    ([], "no weight_map"),
-])
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"model.norm.weight": "../model.safetensors"}, "no safetensors file of this folder"),
+        ({"model.norm.weight": "weights.bin"}, "no safetensors file of this folder"),
+        ({"model.norm.weight": "absent.safetensors"}, "does not exist"),
+        ([], "no weight_map"),
+    ],
+)
 def test_an_index_may_only_name_files_of_its_folder(weight_map, message, tmp_path):
     save_pretrained(DecoderModel(SMALL), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
@@ -217,5 +296,7 @@ def test_saving_never_replaces_a_checkpoint_and_leaves_no_half_one(tmp_path, mon
 
 def test_a_model_without_qk_norm_is_no_qwen3(tmp_path):
     with pytest.raises(ValueError, match="qk_norm=False"):
-        save_pretrained(DecoderModel(DecoderConfig(8, 8, 8, 1, 1, 1, 8, qk_norm=False)), tmp_path / "new")
+        save_pretrained(
+            DecoderModel(DecoderConfig(8, 8, 8, 1, 1, 1, 8, qk_norm=False)), tmp_path / "new"
+        )
     assert not (tmp_path / "new").exists()

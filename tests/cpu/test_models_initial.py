@@ -1,4 +1,5 @@
 """First values: the same whoever draws them, in whatever order, and normal."""
+
 import pytest
 import torch
 
@@ -16,7 +17,10 @@ def test_values_follow_from_names_alone(cores, monkeypatch):
     assert torch.equal(named["experts"][4], alone)
     expected = torch.empty(40, 30).normal_(0.0, 0.5, generator=generator_of(3, "a.weight"))
     assert torch.equal(named["a.weight"], expected)
-    assert len({float(matrix.detach()[0, 0]) for matrix in (*named["experts"], named["a.weight"])}) == 6
+    assert (
+        len({float(matrix.detach()[0, 0]) for matrix in (*named["experts"], named["a.weight"])})
+        == 6
+    )
     assert named["experts"].grad_fn is None
 
 

@@ -1,4 +1,6 @@
-"""Latent attention: numbers equal to transformers' DeepseekV3ForCausalLM, graphs equal to eager, sizes as told."""
+"""Latent attention: numbers equal to transformers' DeepseekV3ForCausalLM, graphs equal to eager,
+sizes as told."""
+
 import dataclasses
 import random
 
@@ -24,14 +26,29 @@ from packgraph.parallel.tensor import tensor_problems
 
 transformers = pytest.importorskip("transformers")
 
-YARN = RopeScaling(factor=4.0, original_positions=16, beta_fast=4.0, beta_slow=0.5, mscale=1.0, mscale_all_dim=0.7)
+YARN = RopeScaling(
+    factor=4.0, original_positions=16, beta_fast=4.0, beta_slow=0.5, mscale=1.0, mscale_all_dim=0.7
+)
 
 
 def config(latent: LatentConfig, **changes) -> DecoderConfig:
-    """A small decoder; the fields that mean nothing with latent attention are as a checkpoint fills them in."""
-    base = DecoderConfig(vocab_size=50, hidden_size=24, intermediate_size=36, num_layers=2, num_heads=3, num_kv_heads=3,
-                         head_dim=latent.query_dim, rope_theta=100.0, rms_norm_eps=1e-5, qk_norm=False,
-                         max_position_embeddings=64, initializer_range=0.2, latent=latent)
+    """A small decoder; the fields that mean nothing with latent attention are as a checkpoint fills
+    them in."""
+    base = DecoderConfig(
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=36,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=latent.query_dim,
+        rope_theta=100.0,
+        rms_norm_eps=1e-5,
+        qk_norm=False,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        latent=latent,
+    )
     return dataclasses.replace(base, **changes)
 
 
@@ -42,31 +59,65 @@ SHAPES = {
     "queries of a small vector, tied": config(SMALL_QUERIES, tie_embeddings=True, num_layers=3),
     "yarn": config(dataclasses.replace(SMALL_QUERIES, scaling=YARN)),
     "yarn without mscale, halves, biases": config(
-        dataclasses.replace(PLAIN, rope_dim=12, interleaved=False, scaling=dataclasses.replace(
-            YARN, mscale=0.0, mscale_all_dim=0.0)), attention_bias=True),
+        dataclasses.replace(
+            PLAIN,
+            rope_dim=12,
+            interleaved=False,
+            scaling=dataclasses.replace(YARN, mscale=0.0, mscale_all_dim=0.0),
+        ),
+        attention_bias=True,
+    ),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("lengths", "rows", "implementation"), [
-    ([13], 13, "eager"),  # unpacked: one document, no padding
-    ([7, 1, 12, 30], 64, "sdpa"),  # packed, padded
-])
-def test_logits_and_gradients_equal_those_of_transformers(shape, lengths, rows, implementation, tmp_path):
-    compare_with_transformers(randomised(SHAPES[shape], seed=len(lengths)), tmp_path, lengths, rows, implementation)
+@pytest.mark.parametrize(
+    ("lengths", "rows", "implementation"),
+    [
+        ([13], 13, "eager"),  # unpacked: one document, no padding
+        ([7, 1, 12, 30], 64, "sdpa"),  # packed, padded
+    ],
+)
+def test_logits_and_gradients_equal_those_of_transformers(
+    shape, lengths, rows, implementation, tmp_path
+):
+    compare_with_transformers(
+        randomised(SHAPES[shape], seed=len(lengths)), tmp_path, lengths, rows, implementation
+    )
 
 
 @settings(max_examples=8, deadline=None)
-@given(rank=st.integers(4, 12), query_rank=st.sampled_from([0, 4, 9]), nope=st.integers(1, 7), half=st.integers(1, 5),
-       value=st.integers(1, 9), interleaved=st.booleans(), factor=st.sampled_from([1.0, 1.5, 40.0]),
-       lengths=st.lists(st.integers(4, 12), min_size=1, max_size=4), seed=st.integers(0, 99))
-def test_random_shapes_equal_those_of_transformers(rank, query_rank, nope, half, value, interleaved, factor, lengths,
-                                                   seed, tmp_path_factory):
-    """Ranks from 4 on: the gradient of a norm over one or two columns is nearly 0, the rest of a subtraction."""
-    latent = LatentConfig(rank, query_rank, nope, 2 * half, value, interleaved,
-                          dataclasses.replace(YARN, factor=factor) if factor > 1 else RopeScaling())
-    compare_with_transformers(randomised(config(latent), seed), tmp_path_factory.mktemp("random"), lengths,
-                              sum(lengths) + seed % 9)
+@given(
+    rank=st.integers(4, 12),
+    query_rank=st.sampled_from([0, 4, 9]),
+    nope=st.integers(1, 7),
+    half=st.integers(1, 5),
+    value=st.integers(1, 9),
+    interleaved=st.booleans(),
+    factor=st.sampled_from([1.0, 1.5, 40.0]),
+    lengths=st.lists(st.integers(4, 12), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_random_shapes_equal_those_of_transformers(
+    rank, query_rank, nope, half, value, interleaved, factor, lengths, seed, tmp_path_factory
+):
+    """Ranks from 4 on: the gradient of a norm over one or two columns is nearly 0, the rest of a
+    subtraction."""
+    latent = LatentConfig(
+        rank,
+        query_rank,
+        nope,
+        2 * half,
+        value,
+        interleaved,
+        dataclasses.replace(YARN, factor=factor) if factor > 1 else RopeScaling(),
+    )
+    compare_with_transformers(
+        randomised(config(latent), seed),
+        tmp_path_factory.mktemp("random"),
+        lengths,
+        sum(lengths) + seed % 9,
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -79,33 +130,57 @@ def test_saved_and_loaded_again_is_the_same_model(shape, tmp_path):
         assert torch.equal(tensor, loaded.state_dict()[name])
 
 
-@pytest.mark.parametrize("scaling", [YARN, RopeScaling(), RopeScaling(40.0, mscale=1.0, mscale_all_dim=1.0),
-                                     RopeScaling(2.0, 8, beta_fast=1.0)])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        YARN,
+        RopeScaling(),
+        RopeScaling(40.0, mscale=1.0, mscale_all_dim=1.0),
+        RopeScaling(2.0, 8, beta_fast=1.0),
+    ],
+)
 def test_frequencies_are_those_of_transformers_whatever_is_done_to_the_model(scaling):
-    rope = {"rope_type": "yarn", "factor": scaling.factor, "rope_theta": 5e4,
-            "original_max_position_embeddings": scaling.original_positions, "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow, "mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    rope = {
+        "rope_type": "yarn",
+        "factor": scaling.factor,
+        "rope_theta": 5e4,
+        "original_max_position_embeddings": scaling.original_positions,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "mscale": scaling.mscale,
+        "mscale_all_dim": scaling.mscale_all_dim,
+    }
     described = transformers.DeepseekV3Config(
-        qk_rope_head_dim=16, max_position_embeddings=int(scaling.factor * scaling.original_positions),
-        rope_parameters=rope if scaling.enabled else {"rope_type": "default", "rope_theta": 5e4})
-    theirs = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RotaryEmbedding(described)
+        qk_rope_head_dim=16,
+        max_position_embeddings=int(scaling.factor * scaling.original_positions),
+        rope_parameters=rope if scaling.enabled else {"rope_type": "default", "rope_theta": 5e4},
+    )
+    theirs = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RotaryEmbedding(
+        described
+    )
     ours = RotaryEmbedding(16, 5e4, scaling).to(torch.bfloat16)
     assert ours.inv_freq.dtype == torch.float32 and torch.equal(ours.inv_freq, theirs.inv_freq)
     positions = torch.tensor([0, 1, 9, 4000])
-    for table, expected in zip(ours(positions, torch.float32), theirs(torch.zeros(1), positions[None])):
+    for table, expected in zip(
+        ours(positions, torch.float32), theirs(torch.zeros(1), positions[None])
+    ):
         torch.testing.assert_close(table, expected[0], rtol=1e-6, atol=1e-6)
 
 
 def test_merged_projections_change_no_number_much():
     for latent in (PLAIN, SMALL_QUERIES):
-        apart, merged = (DecoderModel(config(latent, merge_projections=merge), seed=2) for merge in (False, True))
+        apart, merged = (
+            DecoderModel(config(latent, merge_projections=merge), seed=2) for merge in (False, True)
+        )
         batch = hand_batch(random_documents([9, 4], 50, seed=0), 16, 3)
         losses = [model(batch) for model in (apart, merged)]
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(*losses)
         for (name, ours), theirs in zip(merged.named_parameters(), apart.parameters()):
-            torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_what_padding_holds_reaches_nothing():
@@ -122,16 +197,33 @@ def test_what_padding_holds_reaches_nothing():
         assert torch.equal(padded, other)
 
 
-@pytest.mark.parametrize(("granularity", "scope"), [("layer", None), ("chunk", None), ("layer", ("attn",))])
+@pytest.mark.parametrize(
+    ("granularity", "scope"), [("layer", None), ("chunk", None), ("layer", ("attn",))]
+)
 @pytest.mark.parametrize("shape", ["queries of hidden states", "yarn"])
 def test_graphed_training_is_bitwise_eager_training(granularity, scope, shape):
     capacities = [Capacity(24, 4), Capacity(48, 8)]
     chance = random.Random(0)
-    batches = [PackedBatch.build(random_documents([chance.randrange(1, 7) for _ in range(chance.randrange(1, 4))], 50,
-                                                  seed), capacities[seed % 2]) for seed in range(10)]
-    eager, captured = (DecoderModel(dataclasses.replace(SHAPES[shape], dropout=0.1), seed=1) for _ in range(2))
-    graphed = graph(captured, capacities=capacities, backend="recorder", granularity=granularity, scope=scope,
-                    strict=True)
+    batches = [
+        PackedBatch.build(
+            random_documents(
+                [chance.randrange(1, 7) for _ in range(chance.randrange(1, 4))], 50, seed
+            ),
+            capacities[seed % 2],
+        )
+        for seed in range(10)
+    ]
+    eager, captured = (
+        DecoderModel(dataclasses.replace(SHAPES[shape], dropout=0.1), seed=1) for _ in range(2)
+    )
+    graphed = graph(
+        captured,
+        capacities=capacities,
+        backend="recorder",
+        granularity=granularity,
+        scope=scope,
+        strict=True,
+    )
     losses = []
     for model in (eager, graphed):
         torch.manual_seed(3)
@@ -150,13 +242,20 @@ def test_graphed_training_is_bitwise_eager_training(granularity, scope, shape):
 def test_sizes_are_those_of_the_modules(shape):
     found = SHAPES[shape]
     attention, layers = LatentAttention(found), DecoderModel(found).layers
-    assert attention_weights(found) == sum(value.numel() for value in attention.parameters() if value.dim() == 2)
-    assert token_weights(found) == sum(value.numel() for value in layers.parameters() if value.dim() == 2)
+    assert attention_weights(found) == sum(
+        value.numel() for value in attention.parameters() if value.dim() == 2
+    )
+    assert token_weights(found) == sum(
+        value.numel() for value in layers.parameters() if value.dim() == 2
+    )
     assert head_sizes(found) == (found.latent.query_dim, found.latent.value_dim)
     pairs = 7 * 8 // 2 + 1
     products = 6 * 8 * (token_weights(found) + found.vocab_size * found.hidden_size)
-    assert model_flops(found, [7, 1], head=True) - products == 6 * found.num_layers * pairs * found.num_heads * (
-        found.latent.query_dim + found.latent.value_dim)
+    assert model_flops(
+        found, [7, 1], head=True
+    ) - products == 6 * found.num_layers * pairs * found.num_heads * (
+        found.latent.query_dim + found.latent.value_dim
+    )
 
 
 def test_tensor_parallelism_is_refused():
@@ -164,7 +263,9 @@ def test_tensor_parallelism_is_refused():
 
 
 def test_all_that_is_wrong_is_told():
-    with pytest.raises(ValueError, match=r"factor is 0\.5.*beta_fast 1\.0 is less than beta_slow 2\.0"):
+    with pytest.raises(
+        ValueError, match=r"factor is 0\.5.*beta_fast 1\.0 is less than beta_slow 2\.0"
+    ):
         RopeScaling(factor=0.5, beta_fast=1.0, beta_slow=2.0)
     with pytest.raises(ValueError, match=r"kv_rank is -1.*rope_dim 3 is odd"):
         LatentConfig(kv_rank=-1, rope_dim=3)

@@ -1,4 +1,6 @@
-"""Mamba-2 layers and hybrids: the definition, documents by themselves, graphs, dtypes, fresh values."""
+"""Mamba-2 layers and hybrids: the definition, documents by themselves, graphs, dtypes, fresh
+values."""
+
 import dataclasses
 import itertools
 import math
@@ -22,9 +24,20 @@ from packgraph.verification.matrix import random_packs, tiny_hybrid_config
 from packgraph.verification.verify import verify
 
 EDGES = (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5)
-SCOPES = [("layer", None), ("chunk", None), ("layer", ("mamba",)), ("chunk", ("mamba", "attn", "mlp", "moe_router"))]
-WITH_MAMBA = [("mamba", *mixer, *dense, *experts) for mixer, dense, experts in itertools.product(
-    ((), ("attn",)), ((), ("mlp",)), ((), ("moe_router",), ("moe_router", "moe_preprocess"), ("moe",)))]
+SCOPES = [
+    ("layer", None),
+    ("chunk", None),
+    ("layer", ("mamba",)),
+    ("chunk", ("mamba", "attn", "mlp", "moe_router")),
+]
+WITH_MAMBA = [
+    ("mamba", *mixer, *dense, *experts)
+    for mixer, dense, experts in itertools.product(
+        ((), ("attn",)),
+        ((), ("mlp",)),
+        ((), ("moe_router",), ("moe_router", "moe_preprocess"), ("moe",)),
+    )
+]
 
 
 def ids_of(lengths, rows):
@@ -33,13 +46,22 @@ def ids_of(lengths, rows):
 
 
 def mixer_of(config, seed):
-    return next(module for module in random_hybrid(config, seed).double().modules() if isinstance(module, MambaMixer))
+    return next(
+        module
+        for module in random_hybrid(config, seed).double().modules()
+        if isinstance(module, MambaMixer)
+    )
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.lists(st.sampled_from((0, 2, 3, *EDGES)), min_size=1, max_size=4), st.integers(0, 9), st.booleans())
+@given(
+    st.lists(st.sampled_from((0, 2, 3, *EDGES)), min_size=1, max_size=4),
+    st.integers(0, 9),
+    st.booleans(),
+)
 def test_the_layer_is_its_definition(lengths, padding, other):
-    """Outputs and all gradients in float64, for lengths around chunks and below the convolution's width."""
+    """Outputs and all gradients in float64, for lengths around chunks and below the convolution's
+    width."""
     mixer = mixer_of(with_bias(hybrid()) if other else hybrid(), seed=sum(lengths))
     rows = sum(lengths) + padding or 1
     ids = ids_of(lengths, rows)
@@ -51,8 +73,16 @@ def test_the_layer_is_its_definition(lengths, padding, other):
         leaf = x.clone().requires_grad_()
         out = torch.where((ids >= 0)[:, None], run(leaf, ids), 0)
         (out * weights).sum().backward()
-        results.append([out.detach(), leaf.grad, *(torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                                                   for p in mixer.parameters())])
+        results.append(
+            [
+                out.detach(),
+                leaf.grad,
+                *(
+                    torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                    for p in mixer.parameters()
+                ),
+            ]
+        )
     for ours, naive in zip(*results, strict=True):
         torch.testing.assert_close(ours, naive, rtol=1e-9, atol=1e-11)
 
@@ -64,12 +94,15 @@ def test_packed_documents_are_those_run_alone():
     start = 0
     for document in documents:
         alone = model.logits(hand_batch([document], len(document), 1))
-        torch.testing.assert_close(packed[start : start + len(document)], alone, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(
+            packed[start : start + len(document)], alone, rtol=1e-9, atol=1e-11
+        )
         start += len(document)
 
 
 def test_a_changed_document_leaves_the_bits_of_others():
-    """Outputs of, and gradients through, all other documents; in one chunk with it and in others."""
+    """Outputs of, and gradients through, all other documents; in one chunk with it and in
+    others."""
     model = random_hybrid(hybrid())
     documents = random_documents([3, 9, 2, 11, 4], 40, seed=5)
     changed = [list(document) for document in documents]
@@ -93,7 +126,8 @@ def test_a_changed_document_leaves_the_bits_of_others():
 
 
 def test_what_padding_holds_reaches_nothing():
-    """NaN in the padding of the hidden states of a Mamba-2 layer: its other rows and all gradients stay as they are."""
+    """NaN in the padding of the hidden states of a Mamba-2 layer: its other rows and all gradients
+    stay as they are."""
     mixer = mixer_of(hybrid(), seed=1)
     ids = ids_of([5, 9], 20)
     x = torch.randn(20, 16, dtype=torch.float64)
@@ -103,7 +137,9 @@ def test_what_padding_holds_reaches_nothing():
         leaf = torch.where((ids >= 0)[:, None], x, fill).requires_grad_()
         out = mixer(leaf, ids)[:14]
         out.square().sum().backward()
-        results.append([out.detach(), leaf.grad[:14], *(p.grad.clone() for p in mixer.parameters())])
+        results.append(
+            [out.detach(), leaf.grad[:14], *(p.grad.clone() for p in mixer.parameters())]
+        )
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
@@ -114,7 +150,9 @@ def batches(count):
         lengths = [chance.choice((1, 2, 3, 7, 8, 9)) for _ in range(chance.randrange(1, 5))]
         while sum(lengths) > capacity.tokens:
             lengths.pop()
-        yield PackedBatch.build([[chance.randrange(1, 40) for _ in range(length)] for length in lengths], capacity)
+        yield PackedBatch.build(
+            [[chance.randrange(1, 40) for _ in range(length)] for length in lengths], capacity
+        )
 
 
 @pytest.mark.parametrize(("granularity", "scope"), SCOPES)
@@ -122,8 +160,14 @@ def test_graphs_equal_eager_bitwise(granularity, scope):
     """Outputs and gradients of 8 microbatches of changing shapes, with dropout, on the recorder."""
     config = hybrid("M*-E", num_layers=4, dropout=0.1, rotary_share=0.5 if scope is None else 0.0)
     eager, captured = DecoderModel(config, seed=1), DecoderModel(config, seed=1)
-    graphed = graph(captured, capacities=[Capacity(24, 6), Capacity(48, 8)], backend="recorder",
-                    granularity=granularity, scope=scope, strict=True)
+    graphed = graph(
+        captured,
+        capacities=[Capacity(24, 6), Capacity(48, 8)],
+        backend="recorder",
+        granularity=granularity,
+        scope=scope,
+        strict=True,
+    )
     losses = []
     for model in (eager, graphed):
         torch.manual_seed(3)
@@ -141,8 +185,14 @@ def test_graphs_equal_eager_bitwise(granularity, scope):
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 def test_every_scope_with_mamba_is_bitwise_eager(granularity):
     """Alone and with any other stages; feed-forward blocks and experts without gates, dropout."""
-    config = hybrid("M*-E", num_layers=4, dropout=0.1, rotary_share=0.0, activation="relu2",
-                    experts=dataclasses.replace(EXPERTS, latent_size=12))
+    config = hybrid(
+        "M*-E",
+        num_layers=4,
+        dropout=0.1,
+        rotary_share=0.0,
+        activation="relu2",
+        experts=dataclasses.replace(EXPERTS, latent_size=12),
+    )
     packs = list(batches(4))
     torch.manual_seed(3)
     state, eager = torch.get_rng_state(), DecoderModel(config, seed=1)
@@ -151,24 +201,37 @@ def test_every_scope_with_mamba_is_bitwise_eager(granularity):
     for scope in WITH_MAMBA:
         torch.set_rng_state(state)
         captured = DecoderModel(config, seed=1)
-        graphed = graph(captured, sorted({batch.capacity for batch in packs}), warmup=1, strict=True, scope=scope,
-                        granularity=granularity)
+        graphed = graph(
+            captured,
+            sorted({batch.capacity for batch in packs}),
+            warmup=1,
+            strict=True,
+            scope=scope,
+            granularity=granularity,
+        )
         for batch, loss in zip(packs, losses, strict=True):
             found = graphed(batch)
             found.backward()
             assert torch.equal(found, loss), scope
         assert graphed.stats.replayed == 3, scope
-        for (name, ours), theirs in zip(captured.named_parameters(), eager.parameters(), strict=True):
+        for (name, ours), theirs in zip(
+            captured.named_parameters(), eager.parameters(), strict=True
+        ):
             assert torch.equal(ours.grad, theirs.grad), (scope, name)
         graphed.close()
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_whole_steps_of_hybrids_are_bitwise_eager(optimizer):
-    """Loss, gradients, parameters and random states of steps with changing numbers of microbatches."""
+    """Loss, gradients, parameters and random states of steps with changing numbers of
+    microbatches."""
     config = tiny_hybrid_config("chunk", 0.1, 5)
-    config = dataclasses.replace(config, graph=dataclasses.replace(
-        config.graph, granularity="step", optimizer=optimizer, strict=True))
+    config = dataclasses.replace(
+        config,
+        graph=dataclasses.replace(
+            config.graph, granularity="step", optimizer=optimizer, strict=True
+        ),
+    )
     report = verify("whole steps", config, random_packs(1), torch.device("cpu"))
     assert report.good and report.replayed > 0 and set(report.fallbacks) <= {"warm-up"}
 
@@ -178,7 +241,9 @@ def test_what_layers_read_of_a_batch_is_made_once(monkeypatch):
     made = []
 
     def count(name, make):
-        monkeypatch.setattr(stack, name, lambda *args, **options: made.append(name) or make(*args, **options))
+        monkeypatch.setattr(
+            stack, name, lambda *args, **options: made.append(name) or make(*args, **options)
+        )
 
     count("live_document_ids", stack.live_document_ids)
     count("attention_metadata", stack.attention_metadata)
@@ -190,23 +255,33 @@ def test_what_layers_read_of_a_batch_is_made_once(monkeypatch):
 
 def test_decays_and_steps_stay_float32():
     model = DecoderModel(hybrid(), dtype=torch.bfloat16)
-    exact = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
-    assert exact == {f"layers.{layer}.mamba.{name}" for layer in (0, 2) for name in ("A_log", "D", "dt_bias")}
+    exact = {
+        name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32
+    }
+    assert exact == {
+        f"layers.{layer}.mamba.{name}" for layer in (0, 2) for name in ("A_log", "D", "dt_bias")
+    }
     before = {name: model.get_parameter(name).clone() for name in exact}
     assert all(torch.equal(model.half().get_parameter(name), before[name]) for name in exact)
     assert model.layers["0"].mamba.conv1d.weight.dtype == torch.float16
     assert model.double().layers["0"].mamba.A_log.dtype == torch.float64
     wide = DecoderModel(hybrid()).double().logits(hand_batch([[1, 2, 3] * 5], 16, 2))
-    torch.testing.assert_close(DecoderModel(hybrid()).logits(hand_batch([[1, 2, 3] * 5], 16, 2)).double(), wide,
-                               rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        DecoderModel(hybrid()).logits(hand_batch([[1, 2, 3] * 5], 16, 2)).double(),
+        wide,
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_fresh_values_are_those_of_the_paper_and_of_their_names():
     config = hybrid("M", mamba=dataclasses.replace(MAMBA, num_heads=64), num_layers=3)
     model, again = DecoderModel(config, seed=4), DecoderModel(config, seed=4, stage=1, stages=3)
     mixer = model.layers["1"].mamba
-    assert all(torch.equal(value, again.layers["1"].mamba.state_dict()[name])
-               for name, value in mixer.state_dict().items())
+    assert all(
+        torch.equal(value, again.layers["1"].mamba.state_dict()[name])
+        for name, value in mixer.state_dict().items()
+    )
     assert not torch.equal(mixer.A_log, model.layers["0"].mamba.A_log)
     decay, step = mixer.A_log.detach().exp(), torch.nn.functional.softplus(mixer.dt_bias.detach())
     assert FIRST_DECAY[0] <= decay.min() < 4 and 12 < decay.max() <= FIRST_DECAY[1]

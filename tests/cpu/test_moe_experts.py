@@ -1,4 +1,6 @@
-"""Grouped products, the activation and experts against loops over experts: outputs and all gradients, NaN in tails."""
+"""Grouped products, the activation and experts against loops over experts: outputs and all
+gradients, NaN in tails."""
+
 import importlib.util
 import json
 import sys
@@ -36,7 +38,9 @@ def test_grouped_product_equals_the_loop(widths, ends, transposed, dtype):
 
     out, of_a, of_b = run(ours, [poisoned(a, used), b], poisoned(grad, used))
     for found, expected in zip((out[:used], of_a[:used], of_b), run(naive, [a, b], grad)):
-        torch.testing.assert_close(found, expected[: len(found)], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        torch.testing.assert_close(
+            found, expected[: len(found)], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+        )
     assert of_b.is_contiguous()
     empty = [expert for expert, start in enumerate([0, *ends[:-1]]) if start == ends[expert]]
     assert not of_b[empty].any()
@@ -49,7 +53,11 @@ def test_grouped_product_for_any_sizes(sizes, tail):
     used = int(ends[-1])
     if used + tail == 0:
         return
-    a, b, grad = torch.randn(used + tail, 4), torch.randn(len(sizes), 4, 8), torch.randn(used + tail, 8)
+    a, b, grad = (
+        torch.randn(used + tail, 4),
+        torch.randn(len(sizes), 4, 8),
+        torch.randn(used + tail, 8),
+    )
     out, of_a, of_b = run(grouped_mm, [poisoned(a, used), b], poisoned(grad, used), ends)
     expected = run(naive_grouped_mm, [a, b], grad, ends)
     for found, wanted in zip((out[:used], of_a[:used], of_b), expected):
@@ -78,7 +86,11 @@ def test_no_row_at_all_is_a_product_too(transposed):
 @pytest.mark.parametrize("width", [8, 7])
 def test_a_backward_under_autocast_is_as_wide_as_its_forward(width):
     """Widths of 7 fill no 16 bytes, so their products are masked ones."""
-    a, b, offsets = torch.randn(10, width), torch.randn(2, width, width), torch.tensor([4, 10], dtype=torch.int32)
+    a, b, offsets = (
+        torch.randn(10, width),
+        torch.randn(2, width, width),
+        torch.tensor([4, 10], dtype=torch.int32),
+    )
     leaves, grad = [a.requires_grad_(), b.requires_grad_()], torch.randn(10, width)
     plain = torch.autograd.grad(grouped_mm(*leaves, offsets), leaves, grad)
     out = grouped_mm(*leaves, offsets)
@@ -106,11 +118,26 @@ def test_grouped_product_refuses_what_does_not_fit():
 def test_experts_equal_the_loop(gated, ends, dtype):
     used = ends[-1]
     values, weights, matrices, down, grad = make(dtype, gated=gated)
-    ours = run(by_module, [poisoned(values, used), poisoned(weights, used), matrices, down], poisoned(grad, used),
-               ends_of(ends), gated)
-    high = torch.promote_types(dtype, torch.float32)  # bfloat16: against exact numbers, not against other roundings
-    expected = run(naive, [x.to(high) for x in (values, weights, matrices, down)], grad.to(high), ends_of(ends), gated)
-    for name, found, wanted in zip(("out", "values", "weights", "matrices", "down"), ours, expected):
+    ours = run(
+        by_module,
+        [poisoned(values, used), poisoned(weights, used), matrices, down],
+        poisoned(grad, used),
+        ends_of(ends),
+        gated,
+    )
+    high = torch.promote_types(
+        dtype, torch.float32
+    )  # bfloat16: against exact numbers, not against other roundings
+    expected = run(
+        naive,
+        [x.to(high) for x in (values, weights, matrices, down)],
+        grad.to(high),
+        ends_of(ends),
+        gated,
+    )
+    for name, found, wanted in zip(
+        ("out", "values", "weights", "matrices", "down"), ours, expected
+    ):
         live = found if name in ("matrices", "down") else found[:used]
         wanted = wanted[: len(live)]
         assert (live.to(high) - wanted).norm() <= TOLERANCE[dtype] * wanted.norm() + 1e-12, name
@@ -119,7 +146,9 @@ def test_experts_equal_the_loop(gated, ends, dtype):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_gradients_of_experts_are_right(gated):
-    values, weights, matrices, down, _ = make(torch.float64, rows=5, count=2, hidden=3, width=2, gated=gated)
+    values, weights, matrices, down, _ = make(
+        torch.float64, rows=5, count=2, hidden=3, width=2, gated=gated
+    )
     leaves = [x.requires_grad_() for x in (values, weights, matrices, down)]
     assert torch.autograd.gradcheck(lambda *x: by_module(*x, ends_of([2, 5]), gated), leaves)
 
@@ -128,7 +157,9 @@ def test_gradients_of_experts_are_right(gated):
 def test_activation_rounds_once(gated):
     h, weights = torch.randn(64, 48).bfloat16(), torch.rand(64)
     gate, up = h.double().chunk(2, dim=1)
-    exact = (gate * torch.sigmoid(gate) * up if gated else h.double().relu() ** 2) * weights[:, None].double()
+    exact = (gate * torch.sigmoid(gate) * up if gated else h.double().relu() ** 2) * weights[
+        :, None
+    ].double()
     error = (activation(h, weights, ends_of([64]), gated).double() - exact).abs()
     assert (error <= 1.01 * 2**-8 * exact.abs() + 1e-30).all()
 
@@ -141,12 +172,17 @@ def test_gradients_of_weights_accumulate_and_frozen_weights_have_none():
     twice = [parameter.grad.clone() for parameter in experts.parameters()]
     experts.zero_grad()
     experts(values, weights, ends_of([5, 5, 13])).backward(grad)
-    assert all(torch.equal(2 * parameter.grad, double) for parameter, double in zip(experts.parameters(), twice))
+    assert all(
+        torch.equal(2 * parameter.grad, double)
+        for parameter, double in zip(experts.parameters(), twice)
+    )
     assert all(parameter.grad.is_contiguous() for parameter in experts.parameters())
     experts.zero_grad()
     experts.requires_grad_(False)
     experts(values.requires_grad_(), weights, ends_of([5, 5, 13])).backward(grad)
-    assert values.grad is not None and all(parameter.grad is None for parameter in experts.parameters())
+    assert values.grad is not None and all(
+        parameter.grad is None for parameter in experts.parameters()
+    )
 
 
 def test_a_slice_of_experts_is_experts():
@@ -173,7 +209,9 @@ def test_autocast_makes_products_narrow():
 @pytest.mark.parametrize("compile", [False, "aot_eager"], ids=str)
 def test_replays_follow_new_routings_bitwise(compile, activation):
     graphed = graph(Layer(activation=activation), warmup=1, strict=True, compile=compile)
-    for step, (eager, replayed) in enumerate(zip(train(Layer(activation=activation), 8), train(graphed, 8))):
+    for step, (eager, replayed) in enumerate(
+        zip(train(Layer(activation=activation), 8), train(graphed, 8))
+    ):
         for ours, theirs in zip(replayed, eager):
             assert torch.equal(ours, theirs), step
             assert not ours.isnan().any()

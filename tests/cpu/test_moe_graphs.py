@@ -1,4 +1,5 @@
 """What graphs have baked of a layer with experts, and what code around it may ask of it."""
+
 import dataclasses
 
 import pytest
@@ -17,7 +18,9 @@ CAPACITY = Capacity(32, 4)
 
 
 def decoder(**options):
-    experts = ExpertConfig(count=4, per_token=2, intermediate_size=16, shared=1, document_loss=1e-3, **options)
+    experts = ExpertConfig(
+        count=4, per_token=2, intermediate_size=16, shared=1, document_loss=1e-3, **options
+    )
     return DecoderModel(dataclasses.replace(tiny().model, dropout=0.0, experts=experts))
 
 

@@ -1,4 +1,5 @@
-"""Auxiliary losses against loops over documents, padding and documents apart; the bias that balances without a loss."""
+"""Auxiliary losses against loops over documents, padding and documents apart; the bias that
+balances without a loss."""
 
 import pytest
 import torch
@@ -44,19 +45,23 @@ def run(function, logits: Tensor, *rest, factor: float = 1.0) -> list[Tensor]:
 
 def of_documents(function, kind: Settings):
     """A document loss as a function of logits."""
+
     def loss(logits: Tensor, ids: Tensor) -> Tensor:
         valid = ids < DOCUMENTS
         routing, scores = route(logits, ~valid, None, kind)
         return function(scores, routing.experts, ids, valid, DOCUMENTS)
+
     return loss
 
 
 def of_load(function, kind: Settings):
     """A load loss as a function of logits."""
+
     def loss(logits: Tensor, ids: Tensor) -> Tensor:
         valid = ids < DOCUMENTS
         routing, scores = route(logits, ~valid, None, kind)
         return function(scores, routing.experts, valid)
+
     return loss
 
 
@@ -66,41 +71,71 @@ def of_z(function):
 
 
 KINDS = [Settings(2), Settings(3, "sigmoid")]
-FAST = [of_documents(document_loss, KINDS[0]), of_documents(document_loss, KINDS[1]),
-        of_load(load_loss, KINDS[0]), of_load(load_loss, KINDS[1]), of_z(z_loss)]
-NAIVE = [of_documents(naive_document_loss, KINDS[0]), of_documents(naive_document_loss, KINDS[1]),
-         of_load(naive_load_loss, KINDS[0]), of_load(naive_load_loss, KINDS[1]), of_z(naive_z_loss)]
+FAST = [
+    of_documents(document_loss, KINDS[0]),
+    of_documents(document_loss, KINDS[1]),
+    of_load(load_loss, KINDS[0]),
+    of_load(load_loss, KINDS[1]),
+    of_z(z_loss),
+]
+NAIVE = [
+    of_documents(naive_document_loss, KINDS[0]),
+    of_documents(naive_document_loss, KINDS[1]),
+    of_load(naive_load_loss, KINDS[0]),
+    of_load(naive_load_loss, KINDS[1]),
+    of_z(naive_z_loss),
+]
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(0, 5), max_size=DOCUMENTS), padding=st.integers(0, 4), experts=st.integers(3, 7),
-       which=st.integers(0, len(FAST) - 1), seed=st.integers(0, 99))
+@given(
+    lengths=st.lists(st.integers(0, 5), max_size=DOCUMENTS),
+    padding=st.integers(0, 4),
+    experts=st.integers(3, 7),
+    which=st.integers(0, len(FAST) - 1),
+    seed=st.integers(0, 99),
+)
 def test_equals_naive_for_value_and_gradients(lengths, padding, experts, which, seed):
     ids = pack(lengths, padding if sum(lengths) + padding else 1)
     logits = random_logits(len(ids), experts, seed)
-    for ours, theirs in zip(run(FAST[which], logits, ids, factor=0.3), run(NAIVE[which], logits, ids, factor=0.3)):
+    for ours, theirs in zip(
+        run(FAST[which], logits, ids, factor=0.3), run(NAIVE[which], logits, ids, factor=0.3)
+    ):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
 def test_document_loss_equals_sums_by_segment():
-    """Against the formula written with sums per document, with a gradient through the mean shares."""
+    """Against the formula written with sums per document, with a gradient through the mean
+    shares."""
     ids, experts = pack([5, 0, 1, 9], 4).long(), 7
     valid = ids < DOCUMENTS
     chosen = random_logits(len(ids), experts, 1).topk(2).indices
     shares = random_logits(len(ids), experts, 2).double().softmax(-1).requires_grad_()
-    tokens = torch.zeros(DOCUMENTS + 1, 1).double().index_add(0, ids, torch.ones(len(ids), 1).double())[:-1]
-    mean = torch.zeros(DOCUMENTS + 1, experts).double().index_add(0, ids, shares)[:-1] / tokens.clamp(min=1)
-    counts = torch.zeros(DOCUMENTS + 1, experts).double().index_add(
-        0, ids, nn.functional.one_hot(chosen, experts).sum(1).double())[:-1]
+    tokens = (
+        torch.zeros(DOCUMENTS + 1, 1)
+        .double()
+        .index_add(0, ids, torch.ones(len(ids), 1).double())[:-1]
+    )
+    mean = torch.zeros(DOCUMENTS + 1, experts).double().index_add(0, ids, shares)[
+        :-1
+    ] / tokens.clamp(min=1)
+    counts = (
+        torch.zeros(DOCUMENTS + 1, experts)
+        .double()
+        .index_add(0, ids, nn.functional.one_hot(chosen, experts).sum(1).double())[:-1]
+    )
     expected = ((counts / (tokens * 2).clamp(min=1)) * mean).sum() * experts / 3
     expected.backward()
     ours = shares.detach().float().requires_grad_()
     actual = document_loss(ours, chosen, ids, valid, DOCUMENTS)
     actual.backward()
     torch.testing.assert_close(actual, expected.float(), **TOLERANCE)
-    # shares are normalised once more, so gradients agree up to what all experts of a token have in common
+    # shares are normalised once more, so gradients agree up to what all experts of a token have in
+    # common
     inner = (shares.grad * shares.detach()).sum(-1, keepdim=True)
-    torch.testing.assert_close(ours.grad, torch.where(valid[:, None], shares.grad - inner, 0).float(), **TOLERANCE)
+    torch.testing.assert_close(
+        ours.grad, torch.where(valid[:, None], shares.grad - inner, 0).float(), **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,10 +144,16 @@ def test_document_loss_is_the_average_of_documents_run_alone(kind):
     ids = pack(lengths, 0)
     logits = random_logits(len(ids), 8, 3)
     together, gradient = run(of_documents(document_loss, kind), logits, ids)
-    alone = [run(of_load(load_loss, kind), part, torch.zeros(len(part), dtype=torch.int32))
-             for part in logits.split(lengths)]
-    torch.testing.assert_close(together, torch.stack([loss for loss, _ in alone]).mean(), **TOLERANCE)
-    torch.testing.assert_close(gradient, torch.cat([grad for _, grad in alone]) / len(lengths), **TOLERANCE)
+    alone = [
+        run(of_load(load_loss, kind), part, torch.zeros(len(part), dtype=torch.int32))
+        for part in logits.split(lengths)
+    ]
+    torch.testing.assert_close(
+        together, torch.stack([loss for loss, _ in alone]).mean(), **TOLERANCE
+    )
+    torch.testing.assert_close(
+        gradient, torch.cat([grad for _, grad in alone]) / len(lengths), **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,7 +176,7 @@ def test_padding_has_no_part_in_value_or_gradient(loss, poison):
     padded = run(loss, torch.cat([logits, tail]), pack([3, 5, 2], len(ids)))
     torch.testing.assert_close(padded[0], value, **TOLERANCE)
     torch.testing.assert_close(padded[1][: len(ids)], gradient, **TOLERANCE)
-    assert (padded[1][len(ids):] == 0).all()
+    assert (padded[1][len(ids) :] == 0).all()
 
 
 @pytest.mark.parametrize("function", [load_loss, document_loss])
@@ -155,7 +196,9 @@ def test_undefined_scores_and_choices_of_padding_are_not_read(function):
 @pytest.mark.parametrize("loss", FAST)
 def test_only_padding_gives_zero_and_zero_gradients(loss):
     value, gradient = run(loss, torch.full((7, 8), float("nan")), pack([], 7))
-    assert value == 0 and value.dtype == torch.float32 and value.dim() == 0 and (gradient == 0).all()
+    assert (
+        value == 0 and value.dtype == torch.float32 and value.dim() == 0 and (gradient == 0).all()
+    )
 
 
 @pytest.mark.parametrize("function", [load_loss, naive_load_loss])
@@ -185,8 +228,11 @@ class WithLoss(nn.Module):
         routing, scores = route(logits, ~valid, None, KINDS[1])
         with torch.no_grad():
             self.load.add_(expert_counts(routing.experts, 8))
-        loss = z_loss(logits, valid) + document_loss(scores, routing.experts, ids, valid, DOCUMENTS) \
+        loss = (
+            z_loss(logits, valid)
+            + document_loss(scores, routing.experts, ids, valid, DOCUMENTS)
             + load_loss(scores, routing.experts, valid)
+        )
         return attach(hidden, loss, scale).clone()
 
 
@@ -200,12 +246,21 @@ def train(model, eager: WithLoss) -> list[Tensor]:
         out = model(hidden, ids, torch.tensor(0.5 + seed))
         out.square().sum().backward()
         assert torch.equal(hidden.grad[ids == DOCUMENTS], 2 * hidden.detach()[ids == DOCUMENTS])
-        found += [out.detach().clone(), hidden.grad, eager.gate.weight.grad.clone(), eager.load.clone()]
+        found += [
+            out.detach().clone(),
+            hidden.grad,
+            eager.gate.weight.grad.clone(),
+            eager.load.clone(),
+        ]
     return found
 
 
 def test_compiled_into_one_graph_and_captured_it_gives_the_same_bits():
-    eager, compiled, graphed = WithLoss(), WithLoss(), graph(WithLoss(), warmup=1, strict=True, backend="recorder")
+    eager, compiled, graphed = (
+        WithLoss(),
+        WithLoss(),
+        graph(WithLoss(), warmup=1, strict=True, backend="recorder"),
+    )
     expected = train(eager, eager)
     assert expected[3].sum() == 7 * 3 and expected[-1].sum() == (7 + 6 + 10 + 0 + 6) * 3
     whole = torch.compile(compiled, backend="aot_eager", fullgraph=True)
@@ -248,11 +303,15 @@ def test_attach_passes_without_gradients():
 
 
 @settings(max_examples=30, deadline=None)
-@given(experts=st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=2), min_size=1, max_size=12))
+@given(
+    experts=st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=2), min_size=1, max_size=12)
+)
 def test_expert_counts_leave_padding_out(experts):
     flat = [expert for pair in experts for expert in pair]
     counts = expert_counts(torch.tensor(experts, dtype=torch.int32), 5)
-    assert counts.dtype == torch.int64 and counts.tolist() == [flat.count(expert) for expert in range(5)]
+    assert counts.dtype == torch.int64 and counts.tolist() == [
+        flat.count(expert) for expert in range(5)
+    ]
 
 
 def test_the_bias_of_three_steps_with_half_padding_is_that_of_runs_without():
@@ -261,13 +320,19 @@ def test_the_bias_of_three_steps_with_half_padding_is_that_of_runs_without():
         bias, load, seen = torch.zeros(8), torch.zeros(8, dtype=torch.int64), []
         for step in range(3):
             for microbatch in range(2):
-                logits = torch.cat([random_logits(16, 8, 2 * step + microbatch) + torch.arange(8) / 4,
-                                    torch.zeros(padding, 8)])
+                logits = torch.cat(
+                    [
+                        random_logits(16, 8, 2 * step + microbatch) + torch.arange(8) / 4,
+                        torch.zeros(padding, 8),
+                    ]
+                )
                 mask = torch.arange(len(logits)) >= 16
                 load.add_(expert_counts(route(logits, mask, bias, KINDS[1]).routing.experts, 8))
             mean = load.sum() / 8
-            expected = [float(before) + rate * ((mean > count).item() - (mean < count).item())
-                        for before, count in zip(bias, load)]
+            expected = [
+                float(before) + rate * ((mean > count).item() - (mean < count).item())
+                for before, count in zip(bias, load)
+            ]
             seen.append(load.tolist())
             update_bias(bias, load, rate)
             assert bias.tolist() == expected and (load == 0).all()

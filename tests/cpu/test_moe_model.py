@@ -1,4 +1,6 @@
-"""Decoders with experts: scopes, granularities, padding, isolation of documents, losses that ride along."""
+"""Decoders with experts: scopes, granularities, padding, isolation of documents, losses that ride
+along."""
+
 import itertools
 import random
 
@@ -16,10 +18,30 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
 CAPACITY = Capacity(32, 4)
-EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, first_dense=1, score="sigmoid",
-                       score_bias=True, document_loss=1e-2, z_loss=1e-3, load_loss=1e-2)
-CONFIG = DecoderConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2,
-                       head_dim=4, initializer_range=0.2, dropout=0.1, experts=EXPERTS)
+EXPERTS = ExpertConfig(
+    count=8,
+    per_token=2,
+    intermediate_size=16,
+    shared=1,
+    first_dense=1,
+    score="sigmoid",
+    score_bias=True,
+    document_loss=1e-2,
+    z_loss=1e-3,
+    load_loss=1e-2,
+)
+CONFIG = DecoderConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    initializer_range=0.2,
+    dropout=0.1,
+    experts=EXPERTS,
+)
 PARTS = ("attn", "mlp", "moe_router", "moe_preprocess")
 
 
@@ -29,16 +51,28 @@ def plain(**changes) -> DecoderConfig:
 
 def batches(count: int, seed: int = 0, capacity: Capacity = CAPACITY) -> list[PackedBatch]:
     draw = random.Random(seed)
-    return [PackedBatch.build([[draw.randrange(40) for _ in range(draw.randint(1, 9))]
-                               for _ in range(draw.randint(1, 3))], capacity) for _ in range(count)]
+    return [
+        PackedBatch.build(
+            [
+                [draw.randrange(40) for _ in range(draw.randint(1, 9))]
+                for _ in range(draw.randint(1, 3))
+            ],
+            capacity,
+        )
+        for _ in range(count)
+    ]
 
 
 def legal_scopes() -> list[tuple[str, ...] | None]:
     stages = named_stages(CONFIG)
     some = [scope for size in (1, 2, 3, 4) for scope in itertools.combinations(PARTS, size)]
     some += [(*rest, "moe") for rest in ((), ("attn",), ("mlp",), ("attn", "mlp"))]
-    return [None, *(scope for scope in some if not scope_errors(stages, scope, "layer")),
-            ("moe_experts",), ("attn", "moe_dispatch", "moe_combine")]
+    return [
+        None,
+        *(scope for scope in some if not scope_errors(stages, scope, "layer")),
+        ("moe_experts",),
+        ("attn", "moe_dispatch", "moe_combine"),
+    ]
 
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
@@ -49,13 +83,17 @@ def test_every_legal_scope_is_bitwise_eager(granularity):
     for scope in legal_scopes():
         torch.set_rng_state(state)
         captured = DecoderModel(CONFIG, seed=1)
-        graphed = packgraph.graph(captured, CAPACITY, warmup=1, strict=True, scope=scope, granularity=granularity)
+        graphed = packgraph.graph(
+            captured, CAPACITY, warmup=1, strict=True, scope=scope, granularity=granularity
+        )
         for batch, loss in zip(batches(5), losses, strict=True):
             found = graphed(batch)
             found.backward()
             assert torch.equal(found, loss), scope
         assert graphed.stats.replayed == 4, scope
-        for (name, ours), theirs in zip(captured.named_parameters(), eager.parameters(), strict=True):
+        for (name, ours), theirs in zip(
+            captured.named_parameters(), eager.parameters(), strict=True
+        ):
             assert torch.equal(ours.grad, theirs.grad), (scope, name)
         for (name, ours), theirs in zip(captured.named_buffers(), eager.buffers(), strict=True):
             assert torch.equal(ours, theirs), (scope, name)
@@ -63,8 +101,12 @@ def test_every_legal_scope_is_bitwise_eager(granularity):
 
 def test_scopes_of_experts_have_their_rules():
     stages = named_stages(CONFIG)
-    assert any("needs 'moe_router'" in error for error in scope_errors(stages, ["moe_preprocess"], "layer"))
-    assert any("already means" in error for error in scope_errors(stages, ["moe", "moe_router"], "layer"))
+    assert any(
+        "needs 'moe_router'" in error for error in scope_errors(stages, ["moe_preprocess"], "layer")
+    )
+    assert any(
+        "already means" in error for error in scope_errors(stages, ["moe", "moe_router"], "layer")
+    )
     assert not scope_errors(stages, ["attn", "mlp", "moe"], "chunk")
 
 
@@ -84,7 +126,9 @@ def test_a_stage_that_waits_for_the_host_stays_eager_and_cannot_be_asked_for():
     model = DecoderModel(plain(), seed=1)
     for block in moe_blocks([model]):
         block.dispatcher = WaitingDispatcher(block.dispatcher)
-    with pytest.raises(ValueError, match=r"'moe_preprocess' cannot be captured here: .* the host reads how many"):
+    with pytest.raises(
+        ValueError, match=r"'moe_preprocess' cannot be captured here: .* the host reads how many"
+    ):
         packgraph.graph(model, CAPACITY, scope=("moe_router", "moe_preprocess"))
     with pytest.raises(ValueError, match="'moe' cannot be captured here"):
         packgraph.graph(model, CAPACITY, scope=("moe",))
@@ -102,7 +146,9 @@ def test_half_a_row_of_padding_changes_neither_counts_nor_gradients():
         model = DecoderModel(plain(), seed=1, dtype=torch.float64)
         loss = model(PackedBatch.build(documents, capacity))
         loss.backward()
-        found.append((loss, [p.grad for p in model.parameters()], [b.gate.load for b in moe_blocks([model])]))
+        found.append(
+            (loss, [p.grad for p in model.parameters()], [b.gate.load for b in moe_blocks([model])])
+        )
     (loss, gradients, loads), (wide_loss, wide_gradients, wide_loads) = found
     assert all(int(load.sum()) == 16 * 2 for load in loads)
     assert all(map(torch.equal, loads, wide_loads))
@@ -111,8 +157,11 @@ def test_half_a_row_of_padding_changes_neither_counts_nor_gradients():
 
 
 def test_a_changed_document_changes_nothing_of_the_others():
-    """Within rounding of float64: an expert that gets fewer rows may be multiplied by another kernel."""
-    experts = ExpertConfig(**(vars(EXPERTS) | {"load_loss": 0.0, "z_loss": 0.0, "document_loss": 0.0}))
+    """Within rounding of float64: an expert that gets fewer rows may be multiplied by another
+    kernel."""
+    experts = ExpertConfig(
+        **(vars(EXPERTS) | {"load_loss": 0.0, "z_loss": 0.0, "document_loss": 0.0})
+    )
     second, found = [7, 8, 9], []
     for first in ([1, 2, 3, 4, 5], [30, 31, 32, 33, 34]):
         model = DecoderModel(plain(experts=experts), seed=1, dtype=torch.float64)

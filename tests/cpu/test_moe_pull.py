@@ -1,4 +1,5 @@
-"""Plans and moves between ranks against loops: operations in one process, kernels in Triton's interpreter."""
+"""Plans and moves between ranks against loops: operations in one process, kernels in Triton's
+interpreter."""
 
 import pytest
 import torch
@@ -18,11 +19,20 @@ def same(ours, theirs):
 
 
 @outside
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**31), st.data())
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(0, 2**31),
+    st.data(),
+)
 @settings(deadline=None, max_examples=40)
 def test_every_rank_knows_the_row_of_every_pair(ranks, count, places, tokens, seed, data):
     draw = torch.Generator().manual_seed(seed)
-    experts = torch.randint(-1, ranks * count, (ranks, tokens, places), generator=draw, dtype=torch.int32)
+    experts = torch.randint(
+        -1, ranks * count, (ranks, tokens, places), generator=draw, dtype=torch.int32
+    )
     rows = data.draw(st.integers(1, ranks * tokens * places + 2))
     everyone = experts.flatten(0, 1)
     ordered = plan_rows(everyone, ranks * count, everyone.numel())
@@ -37,27 +47,45 @@ def test_room_is_for_whatever_comes_and_no_more():
 
 
 @inside
-@pytest.mark.parametrize(("ranks", "tokens", "places", "count", "rows"), [
-    (1, 3, 2, 4, 8), (4, 300, 2, 64, 500), (3, 7, 8, 9, 60)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "places", "count", "rows"),
+    [(1, 3, 2, 4, 8), (4, 300, 2, 64, 500), (3, 7, 8, 9, 60)],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["mixed", "padding", "one"])
 def test_tables_of_the_plan_equal_the_operations(ranks, tokens, places, count, rows, kind):
     from packgraph.moe.peer_read import kernel as pull_kernel
+
     everyone = draw_experts(ranks, tokens, places, count, kind).flatten(0, 1)
     ordered = plan_rows(everyone, count, everyone.numel())
     for rank in range(ranks):
-        found = pull_kernel.locate(everyone, ordered.row_of_pair, ordered.offsets, ranks, rank, rows)
+        found = pull_kernel.locate(
+            everyone, ordered.row_of_pair, ordered.offsets, ranks, rank, rows
+        )
         assert same(found, locate(everyone, ordered, ranks, rank, rows))
 
 
 @inside
-@pytest.mark.parametrize(("ranks", "tokens", "places", "count", "width", "kind", "factor", "dtype"), [
-    (1, 5, 2, 4, 16, "mixed", 1.0, torch.float32), (2, 3, 3, 6, 33, "mixed", 2.0, torch.bfloat16),
-    (3, 4, 2, 3, 24, "mixed", 1.0, torch.float32), (3, 3, 5, 9, 8, "mixed", 1.0, torch.bfloat16),
-    (2, 4, 2, 4, 8, "padding", 1.0, torch.float32), (2, 4, 2, 4, 16, "one", 1.0, torch.float32)], ids=str)
-def test_moves_equal_the_loops(ranks, tokens, places, count, width, kind, factor, dtype, monkeypatch):
-    """Forward and, since either is the other's backward, gradients; also with less room than is needed."""
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "places", "count", "width", "kind", "factor", "dtype"),
+    [
+        (1, 5, 2, 4, 16, "mixed", 1.0, torch.float32),
+        (2, 3, 3, 6, 33, "mixed", 2.0, torch.bfloat16),
+        (3, 4, 2, 3, 24, "mixed", 1.0, torch.float32),
+        (3, 3, 5, 9, 8, "mixed", 1.0, torch.bfloat16),
+        (2, 4, 2, 4, 8, "padding", 1.0, torch.float32),
+        (2, 4, 2, 4, 16, "one", 1.0, torch.float32),
+    ],
+    ids=str,
+)
+def test_moves_equal_the_loops(
+    ranks, tokens, places, count, width, kind, factor, dtype, monkeypatch
+):
+    """Forward and, since either is the other's backward, gradients; also with less room than is
+    needed."""
     from packgraph.moe.peer_read import kernel as pull_kernel
     from packgraph.moe.peer_read.kernel import collect, spread
+
     monkeypatch.setattr(pull_kernel, "SPREAD_COLUMNS", 32)
     monkeypatch.setattr(pull_kernel, "COLLECT_COLUMNS", 16)
     rows = rows_for(tokens * places, factor, ranks)
@@ -70,27 +98,39 @@ def test_moves_equal_the_loops(ranks, tokens, places, count, width, kind, factor
     peers.publish([value.detach() for value in x], [value.detach() for value in weights])
     like = x[0].detach()
     for rank, plan in enumerate(plans):
-        found = spread(peers.table, plan.row_of_pair, plan.offsets, like, True, rows, rows + 8, rank)
+        found = spread(
+            peers.table, plan.row_of_pair, plan.offsets, like, True, rows, rows + 8, rank
+        )
         assert same(found, [value.detach() for value in expected[rank]])
-    alone, none = spread(peers.table, plan.row_of_pair, plan.offsets, like, False, rows, rows + 8, ranks - 1)
+    alone, none = spread(
+        peers.table, plan.row_of_pair, plan.offsets, like, False, rows, rows + 8, ranks - 1
+    )
     assert torch.equal(alone, found[0]) and not none.numel()
     grads = [torch.randn(rows, width).to(dtype) for _ in range(ranks)]
     of_rows = [torch.randn(rows) for _ in range(ranks)]
     sent = [part.float() for pair in zip(grads, of_rows, strict=True) for part in pair]
     got = [part for pair in expected for part in pair]
     loss = sum((part * grad).sum() for part, grad in zip(got, sent, strict=True))
-    wanted = torch.autograd.grad(loss + sum(0 * leaf.sum() for leaf in (*x, *weights)), [*x, *weights])
+    wanted = torch.autograd.grad(
+        loss + sum(0 * leaf.sum() for leaf in (*x, *weights)), [*x, *weights]
+    )
     for plan, grad, weight in zip(plans, grads, of_rows, strict=True):
-        grad[plan.offsets[-1]:], weight[plan.offsets[-1]:] = NAN, NAN
+        grad[plan.offsets[-1] :], weight[plan.offsets[-1] :] = NAN, NAN
     peers.publish(grads, of_rows, plans)
     sums = [naive_from_experts(grads, plan) for plan in plans]
-    rounding = {"rtol": 1e-2, "atol": 4e-2} if dtype is torch.bfloat16 else {"rtol": 0.0, "atol": 0.0}
+    rounding = (
+        {"rtol": 1e-2, "atol": 4e-2} if dtype is torch.bfloat16 else {"rtol": 0.0, "atol": 0.0}
+    )
     for rank, plan in enumerate(plans):
         found, of_weights = collect(peers.table, plan.place_of_pair, like, True, rows, rows + 8)
-        torch.testing.assert_close(found, sums[rank], **rounding)  # the interpreter cuts off where a GPU rounds
+        torch.testing.assert_close(
+            found, sums[rank], **rounding
+        )  # the interpreter cuts off where a GPU rounds
         torch.testing.assert_close(found, wanted[rank], rtol=2e-2, atol=4e-2)
         assert torch.equal(of_weights, wanted[ranks + rank])
-    assert torch.equal(collect(peers.table, plan.place_of_pair, like, False, rows, rows + 8)[0], found)
+    assert torch.equal(
+        collect(peers.table, plan.place_of_pair, like, False, rows, rows + 8)[0], found
+    )
 
 
 @outside

@@ -1,4 +1,6 @@
-"""The router's product: parts are exact, gradients as precise as float32's, rows apart, sums made in place."""
+"""The router's product: parts are exact, gradients as precise as float32's, rows apart, sums made
+in place."""
+
 import math
 
 import pytest
@@ -29,8 +31,10 @@ LARGEST = torch.finfo(torch.float32).max
 def operands(tokens: int = 50, experts: int = 8, hidden: int = 96) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H] and weight [E, H] in bfloat16, a gradient of logits in float32 [T, E]."""
     generator = torch.Generator().manual_seed(3)
-    x, weight, grad = (torch.randn(*shape, generator=generator) for shape in
-                       ((tokens, hidden), (experts, hidden), (tokens, experts)))
+    x, weight, grad = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((tokens, hidden), (experts, hidden), (tokens, experts))
+    )
     return x.to(BF16), weight.to(BF16), grad
 
 
@@ -54,7 +58,9 @@ def summed(values: Tensor) -> Tensor:
 def test_parts_add_up_to_the_value(numbers):
     values = torch.tensor([numbers + [LARGEST, -LARGEST, 0.0, 1 / 3]])
     parts = exact_parts(values)
-    assert parts.dtype == BF16 and parts.shape == (1, 3 * values.shape[1]) and parts.isfinite().all()
+    assert (
+        parts.dtype == BF16 and parts.shape == (1, 3 * values.shape[1]) and parts.isfinite().all()
+    )
     apart = (summed(values) - values.double()).abs()
     assert (apart <= torch.where(values.abs() >= 2.0**-110, 0.0, 2.0**-134)).all()
 
@@ -70,11 +76,20 @@ def test_parts_add_up_for_any_bits(bits):
 
 def test_logits_are_those_of_float32():
     x, weight, grad = operands()
-    ours, theirs = gradients(router_logits, x, weight, grad), gradients(naive_router_logits, x, weight, grad)
-    assert [found.dtype for found in ours] == [found.dtype for found in theirs] == [torch.float32, BF16, BF16]
+    ours, theirs = (
+        gradients(router_logits, x, weight, grad),
+        gradients(naive_router_logits, x, weight, grad),
+    )
+    assert (
+        [found.dtype for found in ours]
+        == [found.dtype for found in theirs]
+        == [torch.float32, BF16, BF16]
+    )
     assert distance(ours[0], x.double() @ weight.double().t()) < 1e-6
     for mine, other in zip(ours, theirs):
-        torch.testing.assert_close(mine, other, rtol=1 / 128, atol=1e-5)  # bits of bfloat16 may be the next ones
+        torch.testing.assert_close(
+            mine, other, rtol=1 / 128, atol=1e-5
+        )  # bits of bfloat16 may be the next ones
 
 
 def test_gradients_lose_no_bits_of_the_one_that_comes_in(monkeypatch):
@@ -84,7 +99,10 @@ def test_gradients_lose_no_bits_of_the_one_that_comes_in(monkeypatch):
 
     def found(parts: Tensor) -> list[float]:
         rows = router_product._in_float32(parts, weight.repeat(3, 1))
-        return [distance(rows, right[0]), distance(router_product._summed_parts(parts, x), right[1])]
+        return [
+            distance(rows, right[0]),
+            distance(router_product._summed_parts(parts, x), right[1]),
+        ]
 
     assert max(found(exact_parts(grad))) < 1e-6
     rounded = torch.cat([grad, torch.zeros_like(grad), torch.zeros_like(grad)], 1).to(BF16)
@@ -100,19 +118,31 @@ def test_a_row_depends_on_itself_alone():
     changed_x, changed_grad = x.clone(), grad.clone()
     changed_x[others] *= -7
     changed_grad[others] += 1
-    before, after = gradients(router_logits, x, weight, grad), gradients(router_logits, changed_x, weight, changed_grad)
+    before, after = (
+        gradients(router_logits, x, weight, grad),
+        gradients(router_logits, changed_x, weight, changed_grad),
+    )
     for left, right in zip(before[:2], after[:2]):
         assert torch.equal(left[~others], right[~others]) and not torch.equal(left, right)
 
 
-@pytest.mark.parametrize(("rows", "weights"), [(torch.float32, torch.float32), (BF16, torch.float32),
-                                               (torch.float32, BF16), (torch.float64, torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "weights"),
+    [
+        (torch.float32, torch.float32),
+        (BF16, torch.float32),
+        (torch.float32, BF16),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
 def test_other_dtypes_are_converted_as_ever(rows, weights):
     x, weight, grad = operands()
     x, weight = x.to(rows), weight.to(weights)
     assert "router_logits" not in type(router_logits(x, weight.requires_grad_()).grad_fn).__name__
-    for ours, theirs in zip(*(gradients(function, x, weight, grad) for function in
-                              (router_logits, naive_router_logits))):
+    for ours, theirs in zip(
+        *(gradients(function, x, weight, grad) for function in (router_logits, naive_router_logits))
+    ):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
 
 
@@ -128,14 +158,19 @@ def test_autocast_rounds_nothing():
     for dtype in (BF16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
             found = gradients(router_logits, x, weight, grad)
-        assert all(left.dtype == right.dtype and torch.equal(left, right) for left, right in zip(found, plain))
+        assert all(
+            left.dtype == right.dtype and torch.equal(left, right)
+            for left, right in zip(found, plain)
+        )
 
 
 def test_what_needs_no_gradient_gets_none():
     x, weight, grad = operands()
     weight.requires_grad_()
     router_logits(x, weight).backward(grad)
-    torch.testing.assert_close(weight.grad, gradients(router_logits, x, weight, grad)[2], rtol=0, atol=0)
+    torch.testing.assert_close(
+        weight.grad, gradients(router_logits, x, weight, grad)[2], rtol=0, atol=0
+    )
     assert x.grad is None
 
 
@@ -184,8 +219,10 @@ class Routers(nn.Module):
         return {"x": x}
 
     def stages(self):
-        return [Stage("mlp", number, lambda state, layer=layer: layer(state))
-                for number, layer in enumerate(self.layers)]
+        return [
+            Stage("mlp", number, lambda state, layer=layer: layer(state))
+            for number, layer in enumerate(self.layers)
+        ]
 
     def end(self, state):
         return state["x"]
@@ -207,7 +244,11 @@ def test_compiled_backwards_add_in_place_and_replay(monkeypatch):
 
     def train(module, reason=None):
         for step in range(3):
-            x = torch.randn(5, 16, generator=torch.Generator().manual_seed(step)).to(BF16).requires_grad_()
+            x = (
+                torch.randn(5, 16, generator=torch.Generator().manual_seed(step))
+                .to(BF16)
+                .requires_grad_()
+            )
             if reason:
                 with packgraph.eager(reason):
                     out = module(x)
@@ -216,10 +257,15 @@ def test_compiled_backwards_add_in_place_and_replay(monkeypatch):
             out.float().square().sum().backward()
         return [weight.grad for weight in module.parameters()]
 
-    graphs = [packgraph.graph(Routers(), warmup=1, strict=True, compile="aot_eager") for _ in range(2)]
+    graphs = [
+        packgraph.graph(Routers(), warmup=1, strict=True, compile="aot_eager") for _ in range(2)
+    ]
     eager = train(graphs[0], "compare")
     assert added.count(True) == 2 * 3, "both weights, three calls"
-    assert all(torch.equal(a, b) for a, b in zip(eager, train(graphs[1]))) and graphs[1].stats.replayed == 2
+    assert (
+        all(torch.equal(a, b) for a, b in zip(eager, train(graphs[1])))
+        and graphs[1].stats.replayed == 2
+    )
     for ours, theirs in zip(eager, train(Routers())):
         assert distance(ours, theirs.double()) < 0.02
     torch._dynamo.reset()
@@ -227,7 +273,8 @@ def test_compiled_backwards_add_in_place_and_replay(monkeypatch):
 
 @pytest.mark.slow
 def test_generated_code_cuts_exactly():
-    """A compiler that keeps bfloat16 in float32 between operations would leave nothing to the lower parts."""
+    """A compiler that keeps bfloat16 in float32 between operations would leave nothing to the lower
+    parts."""
     torch._dynamo.reset()
     values = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) * 1e-4
     compiled = torch.compile(lambda given: exact_parts(given * 1.5), fullgraph=True)
@@ -236,8 +283,16 @@ def test_generated_code_cuts_exactly():
 
 
 def test_a_layer_takes_it_where_both_are_bfloat16():
-    config = DecoderConfig(vocab_size=16, hidden_size=96, intermediate_size=8, num_layers=1, num_heads=2,
-                           num_kv_heads=2, head_dim=8, experts=ExpertConfig(count=8, per_token=2, intermediate_size=4))
+    config = DecoderConfig(
+        vocab_size=16,
+        hidden_size=96,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        experts=ExpertConfig(count=8, per_token=2, intermediate_size=4),
+    )
     gate, (x, weight, _) = Gate(config), operands()
     with torch.no_grad():
         gate.weight.copy_(weight)

@@ -1,4 +1,6 @@
-"""Rows by expert: the plan's invariants, and moving there and back against loops, outputs and gradients."""
+"""Rows by expert: the plan's invariants, and moving there and back against loops, outputs and
+gradients."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,19 +8,34 @@ from hypothesis import strategies as st
 
 from packgraph.graphs.graphed import graph
 from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.moe.permute.naive import naive_combine_rows, naive_gather_pairs, naive_gather_rows, naive_plan_rows
+from packgraph.moe.permute.naive import (
+    naive_combine_rows,
+    naive_gather_pairs,
+    naive_gather_rows,
+    naive_plan_rows,
+)
 
 NAN = float("nan")
 
 
 @st.composite
 def routings(draw):
-    """(experts [T, k], number of experts): any mixture of padding, empty experts and repeated choices."""
-    tokens, places, count = draw(st.integers(1, 9)), draw(st.integers(1, 8)), draw(st.integers(1, 7))
-    lowest, highest = sorted(draw(st.tuples(st.integers(-1, count - 1), st.integers(-1, count - 1))))
-    numbers = st.lists(st.integers(lowest, highest), min_size=tokens * places, max_size=tokens * places)
-    return torch.tensor(draw(numbers), dtype=draw(st.sampled_from([torch.int32, torch.int64]))).view(tokens, places), \
-        count
+    """(experts [T, k], number of experts): any mixture of padding, empty experts and repeated
+    choices."""
+    tokens, places, count = (
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 8)),
+        draw(st.integers(1, 7)),
+    )
+    lowest, highest = sorted(
+        draw(st.tuples(st.integers(-1, count - 1), st.integers(-1, count - 1)))
+    )
+    numbers = st.lists(
+        st.integers(lowest, highest), min_size=tokens * places, max_size=tokens * places
+    )
+    return torch.tensor(
+        draw(numbers), dtype=draw(st.sampled_from([torch.int32, torch.int64]))
+    ).view(tokens, places), count
 
 
 def check_plan(plan: RowPlan, experts: torch.Tensor, count: int, rows: int) -> None:
@@ -27,12 +44,16 @@ def check_plan(plan: RowPlan, experts: torch.Tensor, count: int, rows: int) -> N
     live = int((flat >= 0).sum())
     used = min(live, rows)
     assert plan.needed == live and plan.needed.dtype == torch.int64
-    assert plan.offsets.tolist() == [min(int(((flat >= 0) & (flat <= e)).sum()), rows) for e in range(count)]
+    assert plan.offsets.tolist() == [
+        min(int(((flat >= 0) & (flat <= e)).sum()), rows) for e in range(count)
+    ]
     assert pairs.shape == (rows,) and plan.row_of_pair.shape == experts.shape
     assert all(x.dtype == torch.int32 for x in plan[:3])
     assert (pairs[:used] >= 0).all() and (pairs[used:] == -1).all()
     assert (taken[flat < 0] == -1).all() and int((taken >= 0).sum()) == used
-    assert torch.equal(taken[pairs[:used].long()], torch.arange(used, dtype=torch.int32))  # the maps are inverse
+    assert torch.equal(
+        taken[pairs[:used].long()], torch.arange(used, dtype=torch.int32)
+    )  # the maps are inverse
     order = [(int(flat[pair]), int(pair)) for pair in pairs[:used]]
     assert order == sorted(order)  # by expert, within one by token and place
 
@@ -63,19 +84,30 @@ def test_padding_alone_takes_no_row():
     assert not gather_rows(torch.full((4, 3), NAN), plan).any()
 
 
-@pytest.mark.parametrize(("experts", "count", "rows", "message"), [
-    (torch.zeros(4, dtype=torch.int64), 2, 4, r"int32 or int64 \[T, k\]"),
-    (torch.zeros(4, 2), 2, 4, "got torch.float32"), (torch.zeros(4, 2).int(), 0, 4, "num_experts=0"),
-    (torch.zeros(4, 2).int(), 2, 0, "rows=0")])
+@pytest.mark.parametrize(
+    ("experts", "count", "rows", "message"),
+    [
+        (torch.zeros(4, dtype=torch.int64), 2, 4, r"int32 or int64 \[T, k\]"),
+        (torch.zeros(4, 2), 2, 4, "got torch.float32"),
+        (torch.zeros(4, 2).int(), 0, 4, "num_experts=0"),
+        (torch.zeros(4, 2).int(), 2, 0, "rows=0"),
+    ],
+)
 def test_what_is_no_routing_is_refused(experts, count, rows, message):
     with pytest.raises(ValueError, match=message):
         plan_rows(experts, count, rows)
 
 
-MOVES = [(gather_rows, naive_gather_rows), (combine_rows, naive_combine_rows), (gather_pairs, naive_gather_pairs)]
+MOVES = [
+    (gather_rows, naive_gather_rows),
+    (combine_rows, naive_combine_rows),
+    (gather_pairs, naive_gather_pairs),
+]
 
 
-def inputs_of(move, plan: RowPlan, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs_of(
+    move, plan: RowPlan, width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What goes in and the gradient that comes back, NaN wherever nothing may be read."""
     tokens, rows, used = plan.row_of_pair.shape[0], plan.pair_of_row.shape[0], int(plan.offsets[-1])
     by_row = torch.randn(rows, width).to(dtype)
@@ -103,14 +135,18 @@ def test_moves_equal_the_loops(move, naive, places, rows, dtype):
     (ours, ours_grad), (theirs, theirs_grad) = results
     assert torch.equal(ours, theirs) and not ours.isnan().any()
     assert not ours_grad.isnan().any()
-    # A gradient of tokens is summed in float32 here and rounded once, by autograd of the loops after every term.
+    # A gradient of tokens is summed in float32 here and rounded once, by autograd of the loops
+    # after every term.
     tolerance = {torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-12}[dtype]
     torch.testing.assert_close(ours_grad, theirs_grad, rtol=tolerance, atol=tolerance)
 
 
 def test_the_backward_of_a_move_is_the_other_move():
     plan = plan_rows(torch.randint(-1, 4, (6, 2)), 4, 12)
-    x, y = torch.randn(6, 3, dtype=torch.bfloat16, requires_grad=True), torch.randn(12, 3, dtype=torch.bfloat16)
+    x, y = (
+        torch.randn(6, 3, dtype=torch.bfloat16, requires_grad=True),
+        torch.randn(12, 3, dtype=torch.bfloat16),
+    )
     gather_rows(x, plan).backward(y)
     assert torch.equal(x.grad, combine_rows(y, plan))
     y = y.requires_grad_()
@@ -121,7 +157,9 @@ def test_the_backward_of_a_move_is_the_other_move():
 @pytest.mark.parametrize(("move", "naive"), MOVES, ids=lambda x: x.__name__)
 def test_gradients_are_right_to_second_order(move, naive):
     plan = plan_rows(torch.tensor([[1, 0], [2, -1], [0, 2]]), 3, 7)
-    x = torch.randn((7, 2) if move is combine_rows else (3, 2), dtype=torch.float64, requires_grad=True)
+    x = torch.randn(
+        (7, 2) if move is combine_rows else (3, 2), dtype=torch.float64, requires_grad=True
+    )
     assert torch.autograd.gradcheck(lambda x: move(x, plan), x)
     assert torch.autograd.gradgradcheck(lambda x: move(x, plan), x)
 
@@ -162,7 +200,12 @@ def test_replays_follow_new_routings_bitwise():
             leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
             out = module(*leaves, experts)
             out.square().sum().backward()
-            results.append([out.detach().clone(), *(leaf.grad.clone() for leaf in leaves),
-                            next(module.parameters()).grad.clone()])
+            results.append(
+                [
+                    out.detach().clone(),
+                    *(leaf.grad.clone() for leaf in leaves),
+                    next(module.parameters()).grad.clone(),
+                ]
+            )
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results)), step
     assert graphed.stats.replayed >= 4

@@ -1,4 +1,6 @@
-"""The paged stash: pages against an oracle, and gradients that are the same bits with and without it, graphs or not."""
+"""The paged stash: pages against an oracle, and gradients that are the same bits with and without
+it, graphs or not."""
+
 import pytest
 import torch
 from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss, train
@@ -21,10 +23,15 @@ CPU = torch.device("cpu")
 
 
 class Oracle:
-    """Pages by Python lists. held: rows of every allocation that is out, and its pages (None: refused)."""
+    """Pages by Python lists. held: rows of every allocation that is out, and its pages (None:
+    refused)."""
 
     def __init__(self, pages, host_pages):
-        self.pages, self.free, self.free_hosts = pages, list(range(pages)), list(range(pages, pages + host_pages))
+        self.pages, self.free, self.free_hosts = (
+            pages,
+            list(range(pages)),
+            list(range(pages, pages + host_pages)),
+        )
         self.overflow, self.demand, self.need_hi = False, 0, 0
 
     def reserve(self, rows):
@@ -44,9 +51,14 @@ class Oracle:
         self.free_hosts += [page for page in held or () if page >= self.pages]
 
 
-actions = st.lists(st.one_of(st.tuples(st.just("reserve"), st.integers(0, ROWS)),
-                             st.tuples(st.just("release"), st.integers(0, 100)),
-                             st.tuples(st.just("clear"), st.just(0))), max_size=40)
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("reserve"), st.integers(0, ROWS)),
+        st.tuples(st.just("release"), st.integers(0, 100)),
+        st.tuples(st.just("clear"), st.just(0)),
+    ),
+    max_size=40,
+)
 
 
 @settings(max_examples=40)
@@ -54,7 +66,11 @@ actions = st.lists(st.one_of(st.tuples(st.just("reserve"), st.integers(0, ROWS))
 def test_pages_equal_the_oracle_and_none_is_lost(actions, pages, host_pages):
     pool, oracle, out = Pages(pages, host_pages, CPU), Oracle(pages, host_pages), []
     buffers = [torch.full((pages * PAGE + 1, width), float("nan")) for width in (8, 3)]
-    hosts = [torch.full((host_pages * PAGE + 1, width), float("nan")) for width in (8, 3)] if host_pages else []
+    hosts = (
+        [torch.full((host_pages * PAGE + 1, width), float("nan")) for width in (8, 3)]
+        if host_pages
+        else []
+    )
     sizes = (ROWS, PAGE, pages, host_pages)
     for number, (what, value) in enumerate(actions):
         if what == "reserve":
@@ -66,9 +82,14 @@ def test_pages_equal_the_oracle_and_none_is_lost(actions, pages, host_pages):
             out.append((value, record, token, sources, held))
         elif what == "release" and out:
             rows, record, token, sources, held = out.pop(value % len(out))
-            taken = take(pool.state, buffers, hosts, record, token, ROWS, PAGE, pages, host_pages, True)
+            taken = take(
+                pool.state, buffers, hosts, record, token, ROWS, PAGE, pages, host_pages, True
+            )
             for back, source in zip(taken[:-1], sources, strict=True):
-                assert torch.equal(back[:rows], source[:rows] if held is not None else torch.zeros_like(source[:rows]))
+                assert torch.equal(
+                    back[:rows],
+                    source[:rows] if held is not None else torch.zeros_like(source[:rows]),
+                )
                 assert not back[rows:].any()
             oracle.release(rows, held)
         elif what == "clear":
@@ -76,15 +97,23 @@ def test_pages_equal_the_oracle_and_none_is_lost(actions, pages, host_pages):
             oracle.overflow, oracle.need_hi = False, 0
         state = pool.state.tolist()
         free = free_pages(state, pages, host_pages)
-        assert sorted(free + [page for entry in out for page in entry[4] or ()]) == list(range(pages + host_pages))
-        assert [bool(state[OVERFLOW]), state[DEMAND], state[NEED_HI]] \
-            == [oracle.overflow, oracle.demand, oracle.need_hi]
+        assert sorted(free + [page for entry in out for page in entry[4] or ()]) == list(
+            range(pages + host_pages)
+        )
+        assert [bool(state[OVERFLOW]), state[DEMAND], state[NEED_HI]] == [
+            oracle.overflow,
+            oracle.demand,
+            oracle.need_hi,
+        ]
     pool.reset()
     assert pool.state[HEADER:-1].tolist() == list(range(pages + host_pages))
 
 
-@pytest.mark.parametrize(("rows", "spare"), [(1, 0), (15, 0), (16, 0)] + [
-    (rows, spare) for rows in (17, 31, 32, 33, 47, 48) for spare in (-1, 0)])
+@pytest.mark.parametrize(
+    ("rows", "spare"),
+    [(1, 0), (15, 0), (16, 0)]
+    + [(rows, spare) for rows in (17, 31, 32, 33, 47, 48) for spare in (-1, 0)],
+)
 def test_the_exact_number_of_pages_suffices_and_one_less_does_not(rows, spare):
     need = -(-rows // 16)
     experts, stash = Experts(), Stash("cpu", page_rows=16)
@@ -115,6 +144,7 @@ def poison_all(stash):
         poison_pages(stash)
         if hasattr(model, "_slots"):
             poison_free_slots(model, step)
+
     return poison
 
 
@@ -132,19 +162,30 @@ def test_eager_gradients_are_the_same_bits(plain, host_pages):
     assert (stash.spilled_hi().item() > 0) == bool(host_pages)
 
 
-@pytest.mark.parametrize(("granularity", "scope"), [
-    ("layer", None), ("chunk", None), ("layer", ["moe_experts"]),
-    ("chunk", ["moe_dispatch", "moe_experts", "moe_combine"])], ids=str)
+@pytest.mark.parametrize(
+    ("granularity", "scope"),
+    [
+        ("layer", None),
+        ("chunk", None),
+        ("layer", ["moe_experts"]),
+        ("chunk", ["moe_dispatch", "moe_experts", "moe_combine"]),
+    ],
+    ids=str,
+)
 def test_graphs_in_any_order_are_the_same_bits(plain, granularity, scope):
-    """Several microbatches in flight in slots of their own, backwards in random order, poison everywhere."""
+    """Several microbatches in flight in slots of their own, backwards in random order, poison
+    everywhere."""
     stash = stashed()
     graphed = graph(make_expert_toy(stash), scope=scope, granularity=granularity)
-    assert differences(plain, checked(train(graphed, steps=4, between=poison_all(stash)), stash)) == []
+    assert (
+        differences(plain, checked(train(graphed, steps=4, between=poison_all(stash)), stash)) == []
+    )
     assert graphed.stats.replayed > 3 and dict(graphed.stats.fallbacks) == {"warm-up": 2}
 
 
 def in_order(schedule, models, stash, steps):
-    """Microbatches through `models` (the chunks of one rank, here one after the other) in a pipeline's order."""
+    """Microbatches through `models` (the chunks of one rank, here one after the other) in a
+    pipeline's order."""
     torch.manual_seed(5)
     trace = []
     for _ in range(steps):
@@ -160,7 +201,11 @@ def in_order(schedule, models, stash, steps):
                 toy_loss(outs.pop((chunk, action.microbatch))).backward()
             if stash is not None:
                 poison_pages(stash)
-        facts = {f"input {c} {m}": x.grad for c, pairs in enumerate(inputs) for m, (_, x) in enumerate(pairs)}
+        facts = {
+            f"input {c} {m}": x.grad
+            for c, pairs in enumerate(inputs)
+            for m, (_, x) in enumerate(pairs)
+        }
         for number, model in enumerate(models):
             facts |= {f"{number} {name}": p.grad.clone() for name, p in model.named_parameters()}
             model.zero_grad()
@@ -168,14 +213,25 @@ def in_order(schedule, models, stash, steps):
     return trace
 
 
-@pytest.mark.parametrize(("granularity", "ranks", "chunks", "slots"), [
-    ("layer", 1, 1, 1), ("chunk", 1, 1, 1), ("layer", 3, 1, 3), ("chunk", 3, 1, 3), ("chunk", 2, 2, 3)])
+@pytest.mark.parametrize(
+    ("granularity", "ranks", "chunks", "slots"),
+    [
+        ("layer", 1, 1, 1),
+        ("chunk", 1, 1, 1),
+        ("layer", 3, 1, 3),
+        ("chunk", 3, 1, 3),
+        ("chunk", 2, 2, 3),
+    ],
+)
 def test_orders_of_pipelines_are_the_same_bits(granularity, ranks, chunks, slots):
-    """1F1B with one and three microbatches in flight, and interleaved chunks that share one stash."""
+    """1F1B with one and three microbatches in flight, and interleaved chunks that share one
+    stash."""
     schedule = make_schedule(ranks, chunks, 4)
     plain = in_order(schedule, [make_expert_toy() for _ in range(chunks)], None, 3)
     stash = stashed()
-    models = [graph(make_expert_toy(stash), granularity=granularity, warmup=1) for _ in range(chunks)]
+    models = [
+        graph(make_expert_toy(stash), granularity=granularity, warmup=1) for _ in range(chunks)
+    ]
     assert differences(plain, checked(in_order(schedule, models, stash, 3), stash)) == []
     assert all(model.stats.replayed >= 8 for model in models)
     assert max(len(model._slots.all) for model in models) >= slots
@@ -183,6 +239,7 @@ def test_orders_of_pipelines_are_the_same_bits(granularity, ranks, chunks, slots
 
 def test_whole_steps_that_begin_with_a_reset_are_the_same_bits():
     """One graph of three microbatches, two of them in flight at once."""
+
     def run_of(model):
         def run(*pairs):
             if model.stash is not None:
@@ -192,6 +249,7 @@ def test_whole_steps_that_begin_with_a_reset_are_the_same_bits():
             first.backward()
             third.backward()
             return first.detach() + second.detach() + third.detach()
+
         return run
 
     def steps(model, run):
@@ -199,7 +257,10 @@ def test_whole_steps_that_begin_with_a_reset_are_the_same_bits():
         trace = []
         for _ in range(5):
             loss = run(*((ids, x.detach()) for ids, x in (toy_inputs(9) for _ in range(3))))
-            trace.append({"loss": loss.clone()} | {name: p.grad.clone() for name, p in model.named_parameters()})
+            trace.append(
+                {"loss": loss.clone()}
+                | {name: p.grad.clone() for name, p in model.named_parameters()}
+            )
             model.zero_grad()
             if model.stash is not None:
                 poison_pages(model.stash)
@@ -213,13 +274,16 @@ def test_whole_steps_that_begin_with_a_reset_are_the_same_bits():
 
 
 def test_a_layer_costs_pages_and_no_memory_of_the_graphs():
-    """[R, w] tensors are transient: with every layer the graphs' pool grows by less, by what a layer would save."""
+    """[R, w] tensors are transient: with every layer the graphs' pool grows by less, by what a
+    layer would save."""
     growth, rows = [], 2 * 120
     for with_stash in (False, True):
         sizes = []
         for layers in (2, 5):
             stash = stashed() if with_stash else None
-            graphed = graph(make_expert_toy(stash, layers=layers), granularity="chunk", warmup=0, slots=1)
+            graphed = graph(
+                make_expert_toy(stash, layers=layers), granularity="chunk", warmup=0, slots=1
+            )
             toy_loss(graphed(*toy_inputs(120))).backward()
             sizes.append(graphed.stats.pool_bytes)
         growth.append((sizes[1] - sizes[0]) / 3)
@@ -229,6 +293,7 @@ def test_a_layer_costs_pages_and_no_memory_of_the_graphs():
 
 def test_pages_given_out_twice_are_seen(plain, monkeypatch):
     """Negative control: with pages that are free again at once the same comparison must fail."""
+
     def forgetful(state, *sizes):
         record = naive_reserve(state, *sizes)
         state.data[HEAD] -= record[2]
@@ -321,14 +386,20 @@ def test_what_was_saved_twice_is_stashed_and_brought_back_once():
     weight = nn.Parameter(torch.randn(8, 8))
     with stash.saving(offsets, 32):
         x = leaf * 2.0
-        out = (x @ weight).sum() + (x @ weight.t()).sum() + x.exp().sum()  # saves x, x and the exponential
+        out = (
+            (x @ weight).sum() + (x @ weight.t()).sum() + x.exp().sum()
+        )  # saves x, x and the exponential
         changed = x.detach()
         changed.add_(1.0)  # the same memory with other contents
         y = (changed @ weight).sum()
     (out + y).backward()
     assert stash.in_use().item() == 0 and not stash.verdict().item()
     x = 2 * leaf.detach()
-    expected = x.sum(0)[:, None].expand(8, 8) + x.sum(0)[None].expand(8, 8) + (x + 1).sum(0)[:, None].expand(8, 8)
+    expected = (
+        x.sum(0)[:, None].expand(8, 8)
+        + x.sum(0)[None].expand(8, 8)
+        + (x + 1).sum(0)[:, None].expand(8, 8)
+    )
     torch.testing.assert_close(weight.grad, expected)
 
 
@@ -353,7 +424,10 @@ def test_errors_say_what_to_do():
         Pages(-1, 0, CPU)
     stash.allocate(5, columns={(torch.float32, 16): 1})
     x = torch.randn(32, 8, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"width 8.*has pages for 0"), stash.saving(torch.tensor([3]), 32):
+    with (
+        pytest.raises(RuntimeError, match=r"width 8.*has pages for 0"),
+        stash.saving(torch.tensor([3]), 32),
+    ):
         x.exp()
 
 

@@ -1,4 +1,5 @@
 """What captures do to a pool that is attached to the captured module: nothing."""
+
 import pytest
 import torch
 from graphkit import toy_inputs, toy_loss

@@ -1,4 +1,6 @@
-"""The stash in an autograd function, as torch.compile needs it: the same bits, and pages taken and given back once."""
+"""The stash in an autograd function, as torch.compile needs it: the same bits, and pages taken and
+given back once."""
+
 import torch
 from graphkit import WIDTH, differences, train
 from stashkit import BY_HAND, Experts, StashedExperts, make_expert_toy, poison_pages
@@ -17,11 +19,21 @@ def by_hand(identity=False):
 def test_kept_and_brought_back_by_an_autograd_function():
     (_, plain), (stash, model) = by_hand(identity=True), by_hand()
     expected = train(plain, steps=4)
-    assert differences(expected, train(model, steps=4, between=lambda model, step: poison_pages(stash))) == []
+    assert (
+        differences(
+            expected, train(model, steps=4, between=lambda model, step: poison_pages(stash))
+        )
+        == []
+    )
     assert stash.in_use().item() == 0 and not stash.verdict().item()
     stash, model = by_hand()
     graphed = graph(model, granularity="chunk", warmup=1)
-    assert differences(expected, train(graphed, steps=4, between=lambda model, step: poison_pages(stash))) == []
+    assert (
+        differences(
+            expected, train(graphed, steps=4, between=lambda model, step: poison_pages(stash))
+        )
+        == []
+    )
     assert stash.in_use().item() == 0 and not stash.verdict().item() and graphed.stats.replayed > 3
 
 
@@ -49,7 +61,11 @@ def test_compiled_code_keeps_once_and_brings_back_once():
         for model in (plain, graphed):
             values, weights = (x.clone().requires_grad_() for x in given[:2])
             model(values, weights, offsets).backward(given[2])
-            results.append([values.grad, weights.grad, *(p.grad.clone() for p in model.parameters())])
+            results.append(
+                [values.grad, weights.grad, *(p.grad.clone() for p in model.parameters())]
+            )
             poison_pages(stash)
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert graphed.stats.replayed == 4 and stash.in_use().item() == 0 and stash.need_hi().item() == 3
+    assert (
+        graphed.stats.replayed == 4 and stash.in_use().item() == 0 and stash.need_hi().item() == 3
+    )

@@ -1,4 +1,6 @@
-"""Experts of a decoder with a stash: two operations whose rows are in pages until their backward, compiled or not."""
+"""Experts of a decoder with a stash: two operations whose rows are in pages until their backward,
+compiled or not."""
+
 import weakref
 
 import pytest
@@ -19,9 +21,18 @@ from packgraph.packing.capacity import Capacity
 from packgraph.train.expert_stash import share
 
 PAGE, CAPACITY = 16, Capacity(32, 4)
-CONFIG = DecoderConfig(vocab_size=320, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
-                       head_dim=4, initializer_range=0.2, dropout=0.1, experts=ExpertConfig(
-                           count=8, per_token=2, intermediate_size=16, shared=1, load_loss=1e-2))
+CONFIG = DecoderConfig(
+    vocab_size=320,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    initializer_range=0.2,
+    dropout=0.1,
+    experts=ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, load_loss=1e-2),
+)
 COLUMNS = {(torch.float32, 16): 1, (torch.float32, 32): 1}
 
 
@@ -42,7 +53,12 @@ def rows(live: int, rows: int = 48) -> list[torch.Tensor]:
     """values, weights, ends of four experts, and a gradient whose tail must not be read."""
     torch.manual_seed(live)
     ends = torch.tensor([live // 4, live // 3, live // 3, live], dtype=torch.int32)
-    return [torch.randn(rows, 16).requires_grad_(), torch.rand(rows).requires_grad_(), ends, torch.randn(rows, 16)]
+    return [
+        torch.randn(rows, 16).requires_grad_(),
+        torch.rand(rows).requires_grad_(),
+        ends,
+        torch.randn(rows, 16),
+    ]
 
 
 def by(run, live: int, activation: str = "swiglu") -> list[torch.Tensor]:
@@ -52,7 +68,12 @@ def by(run, live: int, activation: str = "swiglu") -> list[torch.Tensor]:
     values, weights, ends, gradient = rows(live)
     made = run(experts, values, weights, ends)
     made.backward(gradient)
-    return [made.detach()[:live], values.grad[:live], weights.grad, *(p.grad for p in experts.parameters())]
+    return [
+        made.detach()[:live],
+        values.grad[:live],
+        weights.grad,
+        *(p.grad for p in experts.parameters()),
+    ]
 
 
 @pytest.mark.parametrize(("host_pages", "activation"), [(0, "swiglu"), (3, "swiglu"), (0, "relu2")])
@@ -73,7 +94,11 @@ def test_what_is_not_to_be_differentiated_takes_no_pages_and_gives_no_gradient()
     assert stash.need_hi() == 0
     experts.gate_up_proj.requires_grad_(False)
     stashed_experts(experts, values.detach(), weights, ends, stash).backward(gradient)
-    assert experts.gate_up_proj.grad is None and experts.down_proj.grad is not None and stash.in_use() == 0
+    assert (
+        experts.gate_up_proj.grad is None
+        and experts.down_proj.grad is not None
+        and stash.in_use() == 0
+    )
     experts.requires_grad_(False)
     stashed_experts(experts, values.detach(), weights.detach(), ends, stash)
     assert stash.in_use() == 0 and stash.need_hi() == 2
@@ -81,10 +106,15 @@ def test_what_is_not_to_be_differentiated_takes_no_pages_and_gives_no_gradient()
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_pages_of_frozen_experts_come_back(backend):
-    """Rows that no gradient is made of need not be brought back: a compiler leaves that out, and what it would free."""
+    """Rows that no gradient is made of need not be brought back: a compiler leaves that out, and
+    what it would free."""
     stash, experts = stash_of(), Experts(4, 16, 16)
     experts.first_proj.requires_grad_(False)
-    run = torch.compile(stashed_experts, backend=backend, fullgraph=True) if backend else stashed_experts
+    run = (
+        torch.compile(stashed_experts, backend=backend, fullgraph=True)
+        if backend
+        else stashed_experts
+    )
     for live in (30, 20):
         values, weights, ends, gradient = rows(live)
         run(experts, values, weights, ends, stash).backward(gradient)
@@ -118,7 +148,11 @@ def test_rows_that_came_back_stand_beside_as_little_as_they_can(what, monkeypatc
         return back
 
     monkeypatch.setattr(stashed, "take", taking)
-    monkeypatch.setattr(stashed, what, lambda *given: alive.append([of() is not None for of in taken]) or then(*given))
+    monkeypatch.setattr(
+        stashed,
+        what,
+        lambda *given: alive.append([of() is not None for of in taken]) or then(*given),
+    )
     made.backward(gradient)
     assert alive == ([[], [False, False]] if what == "product" else [[False], [False, True]])
 
@@ -135,9 +169,15 @@ def test_a_second_backward_is_an_error():
 def test_without_pages_it_is_noted_what_they_would_be_for():
     stash = Stash("cpu", page_rows=PAGE)
     expected = by(lambda experts, *given: experts(*given), 20)
-    assert all(map(torch.equal, expected, by(lambda e, *given: stashed_experts(e, *given, stash), 20)))
+    assert all(
+        map(torch.equal, expected, by(lambda e, *given: stashed_experts(e, *given, stash), 20))
+    )
     assert stash.columns == COLUMNS == columns_of(Experts(4, 16, 16))
-    assert columns_of(Experts(4, 32, 16)) == columns_of(Experts(4, 32, 32, "relu2")) == {(torch.float32, 32): 2}
+    assert (
+        columns_of(Experts(4, 32, 16))
+        == columns_of(Experts(4, 32, 32, "relu2"))
+        == {(torch.float32, 32): 2}
+    )
     other = Stash("cpu")
     other.allocate(4, columns={(torch.float32, 16): 1})
     with pytest.raises(RuntimeError, match=r"saves 1 tensors of torch\.float32 and width 32"):
@@ -149,7 +189,8 @@ def packs(count: int):
 
 
 def trained(stash, draws, compile, **options):
-    """Two rounds over a decoder's graphs: losses, gradients and buffers; shapes that its first call saves; counts."""
+    """Two rounds over a decoder's graphs: losses, gradients and buffers; shapes that its first call
+    saves; counts."""
     torch.manual_seed(5)
     model = DecoderModel(CONFIG, seed=1)
     if stash is not None:
@@ -161,7 +202,9 @@ def trained(stash, draws, compile, **options):
         saved.append(tuple(tensor.shape))
         return tensor
 
-    pack.__module__ = "packgraph.of_the_test"  # a stash leaves to hooks of others what it would have
+    pack.__module__ = (
+        "packgraph.of_the_test"  # a stash leaves to hooks of others what it would have
+    )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         graphed(draws[0]).backward()
     for batch in 2 * draws:
@@ -172,7 +215,9 @@ def trained(stash, draws, compile, **options):
             poison_pages(stash)
     found += [p.grad.clone() for p in model.parameters()]
     found += [b.clone() for name, b in model.named_buffers() if "stash" not in name]
-    if stash is not None:  # as after an overflow: more pages are compiled for, if at all, and captured again
+    if (
+        stash is not None
+    ):  # as after an overflow: more pages are compiled for, if at all, and captured again
         replayed = graphed.stats.replayed
         stash.allocate(2 * stash.pages.pages, columns=dict(stash.columns))
         share(stash, ModelChunks([model]))
@@ -182,15 +227,26 @@ def trained(stash, draws, compile, **options):
 
 
 @pytest.mark.filterwarnings("ignore:capturing again")
-@pytest.mark.parametrize(("compile", "options"), [
-    (False, {"granularity": "layer"}), (False, {"granularity": "chunk", "scope": ("attn", "moe_experts")}),
-    ("aot_eager", {"granularity": "chunk"})], ids=str)
+@pytest.mark.parametrize(
+    ("compile", "options"),
+    [
+        (False, {"granularity": "layer"}),
+        (False, {"granularity": "chunk", "scope": ("attn", "moe_experts")}),
+        ("aot_eager", {"granularity": "chunk"}),
+    ],
+    ids=str,
+)
 def test_graphs_of_a_decoder_are_the_same_bits(compile, options):
-    """And code that is compiled hands no rows to its backward: it could take them in the forward, and keep those."""
+    """And code that is compiled hands no rows to its backward: it could take them in the forward,
+    and keep those."""
     draws, rows, stash = packs(2), CAPACITY.tokens * CONFIG.experts.per_token, stash_of(60)
     expected, plain, _ = trained(None, draws, compile, **options)
     found, saved, stats = trained(stash, draws, compile, **options)
     assert all(map(torch.equal, expected, found))
-    assert stats.replayed >= 3 and not stats.fallbacks["capture failed"] and bool(stats.compiled) == bool(compile)
+    assert (
+        stats.replayed >= 3
+        and not stats.fallbacks["capture failed"]
+        and bool(stats.compiled) == bool(compile)
+    )
     assert stash.in_use() == 0 and not stash.verdict() and stash.need_hi() > 1
     assert {(rows, 16), (rows, 32)} <= set(plain) and not {(rows, 16), (rows, 32)} & set(saved)

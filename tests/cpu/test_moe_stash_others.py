@@ -1,4 +1,5 @@
 """What is not the stash's: what others drop, what stays where it is, and who only looks."""
+
 import pytest
 import torch
 from torch import nn
@@ -51,8 +52,11 @@ def test_pages_taken_by_hand_come_back_under_checkpoints_too(reentrant):
         if reentrant is None:
             out = Kept.apply(x * 1, stash)
         else:
-            out = checkpoint(lambda x: Kept.apply(x * 1, stash) if torch.is_grad_enabled() else x.sin(), x,
-                             use_reentrant=reentrant)
+            out = checkpoint(
+                lambda x: Kept.apply(x * 1, stash) if torch.is_grad_enabled() else x.sin(),
+                x,
+                use_reentrant=reentrant,
+            )
         assert bool(stash.in_use().item()) == (reentrant is None)
         out.sum().backward()
         assert stash.in_use().item() == 0

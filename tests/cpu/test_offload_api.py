@@ -1,4 +1,5 @@
 """packgraph.offload: in a loop of one's own, with no import below the public surface."""
+
 import warnings
 
 import pytest
@@ -43,7 +44,9 @@ def train(model, offloading=None, steps=6):
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_overhead": 0.5}, {"max_bytes": 60_000}], ids=str)
@@ -73,22 +76,53 @@ def test_after_close_nothing_moves_and_the_graphs_are_new():
 def test_a_budget_that_nothing_meets_is_said_and_calls_run_eagerly():
     graphed = packgraph.graph(made(), warmup=1)
     offloading = packgraph.offload(graphed, modules=["mlp_act"], min_bytes=1, max_bytes=10)
-    with pytest.warns(packgraph.PackgraphWarning, match=r"no plan of offloading fits in 0\.01 KiB: the least"):
+    with pytest.warns(
+        packgraph.PackgraphWarning, match=r"no plan of offloading fits in 0\.01 KiB: the least"
+    ):
         assert same(train(made()), train(graphed, offloading))
     assert graphed.stats.replayed == 0 and graphed.stats.fallbacks["capture failed"] == 5
 
 
-@pytest.mark.parametrize(("options", "error", "said"), [
-    ({"modules": "mlp_act"}, ValueError, r"such as \['mlp_act'\]"), ({"modules": []}, ValueError, "names of blocks"),
-    ({"modules": ["a"], "max_overhead": 0.1, "max_bytes": 1}, ValueError, "not both"),
-    ({"modules": ["a"], "max_overhead": -0.1}, ValueError, "max_overhead must be a number of at least 0"),
-    ({"modules": ["a"], "max_bytes": -1}, ValueError, "max_bytes must be a number of at least 0"),
-    ({"modules": ["a"], "max_overhead": float("nan")}, ValueError, "max_overhead must be a number of at least 0"),
-    ({"modules": ["a"], "max_bytes": "1GB"}, ValueError, "max_bytes must be a number of at least 0, not '1GB'"),
-    ({"modules": ["a"], "min_bytes": None}, ValueError, "min_bytes must be a number of at least 0, not None"),
-    ({"modules": ["a"], "in_flight": 0}, ValueError, "in_flight must be a number of at least 1, not 0"),
-    ({"modules": [1]}, ValueError, "names of blocks"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"modules": "mlp_act"}, ValueError, r"such as \['mlp_act'\]"),
+        ({"modules": []}, ValueError, "names of blocks"),
+        ({"modules": ["a"], "max_overhead": 0.1, "max_bytes": 1}, ValueError, "not both"),
+        (
+            {"modules": ["a"], "max_overhead": -0.1},
+            ValueError,
+            "max_overhead must be a number of at least 0",
+        ),
+        (
+            {"modules": ["a"], "max_bytes": -1},
+            ValueError,
+            "max_bytes must be a number of at least 0",
+        ),
+        (
+            {"modules": ["a"], "max_overhead": float("nan")},
+            ValueError,
+            "max_overhead must be a number of at least 0",
+        ),
+        (
+            {"modules": ["a"], "max_bytes": "1GB"},
+            ValueError,
+            "max_bytes must be a number of at least 0, not '1GB'",
+        ),
+        (
+            {"modules": ["a"], "min_bytes": None},
+            ValueError,
+            "min_bytes must be a number of at least 0, not None",
+        ),
+        (
+            {"modules": ["a"], "in_flight": 0},
+            ValueError,
+            "in_flight must be a number of at least 1, not 0",
+        ),
+        ({"modules": [1]}, ValueError, "names of blocks"),
+    ],
+    ids=str,
+)
 def test_options_that_make_no_sense(options, error, said):
     with pytest.raises(error, match=said):
         packgraph.offload(packgraph.graph(made()), **options)
@@ -122,7 +156,9 @@ def test_one_at_a_time_and_close_ends_its_own():
 def test_a_name_that_no_block_has_is_said_once():
     graphed = packgraph.graph(made(), warmup=1)
     offloading = packgraph.offload(graphed, modules=["mlp_atc"], min_bytes=1)
-    with pytest.warns(packgraph.PackgraphWarning, match="no block is called mlp_atc; .* are mlp_act"):
+    with pytest.warns(
+        packgraph.PackgraphWarning, match="no block is called mlp_atc; .* are mlp_act"
+    ):
         train(graphed, offloading, steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", packgraph.PackgraphWarning)
@@ -140,7 +176,9 @@ def test_an_attribute_of_the_users_own_is_left_alone():
 
 
 def test_only_graphed_modules_with_blocks():
-    with pytest.raises(TypeError, match=r"packgraph\.offload wants the module that packgraph\.graph returned"):
+    with pytest.raises(
+        TypeError, match=r"packgraph\.offload wants the module that packgraph\.graph returned"
+    ):
         packgraph.offload(made(), modules=["mlp_act"])
     with pytest.raises(ValueError, match="no module with an attribute `offload`"):
         packgraph.offload(packgraph.graph(nn.Linear(2, 2)), modules=["mlp_act"])

@@ -1,4 +1,5 @@
 """Host memory of offloaded groups: pieces that double, and groups that lie in several of them."""
+
 import contextlib
 import itertools
 
@@ -9,7 +10,14 @@ from hypothesis import strategies as st
 from offloadkit import DENSE, config, same, train
 
 import packgraph.graphs.copy_streams
-from packgraph.graphs.copy_streams import Arenas, FreeHost, HostMemories, HostMemory, aligned, placed
+from packgraph.graphs.copy_streams import (
+    Arenas,
+    FreeHost,
+    HostMemories,
+    HostMemory,
+    aligned,
+    placed,
+)
 from packgraph.graphs.recorder.copy_streams import copy_back, copy_out, plain
 
 
@@ -42,20 +50,32 @@ def test_only_a_part_of_the_last_piece_is_unused(sizes):
     assert arenas.nbytes() - sum(map(aligned, sizes)) < arenas.pieces[-1].numel()
 
 
-@given(st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(0, 1000))
+@given(
+    st.lists(st.lists(st.integers(0, 3000), min_size=1, max_size=4), min_size=1, max_size=6),
+    st.integers(0, 1000),
+)
 @settings(deadline=None)
 def test_buffers_that_grow_are_still_those_that_were_handed_out(groups, more):
-    """Of two variants one after another, the second with larger groups, and of the first again: it holds beginnings."""
+    """Of two variants one after another, the second with larger groups, and of the first again: it
+    holds beginnings."""
     with small_pieces(512, 2048):
         memories = HostMemories(plain)
 
         def hosts_for(sizes):
-            return [HostMemory(memories.number(number, sum(map(aligned, counts)))) for number, counts in
-                    enumerate(sizes)]
+            return [
+                HostMemory(memories.number(number, sum(map(aligned, counts))))
+                for number, counts in enumerate(sizes)
+            ]
 
-        variants = [(sizes, hosts_for(sizes)) for sizes in (groups, [[n + more for n in counts] for counts in groups])]
+        variants = [
+            (sizes, hosts_for(sizes))
+            for sizes in (groups, [[n + more for n in counts] for counts in groups])
+        ]
         for sizes, hosts in [*variants, variants[0]]:
-            given = [[torch.randint(0, 256, (count,), dtype=torch.uint8) for count in counts] for counts in sizes]
+            given = [
+                [torch.randint(0, 256, (count,), dtype=torch.uint8) for count in counts]
+                for counts in sizes
+            ]
             for host, tensors in zip(hosts, given, strict=True):
                 copy_out(*placed(host, tensors))
             for host, tensors in zip(hosts, given, strict=True):
@@ -74,7 +94,8 @@ def test_a_buffer_of_before_does_not_grow_into_what_others_have():
     free.give_back(old)
     larger = free.take(2000)
     assert larger is not old and {span.data_ptr() for span in larger.spans}.isdisjoint(
-        span.data_ptr() for span in new.spans)
+        span.data_ptr() for span in new.spans
+    )
     assert free.take(500) is old
     free.give_back(new)
     grown = free.take(8000)
@@ -93,7 +114,11 @@ def test_what_was_taken_before_a_piece_could_not_be_had_is_there_later():
         memories = HostMemories(make)
         with pytest.raises(RuntimeError, match="no pinned host memory"):
             memories.number(0, 5 << 20)
-        assert sum(span.numel() for span in memories.number(0, 5 << 20)) == memories.arenas.nbytes() == 5 << 20
+        assert (
+            sum(span.numel() for span in memories.number(0, 5 << 20))
+            == memories.arenas.nbytes()
+            == 5 << 20
+        )
 
 
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])

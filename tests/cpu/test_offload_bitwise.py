@@ -1,4 +1,6 @@
-"""Offloading changes no bit: every module, eager and captured, copies as early and as late as they may run."""
+"""Offloading changes no bit: every module, eager and captured, copies as early and as late as they
+may run."""
+
 import pytest
 import torch
 from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, engine_of, same, train
@@ -15,7 +17,14 @@ from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch
 
 VARIED = {"counts": (1, 2, 1, 3), "capacities": CAPACITIES}
-SETS = [("attn_norm",), ("qkv_linear",), ("core_attn",), ("core_attn", "attn_proj"), ("mlp_norm",), ("mlp_act",)]
+SETS = [
+    ("attn_norm",),
+    ("qkv_linear",),
+    ("core_attn",),
+    ("core_attn", "attn_proj"),
+    ("mlp_norm",),
+    ("mlp_act",),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,40 +62,62 @@ def test_every_module_by_itself(modules, dense):
 
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
-@pytest.mark.parametrize("knobs", [{"fraction": 0.0}, {"fraction": 0.5}, {"margin": None}, {"in_flight": 0}])
+@pytest.mark.parametrize(
+    "knobs", [{"fraction": 0.0}, {"fraction": 0.5}, {"margin": None}, {"in_flight": 0}]
+)
 def test_plans_are_followed_without_a_changed_bit(granularity, knobs, dense):
-    found, engine, _ = train(config(), DENSE, granularity=granularity, late=("out",), policy=by_hand(**knobs))
+    found, engine, _ = train(
+        config(), DENSE, granularity=granularity, late=("out",), policy=by_hand(**knobs)
+    )
     assert same(found, dense)
     if granularity is not None:
         assert engine.plan is not None
-        assert sum(engine.plan.moves) == {0.0: 0, 0.5: 6}.get(knobs.get("fraction"), sum(engine.plan.moves))
+        assert sum(engine.plan.moves) == {0.0: 0, 0.5: 6}.get(
+            knobs.get("fraction"), sum(engine.plan.moves)
+        )
 
 
 def every_other(trace: OffloadTrace) -> OffloadPlan:
-    """Parts that move beside parts of the same block that stay; reloads with the first of the block."""
+    """Parts that move beside parts of the same block that stay; reloads with the first of the
+    block."""
     moves = tuple(place % 2 == 0 for place in range(len(trace.groups)))
-    return OffloadPlan(moves, tuple(place if moved else KEPT for place, moved in enumerate(moves)), 64)
+    return OffloadPlan(
+        moves, tuple(place if moved else KEPT for place, moved in enumerate(moves)), 64
+    )
 
 
 @pytest.mark.parametrize("late", [("out",), ("back",), ("out", "back")])
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
 def test_parts_of_what_a_block_saves_move_by_themselves(granularity, late, dense):
-    found, engine, _ = train(config(), DENSE, granularity=granularity, late=late, policy=every_other, parts=4)
+    found, engine, _ = train(
+        config(), DENSE, granularity=granularity, late=late, policy=every_other, parts=4
+    )
     assert same(found, dense)
     groups = engine.trace.groups
     assert max(group.part for group in groups) >= 2 and engine.trace.blocks[-1] == 2 * len(DENSE)
     whole = train(config(), DENSE, granularity=granularity, policy=by_hand())[1].trace
     for block, one in enumerate(whole.groups, 1):
-        parts = [group for group, of in zip(groups, engine.trace.blocks, strict=True) if of == block]
+        parts = [
+            group for group, of in zip(groups, engine.trace.blocks, strict=True) if of == block
+        ]
         assert {(group.layer, group.name) for group in parts} == {(one.layer, one.name)}
-        assert sum(group.bytes for group in parts) == one.bytes and [g.part for g in parts] == [*range(len(parts))]
+        assert sum(group.bytes for group in parts) == one.bytes and [g.part for g in parts] == [
+            *range(len(parts))
+        ]
 
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
 def test_parts_of_rows_of_several_shapes(granularity):
     varied = {"counts": (2, 2, 3, 2), "capacities": CAPACITIES}
-    found, engine, _ = train(config(experts=True), EXPERTS, granularity=granularity, late=("out",), policy=every_other,
-                             parts=8, **varied)
+    found, engine, _ = train(
+        config(experts=True),
+        EXPERTS,
+        granularity=granularity,
+        late=("out",),
+        policy=every_other,
+        parts=8,
+        **varied,
+    )
     assert same(found, train(config(experts=True), **varied)[0])
     assert sum(engine.plan.moves) > 10
 
@@ -94,35 +125,45 @@ def test_parts_of_rows_of_several_shapes(granularity):
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",)])
 @pytest.mark.parametrize("postpones", [False, True])
 def test_eager_stages_between_captured_ones(scope, postpones, dense):
-    found, _, graphed = train(config(), DENSE, granularity="layer", scope=scope, late=("out",), postpones=postpones)
+    found, _, graphed = train(
+        config(), DENSE, granularity="layer", scope=scope, late=("out",), postpones=postpones
+    )
     assert same(found, dense)
     assert graphed.stats.replayed == 3
 
 
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
 def test_experts(granularity, experts):
-    found, engine, _ = train(config(experts=True), EXPERTS, granularity=granularity, late=("out", "back"))
+    found, engine, _ = train(
+        config(experts=True), EXPERTS, granularity=granularity, late=("out", "back")
+    )
     assert same(found, experts)
     assert {group.name for group in engine.trace.groups} == set(EXPERTS)
 
 
 @pytest.mark.parametrize("modules", [("expert_fc1",), ("moe_act",)])
 def test_every_module_of_experts_by_itself(modules, experts):
-    found, engine, _ = train(config(experts=True), modules, granularity="chunk", late=("out", "back"))
+    found, engine, _ = train(
+        config(experts=True), modules, granularity="chunk", late=("out", "back")
+    )
     assert same(found, experts)
     assert {group.name for group in engine.trace.groups} == set(modules)
     assert all(group.bytes > 0 for group in engine.trace.groups)
 
 
 def test_graphs_need_less_memory():
-    taken = [train(config(layers=6), modules, granularity="chunk", counts=(1,) * 3, poison=False)[2].stats.pool_bytes
-             for modules in ((), DENSE)]
+    taken = [
+        train(config(layers=6), modules, granularity="chunk", counts=(1,) * 3, poison=False)[
+            2
+        ].stats.pool_bytes
+        for modules in ((), DENSE)
+    ]
     assert taken[1] < 0.5 * taken[0]
 
 
 def test_evaluation_between_steps_changes_nothing(dense):
-    """Calls without gradients, and forwards whose backward never comes, go by and leave no host memory taken. What
-    eager passes took goes to the captures."""
+    """Calls without gradients, and forwards whose backward never comes, go by and leave no host
+    memory taken. What eager passes took goes to the captures."""
     model = DecoderModel(config(), seed=1)
     graphed = graph(model, capacities=CAPACITIES, warmup=2, strict=True)
     engine = OffloadRuntime(DENSE, graphed.capture_backend.lanes, min_bytes=1)
@@ -144,7 +185,12 @@ def test_evaluation_between_steps_changes_nothing(dense):
 def test_captures_before_anything_was_traced_are_refused():
     model = DecoderModel(config(), seed=1)
     graphed = graph(model, capacities=CAPACITIES, warmup=0, strict=True)
-    attach(OffloadRuntime(DENSE, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand(fraction=0.5)), model)
+    attach(
+        OffloadRuntime(
+            DENSE, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand(fraction=0.5)
+        ),
+        model,
+    )
     with pytest.raises(CaptureError, match="nothing to plan offloading by"):
         graphed(PackedBatch.build([[1, 2, 3]], CAPACITIES[0]), torch.tensor(3))
 
@@ -166,14 +212,19 @@ def test_a_module_without_marks_is_refused():
 
 
 def test_a_compiled_layer_is_one_group():
-    """In bfloat16, where a product that is added to a gradient in place is rounded once, and not twice."""
+    """In bfloat16, where a product that is added to a gradient in place is rounded once, and not
+    twice."""
     settings, batch = config(), PackedBatch.build([[1, 2, 3], [4, 5, 6, 7]], CAPACITIES[0])
     facts = []
     for modules in ((), ("core_attn",)):
         model = DecoderModel(settings, seed=1).bfloat16()
-        graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True, compile="aot_eager")
+        graphed = graph(
+            model, capacities=CAPACITIES[:1], warmup=1, strict=True, compile="aot_eager"
+        )
         if modules:
-            engine = OffloadRuntime(modules, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand())
+            engine = OffloadRuntime(
+                modules, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand()
+            )
             engine.lanes.queues.late.add("out")
             attach(engine, model)
         torch.manual_seed(3)
@@ -182,7 +233,10 @@ def test_a_compiled_layer_is_one_group():
         facts.append([parameter.grad.clone() for parameter in model.parameters()])
         assert graphed.stats.replayed == 3
     assert same(*facts)
-    assert [(group.name, group.layer) for group in engine.trace.groups] == [("layer", 0), ("layer", 1)]
+    assert [(group.name, group.layer) for group in engine.trace.groups] == [
+        ("layer", 0),
+        ("layer", 1),
+    ]
 
 
 def test_clocks_are_read_before_a_capture_begins(monkeypatch):

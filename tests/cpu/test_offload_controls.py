@@ -1,4 +1,5 @@
 """What the lanes promise, and that the emulated ones notice when somebody does not keep to it."""
+
 from collections import deque
 
 import pytest
@@ -6,7 +7,12 @@ import torch
 from offloadkit import DENSE, batches, config, engine_of, same, train
 
 from packgraph.graphs.copy_streams import HostMemory, aligned
-from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, Queues, RecordedCopyStreams, plain
+from packgraph.graphs.recorder.copy_streams import (
+    EmulatedCopyStreams,
+    Queues,
+    RecordedCopyStreams,
+    plain,
+)
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
 from packgraph.offloading.group import SavedGroup
@@ -33,7 +39,8 @@ def test_a_reload_brings_what_was_copied_out(late):
 
 
 def reuse(lanes: EmulatedCopyStreams, forget: bool) -> list[float]:
-    """Two groups one after another in the same host memory, while the first one's reload has not been waited for."""
+    """Two groups one after another in the same host memory, while the first one's reload has not
+    been waited for."""
     target = torch.empty(24, dtype=torch.uint8)
     host = lanes.host(aligned(24))
     lanes.out([numbers(1.0)], host)
@@ -94,7 +101,9 @@ def kept():
 
 def reload_without_waiting_for_the_copy_out(patch):
     add = Queues.add
-    patch.setattr(Queues, "add", lambda self, lane, number, after, run: add(self, lane, number, None, run))
+    patch.setattr(
+        Queues, "add", lambda self, lane, number, after, run: add(self, lane, number, None, run)
+    )
     start = SavedGroup.start_reload
 
     def hasty(self):
@@ -112,7 +121,11 @@ def reload_without_waiting_for_the_copy_out(patch):
 def use_without_waiting_for_the_reload(patch):
     for lanes in (EmulatedCopyStreams, RecordedCopyStreams):
         wait = lanes.wait
-        patch.setattr(lanes, "wait", lambda self, copy, wait=wait: None if copy.lane == "back" else wait(self, copy))
+        patch.setattr(
+            lanes,
+            "wait",
+            lambda self, copy, wait=wait: None if copy.lane == "back" else wait(self, copy),
+        )
 
 
 def give_back(copy):
@@ -141,23 +154,41 @@ def never_take_other_host_memory(patch):
     patch.setattr(EmulatedCopyStreams, "host", lambda self, nbytes: one)
 
 
-@pytest.mark.parametrize(("broken", "late", "granularities"), [
-    (reload_without_waiting_for_the_copy_out, "out", (None,)),  # a dry run finds what is held, and captures nothing
-    (use_without_waiting_for_the_reload, "back", (None, "chunk")),
-    (give_memory_back_at_once, "out", (None, "chunk")),
-    (end_captures_without_joining, "out", ("layer",)),
-    (never_take_other_host_memory, "", (None, "chunk")),
-])
-def test_whatever_is_not_waited_for_is_a_wrong_number(broken, late, granularities, kept, monkeypatch):
+@pytest.mark.parametrize(
+    ("broken", "late", "granularities"),
+    [
+        (
+            reload_without_waiting_for_the_copy_out,
+            "out",
+            (None,),
+        ),  # a dry run finds what is held, and captures nothing
+        (use_without_waiting_for_the_reload, "back", (None, "chunk")),
+        (give_memory_back_at_once, "out", (None, "chunk")),
+        (end_captures_without_joining, "out", ("layer",)),
+        (never_take_other_host_memory, "", (None, "chunk")),
+    ],
+)
+def test_whatever_is_not_waited_for_is_a_wrong_number(
+    broken, late, granularities, kept, monkeypatch
+):
     broken(monkeypatch)
     for granularity in granularities:
-        found, _, _ = train(config(layers=3), DENSE, granularity=granularity, late=(late,) if late else (), in_flight=8)
+        found, _, _ = train(
+            config(layers=3),
+            DENSE,
+            granularity=granularity,
+            late=(late,) if late else (),
+            in_flight=8,
+        )
         assert not same(found, kept), granularity
 
 
 def test_the_controls_differ_by_what_they_break_alone(kept):
     for granularity in (None, "chunk", "layer"):
-        assert same(train(config(layers=3), DENSE, granularity=granularity, late=("out",), in_flight=8)[0], kept)
+        assert same(
+            train(config(layers=3), DENSE, granularity=granularity, late=("out",), in_flight=8)[0],
+            kept,
+        )
 
 
 def test_a_second_backward_through_what_has_moved_is_refused():
@@ -185,7 +216,9 @@ def test_views_of_one_memory_are_one_copy_and_keep_their_layout():
     for measures in (True, False):
         torch.manual_seed(0)
         module = Views()
-        engine = OffloadRuntime(("core_attn",), EmulatedCopyStreams({"out", "back"}), min_bytes=1, measures=measures)
+        engine = OffloadRuntime(
+            ("core_attn",), EmulatedCopyStreams({"out", "back"}), min_bytes=1, measures=measures
+        )
         attach(engine, module)
         x = torch.randn(5, 6, requires_grad=True)
         module(x).backward()

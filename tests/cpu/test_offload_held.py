@@ -1,4 +1,6 @@
-"""Who holds memory of a group beside the engine is counted exactly, and what is held stays in the next pass."""
+"""Who holds memory of a group beside the engine is counted exactly, and what is held stays in the
+next pass."""
+
 from dataclasses import replace
 
 import pytest
@@ -14,12 +16,17 @@ from packgraph.offloading.runtime import OffloadRuntime
 
 INPUT = torch.linspace(0.0, 1.0, 8)
 MODULES = ("core_attn", "attn_proj", "mlp_act")
-WAYS = {"nothing moves": {"measures": True}, "copied": {"in_flight": 0}, "on its way": {"in_flight": 9},
-        "postponed": {"postpones": True}}
+WAYS = {
+    "nothing moves": {"measures": True},
+    "copied": {"in_flight": 0},
+    "on its way": {"in_flight": 9},
+    "postponed": {"postpones": True},
+}
 
 
 class Saving(nn.Module):
-    """Three groups, of which the second saves what the first has saved. who: saves or gets it, too."""
+    """Three groups, of which the second saves what the first has saved. who: saves or gets it,
+    too."""
 
     def __init__(self, who):
         super().__init__()
@@ -38,8 +45,11 @@ class Saving(nn.Module):
             extra = hidden.view(2, 4).sin().view(8)
         with self.offload("mlp_act"):
             loss = (out + extra).exp().sum()
-        held = {"the caller": hidden, "the caller by a view": hidden.detach()[5:],
-                "the caller by its graph": hidden.grad_fn}
+        held = {
+            "the caller": hidden,
+            "the caller by a view": hidden.detach()[5:],
+            "the caller by its graph": hidden.grad_fn,
+        }
         return loss, held.get(self.who)
 
 
@@ -52,7 +62,9 @@ def saving(who, late=(), **options):
     for _ in range(3):
         before = lanes._count
         loss, held = module(INPUT)
-        copies.append(lanes._count - before if not options.get("postpones") else len(lanes._postponed))
+        copies.append(
+            lanes._count - before if not options.get("postpones") else len(lanes._postponed)
+        )
         loss.backward()
         del loss, held
         stays.append([group.stays for group in engine._pass.times.trace().groups])
@@ -62,9 +74,17 @@ def saving(who, late=(), **options):
 
 @pytest.mark.parametrize("late", [(), ("out", "back")])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("who", "holds"), [
-    ("nobody", False), ("the caller by its graph", False), ("an operation before", True), ("an operation behind", True),
-    ("the caller", True), ("the caller by a view", True)])
+@pytest.mark.parametrize(
+    ("who", "holds"),
+    [
+        ("nobody", False),
+        ("the caller by its graph", False),
+        ("an operation before", True),
+        ("an operation behind", True),
+        ("the caller", True),
+        ("the caller by a view", True),
+    ],
+)
 def test_what_others_hold_stays_from_the_next_pass_on(who, holds, way, late):
     stays, copies, gradient = saving(who, late, **WAYS[way])
     first, *others = stays[0]
@@ -75,7 +95,8 @@ def test_what_others_hold_stays_from_the_next_pass_on(who, holds, way, late):
 
 
 def test_the_last_traced_pass_decides():
-    """Who holds memory in the first pass alone, as the compiler of a kernel may, keeps nothing from moving."""
+    """Who holds memory in the first pass alone, as the compiler of a kernel may, keeps nothing from
+    moving."""
     module = Saving("the caller")
     engine = OffloadRuntime(MODULES, EmulatedCopyStreams(), min_bytes=32, policy=lambda trace: None)
     attach(engine, module)
@@ -84,7 +105,13 @@ def test_the_last_traced_pass_decides():
         loss, held = module(INPUT)
         kept = [held] if keeps else []
         del held
-        moved.append(sum(group.moved_bytes for entry in engine._pass.entries if (group := entry.group()) is not None))
+        moved.append(
+            sum(
+                group.moved_bytes
+                for entry in engine._pass.entries
+                if (group := entry.group()) is not None
+            )
+        )
         loss.backward()
         engine.end_step()
         bytes_of.append(engine.trace.groups[0].bytes)
@@ -127,12 +154,15 @@ def test_graphs_leave_the_same_memory_where_it_is(granularity, monkeypatch):
     def watched(self, *args, **options):
         commit(self, *args, **options)
         own = {memory.place: memory.moved for memory in self.large}
-        moved[captured_copy_streams() is not None].setdefault((self.layer, self.name), []).append(own)
+        moved[captured_copy_streams() is not None].setdefault((self.layer, self.name), []).append(
+            own
+        )
 
     modules = [name for name in EXPERTS if granularity == "chunk" or "norm" not in name]
     monkeypatch.setattr(SavedGroup, "commit", watched)
-    found, engine, _ = train(shared(), modules, granularity=granularity, late=("out", "back"), policy=by_hand(),
-                             **counts)
+    found, engine, _ = train(
+        shared(), modules, granularity=granularity, late=("out", "back"), policy=by_hand(), **counts
+    )
     assert same(found, train(shared(), **counts)[0])
     (group,) = [group for group in engine.trace.groups if group.stays]
     assert (group.name, group.layer) == ("mlp_act", 1) and group.bytes > 0

@@ -1,4 +1,6 @@
-"""The order that lanes on CUDA ask for, read off streams and events that only note what waits for what."""
+"""The order that lanes on CUDA ask for, read off streams and events that only note what waits for
+what."""
+
 import contextlib
 from collections import Counter
 
@@ -12,7 +14,8 @@ from packgraph.graphs.recorder.copy_streams import plain
 
 
 class Device:
-    """Streams by name; `after(a, b)`: whether everything on stream b so far comes before the next thing on stream a."""
+    """Streams by name; `after(a, b)`: whether everything on stream b so far comes before the next
+    thing on stream a."""
 
     def __init__(self):
         self.current, self.done = "main", {}
@@ -83,7 +86,9 @@ def made(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where=None: streams[device.current])
     monkeypatch.setattr(torch.cuda, "stream", on)
     memories = HostMemories(lambda nbytes: plain(nbytes).as_subclass(Noted))
-    return device, CudaCopyStreams(torch.device("cuda", 0), streams["out"], streams["back"], memories)
+    return device, CudaCopyStreams(
+        torch.device("cuda", 0), streams["out"], streams["back"], memories
+    )
 
 
 def numbers():
@@ -104,7 +109,9 @@ def test_every_copy_waits_for_main_and_for_the_last_copy_of_its_host_memory(made
     assert again is host
     lanes.out([numbers()], again)
     assert device.seen("out", "back") == 2
-    assert device.seen("main", "out") == device.seen("main", "back") == 0, "main has waited for nothing yet"
+    assert device.seen("main", "out") == device.seen("main", "back") == 0, (
+        "main has waited for nothing yet"
+    )
     assert len(out.held) == 2
     lanes.wait(out)
     assert device.seen("main", "out") == 2 and not out.held
@@ -173,8 +180,15 @@ def test_streams_are_all_different(monkeypatch):
 def test_a_look_at_memory_begins_the_peak_anew(made, monkeypatch):
     bytes_of = {"current": 5, "peak": 9}
     monkeypatch.setattr(peak_memory, "_MOST", Counter())
-    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device: {
-        kind: {"all": dict(bytes_of)} for kind in ("allocated_bytes", "reserved_bytes")})
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: bytes_of.update(peak=5))
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        "memory_stats_as_nested_dict",
+        lambda device: {
+            kind: {"all": dict(bytes_of)} for kind in ("allocated_bytes", "reserved_bytes")
+        },
+    )
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: bytes_of.update(peak=5)
+    )
     _, lanes = made
     assert lanes.memory() == (5, 9) and lanes.memory() == (5, 5)

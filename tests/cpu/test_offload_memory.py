@@ -1,4 +1,6 @@
-"""Peak memory falls by what the plan says, byte by byte: every storage that a microbatch makes is counted."""
+"""Peak memory falls by what the plan says, byte by byte: every storage that a microbatch makes is
+counted."""
+
 import weakref
 from dataclasses import replace
 
@@ -26,7 +28,8 @@ WITHIN = 0.02
 
 
 class Allocator(TorchDispatchMode):
-    """Bytes of the storages that operations have made and somebody holds: now, and at the most since the last look."""
+    """Bytes of the storages that operations have made and somebody holds: now, and at the most
+    since the last look."""
 
     def __init__(self):
         super().__init__()
@@ -35,10 +38,16 @@ class Allocator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs))
-                 if isinstance(tensor, torch.Tensor)}
+        given = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        }
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in {*given, *self.known}:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in {
+                *given,
+                *self.known,
+            }:
                 self.made(tensor.untyped_storage())
         return result
 
@@ -66,13 +75,19 @@ class Counted(EmulatedCopyStreams):
 
 
 def run(model_config, modules, parts, follows=None, policy=None, passes=2):
-    """(peak bytes of the last microbatch, trace): nothing moves, or as a plan says, or, with a policy, everything until
-    the last microbatch, and then as it plans."""
+    """(peak bytes of the last microbatch, trace): nothing moves, or as a plan says, or, with a
+    policy, everything until the last microbatch, and then as it plans."""
     allocator, model = Allocator(), DecoderModel(model_config, seed=1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    engine = OffloadRuntime(modules, Counted(allocator), min_bytes=1, parts=parts, policy=policy,
-                            measures=follows is None and policy is None)
+    engine = OffloadRuntime(
+        modules,
+        Counted(allocator),
+        min_bytes=1,
+        parts=parts,
+        policy=policy,
+        measures=follows is None and policy is None,
+    )
     attach(engine, model)
     if follows is not None:
         engine.follow(*follows)
@@ -105,15 +120,21 @@ def test_peak_memory_falls_by_what_the_plan_says(experts, parts):
     made = replace(config(layers=4, experts=experts), intermediate_size=96)
     modules = EXPERTS if experts else DENSE
     kept, trace = run(made, modules, parts)
-    assert len(trace.backward_room) == len(trace.groups) and max(trace.backward_room) > trace.bytes // 20
+    assert (
+        len(trace.backward_room) == len(trace.groups)
+        and max(trace.backward_room) > trace.bytes // 20
+    )
     for share in (0.0, 0.3, 0.6, 0.9):
         plan = planned(trace, share)
         fell = kept - run(made, modules, parts, (trace, plan))[0]
-        assert plan.saved_bytes > 0 and abs(fell - plan.saved_bytes) <= WITHIN * plan.saved_bytes, share
+        assert plan.saved_bytes > 0 and abs(fell - plan.saved_bytes) <= WITHIN * plan.saved_bytes, (
+            share
+        )
 
 
 def test_rooms_that_are_not_there_are_seen():
-    """The control: with three times the room groups come back too early, and less falls than was said."""
+    """The control: with three times the room groups come back too early, and less falls than was
+    said."""
     made = replace(config(layers=4), intermediate_size=96)
     kept, trace = run(made, DENSE, 1)
     false = replace(trace, backward_room=tuple(3 * room for room in trace.backward_room))
@@ -127,15 +148,19 @@ HELD = [(("mlp_act",), 1), (EXPERTS, 1), (EXPERTS, 4)]
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(("modules", "parts"), HELD)
 def test_memory_that_others_hold_is_not_promised(modules, parts, passes):
-    """Not by the pass that finds it, either. Engines of other runs do the same, by the trace in a file."""
+    """Not by the pass that finds it, either. Engines of other runs do the same, by the trace in a
+    file."""
     kept, _ = run(shared_experts(), modules, parts)
     _, trace = run(shared_experts(), modules, parts, passes=passes)
     assert [(group.name, group.layer) for group in trace.groups if group.stays] == [
-        ("mlp_act", layer) for layer in range(4)]
+        ("mlp_act", layer) for layer in range(4)
+    ]
     for share in (0.0, 0.3, 0.6, 0.9):
         plan = planned(trace, share)
         fell = kept - run(shared_experts(), modules, parts, (from_json(to_json(trace))[0], plan))[0]
-        assert plan.saved_bytes > 0 and abs(fell - plan.saved_bytes) <= WITHIN * plan.saved_bytes, share
+        assert plan.saved_bytes > 0 and abs(fell - plan.saved_bytes) <= WITHIN * plan.saved_bytes, (
+            share
+        )
 
 
 @pytest.mark.parametrize("before", [1, 2])
@@ -149,7 +174,9 @@ def test_memory_that_others_hold_is_found_where_everything_moves(modules, parts,
 
     kept, trace = run(shared_experts(), modules, parts)
     peak, found = run(shared_experts(), modules, parts, policy=policy, passes=before + 1)
-    assert [(one.bytes, one.stays) for one in found.groups] == [(one.bytes, one.stays) for one in trace.groups]
+    assert [(one.bytes, one.stays) for one in found.groups] == [
+        (one.bytes, one.stays) for one in trace.groups
+    ]
     (plan,) = plans
     assert abs(kept - peak - plan.saved_bytes) <= WITHIN * plan.saved_bytes
 
@@ -175,12 +202,20 @@ def test_where_nobody_looks_who_holds_memory_more_is_promised(everything, monkey
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sets(st.sampled_from(EXPERTS), min_size=1), st.sampled_from([1, 3]), st.integers(0, 2), st.floats(0, 1),
-       st.booleans())
+@given(
+    st.sets(st.sampled_from(EXPERTS), min_size=1),
+    st.sampled_from([1, 3]),
+    st.integers(0, 2),
+    st.floats(0, 1),
+    st.booleans(),
+)
 def test_no_more_is_promised_than_falls(modules, parts, shared, share, everything):
-    """For any modules, whose memory others may hold, too: less where nobody knows of room, never more."""
+    """For any modules, whose memory others may hold, too: less where nobody knows of room, never
+    more."""
     base, plans = shared_experts(layers=2), []
-    made = replace(base, experts=replace(base.experts, shared=shared, first_dense=1 - min(shared, 1)))
+    made = replace(
+        base, experts=replace(base.experts, shared=shared, first_dense=1 - min(shared, 1))
+    )
 
     def policy(trace):
         plans.append(planned(trace, share))

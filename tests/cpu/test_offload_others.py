@@ -1,5 +1,6 @@
-"""What is not offloading's to move, and what happens to blocks and backwards beside the usual: nothing that would not
-happen without it."""
+"""What is not offloading's to move, and what happens to blocks and backwards beside the usual:
+nothing that would not happen without it."""
+
 import io
 import weakref
 
@@ -44,14 +45,20 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Layers, perhaps each under a checkpoint."""
 
-    def __init__(self, count: int = 3, reentrant: bool | None = None, kind: type[Block] = Block) -> None:
+    def __init__(
+        self, count: int = 3, reentrant: bool | None = None, kind: type[Block] = Block
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers, self.reentrant = nn.ModuleList(kind() for _ in range(count)), reentrant
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = (
+                layer(x)
+                if self.reentrant is None
+                else checkpoint(layer, x, use_reentrant=self.reentrant)
+            )
         return x
 
 
@@ -69,13 +76,18 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in module.parameters()]
 
 
-def same_as_kept(make, run=lambda module: module(sample().requires_grad_()).sum().backward()) -> OffloadRuntime:
+def same_as_kept(
+    make, run=lambda module: module(sample().requires_grad_()).sum().backward()
+) -> OffloadRuntime:
     """Run `make()` with and without an engine, which is returned."""
     plain, moving = make(), make()
     engine = offloaded(moving)
     for module in (plain, moving):
         run(module)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(moving), gradients(plain), strict=True))
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(gradients(moving), gradients(plain), strict=True)
+    )
     return engine
 
 
@@ -107,13 +119,20 @@ def test_a_pool_is_no_larger_for_offloading_beside_checkpoints(fraction):
     for moves in (False, True):
         model = Net(6, reentrant=False)
         called = packgraph.graph(model, warmup=1, slots=1, strict=True)
-        engine = engine_of(called, model, NAMES, policy=by_hand(fraction=fraction)) if moves else None
+        engine = (
+            engine_of(called, model, NAMES, policy=by_hand(fraction=fraction)) if moves else None
+        )
         for seed in range(3):
             called(sample(512, seed)).sum().backward()
             if engine is not None:
                 engine.end_step()
         assert called.stats.replayed == 2
-        pools.append((called.stats.pool_bytes, *(slot.pool.host.arenas.nbytes() for slot in called._slots.all)))
+        pools.append(
+            (
+                called.stats.pool_bytes,
+                *(slot.pool.host.arenas.nbytes() for slot in called._slots.all),
+            )
+        )
     assert pools[0] == pools[1] and pools[1][1] == 0
 
 
@@ -140,7 +159,9 @@ def test_a_parameter_may_get_other_memory_and_lets_go_of_its_own():
     def run(module):
         layer = module.layers[0]
         layer.register_forward_pre_hook(gather)
-        layer.register_forward_hook(lambda module, *rest: setattr(module.one, "data", torch.empty(0)))
+        layer.register_forward_hook(
+            lambda module, *rest: setattr(module.one, "data", torch.empty(0))
+        )
         layer.register_full_backward_pre_hook(gather)
         loss = module(sample().requires_grad_()).sum()
         assert gathered[-1]() is None
@@ -175,6 +196,7 @@ def test_whatever_stays_is_refused_when_it_was_changed(what):
 
 def test_chunks_whose_blocks_save_nothing_are_captured():
     """A frozen body; there is nothing to plan, which is no reason to run eagerly."""
+
     class Headed(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -212,11 +234,14 @@ class Subclass(torch.Tensor):
 
 
 def distributed(weight):
-    return DTensor.from_local(weight, DeviceMesh("cpu", [0], _init_backend=False, _rank=0), [Replicate()])
+    return DTensor.from_local(
+        weight, DeviceMesh("cpu", [0], _init_backend=False, _rank=0), [Replicate()]
+    )
 
 
-@pytest.mark.parametrize("kind", [lambda weight: weight.as_subclass(Subclass), distributed],
-                         ids=["subclass", "DTensor"])
+@pytest.mark.parametrize(
+    "kind", [lambda weight: weight.as_subclass(Subclass), distributed], ids=["subclass", "DTensor"]
+)
 def test_weights_of_other_kinds_are_refused_when_they_were_changed(kind):
     module = Marked(kind(torch.eye(SIZE)))
     offloaded(module)
@@ -316,9 +341,16 @@ def test_nothing_is_kept_of_passes_that_no_step_ends():
         else:
             loss.backward()
         del loss
-        counts.append((len(engine._waits.all), sum(len(copy.held) for copy in engine.lanes._under_way.values())))
+        counts.append(
+            (
+                len(engine._waits.all),
+                sum(len(copy.held) for copy in engine.lanes._under_way.values()),
+            )
+        )
     assert counts[-1][0] == counts[2 * LOOKS][0], "clocks"
-    assert max(held for _, held in counts[LOOKS:]) <= max(held for _, held in counts[:4]), "targets of reloads"
+    assert max(held for _, held in counts[LOOKS:]) <= max(held for _, held in counts[:4]), (
+        "targets of reloads"
+    )
 
 
 def _refuse(gradient):
@@ -382,4 +414,6 @@ def test_transformations_of_functions_move_nothing():
 
     found = torch.func.grad(loss)(dict(module.named_parameters()))
     module(sample()).sum().backward()
-    assert all(torch.equal(found[name], parameter.grad) for name, parameter in module.named_parameters())
+    assert all(
+        torch.equal(found[name], parameter.grad) for name, parameter in module.named_parameters()
+    )

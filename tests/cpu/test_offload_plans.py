@@ -1,4 +1,6 @@
-"""Any legal plan is followed, and changes no bit: random sets, reloads, copies under way and lanes."""
+"""Any legal plan is followed, and changes no bit: random sets, reloads, copies under way and
+lanes."""
+
 from functools import cache
 
 import pytest
@@ -29,8 +31,12 @@ def drawn_plan(data, trace):
     for index in (index for index, moved in enumerate(moves) if moved):
         least = data.draw(st.integers(max(index, least), len(order)), label="give back at")
         ends[index] = least if least < len(order) else KEPT
-    plan = OffloadPlan(tuple(moves), tuple(starts), data.draw(st.integers(0, 5), label="in flight"),
-                       release_at=tuple(ends))
+    plan = OffloadPlan(
+        tuple(moves),
+        tuple(starts),
+        data.draw(st.integers(0, 5), label="in flight"),
+        release_at=tuple(ends),
+    )
     assert plan_errors(trace, plan) == []
     return plan
 
@@ -40,8 +46,14 @@ def drawn_plan(data, trace):
 @given(data=st.data())
 def test_any_plan_is_followed_without_a_changed_bit(granularity, data):
     late = data.draw(st.sets(st.sampled_from(("out", "back"))), label="late")
-    found, engine, _ = train(config(), DENSE, granularity=granularity, counts=COUNTS, late=tuple(late),
-                             policy=lambda trace: drawn_plan(data, trace))
+    found, engine, _ = train(
+        config(),
+        DENSE,
+        granularity=granularity,
+        counts=COUNTS,
+        late=tuple(late),
+        policy=lambda trace: drawn_plan(data, trace),
+    )
     assert same(found, kept())
     assert engine.plan is not None
 

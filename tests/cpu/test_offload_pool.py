@@ -1,4 +1,6 @@
-"""What graphs of a module that offloads will take is said before they are captured, and saying it changes nothing."""
+"""What graphs of a module that offloads will take is said before they are captured, and saying it
+changes nothing."""
+
 import weakref
 
 import pytest
@@ -13,18 +15,25 @@ from packgraph.graphs.step import GraphedStep
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.search import plan_for_time
 
-POLICIES = {"everything": None, "half": by_hand(fraction=0.5), "planned": lambda trace: plan_for_time(
-    trace, CopySpeed(), 0.5)}
+POLICIES = {
+    "everything": None,
+    "half": by_hand(fraction=0.5),
+    "planned": lambda trace: plan_for_time(trace, CopySpeed(), 0.5),
+}
 
 
-@pytest.mark.parametrize(("experts", "granularity", "slots"), [(False, "chunk", 1), (False, "chunk", 3),
-                                                                (True, "layer", 1), (True, "chunk", 1)])
+@pytest.mark.parametrize(
+    ("experts", "granularity", "slots"),
+    [(False, "chunk", 1), (False, "chunk", 3), (True, "layer", 1), (True, "chunk", 1)],
+)
 @pytest.mark.parametrize("way", ["kept", *POLICIES])
 def test_what_graphs_take_is_predicted_with_what_has_moved(way, experts, granularity, slots):
     """Twin of the test on CUDA, to the byte."""
     modules, options = (EXPERTS if experts else DENSE), {"parts": 8 if way == "planned" else 1}
     modules, options = ((), {}) if way == "kept" else (modules, options | {"policy": POLICIES[way]})
-    foretold, taken = foretold_and_taken(config(3, experts), modules, granularity=granularity, slots=slots, **options)
+    foretold, taken = foretold_and_taken(
+        config(3, experts), modules, granularity=granularity, slots=slots, **options
+    )
     assert foretold == taken > 0
 
 
@@ -37,17 +46,20 @@ def test_what_moves_is_no_part_of_what_is_predicted():
 @pytest.mark.parametrize("way", POLICIES)
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 def test_what_eager_work_postpones_graphs_do_not(granularity, way):
-    """So what is sent after the next launch of a graph in eager work is gone in time in a trace, too."""
-    foretold, taken = foretold_and_taken(config(3), DENSE, granularity=granularity, policy=POLICIES[way],
-                                         postpones=True)
+    """So what is sent after the next launch of a graph in eager work is gone in time in a trace,
+    too."""
+    foretold, taken = foretold_and_taken(
+        config(3), DENSE, granularity=granularity, policy=POLICIES[way], postpones=True
+    )
     assert foretold == taken
 
 
 @pytest.mark.parametrize("postpones", [False, True])
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",)])
 def test_what_eager_stages_between_have_saved_is_not_the_graphs(scope, postpones):
-    foretold, taken = foretold_and_taken(config(3, experts=True), EXPERTS, granularity="layer", scope=scope,
-                                         postpones=postpones)
+    foretold, taken = foretold_and_taken(
+        config(3, experts=True), EXPERTS, granularity="layer", scope=scope, postpones=postpones
+    )
     assert foretold == taken
 
 
@@ -57,8 +69,13 @@ def test_what_a_rehearsal_had_on_the_host_is_free_when_its_capture_begins(monkey
     graphed, engine, arguments = warmed(config(), DENSE)
     pinned = [weakref.ref(piece.untyped_storage()) for piece in engine.lanes.memories.arenas.pieces]
     alive, window = [], RecorderBackend.window
-    monkeypatch.setattr(RecorderBackend, "window", lambda self, *given: alive.append(
-        sum(of() is not None for of in pinned)) or window(self, *given))
+    monkeypatch.setattr(
+        RecorderBackend,
+        "window",
+        lambda self, *given: (
+            alive.append(sum(of() is not None for of in pinned)) or window(self, *given)
+        ),
+    )
     graphed.build([arguments])
     assert len(pinned) > 0 and alive == [0]
     graphed.close()
@@ -67,10 +84,13 @@ def test_what_a_rehearsal_had_on_the_host_is_free_when_its_capture_begins(monkey
 def test_a_capture_that_is_thrown_away_keeps_no_host_memory(monkeypatch):
     graphed, _, arguments = warmed(config(), DENSE)
     taken, close = [], RecorderWindow.close
-    monkeypatch.setattr(RecorderWindow, "close", lambda self: taken.append(
-        (self.lanes, self.lanes.memories.arenas.nbytes())) or close(self))
+    monkeypatch.setattr(
+        RecorderWindow,
+        "close",
+        lambda self: taken.append((self.lanes, self.lanes.memories.arenas.nbytes())) or close(self),
+    )
     trace_memory(graphed, arguments)
-    (lanes, before), = taken
+    ((lanes, before),) = taken
     assert before > 0 and lanes.memories.arenas.nbytes() == 0 and lanes.trial
     graphed.close()
 
@@ -90,31 +110,44 @@ def test_a_capture_of_a_step_gets_what_eager_work_of_all_chunks_had():
     step = GraphedStep([model], run, RecorderBackend(), torch.device("cpu"), lanes=eager)
     for _ in range(2):
         step(torch.ones(2, 4))
-    assert step.stats.captured == 1 and [lanes.memories.arenas.nbytes() for lanes in eager] == [0, 0]
+    assert step.stats.captured == 1 and [lanes.memories.arenas.nbytes() for lanes in eager] == [
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("times_graphs", [False, True])
 @pytest.mark.parametrize("way", POLICIES)
 def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
-    """So what is captured after it is what would be captured without, and eager work stays eager work."""
+    """So what is captured after it is what would be captured without, and eager work stays eager
+    work."""
     facts = []
     for traces in (0, 1):
-        graphed, engine, arguments = warmed(config(), DENSE, policy=POLICIES[way], times_graphs=times_graphs,
-                                            late=("out", "back"))
+        graphed, engine, arguments = warmed(
+            config(), DENSE, policy=POLICIES[way], times_graphs=times_graphs, late=("out", "back")
+        )
         passes, seen, trace = engine._looks, engine._times, engine.trace
         memory = engine.lanes.memories.arenas.nbytes()
         for _ in range(traces):
             trace_memory(graphed, arguments)
-        assert engine._captured == [], "nobody will ask for times of graphs that are gone, whose host memory they hold"
-        assert engine.lanes.scope == 0 and engine.lanes.timed is None and not engine.lanes._under_way
+        assert engine._captured == [], (
+            "nobody will ask for times of graphs that are gone, whose host memory they hold"
+        )
+        assert (
+            engine.lanes.scope == 0 and engine.lanes.timed is None and not engine.lanes._under_way
+        )
         assert engine._looks == passes and engine._times is seen and engine.trace == trace
-        assert engine.lanes.memories.arenas.nbytes() == (0 if traces else memory), "it is the next capture's"
+        assert engine.lanes.memories.arenas.nbytes() == (0 if traces else memory), (
+            "it is the next capture's"
+        )
         assert engine.times_graphs == times_graphs
         torch.manual_seed(3)
         for _ in range(3):
             graphed(*arguments).backward()
         assert graphed.stats.replayed == 3
-        assert (engine.replayed(CopySpeed()) is not None) == (times_graphs and engine.plan is not None)
+        assert (engine.replayed(CopySpeed()) is not None) == (
+            times_graphs and engine.plan is not None
+        )
         facts.append(([p.grad.clone() for p in graphed.parameters()], graphed.stats.pool_bytes))
     (plain, pool), (after, taken) = facts
     assert all(torch.equal(a, b) for a, b in zip(plain, after, strict=True)) and pool == taken
@@ -137,4 +170,6 @@ def test_a_trace_that_has_no_room_leaves_no_copy_under_way(monkeypatch):
         trace_memory(graphed, arguments)
     assert under_way[-1] and not windows[-1].lanes._under_way and not engine.lanes._under_way
     monkeypatch.undo()
-    assert trace_memory(graphed, arguments) == trace_memory(*warmed(config(), DENSE, late=("out", "back"))[::2])
+    assert trace_memory(graphed, arguments) == trace_memory(
+        *warmed(config(), DENSE, late=("out", "back"))[::2]
+    )

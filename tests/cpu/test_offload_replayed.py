@@ -1,4 +1,6 @@
-"""What graphs take is read off their last replay, and a run plans by that instead of by eager microbatches."""
+"""What graphs take is read off their last replay, and a run plans by that instead of by eager
+microbatches."""
+
 from dataclasses import replace
 
 import pytest
@@ -66,15 +68,26 @@ def nothing(trace: OffloadTrace) -> OffloadPlan:
     return OffloadPlan((False,) * len(trace.groups), (KEPT,) * len(trace.groups), 1)
 
 
-def replayed(monkeypatch, policy, granularity="chunk", times_graphs=True, modules=INNER, scope=None):
+def replayed(
+    monkeypatch, policy, granularity="chunk", times_graphs=True, modules=INNER, scope=None
+):
     """(eager trace, what graphs that follow `policy` took)"""
     Clock(monkeypatch)
     model = DecoderModel(config(layers=3), seed=1)
-    batch, tokens = PackedBatch.build([[1, 2, 3], [4, 5]], CAPACITY), torch.ones((), dtype=torch.int64)
-    graphed = graph(model, capacities=[CAPACITY], warmup=0, granularity=granularity, scope=scope,
-                    strict=True)
-    engine = OffloadRuntime(modules, graphed.capture_backend.lanes, min_bytes=1, policy=policy,
-                            times_graphs=times_graphs)
+    batch, tokens = (
+        PackedBatch.build([[1, 2, 3], [4, 5]], CAPACITY),
+        torch.ones((), dtype=torch.int64),
+    )
+    graphed = graph(
+        model, capacities=[CAPACITY], warmup=0, granularity=granularity, scope=scope, strict=True
+    )
+    engine = OffloadRuntime(
+        modules,
+        graphed.capture_backend.lanes,
+        min_bytes=1,
+        policy=policy,
+        times_graphs=times_graphs,
+    )
     attach(engine, model)
     graphed.run_eagerly(batch, tokens).backward()
     eager = engine.trace
@@ -97,16 +110,23 @@ def test_what_graphs_take_is_the_compute_of_their_replays_alone(policy, monkeypa
         for one, other in ((eager, found), *zip(eager.groups, found.groups, strict=True)):
             assert getattr(other, name) == pytest.approx(getattr(one, name) * REPLAYED / EAGER)
     assert [replace(group, forward_us=0, backward_us=0) for group in found.groups] == [
-        replace(group, forward_us=0, backward_us=0) for group in eager.groups]
+        replace(group, forward_us=0, backward_us=0) for group in eager.groups
+    ]
 
 
-@pytest.mark.parametrize("without", [{"granularity": "layer"}, {"scope": ("attn",)}, {"times_graphs": False}], ids=str)
+@pytest.mark.parametrize(
+    "without", [{"granularity": "layer"}, {"scope": ("attn",)}, {"times_graphs": False}], ids=str
+)
 def test_nothing_is_said_of_passes_in_pieces_and_of_graphs_without_clocks(without, monkeypatch):
     assert replayed(monkeypatch, nothing, **without)[1] is None
 
 
 def finish(folder, monkeypatch, granularity="chunk", **offload):
-    options = OffloadConfig(modules=DENSE[1:4], min_bytes=1, margin=0, **offload) if offload else OffloadConfig()
+    options = (
+        OffloadConfig(modules=DENSE[1:4], min_bytes=1, margin=0, **offload)
+        if offload
+        else OffloadConfig()
+    )
     plain = tiny(graph=True, steps=8)
     graphs = replace(plain.graph, strict=True, granularity=granularity)
     run = trainer(folder, replace(plain, graph=graphs, offload=options), RandomPacks())
@@ -118,7 +138,9 @@ def finish(folder, monkeypatch, granularity="chunk", **offload):
     Clock(monkeypatch)
     plans = []
     run.executor.prepare.when_planned = lambda prepared: plans.append(prepared.planners[0].planned)
-    slow = CopySpeed(1.5e-4, 1.5e-4, 0.0)  # bytes a microsecond: a group takes minutes, as long as many in graphs
+    slow = CopySpeed(
+        1.5e-4, 1.5e-4, 0.0
+    )  # bytes a microsecond: a group takes minutes, as long as many in graphs
     monkeypatch.setattr(offloading, "copy_speed", lambda device: slow)
     run.run(StopRequest())
     state, totals = state_of(run), run.executor.totals()
@@ -130,7 +152,9 @@ def finish(folder, monkeypatch, granularity="chunk", **offload):
 def test_a_run_plans_again_by_its_graphs_and_stays_bitwise(granularity, tmp_path, monkeypatch):
     kept, _, _ = finish(tmp_path / "kept", monkeypatch)
     state, totals, (first, second) = finish(tmp_path / "run", monkeypatch, granularity, lost=0.01)
-    assert state.keys() == kept.keys() and all(torch.equal(state[name], kept[name]) for name in kept)
+    assert state.keys() == kept.keys() and all(
+        torch.equal(state[name], kept[name]) for name in kept
+    )
     assert second.measured.compute_us == pytest.approx(first.measured.compute_us * REPLAYED / EAGER)
     assert 0 <= second.plan.moved_bytes < first.plan.moved_bytes, "graphs hide less than eager work"
     assert second.plan.lost <= 0.01

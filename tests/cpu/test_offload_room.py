@@ -1,4 +1,6 @@
-"""What a backward needs beside the groups is measured; memory is given back where the plan says, after its copy."""
+"""What a backward needs beside the groups is measured; memory is given back where the plan says,
+after its copy."""
+
 import gc
 import itertools
 import weakref
@@ -39,11 +41,14 @@ def test_room_is_what_the_backward_needs_beyond_the_forward():
     assert room.nbytes == 7 and room.of([0, 1, 2]) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(("looks", "nbytes"), [
-    ([(10, 10), (10, 31), (10, 12)], 0),  # a loss before the first backward is no need of one
-    ([(10, 10), (10, 10), (30, 32)], 2),  # gradients of parameters, 20, are made and stay
-    ([(10, 10), (10, 10), (5, 14)], 4),
-])
+@pytest.mark.parametrize(
+    ("looks", "nbytes"),
+    [
+        ([(10, 10), (10, 31), (10, 12)], 0),  # a loss before the first backward is no need of one
+        ([(10, 10), (10, 10), (30, 32)], 2),  # gradients of parameters, 20, are made and stay
+        ([(10, 10), (10, 10), (5, 14)], 4),
+    ],
+)
 def test_what_is_not_a_need_of_the_backward_does_not_count(looks, nbytes):
     room = Headroom(Told(*looks))
     room.made(10)
@@ -60,7 +65,9 @@ def test_every_module_has_the_room_that_its_backward_leaves():
     room.reached(10, 15, 2)  # 26 beside 10
     room.reached(0, 0, 1)  # 35 beside 15
     assert room.nbytes == 35
-    assert room.of([1, 2, 2, 3]) == (0, 0, 0, 31), "nobody knows of the last; parts of a module have the same"
+    assert room.of([1, 2, 2, 3]) == (0, 0, 0, 31), (
+        "nobody knows of the last; parts of a module have the same"
+    )
 
 
 def test_what_is_handed_on_to_the_next_module_is_a_need_of_both():
@@ -73,14 +80,22 @@ def test_what_is_handed_on_to_the_next_module_is_a_need_of_both():
     assert room.nbytes == 5 and room.of([1, 2, 3]) == (3, 1, 0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8), st.booleans()
+)
 def test_rooms_are_no_larger_than_what_backwards_leave(modules, first_time):
-    """modules: bytes that a backward hands on, and that it takes beside them. first_time: each makes a gradient, too,
-    which stays. Without such ones what is handed on counts in full, and nothing else."""
+    """modules: bytes that a backward hands on, and that it takes beside them. first_time: each
+    makes a gradient, too, which stays. Without such ones what is handed on counts in full, and
+    nothing else."""
     looks, needs, held, grown = [(100, 100), (100, 100)], [], 100, 0
     for handed, beside in modules:
         needs.append(handed + beside)
-        looks.append((held - 10 + grown + handed + 3 * first_time, held + grown + handed + beside + 3 * first_time))
+        looks.append(
+            (
+                held - 10 + grown + handed + 3 * first_time,
+                held + grown + handed + beside + 3 * first_time,
+            )
+        )
         held, grown = held - 10, grown + 3 * first_time
     looks.append((held - 10 + grown, held + grown))  # nothing is handed on in the end
     room = Headroom(Told(*looks))
@@ -91,14 +106,19 @@ def test_rooms_are_no_larger_than_what_backwards_leave(modules, first_time):
     assert rooms == tuple(max(0, *needs) - need for need in needs) or first_time
     if first_time:  # what is handed on may count as stayed, no more than that
         assert all(room.nbytes - left <= need for left, need in zip(rooms, needs))
-        assert all(room.nbytes - left >= need - handed for left, need, (handed, _) in zip(rooms, needs, modules))
+        assert all(
+            room.nbytes - left >= need - handed
+            for left, need, (handed, _) in zip(rooms, needs, modules)
+        )
 
 
 def test_memory_that_turns_out_to_be_others_was_beside_the_groups():
     room = Headroom(Told((10, 10), (20, 22), (30, 30), (30, 30), (20, 35)))
     for held in (10, 20, 30):
         room.made(held)
-    room.is_others(8, 1, 2)  # copied, and held nevertheless: it had left the groups when the third one was made
+    room.is_others(
+        8, 1, 2
+    )  # copied, and held nevertheless: it had left the groups when the third one was made
     room.reached(30, 30, 1)
     room.reached(20, 20, 0)
     assert room.nbytes == 0 and room.of([1]) == (5,)
@@ -123,7 +143,9 @@ def test_passes_are_traced_for_good_only_where_a_plan_will_end_it(policy, looks)
 
 @pytest.mark.parametrize("is_looked_at", [True, False])
 def test_garbage_goes_before_memory_is_looked_at(is_looked_at, monkeypatch):
-    """A large model of before that is collected within a traced pass leaves rooms that are not there."""
+    """A large model of before that is collected within a traced pass leaves rooms that are not
+    there."""
+
     class Cycle:
         def __init__(self):
             self.itself = self
@@ -151,18 +173,27 @@ def test_nobody_knows_without_an_allocator():
 
 @pytest.mark.parametrize("measures", [False, True])
 def test_groups_on_the_device_are_counted(measures, monkeypatch):
-    """Up to all of them where nothing moves; else what copies have left, in flight and back for the next backward."""
+    """Up to all of them where nothing moves; else what copies have left, in flight and back for the
+    next backward."""
     seen = []
     monkeypatch.setattr(Headroom, "made", lambda self, held: seen.append(held))
-    monkeypatch.setattr(Headroom, "reached", lambda self, before, after, module: seen.append((before, after, module)))
+    monkeypatch.setattr(
+        Headroom,
+        "reached",
+        lambda self, before, after, module: seen.append((before, after, module)),
+    )
     _, engine, _ = train(config(layers=3), DENSE, counts=(1,), measures=measures, in_flight=1)
     sizes = [group.bytes for group in engine.trace.groups]
-    made, reached = seen[:len(sizes)], seen[len(sizes):]
+    made, reached = seen[: len(sizes)], seen[len(sizes) :]
     if measures:
-        assert made == [sum(sizes[:index + 1]) for index in range(len(sizes))]
-        assert reached == [(held, held, module) for module, held in reversed(list(enumerate(made, 1)))]
+        assert made == [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        assert reached == [
+            (held, held, module) for module, held in reversed(list(enumerate(made, 1)))
+        ]
     else:
-        assert made == [sizes[0], *(one + two for one, two in itertools.pairwise(sizes))], "one copy in flight"
+        assert made == [sizes[0], *(one + two for one, two in itertools.pairwise(sizes))], (
+            "one copy in flight"
+        )
         # Its own comes back with the one before it; what is next is already there.
         assert all(before < after <= sum(sizes) for before, after, _ in reached[:-1])
         # The copy of the last one is under way: it leaves before it comes back.
@@ -171,11 +202,15 @@ def test_groups_on_the_device_are_counted(measures, monkeypatch):
 
 
 def given_back_at(offset):
-    """A policy that gives memory back `offset` groups after each group, and would keep all copies in flight."""
+    """A policy that gives memory back `offset` groups after each group, and would keep all copies
+    in flight."""
+
     def policy(trace):
         plan = plan_by_knobs(trace, CopySpeed(), OffloadKnobs(min_bytes=1, margin=0, in_flight=99))
-        at = [index + offset if moves and index + offset < len(plan.moves) else KEPT
-              for index, moves in enumerate(plan.moves)]
+        at = [
+            index + offset if moves and index + offset < len(plan.moves) else KEPT
+            for index, moves in enumerate(plan.moves)
+        ]
         return replace(plan, release_at=tuple(at))
 
     return policy
@@ -183,7 +218,9 @@ def given_back_at(offset):
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
 @pytest.mark.parametrize("offset", [0, 2])
-def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(granularity, offset, monkeypatch):
+def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(
+    granularity, offset, monkeypatch
+):
     """As many copies are in flight when a group is made as the plan says, and no bit is another."""
     counts, left = (1, 1, 1), []
     release = OffloadRuntime._release
@@ -194,11 +231,19 @@ def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(granularity,
             left.append((place, sum(not copy.done for copy in self._under_way[now.lanes])))
 
     monkeypatch.setattr(OffloadRuntime, "_release", watched)
-    found, engine, _ = train(config(), DENSE, granularity=granularity, counts=counts, late=("out",),
-                             policy=given_back_at(offset))
+    found, engine, _ = train(
+        config(),
+        DENSE,
+        granularity=granularity,
+        counts=counts,
+        late=("out",),
+        policy=given_back_at(offset),
+    )
     assert same(found, train(config(), counts=counts)[0])
     moved = [index for index, moves in enumerate(engine.plan.moves) if moves]
-    assert left and all(count == sum(place - offset < index <= place for index in moved) for place, count in left)
+    assert left and all(
+        count == sum(place - offset < index <= place for index in moved) for place, count in left
+    )
 
 
 def on_their_way(engine, lanes):
@@ -216,12 +261,16 @@ def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch)
             self.lanes.launched()
 
     monkeypatch.setattr(OffloadRuntime, "_commit", launching)
-    found, engine, _ = train(config(), DENSE, counts=(1, 1), late=("out",), policy=given_back_at(0), postpones=True)
+    found, engine, _ = train(
+        config(), DENSE, counts=(1, 1), late=("out",), policy=given_back_at(0), postpones=True
+    )
     assert same(found, train(config(), counts=(1, 1))[0])
     assert sum(engine.plan.moves) > 1 and left and set(left) == {0}
 
 
-def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_the_plan_names(monkeypatch):
+def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_the_plan_names(
+    monkeypatch,
+):
     """As eager stages between graphs lack the groups that lie in these."""
     follow, commit, left = OffloadRuntime.follow, OffloadRuntime._commit, []
 
@@ -236,13 +285,16 @@ def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_t
     monkeypatch.setattr(OffloadRuntime, "follow", without_the_fourth)
     monkeypatch.setattr(OffloadRuntime, "_commit", watched)
     train(config(), DENSE, counts=(1, 1), policy=given_back_at(1))
-    after = dict(left[len(left) // 2:])
-    assert (after[2], after[3], after[4]) == (1, 1, 1), "group 2 until group 4 is made; group 3 does not move now"
+    after = dict(left[len(left) // 2 :])
+    assert (after[2], after[3], after[4]) == (1, 1, 1), (
+        "group 2 until group 4 is made; group 3 does not move now"
+    )
 
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
 def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypatch):
-    """Whatever the plan lets be in flight: before another forward begins, and before its backward."""
+    """Whatever the plan lets be in flight: before another forward begins, and before its
+    backward."""
     begin, reached, left = OffloadRuntime._begin, OffloadRuntime._reached, []
 
     def beginning(self, lanes):
@@ -257,8 +309,14 @@ def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypat
     monkeypatch.setattr(OffloadRuntime, "_begin", beginning)
     monkeypatch.setattr(OffloadRuntime, "_reached", reaching)
     counts = (1, 1, 2)
-    found, engine, _ = train(config(), DENSE, granularity=granularity, counts=counts, late=("out",),
-                             policy=given_back_at(99))
+    found, engine, _ = train(
+        config(),
+        DENSE,
+        granularity=granularity,
+        counts=counts,
+        late=("out",),
+        policy=given_back_at(99),
+    )
     assert same(found, train(config(), counts=counts)[0])
     assert set(engine.plan.release_at) == {KEPT} and engine.plan.in_flight == 99
     assert left and set(left) == {0}
@@ -266,6 +324,7 @@ def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypat
 
 def test_memory_that_is_given_back_without_waiting_is_a_wrong_number(monkeypatch):
     """The control: a late copy reads what has been written there since."""
+
     def hasty(self, now, place):
         for at, reference in now.leaving:
             group = reference()
@@ -275,5 +334,7 @@ def test_memory_that_is_given_back_without_waiting_is_a_wrong_number(monkeypatch
                 copy.done = done
 
     monkeypatch.setattr(OffloadRuntime, "_release", hasty)
-    found, _, _ = train(config(layers=3), DENSE, granularity="chunk", late=("out",), policy=given_back_at(1))
+    found, _, _ = train(
+        config(layers=3), DENSE, granularity="chunk", late=("out",), policy=given_back_at(1)
+    )
     assert not same(found, train(config(layers=3))[0])

@@ -1,4 +1,6 @@
-"""What autograd saves, and how it asks for it, in all the ways that models do: offloading changes no number."""
+"""What autograd saves, and how it asks for it, in all the ways that models do: offloading changes
+no number."""
+
 import gc
 import weakref
 
@@ -39,16 +41,25 @@ def offloaded(module: nn.Module, late=("out", "back"), **options) -> OffloadRunt
     return engine
 
 
-def gradients_of(module: nn.Module, run=lambda module, x: module(x).abs().sum().backward()) -> list[torch.Tensor]:
+def gradients_of(
+    module: nn.Module, run=lambda module, x: module(x).abs().sum().backward()
+) -> list[torch.Tensor]:
     run(module, torch.randn(32, 32, generator=torch.Generator().manual_seed(1)))
     return [parameter.grad for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize(("made", "dtype"), [
-    (lambda h: AsksTwice.apply(h * 2, h.sin()), torch.float32),
-    (lambda h: h.exp() * (h * 2).conj(), torch.complex64),       # a bit of the saved tensor says: conjugate
-    (lambda h: (h * 2).conj().imag * h.real.sin(), torch.complex64),  # and here: negative
-], ids=["asks-twice", "conjugate", "negative"])
+@pytest.mark.parametrize(
+    ("made", "dtype"),
+    [
+        (lambda h: AsksTwice.apply(h * 2, h.sin()), torch.float32),
+        (
+            lambda h: h.exp() * (h * 2).conj(),
+            torch.complex64,
+        ),  # a bit of the saved tensor says: conjugate
+        (lambda h: (h * 2).conj().imag * h.real.sin(), torch.complex64),  # and here: negative
+    ],
+    ids=["asks-twice", "conjugate", "negative"],
+)
 def test_gradients_are_those_without_offloading(made, dtype):
     plain, moving = Marked(made, dtype=dtype), Marked(made, dtype=dtype)
     engine = offloaded(moving)
@@ -67,7 +78,9 @@ def test_another_backward_that_asks_again_is_refused():
 
 
 def test_a_second_part_may_begin_with_what_the_first_has_saved_after_its_backward():
-    """Losses layer by layer: `h` has come back when the second part saves it, so it is new memory for that."""
+    """Losses layer by layer: `h` has come back when the second part saves it, so it is new memory
+    for that."""
+
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -95,8 +108,8 @@ def test_a_second_part_may_begin_with_what_the_first_has_saved_after_its_backwar
 
 
 class Changing(nn.Module):
-    """Changes in place what its product has saved: within the block, after it, or after the next one, at whose end main
-    has waited for the first one's copy if one may be in flight."""
+    """Changes in place what its product has saved: within the block, after it, or after the next
+    one, at whose end main has waited for the first one's copy if one may be in flight."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
@@ -117,7 +130,9 @@ class Changing(nn.Module):
         return out.sum()
 
 
-@pytest.mark.parametrize("options", [{}, {"postpones": True}, {"measures": True}], ids=["moves", "postpones", "stays"])
+@pytest.mark.parametrize(
+    "options", [{}, {"postpones": True}, {"measures": True}], ids=["moves", "postpones", "stays"]
+)
 @pytest.mark.parametrize("late", [(), ("out",), ("back",)])
 @pytest.mark.parametrize("when", ["within", "after"])
 def test_what_is_changed_in_place_before_its_copy_has_ended_is_refused(when, late, options):
@@ -153,7 +168,9 @@ def test_a_forward_without_backward_gives_its_host_memory_back_at_once(no_collec
     assert len(engine.lanes.memories._buffers) == 1
 
 
-def test_what_came_back_for_an_output_that_nobody_used_is_freed_with_it(no_collections, monkeypatch):
+def test_what_came_back_for_an_output_that_nobody_used_is_freed_with_it(
+    no_collections, monkeypatch
+):
     groups = []
     begin = SavedGroup.__init__
 
@@ -196,7 +213,11 @@ def test_frozen_layers_save_nothing_and_the_others_are_planned_for():
     gradients_of(module)
     engine.settle()
     assert [(group.layer, group.bytes > 0) for group in engine.trace.groups] == [
-        (0, False), (1, True), (2, True), (3, True)]
+        (0, False),
+        (1, True),
+        (2, True),
+        (3, True),
+    ]
     assert engine.plan.moved_bytes > 0
 
 
@@ -226,7 +247,9 @@ def test_what_the_loss_leaves_out_is_needed_last():
     made.sum().backward()
 
 
-def test_a_reload_that_nobody_came_for_writes_to_memory_that_is_still_its_own(monkeypatch, no_collections):
+def test_a_reload_that_nobody_came_for_writes_to_memory_that_is_still_its_own(
+    monkeypatch, no_collections
+):
     gone = []
     copy = recorder_lanes.copy_back
 
@@ -263,6 +286,7 @@ def test_what_came_back_is_gone_after_the_backward(keeps, monkeypatch, no_collec
 
 def test_only_who_reads_what_was_changed_is_refused():
     """Parts of one memory that count their changes apart."""
+
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,6 @@
-"""Traces tell compute alone, whatever was copied meanwhile; copies are timed where there are any."""
+"""Traces tell compute alone, whatever was copied meanwhile; copies are timed where there are
+any."""
+
 import pytest
 import torch
 from offloadkit import DENSE, config
@@ -17,7 +19,8 @@ COMPUTE, WAIT = 10.0, 1000.0
 
 
 class CountedLanes(EmulatedCopyStreams):
-    """A clock that counts: every module that runs takes COMPUTE, every copy that main waits for takes WAIT."""
+    """A clock that counts: every module that runs takes COMPUTE, every copy that main waits for
+    takes WAIT."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Attention backends against the per-document formula: outputs and all gradients, padding and NaN included."""
+"""Attention backends against the per-document formula: outputs and all gradients, padding and NaN
+included."""
+
 import pytest
 import torch
 from attentionkit import textbook_backward, textbook_forward
@@ -14,8 +16,14 @@ from packgraph.ops.attention.api import attention, attention_metadata, choose_ba
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 
-def run(backend: str, tensors: list[Tensor], lengths: list[int], rows: int, grad: Tensor, attend=attention
-        ) -> list[Tensor]:
+def run(
+    backend: str,
+    tensors: list[Tensor],
+    lengths: list[int],
+    rows: int,
+    grad: Tensor,
+    attend=attention,
+) -> list[Tensor]:
     batch = hand_batch([[1] * length for length in lengths], rows, len(lengths) + 2)
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = attend(*leaves, attention_metadata(batch, backend), scale=None)
@@ -23,28 +31,44 @@ def run(backend: str, tensors: list[Tensor], lengths: list[int], rows: int, grad
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def random_inputs(rows: int, kv_heads: int, group: int, dim: int, value_dim: int, seed: int) -> list[Tensor]:
+def random_inputs(
+    rows: int, kv_heads: int, group: int, dim: int, value_dim: int, seed: int
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(rows, kv_heads * group, dim), (rows, kv_heads, dim), (rows, kv_heads, value_dim),
-              (rows, kv_heads * group, value_dim)]
+    shapes = [
+        (rows, kv_heads * group, dim),
+        (rows, kv_heads, dim),
+        (rows, kv_heads, value_dim),
+        (rows, kv_heads * group, value_dim),
+    ]
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 @settings(max_examples=25, deadline=None)
-@given(lengths=st.lists(st.integers(0, 9), max_size=5), padding=st.integers(0, 5), kv_heads=st.integers(1, 3),
-       group=st.integers(1, 3), dim=st.sampled_from([2, 6, 8]), value_dim=st.sampled_from([2, 8]),
-       seed=st.integers(0, 99))
-def test_sdpa_equals_naive_for_outputs_and_gradients(lengths, padding, kv_heads, group, dim, value_dim, seed):
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=5),
+    padding=st.integers(0, 5),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    dim=st.sampled_from([2, 6, 8]),
+    value_dim=st.sampled_from([2, 8]),
+    seed=st.integers(0, 99),
+)
+def test_sdpa_equals_naive_for_outputs_and_gradients(
+    lengths, padding, kv_heads, group, dim, value_dim, seed
+):
     rows = sum(lengths) + padding
     if rows == 0:
         return
     q, k, v, grad = random_inputs(rows, kv_heads, group, dim, value_dim, seed)
-    poisoned = [x.index_fill(0, torch.arange(sum(lengths), rows), float("nan")) for x in (q, k, v, grad)]
+    poisoned = [
+        x.index_fill(0, torch.arange(sum(lengths), rows), float("nan")) for x in (q, k, v, grad)
+    ]
     expected = run("naive", [q, k, v], lengths, rows, grad)
     actual = run("sdpa", poisoned[:3], lengths, rows, poisoned[3])
     for ours, theirs in zip(actual, expected):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
-        assert (ours[sum(lengths):] == 0).all()
+        assert (ours[sum(lengths) :] == 0).all()
 
 
 def test_only_padding_gives_zeros_everywhere():
@@ -69,24 +93,36 @@ def test_another_document_changes_no_bit_of_this_one():
 def test_scale_is_applied():
     batch = hand_batch([[1] * 5], 6, 1)
     q, k, v, _ = random_inputs(6, 1, 2, 4, 4, seed=1)
-    results = [attention(q, k, v, attention_metadata(batch, name), scale=0.3) for name in ("naive", "sdpa")]
+    results = [
+        attention(q, k, v, attention_metadata(batch, name), scale=0.3) for name in ("naive", "sdpa")
+    ]
     torch.testing.assert_close(*results, **TOLERANCE)
 
 
 def test_metadata_holds_a_mask_only_where_one_is_read():
     batch = hand_batch([[1, 1], [1]], 4, 3)
     meta = attention_metadata(batch, "sdpa")
-    assert meta.mask.tolist() == [[True, False, False, False], [True, True, False, False],
-                                  [False, False, True, False], [False, False, False, True]]
+    assert meta.mask.tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [False, False, True, False],
+        [False, False, False, True],
+    ]
     assert attention_metadata(batch, "varlen").mask is None
     assert meta.longest == 4
 
 
 def test_backend_follows_device_dtype_and_head_sizes(monkeypatch):
     cuda = torch.device("cuda")
-    monkeypatch.setattr("packgraph.ops.attention.api.flash_problems", lambda *facts: ["flash-attn-4 is not installed"])
+    monkeypatch.setattr(
+        "packgraph.ops.attention.api.flash_problems",
+        lambda *facts: ["flash-attn-4 is not installed"],
+    )
     assert choose_backend(torch.device("cpu"), torch.bfloat16, 64, 64).name == "sdpa"
-    assert choose_backend(cuda, torch.bfloat16, 128, 128) == ("varlen", "no flash: flash-attn-4 is not installed")
+    assert choose_backend(cuda, torch.bfloat16, 128, 128) == (
+        "varlen",
+        "no flash: flash-attn-4 is not installed",
+    )
     assert choose_backend(cuda, torch.bfloat16, 192, 128).name == "varlen"
     assert choose_backend(cuda, torch.float32, 128, 128).name == "sdpa"
     assert "head_dim is 20" in choose_backend(cuda, torch.bfloat16, 20, 20).reason
@@ -105,7 +141,9 @@ def test_shapes_that_do_not_fit_are_named():
 
 @pytest.fixture
 def varlen(monkeypatch) -> None:
-    """The CUDA kernel's place taken by the textbook: one head size, rows of padding unwritten in all that it makes."""
+    """The CUDA kernel's place taken by the textbook: one head size, rows of padding unwritten in
+    all that it makes."""
+
     def forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and longest == most_keys == q.shape[0]
         return textbook_forward(q, k, v, cu_seqlens, scale, cu_keys)
@@ -123,7 +161,9 @@ def varlen(monkeypatch) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_varlen_cleans_what_its_kernel_leaves_unwritten(varlen, value_dim, compiled):
     torch._dynamo.reset()
-    attend = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    attend = (
+        torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    )
     q, k, v, grad = random_inputs(16, 2, 3, 8, value_dim, seed=4)
     grad[11:] = float("nan")
     expected = run("naive", [q, k, v], [5, 0, 6], 16, grad.nan_to_num())
@@ -139,12 +179,16 @@ def test_varlen_kernels_are_called_as_this_torch_declares_them():
     boundaries = torch.empty(3, device="meta", dtype=torch.int32)
     out, lse = attention_varlen._launch_forward(q, k, k, boundaries, boundaries, 8, 20, 0.5)
     assert (out.shape, lse.dtype) == (q.shape, torch.float32)
-    gradients = attention_varlen._launch_backward(out, q, k, k, out, lse, boundaries, boundaries, 8, 20, 0.5)
+    gradients = attention_varlen._launch_backward(
+        out, q, k, k, out, lse, boundaries, boundaries, 8, 20, 0.5
+    )
     assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 
 def test_varlen_says_why_it_cannot_run_here():
     meta = attention_metadata(hand_batch([[1, 1]], 4, 1), "varlen")
     q, k, v, _ = random_inputs(4, 1, 1, 12, 16, seed=0)
-    with pytest.raises(ValueError, match=r"on cpu; .*float32.*; head_dim is 12.*wider.*attention_backend='sdpa'"):
+    with pytest.raises(
+        ValueError, match=r"on cpu; .*float32.*; head_dim is 12.*wider.*attention_backend='sdpa'"
+    ):
         attention(q, k, v, meta)

@@ -1,4 +1,6 @@
-"""Packed causal convolution against its naive twin: outputs, all gradients, isolation of documents, padding."""
+"""Packed causal convolution against its naive twin: outputs, all gradients, isolation of documents,
+padding."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,19 +19,31 @@ LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def compare(ids, dtype=torch.float64, activation=True, **sizes):
     inputs = conv_inputs(len(ids), dtype=dtype, **sizes)
     grad = torch.randn(len(ids), inputs[0].shape[1])
-    found = with_gradients(lambda *leaves: packed_causal_conv(*leaves, ids, activation), inputs, grad)
-    wanted = with_gradients(lambda *leaves: naive_packed_causal_conv(*leaves, ids, activation), inputs, grad)
+    found = with_gradients(
+        lambda *leaves: packed_causal_conv(*leaves, ids, activation), inputs, grad
+    )
+    wanted = with_gradients(
+        lambda *leaves: naive_packed_causal_conv(*leaves, ids, activation), inputs, grad
+    )
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=LIMITS[dtype], atol=LIMITS[dtype])
 
 
 @settings(max_examples=40)
-@given(lengths=st.lists(st.integers(0, 9), max_size=5), padding=st.integers(0, 5), taps=st.integers(1, 5),
-       bias=st.booleans(), activation=st.booleans(), first=st.integers(0, 3))
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=5),
+    padding=st.integers(0, 5),
+    taps=st.integers(1, 5),
+    bias=st.booleans(),
+    activation=st.booleans(),
+    first=st.integers(0, 3),
+)
 def test_equals_naive(lengths, padding, taps, bias, activation, first):
     if sum(lengths) + padding:
-        compare(ids_of(lengths, padding, first), activation=activation, taps=taps, bias=bias, channels=3)
+        compare(
+            ids_of(lengths, padding, first), activation=activation, taps=taps, bias=bias, channels=3
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -44,7 +58,9 @@ def test_a_document_alone_gives_the_same():
     packed = packed_causal_conv(x, weight, bias, ids)
     for start, stop in ((0, 5), (5, 7), (7, 14)):
         alone = packed_causal_conv(x[start:stop], weight, bias, ids[start:stop])
-        torch.testing.assert_close(packed[start:stop], alone)  # SiLU's last bit depends on the vector's end
+        torch.testing.assert_close(
+            packed[start:stop], alone
+        )  # SiLU's last bit depends on the vector's end
     assert not packed[14:].any()
 
 
@@ -78,8 +94,16 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *leaves: packed_causal_conv(*leaves, ids), inputs)
 
 
-@pytest.mark.parametrize(("weight", "bias", "ids"), [((5, 4), (6,), 9), ((6, 1, 4), (6,), 9), ((6, 4), (1,), 9),
-                                                     ((6, 4), (6,), 8), ((6, 0), (6,), 9)])
+@pytest.mark.parametrize(
+    ("weight", "bias", "ids"),
+    [
+        ((5, 4), (6,), 9),
+        ((6, 1, 4), (6,), 9),
+        ((6, 4), (1,), 9),
+        ((6, 4), (6,), 8),
+        ((6, 0), (6,), 9),
+    ],
+)
 def test_shapes_that_do_not_fit_are_refused(weight, bias, ids):
     with pytest.raises(ValueError, match=r"weight \[C, K\]"):
         packed_causal_conv(torch.zeros(9, 6), torch.zeros(weight), torch.zeros(bias), ids_of([ids]))
@@ -95,4 +119,7 @@ def test_document_ids_of_a_batch_mark_padding():
     wanted = torch.tensor([0, 0, 0, 1, 1, -1, -1, -1], dtype=torch.int32)
     assert torch.equal(live_document_ids(batch), wanted)
     by_hand = hand_batch([[1, 2], [], [3]], 5, 4)
-    assert live_document_ids(by_hand).tolist() == [0, 0, 2, -1, -1] and live_document_ids(by_hand).dtype == torch.int32
+    assert (
+        live_document_ids(by_hand).tolist() == [0, 0, 2, -1, -1]
+        and live_document_ids(by_hand).dtype == torch.int32
+    )

@@ -1,18 +1,25 @@
 """RMSNorm, SwiGLU and rotary embedding against their naive twins: outputs and all gradients."""
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packgraph.ops.norm import naive_rms_norm, rms_norm
-from packgraph.ops.rotary import apply_rotary, inverse_frequencies, naive_apply_rotary, rotary_tables
+from packgraph.ops.rotary import (
+    apply_rotary,
+    inverse_frequencies,
+    naive_apply_rotary,
+    rotary_tables,
+)
 from packgraph.ops.swiglu import naive_swiglu, swiglu
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def compare(ours, naive, *inputs, **tolerance):
-    """Outputs and gradients of two functions of the same tensors, under the same random gradient."""
+    """Outputs and gradients of two functions of the same tensors, under the same random
+    gradient."""
     results = []
     for function in (ours, naive):
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -27,11 +34,22 @@ def compare(ours, naive, *inputs, **tolerance):
 
 
 @settings(max_examples=20, deadline=None)
-@given(rows=st.integers(1, 7), heads=st.integers(1, 3), width=st.integers(1, 33), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 7),
+    heads=st.integers(1, 3),
+    width=st.integers(1, 33),
+    seed=st.integers(0, 99),
+)
 def test_rms_norm_equals_naive(rows, heads, width, seed):
     torch.manual_seed(seed)
-    compare(lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: naive_rms_norm(x, w, 1e-6),
-            torch.randn(rows, heads, width), torch.randn(width), rtol=1e-4, atol=1e-4)
+    compare(
+        lambda x, w: rms_norm(x, w, 1e-6),
+        lambda x, w: naive_rms_norm(x, w, 1e-6),
+        torch.randn(rows, heads, width),
+        torch.randn(width),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_rms_norm_of_zeros_is_zero_with_finite_gradients():
@@ -46,7 +64,9 @@ def test_rms_norm_keeps_the_dtype_of_its_input(weight_dtype):
     x = torch.randn(3, 16, dtype=torch.bfloat16)
     out = rms_norm(x, torch.ones(16, dtype=weight_dtype), 1e-6)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), naive_rms_norm(x.float(), torch.ones(16), 1e-6), rtol=2**-8, atol=0)
+    torch.testing.assert_close(
+        out.float(), naive_rms_norm(x.float(), torch.ones(16), 1e-6), rtol=2**-8, atol=0
+    )
 
 
 @settings(max_examples=10, deadline=None)
@@ -57,8 +77,14 @@ def test_swiglu_equals_naive(rows, width, seed):
 
 
 @settings(max_examples=15, deadline=None)
-@given(rows=st.integers(1, 9), half=st.integers(1, 8), heads=st.integers(1, 3), theta=st.sampled_from([1e4, 1e6]),
-       interleaved=st.booleans(), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 9),
+    half=st.integers(1, 8),
+    heads=st.integers(1, 3),
+    theta=st.sampled_from([1e4, 1e6]),
+    interleaved=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_rotary_equals_complex_rotation(rows, half, heads, theta, interleaved, seed):
     torch.manual_seed(seed)
     positions = torch.randint(0, 50, (rows,))
@@ -68,8 +94,14 @@ def test_rotary_equals_complex_rotation(rows, half, heads, theta, interleaved, s
         return apply_rotary(q, k, cos, sin, interleaved=interleaved)
 
     # angles up to 50 are rounded to float32: an error of 50 * 2 ** -24 each
-    compare(ours, lambda q, k: naive_apply_rotary(q, k, positions, theta, interleaved=interleaved),
-            torch.randn(rows, heads * 2, 2 * half), torch.randn(rows, heads, 2 * half), rtol=1e-4, atol=5e-5)
+    compare(
+        ours,
+        lambda q, k: naive_apply_rotary(q, k, positions, theta, interleaved=interleaved),
+        torch.randn(rows, heads * 2, 2 * half),
+        torch.randn(rows, heads, 2 * half),
+        rtol=1e-4,
+        atol=5e-5,
+    )
 
 
 def test_rotary_scores_depend_on_distance_only():

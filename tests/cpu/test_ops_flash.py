@@ -1,7 +1,10 @@
-"""The flash backend around stand-in kernels that behave as the real ones: what they read and what they leave unwritten.
+"""The flash backend around stand-in kernels that behave as the real ones: what they read and what
+they leave unwritten.
 
-The kernels themselves need a GPU (tests/gpu/test_ops_gpu.py); everything around them is tested here.
+The kernels themselves need a GPU (tests/gpu/test_ops_gpu.py); everything around them is tested
+here.
 """
+
 import dataclasses
 import types
 
@@ -29,19 +32,37 @@ TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 
 class StandIn:
-    """flash-attn-4's two functions by the textbook formula, with its traps. seen: the options of every call."""
+    """flash-attn-4's two functions by the textbook formula, with its traps. seen: the options of
+    every call."""
 
     def __init__(self) -> None:
         self.seen: list[dict] = []
 
-    def forward(self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, out, lse, **options) -> None:
+    def forward(
+        self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, out, lse, **options
+    ) -> None:
         self.note(options, q, k, v)
         used = int(cu_seqlens_q[-1])
         out[:used] = textbook_forward(q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k)[0][:used]
         lse.fill_(NAN)
 
-    def backward(self, q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, dq, dk, dv, **options
-                 ) -> None:
+    def backward(
+        self,
+        q,
+        k,
+        v,
+        out,
+        grad,
+        lse,
+        *,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        softmax_scale,
+        dq,
+        dk,
+        dv,
+        **options,
+    ) -> None:
         self.note(options, q, k, v, grad)
         found = textbook_backward(grad, q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k)
         for target, gradient in zip((dq, dk, dv), found):
@@ -49,19 +70,27 @@ class StandIn:
 
     def note(self, options: dict, *read: Tensor) -> None:
         """A tile that crosses the end of a document reads whatever stands behind it."""
-        assert all(torch.isfinite(x).all() for x in read), "0 times NaN would be NaN in the rows before"
+        assert all(torch.isfinite(x).all() for x in read), (
+            "0 times NaN would be NaN in the rows before"
+        )
         self.seen.append(options)
 
 
 @pytest.fixture
 def kernels(monkeypatch) -> StandIn:
     stand_in = StandIn()
-    monkeypatch.setattr(attention_flash, "library", lambda: Library(Kernels(stand_in.forward, stand_in.backward), None))
+    monkeypatch.setattr(
+        attention_flash,
+        "library",
+        lambda: Library(Kernels(stand_in.forward, stand_in.backward), None),
+    )
     monkeypatch.setattr(attention_flash, "_check_supported", lambda q, v: None)
     return stand_in
 
 
-def run(backend: str, tensors: list[Tensor], lengths: list[int], grad: Tensor, finite: bool = False) -> list[Tensor]:
+def run(
+    backend: str, tensors: list[Tensor], lengths: list[int], grad: Tensor, finite: bool = False
+) -> list[Tensor]:
     batch = hand_batch([[1] * length for length in lengths], grad.shape[0], len(lengths) + 2)
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = attention(*leaves, attention_metadata(batch, backend, finite_padding=finite))
@@ -69,27 +98,48 @@ def run(backend: str, tensors: list[Tensor], lengths: list[int], grad: Tensor, f
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def random_inputs(rows: int, kv_heads: int, group: int, dim: int, value_dim: int, seed: int) -> list[Tensor]:
+def random_inputs(
+    rows: int, kv_heads: int, group: int, dim: int, value_dim: int, seed: int
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(rows, kv_heads * group, dim), (rows, kv_heads, dim), (rows, kv_heads, value_dim),
-              (rows, kv_heads * group, value_dim)]
+    shapes = [
+        (rows, kv_heads * group, dim),
+        (rows, kv_heads, dim),
+        (rows, kv_heads, value_dim),
+        (rows, kv_heads * group, value_dim),
+    ]
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 @settings(max_examples=15)
-@given(lengths=st.lists(st.integers(0, 9), max_size=4), padding=st.integers(1, 5), kv_heads=st.integers(1, 2),
-       group=st.integers(1, 3), value_dim=st.sampled_from([4, 8]), repeat=st.booleans(), finite=st.booleans(),
-       seed=st.integers(0, 99))
-def test_flash_equals_naive_whatever_padding_holds(lengths, padding, kv_heads, group, value_dim, repeat, finite, seed):
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=4),
+    padding=st.integers(1, 5),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    value_dim=st.sampled_from([4, 8]),
+    repeat=st.booleans(),
+    finite=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_flash_equals_naive_whatever_padding_holds(
+    lengths, padding, kv_heads, group, value_dim, repeat, finite, seed
+):
     used, rows = sum(lengths), sum(lengths) + padding
     q, k, v, grad = random_inputs(rows, kv_heads, group, 8, value_dim, seed)
     held = 3.0 if finite else NAN  # whoever vouches for finite numbers has them
     poisoned = [x.index_fill(0, torch.arange(used, rows), held) for x in (q, k, v, grad)]
     with pytest.MonkeyPatch.context() as patch:
         stand_in = StandIn()
-        patch.setattr(attention_flash, "library", lambda: Library(Kernels(stand_in.forward, stand_in.backward), None))
+        patch.setattr(
+            attention_flash,
+            "library",
+            lambda: Library(Kernels(stand_in.forward, stand_in.backward), None),
+        )
         patch.setattr(attention_flash, "_check_supported", lambda q, v: None)
-        patch.setattr(attention_flash, "repeats_heads", lambda tokens, documents, group: repeat and group > 1)
+        patch.setattr(
+            attention_flash, "repeats_heads", lambda tokens, documents, group: repeat and group > 1
+        )
         actual = run("flash", poisoned[:3], lengths, poisoned[3], finite)
     for ours, theirs in zip(actual, run("naive", [q, k, v], lengths, grad)):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
@@ -102,8 +152,20 @@ def test_stand_in_catches_kernels_that_read_poison(kernels):
     q, k, v, _ = random_inputs(4, 1, 1, 8, 8, seed=0)
     v[3] = NAN
     with pytest.raises(AssertionError, match="0 times NaN"):
-        attention_flash._forward(q, k, v, batch.cu_seqlens, batch.cu_seqlens, batch.padding_mask,
-                                 batch.padding_mask, 4, 4, 1.0, False, False)
+        attention_flash._forward(
+            q,
+            k,
+            v,
+            batch.cu_seqlens,
+            batch.cu_seqlens,
+            batch.padding_mask,
+            batch.padding_mask,
+            4,
+            4,
+            1.0,
+            False,
+            False,
+        )
 
 
 def test_options_are_host_bounds_and_follow_the_global_setting(kernels):
@@ -115,8 +177,14 @@ def test_options_are_host_bounds_and_follow_the_global_setting(kernels):
     finally:
         torch.use_deterministic_algorithms(False)
     forward, plain, _, strict = kernels.seen
-    assert all(seen["max_seqlen_q"] == seen["max_seqlen_k"] == 16 and seen["causal"] for seen in kernels.seen)
-    assert forward["return_lse"] and (plain["deterministic"], strict["deterministic"]) == (False, True)
+    assert all(
+        seen["max_seqlen_q"] == seen["max_seqlen_k"] == 16 and seen["causal"]
+        for seen in kernels.seen
+    )
+    assert forward["return_lse"] and (plain["deterministic"], strict["deterministic"]) == (
+        False,
+        True,
+    )
 
 
 def test_operations_are_registered_as_torch_wants_them(kernels):
@@ -124,8 +192,11 @@ def test_operations_are_registered_as_torch_wants_them(kernels):
     q, k, v, grad = random_inputs(8, 1, 2, 8, 4, seed=2)
     cu_keys, tail = batch.cu_seqlens.clone(), batch.padding_mask.clone()
     arguments = (batch.cu_seqlens, cu_keys, batch.padding_mask, tail, 8, 8, 0.5, False, False)
-    torch.library.opcheck(attention_flash._forward, (q, k, v, *arguments),
-                          test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        attention_flash._forward,
+        (q, k, v, *arguments),
+        test_utils=("test_schema", "test_faketensor"),
+    )
     out, lse = attention_flash._forward(q, k, v, *arguments)
     arguments = (grad, q, k, v, out, lse.zero_(), batch.cu_seqlens, cu_keys, 8, 8, 0.5, False)
     torch.library.opcheck(attention_flash._backward, arguments, test_utils=("test_schema",))
@@ -144,13 +215,29 @@ def test_backward_makes_no_gradient_for_what_nobody_uses(kernels):
     out = attention(*leaves, attention_metadata(hand_batch([[1] * 4, [1] * 3], 8, 3), "flash"))
     with Names():
         torch.autograd.grad(out, leaves, torch.ones_like(out.detach()))
-    names = [name for name in names if name not in ("ones_like", "detach", "unsqueeze", "expand", "clone", "view",
-                                                    "_unsafe_view", "_reshape_alias", "sum", "squeeze")]
+    names = [
+        name
+        for name in names
+        if name
+        not in (
+            "ones_like",
+            "detach",
+            "unsqueeze",
+            "expand",
+            "clone",
+            "view",
+            "_unsafe_view",
+            "_reshape_alias",
+            "sum",
+            "squeeze",
+        )
+    ]
     assert names == ["masked_fill", "flash_attention_backward", *["masked_fill"] * 3]
 
 
 def test_a_decoder_clears_gradients_only(kernels):
-    """Its padding begins as zeros and stays finite, which the stand-in checks: nothing is masked on the way in."""
+    """Its padding begins as zeros and stays finite, which the stand-in checks: nothing is masked on
+    the way in."""
     masks = []
 
     class Masks(TorchDispatchMode):
@@ -171,8 +258,16 @@ def test_a_decoder_clears_gradients_only(kernels):
 
 
 def test_heads_are_repeated_where_places_outweigh_tokens(kernels, monkeypatch):
-    assert repeats_heads(1024, 64, 2) and not repeats_heads(4096, 64, 2) and not repeats_heads(1024, 64, 1)
-    assert repeats_heads(1024, 256, 4) and not repeats_heads(1024, 256, 8) and not repeats_heads(1024, 8, 2)
+    assert (
+        repeats_heads(1024, 64, 2)
+        and not repeats_heads(4096, 64, 2)
+        and not repeats_heads(1024, 64, 1)
+    )
+    assert (
+        repeats_heads(1024, 256, 4)
+        and not repeats_heads(1024, 256, 8)
+        and not repeats_heads(1024, 8, 2)
+    )
     q, k, v, grad = random_inputs(16, 1, 2, 8, 8, seed=1)
     seen = []
     monkeypatch.setattr(attention_flash, "repeats_heads", lambda *facts: seen.append(facts) or True)
@@ -187,11 +282,17 @@ def test_heads_are_repeated_where_places_outweigh_tokens(kernels, monkeypatch):
 
 
 def flash_model(**options) -> DecoderModel:
-    return DecoderModel(dataclasses.replace(SHAPES["tiny"], attention_backend="flash", num_layers=2, **options), seed=3)
+    return DecoderModel(
+        dataclasses.replace(SHAPES["tiny"], attention_backend="flash", num_layers=2, **options),
+        seed=3,
+    )
 
 
 def test_a_layer_is_one_graph_for_torch_compile(kernels):
-    model, batch = flash_model(), draw_batches(Capacity(32, 4), 1, 320, mean=8.0, sigma=0.5, seed=0)[0]
+    model, batch = (
+        flash_model(),
+        draw_batches(Capacity(32, 4), 1, 320, mean=8.0, sigma=0.5, seed=0)[0],
+    )
     torch._dynamo.reset()
     eager = model(batch)
     eager.backward()
@@ -220,8 +321,10 @@ def losses_and_gradients(model, batches, poison: bool = False) -> list[Tensor]:
 
 def test_replays_equal_eager(kernels):
     """With memory that nobody wrote being NaN: the stand-in refuses to read that."""
-    batches = [*draw_batches(Capacity(32, 4), 3, 320, mean=8.0, sigma=0.8, seed=1),
-               PackedBatch.build([[5] * 9], Capacity(32, 4))]
+    batches = [
+        *draw_batches(Capacity(32, 4), 3, 320, mean=8.0, sigma=0.8, seed=1),
+        PackedBatch.build([[5] * 9], Capacity(32, 4)),
+    ]
     graphed = packgraph.graph(flash_model(), capacities=[Capacity(32, 4)], warmup=1, strict=True)
     replayed = losses_and_gradients(graphed, batches, poison=True)
     pairs = zip(losses_and_gradients(flash_model(), batches), replayed, strict=True)
@@ -231,16 +334,23 @@ def test_replays_equal_eager(kernels):
 
 def test_reasons_why_it_cannot_run(monkeypatch):
     cuda, low = torch.device("cuda"), torch.bfloat16
-    monkeypatch.setattr(attention_flash, "library", lambda: Library(None, "flash-attn-4 is not installed"))
+    monkeypatch.setattr(
+        attention_flash, "library", lambda: Library(None, "flash-attn-4 is not installed")
+    )
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     assert flash_problems(torch.device("cpu"), low, 64, 64) == ["the tensors are on cpu"]
     assert flash_problems(cuda, low, 64, 64) == ["flash-attn-4 is not installed"]
     monkeypatch.setattr(attention_flash, "library", lambda: Library(Kernels(print, print), None))
-    assert not flash_problems(cuda, low, 192, 128) and not flash_problems(cuda, torch.float16, 256, 256)
+    assert not flash_problems(cuda, low, 192, 128) and not flash_problems(
+        cuda, torch.float16, 256, 256
+    )
     assert "float32" in flash_problems(cuda, torch.float32, 64, 64)[0]
     assert "264 (keys)" in flash_problems(cuda, low, 264, 64)[0]
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
-    assert not flash_problems(cuda, low, 192, 128) and "192 (keys)" in flash_problems(cuda, low, 192, 192)[0]
+    assert (
+        not flash_problems(cuda, low, 192, 128)
+        and "192 (keys)" in flash_problems(cuda, low, 192, 192)[0]
+    )
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     assert len(flash_problems(cuda, torch.float32, 64, 64)) == 2
 
@@ -248,7 +358,9 @@ def test_reasons_why_it_cannot_run(monkeypatch):
 def test_says_why_it_cannot_run_here():
     meta = attention_metadata(hand_batch([[1, 1]], 4, 1), "flash")
     q, k, v, _ = random_inputs(4, 1, 1, 8, 8, seed=0)
-    with pytest.raises(ValueError, match=r"'flash' cannot run: the tensors are on cpu.*attention_backend='auto'"):
+    with pytest.raises(
+        ValueError, match=r"'flash' cannot run: the tensors are on cpu.*attention_backend='auto'"
+    ):
         attention(q, k, v, meta)
 
 
@@ -258,30 +370,67 @@ def test_library_is_refused_when_absent_broken_or_of_another_version(monkeypatch
             if isinstance(outcome, ImportError):
                 raise outcome
             return outcome
+
         monkeypatch.setattr(attention_flash, "importlib", types.SimpleNamespace(import_module=load))
         return attention_flash.library.__wrapped__()
 
     absent = found(ModuleNotFoundError("no module", name="flash_attn"))
     assert absent == (None, "flash-attn-4 is not installed")
-    assert "cannot be imported (libcudart" in found(ImportError("libcudart.so.13: not found")).reason
+    assert (
+        "cannot be imported (libcudart" in found(ImportError("libcudart.so.13: not found")).reason
+    )
     assert "needs cutlass" in found(ModuleNotFoundError("needs cutlass", name="cutlass")).reason
-    other = types.SimpleNamespace(_flash_attn_fwd=lambda q, k, v: None, _flash_attn_bwd=lambda q: None)
+    other = types.SimpleNamespace(
+        _flash_attn_fwd=lambda q, k, v: None, _flash_attn_bwd=lambda q: None
+    )
     assert "do not take causal, cu_seqlens_k" in found(other).reason
     assert "another interface" in found(types.SimpleNamespace()).reason
 
-    def forward(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse, out,
-                lse): ...
+    def forward(
+        q,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        return_lse,
+        out,
+        lse,
+    ): ...
 
-    def backward(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic, dq,
-                 dk, dv): ...
+    def backward(
+        q,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        deterministic,
+        dq,
+        dk,
+        dv,
+    ): ...
 
     found_both = found(types.SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward))
     assert found_both == (Kernels(forward, backward), None)
 
 
-@pytest.mark.parametrize(("sizes", "known"), [
-    ((128, 128), True), ((192, 128), True), ((64, 64), True), ((256, 256), True), ((24, 16), False), ((40, 40), False),
-    ((512, 512), False)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "known"),
+    [
+        ((128, 128), True),
+        ((192, 128), True),
+        ((64, 64), True),
+        ((256, 256), True),
+        ((24, 16), False),
+        ((40, 40), False),
+        ((512, 512), False),
+    ],
+    ids=str,
+)
 def test_head_sizes_that_hopper_has_kernels_for(sizes, known):
-    """The backward of 24 and 16 failed to compile on an H200: tiles of 32 columns were loaded by 16."""
+    """The backward of 24 and 16 failed to compile on an H200: tiles of 32 columns were loaded by
+    16."""
     assert attention_flash._knows_sizes(attention_flash.HOPPER, *sizes) == known

@@ -1,4 +1,5 @@
 """Gated RMSNorm against its naive twin: outputs and all gradients."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,19 +10,34 @@ from packgraph.mamba.gated_norm import gated_rms_norm, naive_gated_rms_norm
 
 
 @settings(max_examples=20)
-@given(rows=st.integers(1, 5), groups=st.integers(1, 4), width=st.integers(1, 9), norm_first=st.booleans())
+@given(
+    rows=st.integers(1, 5),
+    groups=st.integers(1, 4),
+    width=st.integers(1, 9),
+    norm_first=st.booleans(),
+)
 def test_equals_naive(rows, groups, width, norm_first):
     size = groups * width
     inputs = [torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)]
     grad = torch.randn(rows, size)
-    results = [with_gradients(lambda *leaves, f=function: f(*leaves, 1e-5, groups, norm_first=norm_first), inputs, grad)
-               for function in (gated_rms_norm, naive_gated_rms_norm)]
+    results = [
+        with_gradients(
+            lambda *leaves, f=function: f(*leaves, 1e-5, groups, norm_first=norm_first),
+            inputs,
+            grad,
+        )
+        for function in (gated_rms_norm, naive_gated_rms_norm)
+    ]
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_are_independent_and_zeros_stay_zero():
-    x, gate, weight = torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16), torch.ones(8)
+    x, gate, weight = (
+        torch.randn(4, 8, dtype=torch.bfloat16),
+        torch.randn(4, 8, dtype=torch.bfloat16),
+        torch.ones(8),
+    )
     x[2] = 0
     out = gated_rms_norm(x, gate, weight, 1e-5, 2)
     assert out.dtype == torch.bfloat16 and not out[2].any()

@@ -1,4 +1,5 @@
-"""The kernel for losses and gradients of logits against the operations it replaces, in Triton's interpreter."""
+"""The kernel for losses and gradients of logits against the operations it replaces, in Triton's
+interpreter."""
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ pytestmark = needs_triton
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 50), (torch.bfloat16, 9000)], ids=str)
 def test_kernel_equals_the_operations(dtype, size):
     from packgraph.ops.loss.kernel import logits_to_gradients
+
     torch.manual_seed(0)
     logits = (4 * torch.randn(6, size)).to(dtype)
     logits[1, 7] = 60.0  # a target with probability 1
@@ -24,7 +26,9 @@ def test_kernel_equals_the_operations(dtype, size):
     expected = naive_gradient_of_logits(logits.clone(), labels, expected_losses, wanted=True)
     logits_to_gradients(logits, labels, losses)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(logits, expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        logits, expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-7
+    )
     assert not logits[2].any() and losses[2] == 0
 
 
@@ -33,6 +37,7 @@ def test_kernel_equals_the_operations(dtype, size):
 def test_a_label_outside_the_vocabulary_reads_nothing_and_makes_nan(label):
     """The rows lie in a larger buffer, whose other numbers an illegal label would find."""
     from packgraph.ops.loss.kernel import logits_to_gradients
+
     torch.manual_seed(0)
     buffer = torch.randn(5, 64)
     logits, around = buffer[1:4, :50], buffer.clone()
@@ -50,7 +55,8 @@ def test_a_label_outside_the_vocabulary_reads_nothing_and_makes_nan(label):
 @inside
 @pytest.mark.parametrize("chunk", [4, 16])
 def test_compiled_loss_holds_the_kernel(monkeypatch, chunk):
-    """What it writes to, it writes to in compiled code as well: chunk after chunk, views of the losses among it."""
+    """What it writes to, it writes to in compiled code as well: chunk after chunk, views of the
+    losses among it."""
     from packgraph.ops.loss.kernel import logits_to_gradients
 
     def by_kernel(logits, labels, losses, *, wanted):
@@ -61,8 +67,10 @@ def test_compiled_loss_holds_the_kernel(monkeypatch, chunk):
     hidden, weight = torch.randn(10, 8), torch.randn(50, 8)
     labels = torch.randint(0, 50, (10,)).index_fill(0, torch.tensor([2, 9]), IGNORED)
     results = []
-    for function in (loss.linear_cross_entropy, torch.compile(loss.linear_cross_entropy, fullgraph=True,
-                                                              backend="aot_eager")):
+    for function in (
+        loss.linear_cross_entropy,
+        torch.compile(loss.linear_cross_entropy, fullgraph=True, backend="aot_eager"),
+    ):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         value = function(*leaves, labels, chunk)
         (value / 7).backward()

@@ -1,4 +1,5 @@
 """Merged linear layers against one product after the other, and the models that use them."""
+
 import dataclasses
 
 import pytest
@@ -20,8 +21,9 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # float32 sums in another order
 CAPACITY = Capacity(32, 4)
 
 
-def make(rows: int, width: int, sizes: list[int], adjacent: bool, seed: int = 0
-         ) -> tuple[Tensor, list[torch.nn.Parameter]]:
+def make(
+    rows: int, width: int, sizes: list[int], adjacent: bool, seed: int = 0
+) -> tuple[Tensor, list[torch.nn.Parameter]]:
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.nn.Parameter(torch.randn(size, width, generator=generator)) for size in sizes]
     if adjacent:
@@ -30,8 +32,13 @@ def make(rows: int, width: int, sizes: list[int], adjacent: bool, seed: int = 0
 
 
 @settings(max_examples=25)
-@given(rows=st.integers(1, 6), width=st.integers(1, 7), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-       adjacent=st.booleans(), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 6),
+    width=st.integers(1, 7),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    adjacent=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_merged_equals_naive_for_outputs_and_gradients(rows, width, sizes, adjacent, seed):
     x, weights = make(rows, width, sizes, adjacent, seed)
     assert (one_matrix(weights) is not None) == (adjacent or len(sizes) == 1)
@@ -76,14 +83,20 @@ def model(merge: bool, **options) -> DecoderModel:
 
 def merged_modules(whole: torch.nn.Module) -> list[bool]:
     """For each module that merges whether its weights lie side by side."""
-    return [one_matrix([getattr(module, name).weight.detach() for name in reversed(module.merged)]) is not None
-            for module in whole.modules() if isinstance(module, MergedProjections) and module.merged]
+    return [
+        one_matrix([getattr(module, name).weight.detach() for name in reversed(module.merged)])
+        is not None
+        for module in whole.modules()
+        if isinstance(module, MergedProjections) and module.merged
+    ]
 
 
 def test_models_have_the_same_parameters_and_compute_the_same():
     plain, merged = model(False), model(True)
     assert merged_modules(merged) == [True] * 4 and not merged_modules(plain)
-    for (name, ours), (other, theirs) in zip(merged.state_dict().items(), plain.state_dict().items(), strict=True):
+    for (name, ours), (other, theirs) in zip(
+        merged.state_dict().items(), plain.state_dict().items(), strict=True
+    ):
         assert name == other and torch.equal(ours, theirs)
     batch = draw_batches(CAPACITY, 1, 320, mean=9.0, sigma=0.5, seed=0)[0]
     for whole in (plain, merged):
@@ -114,7 +127,9 @@ def test_replays_equal_eager(compile):
     batches = draw_batches(CAPACITY, 4, 320, mean=9.0, sigma=0.8, seed=1)
     found = []
     for reason in ("compare", None):
-        graphed = packgraph.graph(model(True), capacities=[CAPACITY], warmup=1, strict=True, compile=compile)
+        graphed = packgraph.graph(
+            model(True), capacities=[CAPACITY], warmup=1, strict=True, compile=compile
+        )
         FlatParameters(graphed.named_parameters(), None).zero_gradients()
         for batch in batches:
             if reason is None:

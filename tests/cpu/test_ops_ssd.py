@@ -1,4 +1,5 @@
 """Chunked SSD against its naive twin: outputs, all gradients, isolation of documents, padding."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,12 +26,25 @@ def compare(ids, dtype=torch.float64, chunk=Q, **sizes):
 
 
 @settings(max_examples=30)
-@given(lengths=st.lists(st.sampled_from([0, 1, 2, Q - 1, Q, Q + 1, 3 * Q + 5]), max_size=4),
-       padding=st.integers(0, 9), chunk=st.sampled_from([1, 4, Q, 16]), groups=st.sampled_from([1, 2]),
-       skip=st.booleans(), first=st.integers(0, 3))
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, 2, Q - 1, Q, Q + 1, 3 * Q + 5]), max_size=4),
+    padding=st.integers(0, 9),
+    chunk=st.sampled_from([1, 4, Q, 16]),
+    groups=st.sampled_from([1, 2]),
+    skip=st.booleans(),
+    first=st.integers(0, 3),
+)
 def test_equals_naive(lengths, padding, chunk, groups, skip, first):
     if sum(lengths) + padding:
-        compare(ids_of(lengths, padding, first), chunk=chunk, groups=groups, skip=skip, heads=2, size=2, state=3)
+        compare(
+            ids_of(lengths, padding, first),
+            chunk=chunk,
+            groups=groups,
+            skip=skip,
+            heads=2,
+            size=2,
+            state=3,
+        )
 
 
 @pytest.mark.parametrize("length", [1, Q - 1, Q, Q + 1, 3 * Q + 5])
@@ -43,8 +57,13 @@ def test_long_decays_neither_overflow_nor_vanish():
     """Steps so long that a state is gone after a row: exp of anything above 0 would be inf."""
     ids, inputs = ids_of([30, 9], 1), ssd_inputs(40)
     inputs[1] = inputs[1] * 300
-    results = [with_gradients(lambda *leaves, f=function: f(*leaves), inputs, torch.ones(40, 4, 3))
-               for function in (lambda *leaves: ssd(*leaves, ids, Q), lambda *leaves: naive_ssd(*leaves, ids))]
+    results = [
+        with_gradients(lambda *leaves, f=function: f(*leaves), inputs, torch.ones(40, 4, 3))
+        for function in (
+            lambda *leaves: ssd(*leaves, ids, Q),
+            lambda *leaves: naive_ssd(*leaves, ids),
+        )
+    ]
     for ours, theirs in zip(*results, strict=True):
         assert torch.isfinite(ours).all()
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
@@ -87,6 +106,7 @@ def test_gradcheck():
 
 def test_a_graph_replays_other_documents():
     """Ids are device data: one graph, any documents, and nothing that it reads on the host."""
+
     class Mix(torch.nn.Module):
         def forward(self, x, dt, b, c, ids):
             return ssd(x, dt, -torch.ones(4), b, c, torch.ones(4), ids, Q)
@@ -95,8 +115,10 @@ def test_a_graph_replays_other_documents():
     for lengths, padding in (([20], 4), ([3, 9, 7], 5), ([1, 23], 0), ([], 24), ([8, 8, 8], 0)):
         x, dt, _, b, c, _ = ssd_inputs(24)
         inputs, grad, ids = (x, dt, b, c), torch.randn(24, 4, 3), ids_of(lengths, padding)
-        results = [with_gradients(lambda *leaves, m=module, i=ids: m(*leaves, i), inputs, grad)
-                   for module in (replayed, eager)]
+        results = [
+            with_gradients(lambda *leaves, m=module, i=ids: m(*leaves, i), inputs, grad)
+            for module in (replayed, eager)
+        ]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
@@ -109,12 +131,16 @@ def test_compiled_equals_eager():
         return ssd(packed_causal_conv(x.flatten(1), weight, None, ids).view_as(x), *others, ids, Q)
 
     compiled = torch.compile(mix, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(with_gradients(compiled, inputs, grad), with_gradients(mix, inputs, grad), strict=True):
+    for ours, theirs in zip(
+        with_gradients(compiled, inputs, grad), with_gradients(mix, inputs, grad), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("place", "shape"), [(0, (9, 4)), (1, (9, 3)), (2, (3,)), (3, (9, 3, 5)), (4, (8, 2, 5)),
-                                              (5, (1,))])
+@pytest.mark.parametrize(
+    ("place", "shape"),
+    [(0, (9, 4)), (1, (9, 3)), (2, (3,)), (3, (9, 3, 5)), (4, (8, 2, 5)), (5, (1,))],
+)
 def test_shapes_that_do_not_fit_are_refused(place, shape):
     inputs = ssd_inputs(9)
     inputs[place] = torch.zeros(shape)
@@ -126,4 +152,6 @@ def test_shapes_that_do_not_fit_are_refused(place, shape):
 
 def test_why_there_is_no_kernel_is_said():
     found = "; ".join(ssd_problems(torch.device("cpu"), torch.float64, 129, 300, 48))
-    assert all(part in found for part in ("not on cpu", "not torch.float64", "[129, 300]", "not 48"))
+    assert all(
+        part in found for part in ("not on cpu", "not torch.float64", "[129, 300]", "not 48")
+    )

@@ -1,4 +1,6 @@
-"""The kernels of convolution and SSD against the operations they replace, in Triton's interpreter."""
+"""The kernels of convolution and SSD against the operations they replace, in Triton's
+interpreter."""
+
 import os
 
 import pytest
@@ -21,25 +23,33 @@ def _interpreter(monkeypatch):
 
 def ssd_kernels(ids, chunk):
     from packgraph.mamba.ssd_op import ssd_by_kernels
+
     return lambda *leaves: ssd_by_kernels(*leaves, ids, chunk)
 
 
 @inside
-@pytest.mark.parametrize(("lengths", "padding", "chunk", "sizes", "dtype"), [
-    ([1], 0, 16, {"heads": 1, "groups": 1}, torch.float32),
-    ([0, 3, 5, 1, 9, 17], 2, 16, {"heads": 4, "groups": 2}, torch.float16),
-    ([43], 3, 16, {"heads": 2, "groups": 1, "skip": False}, torch.float32),
-    ([100, 77], 23, 128, {"heads": 2, "groups": 2, "size": 20, "state": 70}, torch.float32),
-    ([], 17, 16, {"heads": 1, "groups": 1}, torch.float32),
-], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "padding", "chunk", "sizes", "dtype"),
+    [
+        ([1], 0, 16, {"heads": 1, "groups": 1}, torch.float32),
+        ([0, 3, 5, 1, 9, 17], 2, 16, {"heads": 4, "groups": 2}, torch.float16),
+        ([43], 3, 16, {"heads": 2, "groups": 1, "skip": False}, torch.float32),
+        ([100, 77], 23, 128, {"heads": 2, "groups": 2, "size": 20, "state": 70}, torch.float32),
+        ([], 17, 16, {"heads": 1, "groups": 1}, torch.float32),
+    ],
+    ids=str,
+)
 def test_ssd_equals_the_operations(lengths, padding, chunk, sizes, dtype):
-    """Outputs and all gradients; rows that lie apart; NaN in padding, from where nothing may come."""
+    """Outputs and all gradients; rows that lie apart; NaN in padding, from where nothing may
+    come."""
     ids = ids_of(lengths, padding, 2)
     rows, used = len(ids), sum(lengths)
     inputs = ssd_inputs(rows, dtype=dtype, **sizes)
     grad = torch.randn(inputs[0].shape)
     wide = [None if value is None else value.double() for value in inputs]
-    wanted = with_gradients(lambda *leaves: chunked_ssd(*leaves, ids, chunk), wide, grad.to(dtype).double())
+    wanted = with_gradients(
+        lambda *leaves: chunked_ssd(*leaves, ids, chunk), wide, grad.to(dtype).double()
+    )
     for value in (inputs[0], inputs[1], inputs[3], inputs[4], grad):
         value[used:] = NAN
     inputs[0] = torch.cat([inputs[0], inputs[0]], 1)[:, : inputs[0].shape[1]]
@@ -52,6 +62,7 @@ def test_ssd_equals_the_operations(lengths, padding, chunk, sizes, dtype):
 @inside
 def test_ssd_shares_heads_out_among_programs(monkeypatch):
     from packgraph.mamba import ssd_backward_kernel
+
     ids, inputs, grad = ids_of([5, 9], 2), ssd_inputs(16, 4, 3, 1, 5), torch.randn(16, 4, 3)
     results = []
     for enough, parts in ((1, 1), (2, 2)):
@@ -66,6 +77,7 @@ def other_ways(monkeypatch, **given):
     """Have forward and backward made in these ways instead of those of the table."""
     from packgraph.mamba import ssd_backward_kernel, ssd_forward_kernel
     from packgraph.mamba.ssd_configs import KernelConfigs
+
     for kernels in (ssd_forward_kernel, ssd_backward_kernel):
         monkeypatch.setattr(kernels, "ways_of", lambda *sizes: KernelConfigs(**given))
 
@@ -73,24 +85,37 @@ def other_ways(monkeypatch, **given):
 def grouped(tile, share):
     """Every piece in a way that is not the usual one."""
     from packgraph.mamba.ssd_configs import Carry, Mix, Pairs, Summed, Tables, Values
-    return {"tables": Tables(32, 128), "carry": Carry(columns=64, rows=16),
-            "mix": Mix("groups", tile, share),
-            "back": Carry(columns=16), "pairs": Pairs(share, products=True), "of_c": Summed(128, share),
-            "of_b": Summed(128, share), "values": Values("groups", tile, share)}
+
+    return {
+        "tables": Tables(32, 128),
+        "carry": Carry(columns=64, rows=16),
+        "mix": Mix("groups", tile, share),
+        "back": Carry(columns=16),
+        "pairs": Pairs(share, products=True),
+        "of_c": Summed(128, share),
+        "of_b": Summed(128, share),
+        "values": Values("groups", tile, share),
+    }
 
 
 @inside
-@pytest.mark.parametrize(("tile", "share", "chunk", "sizes", "dtype"), [
-    (16, 2, 32, {"heads": 4, "groups": 2}, torch.float16),
-    (32, 8, 32, {"heads": 3, "groups": 1, "skip": False}, torch.float32),
-    (128, 1, 128, {"heads": 2, "groups": 2, "size": 20, "state": 70}, torch.float32),
-], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "share", "chunk", "sizes", "dtype"),
+    [
+        (16, 2, 32, {"heads": 4, "groups": 2}, torch.float16),
+        (32, 8, 32, {"heads": 3, "groups": 1, "skip": False}, torch.float32),
+        (128, 1, 128, {"heads": 2, "groups": 2, "size": 20, "state": 70}, torch.float32),
+    ],
+    ids=str,
+)
 def test_every_way_equals_the_operations(tile, share, chunk, sizes, dtype, monkeypatch):
     ids, used = ids_of([0, 3, 5, 1, 39], 16, 2), 48
     inputs = ssd_inputs(len(ids), dtype=dtype, **sizes)
     grad = torch.randn(inputs[0].shape)
     wide = [None if value is None else value.double() for value in inputs]
-    wanted = with_gradients(lambda *leaves: chunked_ssd(*leaves, ids, chunk), wide, grad.to(dtype).double())
+    wanted = with_gradients(
+        lambda *leaves: chunked_ssd(*leaves, ids, chunk), wide, grad.to(dtype).double()
+    )
     for value in (inputs[0], inputs[1], inputs[3], inputs[4], grad):
         value[used:] = NAN
     other_ways(monkeypatch, **grouped(tile, share))
@@ -100,14 +125,23 @@ def test_every_way_equals_the_operations(tile, share, chunk, sizes, dtype, monke
 
 
 @inside
-@pytest.mark.parametrize(("columns", "chunk", "sizes", "dtype"), [
-    (16, 16, {"heads": 4, "groups": 2}, torch.float16), (64, 64, {"heads": 1, "groups": 1}, torch.float32),
-    (32, 32, {"heads": 2, "groups": 1, "size": 40, "state": 20, "skip": False}, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("columns", "chunk", "sizes", "dtype"),
+    [
+        (16, 16, {"heads": 4, "groups": 2}, torch.float16),
+        (64, 64, {"heads": 1, "groups": 1}, torch.float32),
+        (32, 32, {"heads": 2, "groups": 1, "size": 40, "state": 20, "skip": False}, torch.float32),
+    ],
+    ids=str,
+)
 def test_states_that_are_never_written_down(columns, chunk, sizes, dtype, monkeypatch):
     from packgraph.mamba.ssd_configs import Mix
+
     ids, used = ids_of([0, 3, 5, 1, 39], 16, 2), 48
     inputs = ssd_inputs(len(ids), dtype=dtype, **sizes)
-    wanted = chunked_ssd(*[None if value is None else value.double() for value in inputs], ids, chunk)
+    wanted = chunked_ssd(
+        *[None if value is None else value.double() for value in inputs], ids, chunk
+    )
     for value in (inputs[0], inputs[1], inputs[3], inputs[4]):
         value[used:] = NAN
     other_ways(monkeypatch, mix=Mix("through", columns=columns, chunk=chunk))
@@ -119,9 +153,12 @@ def test_states_that_are_never_written_down(columns, chunk, sizes, dtype, monkey
 @pytest.mark.parametrize("part", ["mix", "values"])
 def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
     from packgraph.mamba.ssd_configs import Mix, Values
+
     other_ways(monkeypatch, **{part: {"mix": Mix, "values": Values}[part](tile=128)})
     with pytest.raises(ValueError, match=r"tiles of 64 rows.*got tile=128"):
-        with_gradients(ssd_kernels(ids_of([20]), 128), ssd_inputs(20, 1, 3, 1, 5), torch.randn(20, 1, 3))
+        with_gradients(
+            ssd_kernels(ids_of([20]), 128), ssd_inputs(20, 1, 3, 1, 5), torch.randn(20, 1, 3)
+        )
 
 
 @inside
@@ -129,7 +166,11 @@ def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
 def test_a_changed_document_leaves_the_others_in_kernels(way, monkeypatch):
     if way is not None:
         from packgraph.mamba.ssd_configs import Mix
-        other_ways(monkeypatch, **grouped(16, 1) | ({} if way == "groups" else {"mix": Mix("through", columns=16)}))
+
+        other_ways(
+            monkeypatch,
+            **grouped(16, 1) | ({} if way == "groups" else {"mix": Mix("through", columns=16)}),
+        )
     ids, changed = ids_of([5, 8, 16], 3), slice(5, 13)
     inputs, grad = ssd_inputs(32, 1, 3, 1, 5), torch.randn(32, 1, 3)
     before = with_gradients(ssd_kernels(ids, 16), inputs, grad)
@@ -149,31 +190,48 @@ def test_long_decays_in_kernels():
     ids, inputs = ids_of([22, 9], 1), ssd_inputs(32, 1, 3, 1, 5)
     inputs[1] = inputs[1] * 300
     wide = [value.double() for value in inputs]
-    wanted = with_gradients(lambda *leaves: chunked_ssd(*leaves, ids, 16), wide, torch.ones(32, 1, 3).double())
+    wanted = with_gradients(
+        lambda *leaves: chunked_ssd(*leaves, ids, 16), wide, torch.ones(32, 1, 3).double()
+    )
     found = with_gradients(ssd_kernels(ids, 16), inputs, torch.ones(32, 1, 3))
-    assert max(distances(found, wanted)) < 1e-3  # decays are differences of sums of thousands, in float32
+    assert (
+        max(distances(found, wanted)) < 1e-3
+    )  # decays are differences of sums of thousands, in float32
 
 
 @inside
 def test_compiled_ssd_holds_the_kernels():
     ids, inputs, grad = ids_of([5, 9], 2), ssd_inputs(16, 1, 3, 1, 5), torch.randn(16, 1, 3)
     compiled = torch.compile(ssd_kernels(ids, 16), fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(with_gradients(compiled, inputs, grad),
-                            with_gradients(ssd_kernels(ids, 16), inputs, grad), strict=True):
+    for ours, theirs in zip(
+        with_gradients(compiled, inputs, grad),
+        with_gradients(ssd_kernels(ids, 16), inputs, grad),
+        strict=True,
+    ):
         assert torch.equal(ours, theirs)
 
 
 @inside
-@pytest.mark.parametrize(("lengths", "padding", "channels", "taps", "bias", "activation"), [
-    ([0, 3, 1, 66, 2], 3, 130, 4, True, True), ([6], 0, 3, 4, False, True), ([2, 5], 2, 5, 3, True, False),
-    ([2, 5], 0, 5, 1, False, True), ([], 9, 4, 2, True, True),
-], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "padding", "channels", "taps", "bias", "activation"),
+    [
+        ([0, 3, 1, 66, 2], 3, 130, 4, True, True),
+        ([6], 0, 3, 4, False, True),
+        ([2, 5], 2, 5, 3, True, False),
+        ([2, 5], 0, 5, 1, False, True),
+        ([], 9, 4, 2, True, True),
+    ],
+    ids=str,
+)
 def test_convolution_equals_the_operations(lengths, padding, channels, taps, bias, activation):
     from packgraph.mamba.conv_kernel import convolve
+
     ids, used = ids_of(lengths, padding, 1), sum(lengths)
     inputs = conv_inputs(len(ids), channels, taps, bias=bias)
     grad = torch.randn(len(ids), channels)
-    wanted = with_gradients(lambda *leaves: plain_packed_causal_conv(*leaves, ids, activation), inputs, grad)
+    wanted = with_gradients(
+        lambda *leaves: plain_packed_causal_conv(*leaves, ids, activation), inputs, grad
+    )
     inputs[0][used:], grad[used:] = NAN, NAN
     inputs[0] = torch.cat([inputs[0], inputs[0]], 1)[:, :channels]
     found = with_gradients(lambda *leaves: convolve(*leaves, ids, activation), inputs, grad)
@@ -185,10 +243,14 @@ def test_convolution_equals_the_operations(lengths, padding, channels, taps, bia
 @inside
 def test_compiled_convolution_holds_the_kernel():
     from packgraph.mamba.conv_kernel import convolve
+
     ids, inputs, grad = ids_of([5, 9], 2), conv_inputs(16), torch.randn(16, 6)
     compiled = torch.compile(convolve, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(with_gradients(lambda *leaves: compiled(*leaves, ids, True), inputs, grad),
-                            with_gradients(lambda *leaves: convolve(*leaves, ids, True), inputs, grad), strict=True):
+    for ours, theirs in zip(
+        with_gradients(lambda *leaves: compiled(*leaves, ids, True), inputs, grad),
+        with_gradients(lambda *leaves: convolve(*leaves, ids, True), inputs, grad),
+        strict=True,
+    ):
         assert torch.equal(ours, theirs)
 
 

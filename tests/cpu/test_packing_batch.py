@@ -1,4 +1,6 @@
-"""One microbatch: its tensors against a twin written one token at a time, its life as a pytree, its device moves."""
+"""One microbatch: its tensors against a twin written one token at a time, its life as a pytree, its
+device moves."""
+
 import copy
 import pickle
 
@@ -11,7 +13,15 @@ from packgraph.packing.capacity import Capacity
 from packgraph.packing.layout import layout_of
 
 CAPACITY = Capacity(12, 4)
-FIELDS = ("tokens", "labels", "position_ids", "document_ids", "cu_seqlens", "loss_mask", "padding_mask")
+FIELDS = (
+    "tokens",
+    "labels",
+    "position_ids",
+    "document_ids",
+    "cu_seqlens",
+    "loss_mask",
+    "padding_mask",
+)
 
 
 def naive(documents, capacity):
@@ -27,16 +37,32 @@ def naive(documents, capacity):
             wanted["loss_mask"].append(label != -100)
             wanted["padding_mask"].append(False)
         wanted["cu_seqlens"].append(len(wanted["tokens"]))
-    tail = {"tokens": 0, "labels": -100, "position_ids": 0, "document_ids": capacity.documents, "loss_mask": False,
-            "padding_mask": True}
+    tail = {
+        "tokens": 0,
+        "labels": -100,
+        "position_ids": 0,
+        "document_ids": capacity.documents,
+        "loss_mask": False,
+        "padding_mask": True,
+    }
     for name, value in tail.items():
         wanted[name] += [value] * (capacity.tokens - len(wanted[name]))
-    wanted["cu_seqlens"] += [wanted["cu_seqlens"][-1]] * (capacity.documents + 1 - len(wanted["cu_seqlens"]))
+    wanted["cu_seqlens"] += [wanted["cu_seqlens"][-1]] * (
+        capacity.documents + 1 - len(wanted["cu_seqlens"])
+    )
     return wanted
 
 
-@pytest.mark.parametrize("documents", [
-    [[5, 6, 7], [8, 9], [1, 2, 3, 4]], [[3]], [[1], [2], [3], [4]], [list(range(12))], [[7] * 11, [8]]])
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [[5, 6, 7], [8, 9], [1, 2, 3, 4]],
+        [[3]],
+        [[1], [2], [3], [4]],
+        [list(range(12))],
+        [[7] * 11, [8]],
+    ],
+)
 def test_build_equals_the_naive_twin(documents):
     batch = PackedBatch.build(documents, CAPACITY)
     for name, values in naive(documents, CAPACITY).items():
@@ -50,7 +76,9 @@ def test_build_equals_the_naive_twin(documents):
 def test_tensors_have_the_promised_types_and_share_one_buffer():
     batch = PackedBatch.build([[1, 2]], CAPACITY)
     kinds = {name: getattr(batch, name).dtype for name in FIELDS}
-    assert [kinds[name] for name in FIELDS] == [torch.int64] * 3 + [torch.int32] * 2 + [torch.bool] * 2
+    assert [kinds[name] for name in FIELDS] == [torch.int64] * 3 + [torch.int32] * 2 + [
+        torch.bool
+    ] * 2
     start = batch.data.data_ptr()
     for name in FIELDS:
         place = getattr(layout_of(CAPACITY), name)
@@ -65,8 +93,14 @@ def test_equal_documents_give_equal_bytes():
     assert torch.equal(first.data, second.data)
 
 
-@pytest.mark.parametrize(("documents", "numbers"), [
-    ([[1] * 13], "1 documents of 13 tokens"), ([[1]] * 5, "5 documents of 5 tokens"), ([], "at least one")])
+@pytest.mark.parametrize(
+    ("documents", "numbers"),
+    [
+        ([[1] * 13], "1 documents of 13 tokens"),
+        ([[1]] * 5, "5 documents of 5 tokens"),
+        ([], "at least one"),
+    ],
+)
 def test_build_refuses_what_does_not_fit(documents, numbers):
     with pytest.raises(ValueError, match=numbers):
         PackedBatch.build(documents, CAPACITY)
@@ -139,9 +173,13 @@ def test_capacities_are_ordered_and_know_their_longest_document():
 
 
 def test_words_outside_a_vocabulary_are_refused_by_what_the_host_knows():
-    batch = PackedBatch.build([[1, 2, 7], {"input_ids": [3, 4], "labels": [-100, 9]}], Capacity(8, 2))
+    batch = PackedBatch.build(
+        [[1, 2, 7], {"input_ids": [3, 4], "labels": [-100, 9]}], Capacity(8, 2)
+    )
     batch.check_words(10)
-    with pytest.raises(ValueError, match="token id or label 9, but the model has a vocabulary of 9"):
+    with pytest.raises(
+        ValueError, match="token id or label 9, but the model has a vocabulary of 9"
+    ):
         batch.check_words(9)
     batch.without_lengths().check_words(1)
     PackedBatch.empty(Capacity(8, 2)).check_words(1)

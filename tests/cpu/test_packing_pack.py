@@ -1,4 +1,6 @@
-"""Packing lists and streams: every document once and whole, the smallest capacity, little padding, overlong ones."""
+"""Packing lists and streams: every document once and whole, the smallest capacity, little padding,
+overlong ones."""
+
 import itertools
 
 import numpy as np
@@ -16,8 +18,13 @@ from hypothesis import given, settings, strategies
 CAPACITIES = strategies.lists(
     strategies.builds(
         lambda tokens, documents, share: Capacity(tokens, documents, max(1, tokens * share // 4)),
-        strategies.integers(1, 40), strategies.integers(1, 6), strategies.integers(1, 4)),
-    min_size=1, max_size=4)
+        strategies.integers(1, 40),
+        strategies.integers(1, 6),
+        strategies.integers(1, 4),
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 @strategies.composite
@@ -26,7 +33,9 @@ def packings(draw):
     capacities = draw(CAPACITIES)
     longest = CapacitySet(capacities).longest
     lengths = draw(strategies.lists(strategies.integers(1, longest), max_size=40))
-    return capacities, [[100 * number + place for place in range(length)] for number, length in enumerate(lengths)]
+    return capacities, [
+        [100 * number + place for place in range(length)] for number, length in enumerate(lengths)
+    ]
 
 
 def unpack(batch):
@@ -42,8 +51,11 @@ def check(batches, documents, capacities):
     for batch in batches:
         inside = unpack(batch)
         assert batch.lengths == tuple(map(len, inside))
-        fitting = [capacity for capacity in capacities
-                   if capacity.holds(batch.num_tokens, len(inside), max(batch.lengths))]
+        fitting = [
+            capacity
+            for capacity in capacities
+            if capacity.holds(batch.num_tokens, len(inside), max(batch.lengths))
+        ]
         assert batch.capacity == min(fitting)
 
 
@@ -110,7 +122,9 @@ def test_a_documents_cap_goes_to_the_next_capacity():
 
 
 def test_overlong_documents_are_an_error_by_default():
-    with pytest.raises(ValueError, match=r"document 1 has 9 tokens.*documents of 8; add a.*overlong=\"split\""):
+    with pytest.raises(
+        ValueError, match=r"document 1 has 9 tokens.*documents of 8; add a.*overlong=\"split\""
+    ):
         pack([[1], [1] * 9], [Capacity(8, 2), Capacity(4, 9)])
 
 
@@ -126,7 +140,12 @@ def test_overlong_documents_are_split_or_dropped_and_counted(window):
     report = PackReport()
     batches = pack(documents, [Capacity(8, 4)], overlong="drop", report=report, window=window)
     assert [batch.lengths for batch in batches] == [(2,)]
-    assert (report.dropped_documents, report.dropped_tokens, report.packs, report.places) == (1, 20, 1, 8)
+    assert (report.dropped_documents, report.dropped_tokens, report.packs, report.places) == (
+        1,
+        20,
+        1,
+        8,
+    )
     assert report.padding_fraction == 0.75
 
 
@@ -162,11 +181,18 @@ def test_nothing_packs_to_nothing():
 
 
 @settings(max_examples=30)
-@given(strategies.lists(strategies.tuples(strategies.integers(1, 12), strategies.integers(1, 5)), max_size=8))
+@given(
+    strategies.lists(
+        strategies.tuples(strategies.integers(1, 12), strategies.integers(1, 5)), max_size=8
+    )
+)
 def test_room_is_the_longest_document_that_may_join(members):
     capacities = CapacitySet([Capacity(20, 3, 8), Capacity(30, 2), Capacity(12, 9)])
     tokens, count = sum(length for length, _ in members), len(members)
     longest = max((length for length, _ in members), default=0)
-    fitting = [length for length in range(1, 31)
-               if any(c.holds(tokens + length, count + 1, max(longest, length)) for c in capacities.sorted)]
+    fitting = [
+        length
+        for length in range(1, 31)
+        if any(c.holds(tokens + length, count + 1, max(longest, length)) for c in capacities.sorted)
+    ]
     assert capacities.room(tokens, count, longest) == max(fitting, default=0)

@@ -1,4 +1,6 @@
-"""Rows of several sizes: never more places or rows than best-fit-decreasing, every document once, padding gone."""
+"""Rows of several sizes: never more places or rows than best-fit-decreasing, every document once,
+padding gone."""
+
 import pytest
 
 from packgraph.packing.capacity import Capacity, CapacitySet
@@ -13,8 +15,13 @@ from hypothesis import example, given, strategies
 CAPACITIES = strategies.lists(
     strategies.builds(
         lambda tokens, documents, share: Capacity(tokens, documents, max(1, tokens * share // 4)),
-        strategies.integers(1, 40), strategies.integers(1, 6), strategies.integers(1, 4)),
-    min_size=1, max_size=5)
+        strategies.integers(1, 40),
+        strategies.integers(1, 6),
+        strategies.integers(1, 4),
+    ),
+    min_size=1,
+    max_size=5,
+)
 
 
 def places(packs, capacities):
@@ -26,7 +33,9 @@ def test_no_more_places_and_no_more_rows(capacities, data):
     allowed = CapacitySet(capacities)
     lengths = data.draw(strategies.lists(strategies.integers(1, allowed.longest), max_size=40))
     before, after = best_fit_decreasing(lengths, allowed), best_fit(lengths, allowed)
-    assert sorted(member for found in after for member in found.members) == list(range(len(lengths)))
+    assert sorted(member for found in after for member in found.members) == list(
+        range(len(lengths))
+    )
     assert places(after, allowed) <= places(before, allowed) and len(after) <= len(before)
     for found in after:
         inside = [lengths[member] for member in found.members]
@@ -37,7 +46,15 @@ def test_no_more_places_and_no_more_rows(capacities, data):
 
 def test_two_sizes_that_are_just_enough_replace_a_full_row_and_a_rest():
     allowed = CapacitySet([Capacity(60, 9), Capacity(80, 9), Capacity(100, 9)])
-    lengths = [30, 20, 20, 10, 20, 20, 20]  # 140 tokens: 100 + 40 would cost 160 places, 80 + 60 cost 140
+    lengths = [
+        30,
+        20,
+        20,
+        10,
+        20,
+        20,
+        20,
+    ]  # 140 tokens: 100 + 40 would cost 160 places, 80 + 60 cost 140
     before, after = best_fit_decreasing(lengths, allowed), best_fit(lengths, allowed)
     assert places(before, allowed) == 160 and places(after, allowed) == 140
     report = PackReport()
@@ -46,7 +63,10 @@ def test_two_sizes_that_are_just_enough_replace_a_full_row_and_a_rest():
 
 
 @example([5, 5, 5], [Capacity(10, 9)])
-@given(strategies.lists(strategies.integers(1, 10), max_size=20), strategies.just([Capacity(10, 3), Capacity(10, 9)]))
+@given(
+    strategies.lists(strategies.integers(1, 10), max_size=20),
+    strategies.just([Capacity(10, 3), Capacity(10, 9)]),
+)
 def test_rows_of_one_size_stay_as_they_are(lengths, capacities):
     allowed = CapacitySet(capacities)
     packs = best_fit_decreasing(lengths, allowed)

@@ -1,4 +1,5 @@
 """A pipeline of one rank: what an error leaves behind, and chunks that share parameters."""
+
 import pytest
 import torch
 from torch import nn
@@ -14,8 +15,19 @@ TOKENS = torch.tensor(15)
 
 
 def model():
-    return DecoderModel(DecoderConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
-                                  num_kv_heads=1, head_dim=8, tie_embeddings=False), seed=1)
+    return DecoderModel(
+        DecoderConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=32,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=8,
+            tie_embeddings=False,
+        ),
+        seed=1,
+    )
 
 
 def pipeline(*chunks):
@@ -26,7 +38,9 @@ def pipeline(*chunks):
 def test_a_step_after_an_error_finds_all_slots_free(slots):
     graphed, twin = graph(model(), warmup=0, slots=slots), model()
     alone = pipeline(graphed)
-    batches = [packgraph.PackedBatch.build([[1, 2, 3, 4 + i], [5, 6, 7]], CAPACITY) for i in range(3)]
+    batches = [
+        packgraph.PackedBatch.build([[1, 2, 3, 4 + i], [5, 6, 7]], CAPACITY) for i in range(3)
+    ]
     alone.step(batches, TOKENS)
 
     def interrupt(chunk, out):
@@ -49,7 +63,8 @@ def test_a_step_after_an_error_finds_all_slots_free(slots):
 
 
 class Wary(DecoderModel):
-    """Refuses rows that it can tell from lengths on the host, as a decoder does whose rows are cut in zigzag."""
+    """Refuses rows that it can tell from lengths on the host, as a decoder does whose rows are cut
+    in zigzag."""
 
     def begin(self, batch, *more):
         if batch.host.lengths is not None and 13 in batch.host.lengths:
@@ -59,19 +74,31 @@ class Wary(DecoderModel):
 
 @pytest.mark.parametrize("whole_steps", [False, True])
 def test_microbatches_that_a_chunk_refuses_stop_a_step_before_it_begins(whole_steps):
-    """Graphs know no lengths: a direct replay, or one of a whole step, would run them and be wrong."""
+    """Graphs know no lengths: a direct replay, or one of a whole step, would run them and be
+    wrong."""
     torch.manual_seed(0)
     graphed = graph(Wary(model().config, seed=1), warmup=0, slots=1)
-    alone = Pipeline([graphed], Links([0], {}, None, None), 16, torch.float32, torch.device("cpu"),
-                     whole_steps=whole_steps)
+    alone = Pipeline(
+        [graphed],
+        Links([0], {}, None, None),
+        16,
+        torch.float32,
+        torch.device("cpu"),
+        whole_steps=whole_steps,
+    )
     batches = [packgraph.PackedBatch.build([[1] * length], CAPACITY) for length in (7, 12, 13)]
     for _ in range(3):
         alone.step([batches[0], batches[1]], TOKENS)
     before = [parameter.grad.clone() for parameter in graphed.parameters()]
     with pytest.raises(ValueError, match="unlucky"):
         alone.step([batches[0], batches[2]], TOKENS)
-    assert all(torch.equal(parameter.grad, kept) for parameter, kept in zip(graphed.parameters(), before, strict=True))
-    assert graphed._slots.in_flight() == 0 and not alone.step([batches[1], batches[0]], TOKENS).isnan()
+    assert all(
+        torch.equal(parameter.grad, kept)
+        for parameter, kept in zip(graphed.parameters(), before, strict=True)
+    )
+    assert (
+        graphed._slots.in_flight() == 0 and not alone.step([batches[1], batches[0]], TOKENS).isnan()
+    )
 
 
 def test_chunks_that_share_a_parameter_look_at_gradients_in_every_call():
@@ -92,7 +119,8 @@ class Scored(nn.Module):
 
 
 def test_what_two_graphed_modules_add_to_a_shared_gradient_is_never_lost():
-    """Why such chunks are left out of steady blocks: each module has a buffer of its own for the shared gradient."""
+    """Why such chunks are left out of steady blocks: each module has a buffer of its own for the
+    shared gradient."""
     lost = []
     for steady in (False, True):
         layer, x = nn.Linear(4, 4), torch.randn(3, 4)

@@ -1,4 +1,6 @@
-"""Drawings: every action with its slot and bucket at its time, in 120 columns; well-formed SVG; the command."""
+"""Drawings: every action with its slot and bucket at its time, in 120 columns; well-formed SVG; the
+command."""
+
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -40,7 +42,9 @@ def test_buckets_are_named_and_stretch_time() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 24), st.integers(60, 120))
-def test_text_shows_every_action_within_the_width(ranks: int, chunks: int, microbatches: int, width: int) -> None:
+def test_text_shows_every_action_within_the_width(
+    ranks: int, chunks: int, microbatches: int, width: int
+) -> None:
     picture = make_picture(make_schedule(ranks, chunks, microbatches))
     narrow = draw_text(picture, width, most_panels=1000).splitlines()
     assert max(map(len, narrow[1:])) <= width
@@ -86,26 +90,52 @@ def test_svg_holds_every_action_and_needs_nothing_else(capacities: tuple, bucket
 def test_names_and_titles() -> None:
     assert (chunk_name(0), chunk_name(25), chunk_name(26)) == ("a", "z", ".26.")
     assert title(make_schedule(1, 1, 1), None) == "1F1B: 1 rank, 1 chunk each, 1 microbatch"
-    assert title(make_schedule(2, 2, 3), 3) == "interleaved 1F1B in groups of 3: 2 ranks, 2 chunks each, 3 microbatches"
+    assert (
+        title(make_schedule(2, 2, 3), 3)
+        == "interleaved 1F1B in groups of 3: 2 ranks, 2 chunks each, 3 microbatches"
+    )
 
 
 def test_the_summary_counts_slots_and_tokens() -> None:
     picture = make_picture(make_schedule(4, 2, 8), [1024, 2048], [0] * 8)
     text = summarize(picture, slot_counts(4, 2))
-    assert re.search(r"rank 0 +8 +4 +12 +12 +24,576\n", text) and re.search(r"rank 3 +5 +1 +6 +6 +12,288\n", text)
+    assert re.search(r"rank 0 +8 +4 +12 +12 +24,576\n", text) and re.search(
+        r"rank 3 +5 +1 +6 +6 +12,288\n", text
+    )
     assert "12 slots on the fullest rank" in text and "would be 16 here" in text and "15.8%" in text
-    assert "0: 1,024 tokens, 8 microbatches\n" in text and "1: 2,048 tokens, 0 microbatches\n" in text
+    assert (
+        "0: 1,024 tokens, 8 microbatches\n" in text and "1: 2,048 tokens, 0 microbatches\n" in text
+    )
     assert max(map(len, text.splitlines())) <= 120
 
 
 def test_the_command_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg, csv = tmp_path / "plan.svg", tmp_path / "plan.csv"
-    words = ["plan", "--ranks", "2", "--chunks", "2", "--microbatches", "5", "--capacities", "1024,2048",
-             "--buckets", "0,1,0,1,0", "--svg", str(svg), "--csv", str(csv)]
+    words = [
+        "plan",
+        "--ranks",
+        "2",
+        "--chunks",
+        "2",
+        "--microbatches",
+        "5",
+        "--capacities",
+        "1024,2048",
+        "--buckets",
+        "0,1,0,1,0",
+        "--svg",
+        str(svg),
+        "--csv",
+        str(csv),
+    ]
     assert cli.main(words) == 0
     text = capsys.readouterr().out
-    assert text.startswith("interleaved 1F1B in groups of 2: 2 ranks, 2 chunks each, 5 microbatches\n")
-    assert "bucket  0" in text and "steady memory" in text and max(map(len, text.splitlines())) <= 120
+    assert text.startswith(
+        "interleaved 1F1B in groups of 2: 2 ranks, 2 chunks each, 5 microbatches\n"
+    )
+    assert (
+        "bucket  0" in text and "steady memory" in text and max(map(len, text.splitlines())) <= 120
+    )
     assert ElementTree.parse(svg).getroot().tag == f"{SVG}svg"
     assert from_csv(csv.read_text()) == make_schedule(2, 2, 5)
     assert cli.main(["plan", "--ranks", "1", "--microbatches", "1"]) == 0
@@ -113,15 +143,35 @@ def test_the_command_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "--microbatches" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--ranks", "4"], "required: --microbatches"),
-    (["--ranks", "0", "--microbatches", "2", "--buckets", "1"], "ranks must be .*\n  buckets are indices of capac"),
-    (["--ranks", "2", "--microbatches", "2", "--capacities", "8,0", "--buckets", "2,0"], "got 0\n  micro.* 2, only"),
-    (["--ranks", "2", "--microbatches", "2", "--capacities", "8,x"], "expected whole numbers such as 1,2,3, got '8,x'"),
-    (["--ranks", "2", "--microbatches", "2", "--svg", "/nowhere/x.svg"], "/nowhere/x.svg: cannot be written"),
-    (["--ranks", "4", "--chunks", "2", "--microbatches", "2", "--group", "2"], "group .2. must be at least ranks .4."),
-])
-def test_the_command_refuses_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "4"], "required: --microbatches"),
+        (
+            ["--ranks", "0", "--microbatches", "2", "--buckets", "1"],
+            "ranks must be .*\n  buckets are indices of capac",
+        ),
+        (
+            ["--ranks", "2", "--microbatches", "2", "--capacities", "8,0", "--buckets", "2,0"],
+            "got 0\n  micro.* 2, only",
+        ),
+        (
+            ["--ranks", "2", "--microbatches", "2", "--capacities", "8,x"],
+            "expected whole numbers such as 1,2,3, got '8,x'",
+        ),
+        (
+            ["--ranks", "2", "--microbatches", "2", "--svg", "/nowhere/x.svg"],
+            "/nowhere/x.svg: cannot be written",
+        ),
+        (
+            ["--ranks", "4", "--chunks", "2", "--microbatches", "2", "--group", "2"],
+            "group .2. must be at least ranks .4.",
+        ),
+    ],
+)
+def test_the_command_refuses_mistakes(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
     assert cli.main(["plan", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and re.search(said, captured.err) and "Traceback" not in captured.err
@@ -129,5 +179,10 @@ def test_the_command_refuses_mistakes(capsys: pytest.CaptureFixture[str], words:
 
 def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--ranks", "2", "--chunks", "2", "--microbatches", "4"]) == 0
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "pipelines.md").read_text(encoding="utf-8")
-    assert f"$ packgraph plan --ranks 2 --chunks 2 --microbatches 4\n{capsys.readouterr().out}```" in guide
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "pipelines.md").read_text(
+        encoding="utf-8"
+    )
+    assert (
+        f"$ packgraph plan --ranks 2 --chunks 2 --microbatches 4\n{capsys.readouterr().out}```"
+        in guide
+    )

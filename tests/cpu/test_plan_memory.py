@@ -1,4 +1,6 @@
-"""Predicted pools: the models of two allocators against known cases and naive twins, and what a bank makes of them."""
+"""Predicted pools: the models of two allocators against known cases and naive twins, and what a
+bank makes of them."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +19,26 @@ def at_once(*sizes):
     return [Lifetime(size, birth) for birth, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize(("sizes", "reserved"), [
-    ([1], 2), ([512] * 4096, 2), ([512] * 4097, 4), ([MEBIBYTE], 2), ([MEBIBYTE] * 2, 2), ([MEBIBYTE] * 3, 4),
-    ([MEBIBYTE + 1], 20), ([9 * MEBIBYTE] * 2, 20), ([9 * MEBIBYTE] * 3, 40), ([10 * MEBIBYTE], 10),
-    ([11 * MEBIBYTE], 12), ([10 * MEBIBYTE - 512] * 2, 20), ([33 * MEBIBYTE + 1], 34),
-    ([19 * MEBIBYTE, MEBIBYTE], 22), ([MEBIBYTE + 512, 300], 22)])
+@pytest.mark.parametrize(
+    ("sizes", "reserved"),
+    [
+        ([1], 2),
+        ([512] * 4096, 2),
+        ([512] * 4097, 4),
+        ([MEBIBYTE], 2),
+        ([MEBIBYTE] * 2, 2),
+        ([MEBIBYTE] * 3, 4),
+        ([MEBIBYTE + 1], 20),
+        ([9 * MEBIBYTE] * 2, 20),
+        ([9 * MEBIBYTE] * 3, 40),
+        ([10 * MEBIBYTE], 10),
+        ([11 * MEBIBYTE], 12),
+        ([10 * MEBIBYTE - 512] * 2, 20),
+        ([33 * MEBIBYTE + 1], 34),
+        ([19 * MEBIBYTE, MEBIBYTE], 22),
+        ([MEBIBYTE + 512, 300], 22),
+    ],
+)
 def test_segments_of_the_caching_allocator(sizes, reserved):
     pool = CachingPool()
     pool.replay(at_once(*sizes))
@@ -79,8 +96,12 @@ class NaiveCaching:
             pieces[index][1] = owner
 
     def _best(self, rounded, small):
-        fitting = [(piece[0], -number, index) for number, (kind, pieces) in enumerate(self.segments)
-                   for index, piece in enumerate(pieces) if kind == small and piece[1] is None and piece[0] >= rounded]
+        fitting = [
+            (piece[0], -number, index)
+            for number, (kind, pieces) in enumerate(self.segments)
+            for index, piece in enumerate(pieces)
+            if kind == small and piece[1] is None and piece[0] >= rounded
+        ]
         if not fitting:
             return None
         _, older, index = min(fitting)
@@ -93,7 +114,9 @@ class NaiveCaching:
             index = 1
             while index < len(pieces):
                 if pieces[index - 1][1] is None and pieces[index][1] is None:
-                    pieces[index - 1 : index + 1] = [[pieces[index - 1][0] + pieces[index][0], None]]
+                    pieces[index - 1 : index + 1] = [
+                        [pieces[index - 1][0] + pieces[index][0], None]
+                    ]
                 else:
                     index += 1
 
@@ -102,8 +125,11 @@ class NaiveCaching:
         return sum(piece[0] for _, pieces in self.segments for piece in pieces)
 
 
-SIZES = st.one_of(st.integers(1, 4000), st.integers(1, 40).map(lambda n: n * 300 * KIB),
-                  st.integers(1, 12).map(lambda n: n * 3 * MEBIBYTE))
+SIZES = st.one_of(
+    st.integers(1, 4000),
+    st.integers(1, 40).map(lambda n: n * 300 * KIB),
+    st.integers(1, 12).map(lambda n: n * 3 * MEBIBYTE),
+)
 
 
 @st.composite
@@ -113,8 +139,12 @@ def traces(draw, most=40):
     ticks = {}
     for tick, number in enumerate(events):
         ticks.setdefault(number, []).append(tick)
-    blocks = [Lifetime(draw(SIZES), birth, draw(st.sampled_from([death, death, None])), draw(st.booleans()))
-              for birth, death in sorted(ticks.values())]
+    blocks = [
+        Lifetime(
+            draw(SIZES), birth, draw(st.sampled_from([death, death, None])), draw(st.booleans())
+        )
+        for birth, death in sorted(ticks.values())
+    ]
     return MemoryTrace(tuple(blocks), draw(st.integers(0, 100)))
 
 
@@ -128,8 +158,11 @@ class NaiveExpandable(NaiveCaching):
         rounded = max(512, -(-nbytes // 512) * 512)
         small = rounded <= MEBIBYTE
         pieces = self.segments[small][1]
-        fitting = [(index == len(pieces) - 1, size, index) for index, (size, other) in enumerate(pieces)
-                   if other is None and size >= rounded]
+        fitting = [
+            (index == len(pieces) - 1, size, index)
+            for index, (size, other) in enumerate(pieces)
+            if other is None and size >= rounded
+        ]
         if not fitting:
             start = sum(size for size, _ in pieces)
             if pieces and pieces[-1][1] is None:
@@ -146,7 +179,9 @@ def naive_reserved(captures, kind=NaiveCaching):
     naive = kind()
     for blocks in captures:
         events = [(block.birth, number) for number, block in enumerate(blocks)]
-        events += [(block.death, ~number) for number, block in enumerate(blocks) if block.death is not None]
+        events += [
+            (block.death, ~number) for number, block in enumerate(blocks) if block.death is not None
+        ]
         for _, number in sorted(events):
             if number >= 0:
                 naive.allocate(blocks[number].nbytes, number)
@@ -157,7 +192,9 @@ def naive_reserved(captures, kind=NaiveCaching):
     return naive.nbytes
 
 
-@pytest.mark.parametrize(("model", "naive"), [(CachingPool, NaiveCaching), (ExpandablePool, NaiveExpandable)])
+@pytest.mark.parametrize(
+    ("model", "naive"), [(CachingPool, NaiveCaching), (ExpandablePool, NaiveExpandable)]
+)
 @given(captures=st.lists(traces(most=20), min_size=1, max_size=3))
 def test_models_of_the_allocator_are_their_naive_twins(model, naive, captures):
     pool = model()
@@ -166,9 +203,17 @@ def test_models_of_the_allocator_are_their_naive_twins(model, naive, captures):
     assert pool.nbytes == naive_reserved([trace.blocks for trace in captures], naive)
 
 
-@pytest.mark.parametrize(("sizes", "reserved"), [
-    ([1], 2), ([MEBIBYTE] * 3, 4), ([MEBIBYTE + 1], 20), ([9 * MEBIBYTE] * 3, 40), ([11 * MEBIBYTE], 20),
-    ([33 * MEBIBYTE + 1, 300], 42)])
+@pytest.mark.parametrize(
+    ("sizes", "reserved"),
+    [
+        ([1], 2),
+        ([MEBIBYTE] * 3, 4),
+        ([MEBIBYTE + 1], 20),
+        ([9 * MEBIBYTE] * 3, 40),
+        ([11 * MEBIBYTE], 20),
+        ([33 * MEBIBYTE + 1, 300], 42),
+    ],
+)
 def test_ranges_of_expandable_segments(sizes, reserved):
     pool = ExpandablePool()
     pool.replay(at_once(*sizes))
@@ -196,8 +241,14 @@ def test_the_allocators_settings_choose_the_model(expandable, monkeypatch):
 @given(traces())
 def test_a_pool_holds_what_is_alive_at_once_and_is_whole_again_afterwards(trace):
     ticks = [block.birth for block in trace.blocks]
-    most = max(sum(block.nbytes for block in trace.blocks
-                   if block.birth <= tick and (block.death is None or block.death > tick)) for tick in ticks)
+    most = max(
+        sum(
+            block.nbytes
+            for block in trace.blocks
+            if block.birth <= tick and (block.death is None or block.death > tick)
+        )
+        for tick in ticks
+    )
     for pool in (CachingPool(), ExpandablePool()):
         pool.replay(trace.blocks)
         assert pool.nbytes >= most
@@ -209,7 +260,9 @@ def test_a_pool_holds_what_is_alive_at_once_and_is_whole_again_afterwards(trace)
 def test_first_fit_blocks_that_live_at_once_do_not_overlap(trace):
     blocks = [(block.nbytes, block.birth, block.death) for block in trace.blocks]
     places, added = place_blocks([], blocks)
-    placed = [(place[1], *block) for place, block in zip(places, blocks, strict=True) if place is not None]
+    placed = [
+        (place[1], *block) for place, block in zip(places, blocks, strict=True) if place is not None
+    ]
     assert all(start + nbytes <= added for start, nbytes, *_ in placed)
     for number, (start, nbytes, birth, death) in enumerate(placed):
         for other, size, born, died in placed[:number]:
@@ -220,8 +273,12 @@ def test_first_fit_blocks_that_live_at_once_do_not_overlap(trace):
 def trace_of(tokens, layers=3):
     """Forwards that each leave a block, backwards that each use one for a moment."""
     left = [Lifetime(4000 * tokens, layer, 3 * layers - layer) for layer in range(layers)]
-    used = [Lifetime(500_000 + 1000 * tokens, 3 * layers + 2 * layer, 3 * layers + 2 * layer + 1, brief=True)
-            for layer in range(layers)]
+    used = [
+        Lifetime(
+            500_000 + 1000 * tokens, 3 * layers + 2 * layer, 3 * layers + 2 * layer + 1, brief=True
+        )
+        for layer in range(layers)
+    ]
     return MemoryTrace((*left, *used), buffers=tokens)
 
 
@@ -230,9 +287,19 @@ def test_the_variants_of_a_slot_take_the_most_of_any_not_the_sum(new_pool):
     measured = {Capacity(tokens, 1): trace_of(tokens) for tokens in (512, 1024, 4096)}
     model = BankModel(measured, new_pool)
     bank = model.predict(measured, 1)
-    assert bank.seen and bank.slot == bank.pools and bank.buffers == 4096 and bank.total == bank.pools + 4096
+    assert (
+        bank.seen
+        and bank.slot == bank.pools
+        and bank.buffers == 4096
+        and bank.total == bank.pools + 4096
+    )
     # A little more than the largest alone: blocks of other sizes are cut in other ways.
-    assert model(Capacity(4096, 1)) <= bank.slot < 1.05 * model(Capacity(4096, 1)) < sum(map(model, measured))
+    assert (
+        model(Capacity(4096, 1))
+        <= bank.slot
+        < 1.05 * model(Capacity(4096, 1))
+        < sum(map(model, measured))
+    )
     three = model.predict(measured, 3)
     assert three.pools == 3 * three.slot + three.shared and three.shared > 0
     assert three.slot <= bank.slot <= three.slot + three.shared
@@ -241,15 +308,22 @@ def test_the_variants_of_a_slot_take_the_most_of_any_not_the_sum(new_pool):
 
 
 def test_capacities_that_were_not_measured_lie_on_a_line():
-    model = BankModel({Capacity(tokens, 1): trace_of(tokens) for tokens in (2048, 8192)}, FirstFitPool)
-    expected = BankModel({Capacity(4096, 1): trace_of(4096)}, FirstFitPool).predict([Capacity(4096, 1)], 3)
+    model = BankModel(
+        {Capacity(tokens, 1): trace_of(tokens) for tokens in (2048, 8192)}, FirstFitPool
+    )
+    expected = BankModel({Capacity(4096, 1): trace_of(4096)}, FirstFitPool).predict(
+        [Capacity(4096, 1)], 3
+    )
     found = model.predict([Capacity(4096, 1)], 3)
     assert not found.seen and model.predict([Capacity(8192, 1)], 3).seen
     for name in ("slot", "shared", "buffers", "total"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-3)
 
 
-@given(st.dictionaries(st.integers(1, 100), st.integers(0, 10**9), min_size=1, max_size=5), st.integers(1, 200))
+@given(
+    st.dictionaries(st.integers(1, 100), st.integers(0, 10**9), min_size=1, max_size=5),
+    st.integers(1, 200),
+)
 def test_a_line_passes_through_its_points_and_stays_between_neighbours(points, at):
     values = sorted(points.items())
     assert all(on_line(values, place) == value for place, value in values)

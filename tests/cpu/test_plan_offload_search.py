@@ -1,4 +1,6 @@
-"""The search for plans of offloading: equal to all there is in small cases, never worse by more means, quick."""
+"""The search for plans of offloading: equal to all there is in small cases, never worse by more
+means, quick."""
+
 import time
 from dataclasses import replace
 from itertools import product
@@ -6,7 +8,14 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloadtraces import compiled_trace, decoder_trace, make_trace, measured_trace, small_traces, speeds
+from offloadtraces import (
+    compiled_trace,
+    decoder_trace,
+    make_trace,
+    measured_trace,
+    small_traces,
+    speeds,
+)
 
 from packgraph.offloading.check import timeline_errors
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
@@ -22,33 +31,47 @@ def every_plan(trace: OffloadTrace, speed: CopySpeed) -> list[OffloadPlan]:
     """All legal plans that give back what has left, with their figures."""
     place, late = trace.backward_place, trace.backward_order
     found = []
-    # A copy of nothing would be a place to wait at, and no more; it is none that a program could make.
+    # A copy of nothing would be a place to wait at, and no more; it is none that a program could
+    # make.
     for moves in product(*((False, True) if group.bytes else (False,) for group in trace.groups)):
-        starts = [trace.backward_order[:trace.backward_place[index] + 1] if moved else (KEPT,)
-                  for index, moved in enumerate(moves)]
+        starts = [
+            trace.backward_order[: trace.backward_place[index] + 1] if moved else (KEPT,)
+            for index, moved in enumerate(moves)
+        ]
         for reload_at in product(*starts):
             queued = [place[reload_at[index]] for index in late if moves[index]]
             if queued != sorted(queued):
                 continue
-            found += [predicted(trace, speed, with_releases(trace, speed, OffloadPlan(moves, reload_at, in_flight)))
-                      for in_flight in range(sum(moves) + 1)]
+            found += [
+                predicted(
+                    trace,
+                    speed,
+                    with_releases(trace, speed, OffloadPlan(moves, reload_at, in_flight)),
+                )
+                for in_flight in range(sum(moves) + 1)
+            ]
     return found
 
 
 @given(small_traces(most=4), speeds(), st.floats(0, 1.1), st.sampled_from([0.0, 0.02, 0.1, 0.5]))
 @settings(max_examples=40)
-def test_small_cases_have_the_best_of_all_plans(trace: OffloadTrace, speed: CopySpeed, share: float, lost: float
-                                                ) -> None:
+def test_small_cases_have_the_best_of_all_plans(
+    trace: OffloadTrace, speed: CopySpeed, share: float, lost: float
+) -> None:
     plans = every_plan(trace, speed)
     budget = int(share * trace.kept_peak_bytes)
     fitting = [plan.exposed_us for plan in plans if plan.peak_bytes <= budget]
     if fitting:
         found = plan_for_bytes(trace, speed, budget)
-        assert found.peak_bytes <= budget and found.exposed_us == pytest.approx(min(fitting), abs=NEAR)
+        assert found.peak_bytes <= budget and found.exposed_us == pytest.approx(
+            min(fitting), abs=NEAR
+        )
     else:
         with pytest.raises(ValueError, match="no plan of offloading fits"):
             plan_for_bytes(trace, speed, budget)
-    quick = min(plan.peak_bytes for plan in plans if plan.exposed_us <= lost * trace.compute_us + NEAR / 10)
+    quick = min(
+        plan.peak_bytes for plan in plans if plan.exposed_us <= lost * trace.compute_us + NEAR / 10
+    )
     assert plan_for_time(trace, speed, lost).peak_bytes == quick
     assert least_peak_bytes(trace, speed) == min(plan.peak_bytes for plan in plans)
 
@@ -57,7 +80,9 @@ def test_small_cases_have_the_best_of_all_plans(trace: OffloadTrace, speed: Copy
 def test_five_groups_have_the_best_of_all_plans(order: tuple[int, ...]) -> None:
     """Backwards in another order included."""
     trace = make_trace([9, 4, 7, 5, 6], [3.0, 5.0, 4.0, 2.0, 6.0])
-    groups = tuple(replace(group, backward_us=float(start)) for group, start in zip(trace.groups, order))
+    groups = tuple(
+        replace(group, backward_us=float(start)) for group, start in zip(trace.groups, order)
+    )
     trace, speed = replace(trace, groups=groups, backward_us=50.0), CopySpeed(1.2, 0.5, 0.5)
     plans = every_plan(trace, speed)
     assert len(plans) > 500
@@ -66,31 +91,57 @@ def test_five_groups_have_the_best_of_all_plans(order: tuple[int, ...]) -> None:
         fitting = [plan.exposed_us for plan in plans if plan.peak_bytes <= budget]
         waits.append(min(fitting))
         assert plan_for_bytes(trace, speed, budget).exposed_us == pytest.approx(waits[-1], abs=NEAR)
-    assert waits[0] > waits[2] > waits[-1] == 0, "budgets that are hard, less hard, and large enough for all"
+    assert waits[0] > waits[2] > waits[-1] == 0, (
+        "budgets that are hard, less hard, and large enough for all"
+    )
 
 
 def test_eight_groups_have_the_best_of_all_sets() -> None:
-    """Of all sets with reloads that start when they are needed, or one or two backwards before; the candidates of
-    long traces come near."""
+    """Of all sets with reloads that start when they are needed, or one or two backwards before; the
+    candidates of long traces come near."""
     trace = make_trace([9, 4, 7, 5, 6, 8, 3, 7], [3.0, 5.0, 4.0, 2.0, 6.0, 3.0, 4.0, 5.0])
     speed = CopySpeed(1.0, 1.0, 0.2)
-    plans = [predicted(trace, speed, OffloadPlan(moves, tuple(
-        min(index + ahead, 7) if moved else KEPT for index, moved in enumerate(moves)), in_flight))
-        for moves in product((False, True), repeat=8) for ahead in range(3) for in_flight in range(3)]
+    plans = [
+        predicted(
+            trace,
+            speed,
+            OffloadPlan(
+                moves,
+                tuple(
+                    min(index + ahead, 7) if moved else KEPT for index, moved in enumerate(moves)
+                ),
+                in_flight,
+            ),
+        )
+        for moves in product((False, True), repeat=8)
+        for ahead in range(3)
+        for in_flight in range(3)
+    ]
     gaps = []
     for budget in (45, 40, 35, 30, 25):
-        best, near = plan_for_bytes(trace, speed, budget), plan_for_bytes(trace, speed, budget, few=0)
-        assert best.exposed_us <= min(plan.exposed_us for plan in plans if plan.peak_bytes <= budget) + NEAR
+        best, near = (
+            plan_for_bytes(trace, speed, budget),
+            plan_for_bytes(trace, speed, budget, few=0),
+        )
+        assert (
+            best.exposed_us
+            <= min(plan.exposed_us for plan in plans if plan.peak_bytes <= budget) + NEAR
+        )
         gaps.append(near.lost - best.lost)
     assert min(gaps) >= -NEAR and sum(gaps) / len(gaps) < 0.02
 
 
-@given(small_traces(most=14), speeds(), st.floats(0.2, 1), st.floats(0, 0.3), st.sampled_from([0, 5]))
+@given(
+    small_traces(most=14), speeds(), st.floats(0.2, 1), st.floats(0, 0.3), st.sampled_from([0, 5])
+)
 @settings(max_examples=60)
-def test_more_means_are_never_worse(trace: OffloadTrace, speed: CopySpeed, share: float, lost: float, few: int
-                                    ) -> None:
+def test_more_means_are_never_worse(
+    trace: OffloadTrace, speed: CopySpeed, share: float, lost: float, few: int
+) -> None:
     budget = int(share * trace.kept_peak_bytes)
-    fast = CopySpeed(speed.to_host_bytes_per_us * 1.3, speed.to_device_bytes_per_us * 1.1, speed.latency_us * 0.9)
+    fast = CopySpeed(
+        speed.to_host_bytes_per_us * 1.3, speed.to_device_bytes_per_us * 1.1, speed.latency_us * 0.9
+    )
     try:
         plan = plan_for_bytes(trace, speed, budget, few=few)
     except ValueError:
@@ -103,13 +154,18 @@ def test_more_means_are_never_worse(trace: OffloadTrace, speed: CopySpeed, share
         assert plan_for_bytes(trace, speed, more, few=few).exposed_us <= plan.exposed_us + NEAR
         assert plan_for_bytes(trace, fast, budget, few=few).exposed_us <= plan.exposed_us + NEAR
     quick = plan_for_time(trace, speed, lost, few=few)
-    assert quick.exposed_us <= lost * trace.compute_us + NEAR and quick.peak_bytes <= trace.kept_peak_bytes
+    assert (
+        quick.exposed_us <= lost * trace.compute_us + NEAR
+        and quick.peak_bytes <= trace.kept_peak_bytes
+    )
     assert plan_for_time(trace, speed, lost + 0.05, few=few).peak_bytes <= quick.peak_bytes
     assert plan_for_time(trace, fast, lost, few=few).peak_bytes <= quick.peak_bytes
 
 
 @given(small_traces(most=10), st.data())
-def test_candidates_are_legal_and_follow_from_the_trace_alone(trace: OffloadTrace, data: st.DataObject) -> None:
+def test_candidates_are_legal_and_follow_from_the_trace_alone(
+    trace: OffloadTrace, data: st.DataObject
+) -> None:
     count = len(trace.groups)
     movable = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     for few in (0, 5):
@@ -142,18 +198,26 @@ H200_PLAIN = CopySpeed(55_337.0, 55_501.0, 4.0)
 
 
 def most_bytes(trace: OffloadTrace, lost: float) -> float:
-    """What copies can take from the first group that may move until the forward has ended and waited."""
+    """What copies can take from the first group that may move until the forward has ended and
+    waited."""
     first = min(group.forward_us for group in trace.groups if group.bytes)
     return H200_PLAIN.to_host_bytes_per_us * (trace.forward_us - first + lost * trace.compute_us)
 
 
-@pytest.mark.parametrize(("widths", "room", "least", "moved"), [
-    ("qwen3-8b", 0, 0.85, 0.85), ("qwen3-8b", 450 * 2**20, 0.98, 0.98),
-    ("moonlight", 0, 0.90, 0.90), ("moonlight", 450 * 2**20, 0.98, 0.98)])
-def test_measured_layers_give_nearly_all_that_copies_can_take(widths: str, room: int, least: float, moved: float
-                                                             ) -> None:
-    """Before memory was given back at commits that a plan names it was 0.80 and 0.83, and the peak fell by less than
-    what moved."""
+@pytest.mark.parametrize(
+    ("widths", "room", "least", "moved"),
+    [
+        ("qwen3-8b", 0, 0.85, 0.85),
+        ("qwen3-8b", 450 * 2**20, 0.98, 0.98),
+        ("moonlight", 0, 0.90, 0.90),
+        ("moonlight", 450 * 2**20, 0.98, 0.98),
+    ],
+)
+def test_measured_layers_give_nearly_all_that_copies_can_take(
+    widths: str, room: int, least: float, moved: float
+) -> None:
+    """Before memory was given back at commits that a plan names it was 0.80 and 0.83, and the peak
+    fell by less than what moved."""
     trace = measured_trace(widths, room)
     plan = plan_for_time(trace, H200_PLAIN, 0.01)
     most = most_bytes(trace, 0.01)
@@ -164,14 +228,22 @@ def test_measured_layers_give_nearly_all_that_copies_can_take(widths: str, room:
     assert none.lost == 0 and none.saved_bytes > 0.84 * most, "without any waiting, too"
 
 
-@pytest.mark.parametrize(("widths", "whole", "parts"), [("qwen3-8b", 0.30, 0.34), ("moonlight", 0.18, 0.25)])
-def test_parts_of_layers_give_what_whole_layers_are_too_large_for(widths: str, whole: float, parts: float) -> None:
-    """Shares of what is kept, at 1 % of the time; copies cannot take more than 0.42 and 0.30 of it."""
+@pytest.mark.parametrize(
+    ("widths", "whole", "parts"), [("qwen3-8b", 0.30, 0.34), ("moonlight", 0.18, 0.25)]
+)
+def test_parts_of_layers_give_what_whole_layers_are_too_large_for(
+    widths: str, whole: float, parts: float
+) -> None:
+    """Shares of what is kept, at 1 % of the time; copies cannot take more than 0.42 and 0.30 of
+    it."""
     room, found = 224 * 2**20, []
     for count in (1, 8):
         trace = compiled_trace(widths, room, count)
         plan = plan_for_time(trace, H200_PLAIN, 0.01)
-        assert plan.lost <= 0.01 and timeline_errors(trace, plan, simulate_offload(trace, H200_PLAIN, plan)) == []
+        assert (
+            plan.lost <= 0.01
+            and timeline_errors(trace, plan, simulate_offload(trace, H200_PLAIN, plan)) == []
+        )
         found.append(plan.saved_bytes / trace.bytes)
     assert found[0] < whole and found[1] > parts, found
 
@@ -188,8 +260,11 @@ def test_three_hundred_groups_are_planned_quickly() -> None:
 
 def test_what_cannot_be_is_said() -> None:
     trace = make_trace([2**30] * 4, [10.0] * 4, other_bytes=2**30)
-    with pytest.raises(ValueError, match=r"fits in 1.50 GiB: the least .* is 2.00 GiB \(without offloading 5.00 "
-                                         r"GiB, of which 1.00 GiB are not"):
+    with pytest.raises(
+        ValueError,
+        match=r"fits in 1.50 GiB: the least .* is 2.00 GiB \(without offloading 5.00 "
+        r"GiB, of which 1.00 GiB are not",
+    ):
         plan_for_bytes(trace, CopySpeed(), 3 * 2**29)
     with pytest.raises(ValueError, match="at least 0, got -1"):
         plan_for_time(trace, CopySpeed(), -1)
@@ -199,8 +274,12 @@ def test_what_cannot_be_is_said() -> None:
 
 def test_a_single_group_may_be_under_way_until_the_forward_ends():
     """It waits for less than one whose copy is waited for at once."""
-    groups = tuple(replace(group, forward_us=made, backward_us=0.0) for group, made in
-                   zip(make_trace([1, 1], [1.0, 1.0]).groups, (0.0, 1.0)))
-    trace = replace(make_trace([1, 1], [1.0, 1.0]), groups=groups, forward_us=1.0, backward_us=0.0, slots=2)
+    groups = tuple(
+        replace(group, forward_us=made, backward_us=0.0)
+        for group, made in zip(make_trace([1, 1], [1.0, 1.0]).groups, (0.0, 1.0))
+    )
+    trace = replace(
+        make_trace([1, 1], [1.0, 1.0]), groups=groups, forward_us=1.0, backward_us=0.0, slots=2
+    )
     found = plan_for_bytes(trace, CopySpeed(0.25, 0.25, 0.0), 3, movable=(True, False))
     assert sum(found.moves) == 1 and found.in_flight == 1 and found.exposed_us == pytest.approx(7.0)

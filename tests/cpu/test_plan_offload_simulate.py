@@ -1,4 +1,6 @@
-"""The simulator of offloading: a case by hand, its rules on random plans, and its judge against broken timelines."""
+"""The simulator of offloading: a case by hand, its rules on random plans, and its judge against
+broken timelines."""
+
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +11,14 @@ from offloadtraces import make_trace, small_traces, speeds
 
 from packgraph.offloading.check import timeline_errors
 from packgraph.offloading.passes import Passes
-from packgraph.offloading.plan import KEPT, CopySpeed, OffloadGroup, OffloadPlan, OffloadTrace, plan_errors
+from packgraph.offloading.plan import (
+    KEPT,
+    CopySpeed,
+    OffloadGroup,
+    OffloadPlan,
+    OffloadTrace,
+    plan_errors,
+)
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import (
     OffloadTimeline,
@@ -27,10 +36,28 @@ PLAN = OffloadPlan((True, False, True, False), (2, KEPT, 3, KEPT), 1)
 
 def test_the_picture_of_the_module_comes_true() -> None:
     timeline = simulate_offload(FOUR, SPEED, PLAN)
-    assert timeline.copies == (PlannedCopy(0, True, 10, 10, 20), PlannedCopy(2, True, 30, 30, 40),
-                               PlannedCopy(2, False, 40, 40, 45), PlannedCopy(0, False, 60, 60, 65))
+    assert timeline.copies == (
+        PlannedCopy(0, True, 10, 10, 20),
+        PlannedCopy(2, True, 30, 30, 40),
+        PlannedCopy(2, False, 40, 40, 45),
+        PlannedCopy(0, False, 60, 60, 65),
+    )
     assert timeline.waits == () and timeline.forward_end == 40 and timeline.end == 120
-    assert [held for _, held in timeline.memory] == [0, 10, 20, 30, 20, 30, 20, 30, 20, 30, 20, 10, 0]
+    assert [held for _, held in timeline.memory] == [
+        0,
+        10,
+        20,
+        30,
+        20,
+        30,
+        20,
+        30,
+        20,
+        30,
+        20,
+        10,
+        0,
+    ]
     assert timeline.peak_bytes == 30
     assert timeline_errors(FOUR, PLAN, timeline) == []
 
@@ -39,17 +66,32 @@ def test_waits_move_everything_behind_them() -> None:
     plan = OffloadPlan((True, True, False, True), (0, 1, KEPT, 3), 1)
     slow = CopySpeed(0.5, 0.5, 0.0)
     timeline = simulate_offload(FOUR, slow, plan)
-    # 20 us each: the commit of 1 waits for copy 0, the end of the forward for copy 3; reloads are all exposed.
-    assert timeline.waits == (Wait(0, True, 20, 30), Wait(3, True, 50, 70), Wait(3, False, 70, 90),
-                              Wait(1, False, 130, 150), Wait(0, False, 170, 190))
+    # 20 us each: the commit of 1 waits for copy 0, the end of the forward for copy 3; reloads are
+    # all exposed.
+    assert timeline.waits == (
+        Wait(0, True, 20, 30),
+        Wait(3, True, 50, 70),
+        Wait(3, False, 70, 90),
+        Wait(1, False, 130, 150),
+        Wait(0, False, 170, 190),
+    )
     assert timeline.forward_end == 70 and timeline.end == 120 + timeline.exposed_us
     assert timeline_errors(FOUR, plan, timeline) == []
 
 
 def test_other_microbatches_hold_what_is_kept() -> None:
     plan = predicted(replace(FOUR, slots=3, other_bytes=7), SPEED, PLAN)
-    assert plan.peak_bytes == 7 + 2 * 20 + 30 and plan.kept_peak_bytes == 7 + 3 * 40 and plan.saved_bytes == 50
-    assert plan.moved_bytes == 20 and plan.host_bytes == 60 and plan.copy_us == 30 and plan.exposed_us == 0
+    assert (
+        plan.peak_bytes == 7 + 2 * 20 + 30
+        and plan.kept_peak_bytes == 7 + 3 * 40
+        and plan.saved_bytes == 50
+    )
+    assert (
+        plan.moved_bytes == 20
+        and plan.host_bytes == 60
+        and plan.copy_us == 30
+        and plan.exposed_us == 0
+    )
     assert plan.hidden_us == 30 and plan.lost == 0
 
 
@@ -72,12 +114,18 @@ def plans(draw: st.DrawFn, trace: OffloadTrace) -> OffloadPlan:
     for index in (index for index in range(count) if moves[index]):
         least = draw(st.integers(max(index, least), count))
         release_at[index] = least if least < count else KEPT
-    return OffloadPlan(tuple(moves), tuple(reload_at), draw(st.integers(0, 4)),
-                       release_at=draw(st.sampled_from([(), tuple(release_at)])))
+    return OffloadPlan(
+        tuple(moves),
+        tuple(reload_at),
+        draw(st.integers(0, 4)),
+        release_at=draw(st.sampled_from([(), tuple(release_at)])),
+    )
 
 
 @given(st.data(), small_traces(), speeds())
-def test_random_plans_keep_all_rules(data: st.DataObject, trace: OffloadTrace, speed: CopySpeed) -> None:
+def test_random_plans_keep_all_rules(
+    data: st.DataObject, trace: OffloadTrace, speed: CopySpeed
+) -> None:
     plan = data.draw(plans(trace))
     timeline = simulate_offload(trace, speed, plan)
     assert timeline_errors(trace, plan, timeline) == []
@@ -85,16 +133,21 @@ def test_random_plans_keep_all_rules(data: st.DataObject, trace: OffloadTrace, s
     assert timeline.end == pytest.approx(trace.compute_us + figures.exposed_us)
     assert -1e-6 <= figures.exposed_us <= figures.copy_us + 1e-6
     stays = trace.slots * (trace.bytes - figures.moved_bytes)
-    assert figures.peak_bytes >= trace.other_bytes + max(0, stays - max(trace.backward_rooms, default=0))
+    assert figures.peak_bytes >= trace.other_bytes + max(
+        0, stays - max(trace.backward_rooms, default=0)
+    )
     assert predicted(trace, speed, nothing(trace)).peak_bytes == trace.kept_peak_bytes
 
 
 @given(st.data(), small_traces(), speeds())
-def test_no_copy_gets_worse_by_faster_copies_or_more_in_flight(data: st.DataObject, trace: OffloadTrace,
-                                                               speed: CopySpeed) -> None:
+def test_no_copy_gets_worse_by_faster_copies_or_more_in_flight(
+    data: st.DataObject, trace: OffloadTrace, speed: CopySpeed
+) -> None:
     plan = data.draw(plans(trace))
     before = simulate_offload(trace, speed, plan)
-    fast = CopySpeed(speed.to_host_bytes_per_us * 1.5, speed.to_device_bytes_per_us * 1.2, speed.latency_us / 2)
+    fast = CopySpeed(
+        speed.to_host_bytes_per_us * 1.5, speed.to_device_bytes_per_us * 1.2, speed.latency_us / 2
+    )
     assert simulate_offload(trace, fast, plan).exposed_us <= before.exposed_us + 1e-6
     plan = replace(plan, release_at=())
     before = simulate_offload(trace, speed, plan)
@@ -104,16 +157,22 @@ def test_no_copy_gets_worse_by_faster_copies_or_more_in_flight(data: st.DataObje
 
 @given(st.data(), small_traces(), speeds())
 @settings(max_examples=120)
-def test_the_fast_passes_equal_the_simulator(data: st.DataObject, trace: OffloadTrace, speed: CopySpeed) -> None:
+def test_the_fast_passes_equal_the_simulator(
+    data: st.DataObject, trace: OffloadTrace, speed: CopySpeed
+) -> None:
     count = len(trace.groups)
     moves = tuple(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
     in_flight, limit = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 3 * trace.bytes + 20))
     passes = Passes(trace, speed)
     # Together with others, which must not matter.
     others = [moves, (True,) * count, (False,) * count]
-    forwards = passes.forwards(np.array(others, dtype=bool).reshape(3, count), np.array([in_flight, 0, 1]))
-    forward_us, forward_peak, kept = (column.tolist()[0] for column in (
-        forwards.exposed_us, forwards.peak_bytes, forwards.kept_bytes))
+    forwards = passes.forwards(
+        np.array(others, dtype=bool).reshape(3, count), np.array([in_flight, 0, 1])
+    )
+    forward_us, forward_peak, kept = (
+        column.tolist()[0]
+        for column in (forwards.exposed_us, forwards.peak_bytes, forwards.kept_bytes)
+    )
     backward = passes.backward(moves, kept, limit)
     assert backward is not None
     plan = with_releases(trace, speed, OffloadPlan(moves, backward.reload_at, in_flight))
@@ -131,7 +190,8 @@ def test_the_fast_passes_equal_the_simulator(data: st.DataObject, trace: Offload
 
 
 def test_memory_is_given_back_at_a_commit_that_the_plan_names() -> None:
-    """Two copies may be in flight: by their number alone nothing comes back before the forward ends."""
+    """Two copies may be in flight: by their number alone nothing comes back before the forward
+    ends."""
     plan = OffloadPlan((True, False, True, False), (0, KEPT, 2, KEPT), 2)
     slow = CopySpeed(0.8, 2.0, 0.0)
     assert simulate_offload(FOUR, slow, plan).peak_bytes == 40
@@ -139,12 +199,20 @@ def test_memory_is_given_back_at_a_commit_that_the_plan_names() -> None:
     assert released.release_at == (2, KEPT, KEPT, KEPT), "the copies end at 22.5 and 42.5"
     assert simulate_offload(FOUR, slow, released).peak_bytes == 30
     waiting = simulate_offload(FOUR, slow, replace(plan, release_at=(1, KEPT, 3, KEPT)))
-    assert waiting.waits == (Wait(0, True, 20, 22.5), Wait(2, True, 42.5, 45.0), Wait(2, False, 65.0, 70.0),
-                             Wait(0, False, 110.0, 115.0))
+    assert waiting.waits == (
+        Wait(0, True, 20, 22.5),
+        Wait(2, True, 42.5, 45.0),
+        Wait(2, False, 65.0, 70.0),
+        Wait(0, False, 110.0, 115.0),
+    )
     assert plan_errors(FOUR, replace(plan, release_at=(3, 1, 2, KEPT))) == [
         "group 1 (qkv_linear of layer 0) does not move and is given back at 1",
-        "group 2 (core_attn of layer 0) is given back before a group whose copy comes first"]
-    assert "given back at 1: it must be itself" in plan_errors(FOUR, replace(plan, release_at=(1, KEPT, 1, KEPT)))[0]
+        "group 2 (core_attn of layer 0) is given back before a group whose copy comes first",
+    ]
+    assert (
+        "given back at 1: it must be itself"
+        in plan_errors(FOUR, replace(plan, release_at=(1, KEPT, 1, KEPT)))[0]
+    )
     assert "1 places to give memory back at" in plan_errors(FOUR, replace(plan, release_at=(1,)))[0]
 
 
@@ -152,14 +220,24 @@ def test_a_forward_may_lie_where_the_backward_has_its_gradients() -> None:
     plan = OffloadPlan((True, False, True, False), (0, KEPT, 2, KEPT), 2)
     for room, peak in ((0, 40), (5, 35), (50, 20)):
         trace = replace(FOUR, forward_room=room)
-        assert predicted(trace, CopySpeed(0.8, 2.0, 0.0), plan).peak_bytes == peak, "no less than what is kept"
-        assert predicted(replace(trace, slots=2), SPEED, plan).peak_bytes == 20 + 40, "beside others there is no room"
+        assert predicted(trace, CopySpeed(0.8, 2.0, 0.0), plan).peak_bytes == peak, (
+            "no less than what is kept"
+        )
+        assert predicted(replace(trace, slots=2), SPEED, plan).peak_bytes == 20 + 40, (
+            "beside others there is no room"
+        )
 
 
 def test_a_backward_has_groups_back_where_all_else_is_small() -> None:
-    """Two of four come back early, so 30 bytes are there from the first backward to the end of the second."""
+    """Two of four come back early, so 30 bytes are there from the first backward to the end of the
+    second."""
     plan = OffloadPlan((True, True, False, False), (2, 3, KEPT, KEPT), 4)
-    for rooms, peak in (((), 30), ((0, 0, 10, 10), 20), ((0, 10, 0, 10), 30), ((40, 40, 40, 40), 0)):
+    for rooms, peak in (
+        ((), 30),
+        ((0, 0, 10, 10), 20),
+        ((0, 10, 0, 10), 30),
+        ((40, 40, 40, 40), 0),
+    ):
         trace = replace(FOUR, forward_room=40, backward_room=rooms)
         assert predicted(trace, CopySpeed(5.0, 5.0, 0.0), plan).peak_bytes == peak, rooms
     third = (False, False, True, False)  # has to be on its way when the backward begins
@@ -175,7 +253,9 @@ def test_a_backward_has_groups_back_where_all_else_is_small() -> None:
 
 
 @given(st.data(), small_traces(), speeds())
-def test_to_give_back_what_has_left_costs_nothing(data: st.DataObject, trace: OffloadTrace, speed: CopySpeed) -> None:
+def test_to_give_back_what_has_left_costs_nothing(
+    data: st.DataObject, trace: OffloadTrace, speed: CopySpeed
+) -> None:
     plan = data.draw(plans(trace))
     before, released = replace(plan, release_at=()), with_releases(trace, speed, plan)
     assert plan_errors(trace, released) == []
@@ -189,7 +269,10 @@ def test_to_give_back_what_has_left_costs_nothing(data: st.DataObject, trace: Of
 
 
 def changed(timeline: OffloadTimeline, copy: int, **values: float) -> OffloadTimeline:
-    copies = [replace(one, **values) if place == copy else one for place, one in enumerate(timeline.copies)]
+    copies = [
+        replace(one, **values) if place == copy else one
+        for place, one in enumerate(timeline.copies)
+    ]
     return replace(timeline, copies=tuple(copies))
 
 
@@ -200,37 +283,78 @@ def earlier(timeline: OffloadTimeline, held: int) -> OffloadTimeline:
     return replace(timeline, memory=tuple(memory))
 
 
-@pytest.mark.parametrize(("broken", "said"), [
-    (lambda line: changed(line, 1, start=15.0, end=25.0), "before it was queued"),
-    (lambda line: changed(line, 1, queued=10.0, start=15.0, end=25.0), "at one time or out of order"),
-    (lambda line: changed(line, 3, queued=15.0, start=15.0, end=20.0), "group 0 is reloaded before it is on the host|"
-     "at one time"),
-    (lambda line: changed(line, 3, start=101.0, end=106.0), "backward of group 0 starts before it is back"),
-    (lambda line: changed(line, 3, queued=70.0, start=70.0, end=75.0), "reloaded later than the backward of 2"),
-    (lambda line: replace(line, copies=line.copies[1:]), "copied to the host are .2., not the moved groups .0, 2."),
-    (lambda line: changed(line, 1, end=41.0), "forward ends before its copies"),
-    (lambda line: changed(line, 0, end=31.0), "2 copies to the host are in flight after group 2, 1 may be"),
-    (lambda line: changed(line, 0, queued=11.0, start=11.0), "group 0 goes to the host later than it is made"),
-    (lambda line: replace(line, end=119.0), "until 119.0 us compute takes 120.0 us and waits 0"),
-    (lambda line: replace(line, waits=(Wait(2, False, 45.0, 50.0),)), "until 60.0 us compute .* and waits 5.0 us"),
-    (lambda line: earlier(line, 2), "at 15.0 us the device holds 0 bytes, and 10 are in use"),
-    (lambda line: replace(line, memory=(*line.memory, (120.0, 1))), "1 bytes are held in the end, must be 0"),
-])
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda line: changed(line, 1, start=15.0, end=25.0), "before it was queued"),
+        (
+            lambda line: changed(line, 1, queued=10.0, start=15.0, end=25.0),
+            "at one time or out of order",
+        ),
+        (
+            lambda line: changed(line, 3, queued=15.0, start=15.0, end=20.0),
+            "group 0 is reloaded before it is on the host|at one time",
+        ),
+        (
+            lambda line: changed(line, 3, start=101.0, end=106.0),
+            "backward of group 0 starts before it is back",
+        ),
+        (
+            lambda line: changed(line, 3, queued=70.0, start=70.0, end=75.0),
+            "reloaded later than the backward of 2",
+        ),
+        (
+            lambda line: replace(line, copies=line.copies[1:]),
+            "copied to the host are .2., not the moved groups .0, 2.",
+        ),
+        (lambda line: changed(line, 1, end=41.0), "forward ends before its copies"),
+        (
+            lambda line: changed(line, 0, end=31.0),
+            "2 copies to the host are in flight after group 2, 1 may be",
+        ),
+        (
+            lambda line: changed(line, 0, queued=11.0, start=11.0),
+            "group 0 goes to the host later than it is made",
+        ),
+        (
+            lambda line: replace(line, end=119.0),
+            "until 119.0 us compute takes 120.0 us and waits 0",
+        ),
+        (
+            lambda line: replace(line, waits=(Wait(2, False, 45.0, 50.0),)),
+            "until 60.0 us compute .* and waits 5.0 us",
+        ),
+        (lambda line: earlier(line, 2), "at 15.0 us the device holds 0 bytes, and 10 are in use"),
+        (
+            lambda line: replace(line, memory=(*line.memory, (120.0, 1))),
+            "1 bytes are held in the end, must be 0",
+        ),
+    ],
+)
 def test_the_judge_sees_what_is_wrong(broken, said: str) -> None:
     timeline = broken(simulate_offload(FOUR, SPEED, PLAN))
     with pytest.raises(AssertionError, match=said):
-        assert not timeline_errors(FOUR, PLAN, timeline), "; ".join(timeline_errors(FOUR, PLAN, timeline))
+        assert not timeline_errors(FOUR, PLAN, timeline), "; ".join(
+            timeline_errors(FOUR, PLAN, timeline)
+        )
 
 
 def test_impossible_traces_and_plans_are_refused_with_all_reasons() -> None:
     group = OffloadGroup("core_attn", 0, -1, 5.0, 9.0, copies=0)
-    with pytest.raises(ValueError, match=r"(?s)slots is 0.*bytes is -1.*copies is 0.*after 5.0 us.*after 9.0 us"):
+    with pytest.raises(
+        ValueError, match=r"(?s)slots is 0.*bytes is -1.*copies is 0.*after 5.0 us.*after 9.0 us"
+    ):
         OffloadTrace((group,), 4.0, 8.0, slots=0)
     wrong = OffloadPlan((True, False, True, True), (3, 2, KEPT, 1), -1)
-    with pytest.raises(ValueError, match=r"(?s)in_flight is -1.*group 1 .*does not move.*group 2 .*no group -1.*"
-                                         r"group 3 .*comes after its own"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)in_flight is -1.*group 1 .*does not move.*group 2 .*no group -1.*"
+        r"group 3 .*comes after its own",
+    ):
         simulate_offload(FOUR, SPEED, wrong)
     overtaking = OffloadPlan((True, False, True, False), (3, KEPT, 2, KEPT), 1)
-    assert plan_errors(FOUR, overtaking) == ["group 0 is reloaded before group 2, which is needed earlier"]
+    assert plan_errors(FOUR, overtaking) == [
+        "group 0 is reloaded before group 2, which is needed earlier"
+    ]
     with pytest.raises(ValueError, match="4 groups, the plan 1 moves and 0 reloads"):
         simulate_offload(FOUR, SPEED, OffloadPlan((True,), (), 1))

@@ -1,4 +1,6 @@
-"""Rows with transfers end under the hardest waiting there is, keep within their slots and get no slower."""
+"""Rows with transfers end under the hardest waiting there is, keep within their slots and get no
+slower."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,8 @@ from packgraph.parallel.pipeline.slots import slot_counts
 
 
 def blocking_run(schedule, rows):
-    """Where each rank stops if every transfer blocks both its ends until the other one is there; None at the end."""
+    """Where each rank stops if every transfer blocks both its ends until the other one is there;
+    None at the end."""
     place = [0] * len(rows)
     done = set()
     moving = True
@@ -20,7 +23,11 @@ def blocking_run(schedule, rows):
             while place[rank] < len(row):
                 op = row[place[rank]]
                 if op.what == "RUN":
-                    own = [s for s in needed(schedule, op.action) if receiver_of(schedule, s) is None or s.kind == "F"]
+                    own = [
+                        s
+                        for s in needed(schedule, op.action)
+                        if receiver_of(schedule, s) is None or s.kind == "F"
+                    ]
                     assert all(s in done for s in own if schedule.rank_of(s.stage) == rank)
                     done.add(op.action)
                 else:
@@ -52,7 +59,9 @@ def makespan(schedule, rows):
                 if op.what == "RUN":
                     if any(source not in done for source in needed(schedule, op.action)):
                         break
-                    start = max([clock[rank], *(done[source] for source in needed(schedule, op.action))])
+                    start = max(
+                        [clock[rank], *(done[source] for source in needed(schedule, op.action))]
+                    )
                     clock[rank] = done[op.action] = start + (1 if op.action.kind == "F" else 2)
                 place[rank] += 1
     return max(clock)
@@ -91,7 +100,9 @@ def test_other_group_sizes_too(ranks, chunks, more, microbatches):
 def test_the_rows_of_two_ranks():
     rows = make_rows(make_schedule(2, 1, 2), slot_counts(2, 1))
     assert [" ".join(map(str, row)) for row in rows] == [
-        "0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1"]
+        "0F0 0SEND_F0 0F1 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+    ]
 
 
 def test_receives_started_as_early_as_possible_would_stop_two_ranks():
@@ -107,7 +118,9 @@ def test_receives_started_as_early_as_possible_would_stop_two_ranks():
 
 
 def test_too_few_slots_are_named():
-    with pytest.raises(ValueError, match="cannot run with these slots: rank 0 stays at 0F1, rank 1 stays at 1F0"):
+    with pytest.raises(
+        ValueError, match="cannot run with these slots: rank 0 stays at 0F1, rank 1 stays at 1F0"
+    ):
         make_rows(make_schedule(2, 1, 3), ((1,), (0,)))
     with pytest.raises(ValueError, match="rank 0 stays at 0B0"):
         make_rows(Schedule(1, 1, 1, ((Action("B", 0, 0), Action("F", 0, 0)),)), ((1,),))

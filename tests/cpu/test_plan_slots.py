@@ -1,4 +1,6 @@
-"""Slots: exact for every microbatch count, by enumeration; assigned from a free list that never runs out."""
+"""Slots: exact for every microbatch count, by enumeration; assigned from a free list that never
+runs out."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,8 @@ Counts = tuple[tuple[int, ...], ...]
 
 
 def check_every_count(ranks: int, chunks: int, group: int, most: int) -> None:
-    """Complete, free of deadlock and within the slots for 1 to `most` microbatches, and no slot too many."""
+    """Complete, free of deadlock and within the slots for 1 to `most` microbatches, and no slot too
+    many."""
     counts = slot_counts(ranks, chunks, group)
     highest = [[0] * chunks for _ in range(ranks)]
     for microbatches in range(1, most + 1):
@@ -31,9 +34,13 @@ def test_every_microbatch_count_runs_in_exactly_these_slots(ranks: int, chunks: 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("chunks", range(1, 5))
-def test_every_group_size_and_longer_steps_run_in_exactly_these_slots(ranks: int, chunks: int) -> None:
+def test_every_group_size_and_longer_steps_run_in_exactly_these_slots(
+    ranks: int, chunks: int
+) -> None:
     for group in sorted({ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks}):
-        check_every_count(ranks, chunks, group, (4 if ranks < 5 else 3) * group + 1)  # the time grows with its square
+        check_every_count(
+            ranks, chunks, group, (4 if ranks < 5 else 3) * group + 1
+        )  # the time grows with its square
 
 
 def test_known_counts() -> None:
@@ -50,7 +57,9 @@ def test_known_counts() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 5), st.integers(1, 30))
-def test_slots_are_owned_by_one_microbatch_at_a_time(ranks: int, chunks: int, more: int, microbatches: int) -> None:
+def test_slots_are_owned_by_one_microbatch_at_a_time(
+    ranks: int, chunks: int, more: int, microbatches: int
+) -> None:
     schedule = make_schedule(ranks, chunks, microbatches, ranks + more)
     slots, counts = assign_slots(schedule), slot_counts(ranks, chunks, ranks + more)
     assert len(slots) == schedule.stages * microbatches
@@ -73,11 +82,14 @@ def test_the_lowest_free_slot_is_taken() -> None:
     assert [slots[(1, 1, microbatch)] for microbatch in range(4)] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("row", "said"), [
-    ([("B", 0)], "0B0 on rank 0 has no forward before it"),
-    ([("F", 0), ("F", 0)], "0F0 on rank 0 runs while its microbatch is in flight"),
-    ([("F", 0), ("B", 0), ("B", 0)], "0B0 on rank 0 has no forward before it"),
-])
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ([("B", 0)], "0B0 on rank 0 has no forward before it"),
+        ([("F", 0), ("F", 0)], "0F0 on rank 0 runs while its microbatch is in flight"),
+        ([("F", 0), ("B", 0), ("B", 0)], "0B0 on rank 0 has no forward before it"),
+    ],
+)
 def test_a_slot_taken_twice_or_given_back_unowned_is_an_error(row: list, said: str) -> None:
     actions = tuple(Action(kind, 0, microbatch) for kind, microbatch in row)
     with pytest.raises(ValueError, match=said):

@@ -1,4 +1,5 @@
 """Pages of the stash, counted beforehand."""
+
 import math
 
 import pytest
@@ -37,7 +38,8 @@ def test_illegal_values_are_named_at_once():
 
 
 def test_memory_of_moonlight_is_within_a_tenth_of_balanced_eager_at_capacity_two():
-    """26 layers with experts; the backward of the last one follows its forward, so it is not stashed."""
+    """26 layers with experts; the backward of the last one follows its forward, so it is not
+    stashed."""
     one = stash_memory(MOONLIGHT, 4096, 6, 26, 1, 2.0, factor=1.02, resident=True)
     assert 1 + 1 / 26 < one.ratio < 1.10
     assert one.worst == 2 * one.balanced
@@ -47,10 +49,20 @@ def test_memory_of_moonlight_is_within_a_tenth_of_balanced_eager_at_capacity_two
     assert "1.0" in several.report() and "bfloat16 x 2816" in several.report()
 
 
-@given(st.integers(1, 5000), st.integers(1, 8), st.integers(1, 30), st.integers(1, 6), st.floats(1, 4))
+@given(
+    st.integers(1, 5000), st.integers(1, 8), st.integers(1, 30), st.integers(1, 6), st.floats(1, 4)
+)
 def test_memory_is_never_below_its_limit(tokens, top_k, layers, in_flight, capacity):
-    memory = stash_memory(MOONLIGHT, tokens, top_k, layers, in_flight, capacity, factor=1.0,
-                          resident=layers * in_flight > 1)
+    memory = stash_memory(
+        MOONLIGHT,
+        tokens,
+        top_k,
+        layers,
+        in_flight,
+        capacity,
+        factor=1.0,
+        resident=layers * in_flight > 1,
+    )
     records = layers * in_flight
     assert memory.ratio >= 1 + (capacity - 1) / records - 1e-9
     assert memory.balanced <= memory.worst

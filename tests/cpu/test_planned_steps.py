@@ -1,4 +1,6 @@
-"""Steps that are planned as a whole: every document once, nobody waits for ever, the stream goes on from any step."""
+"""Steps that are planned as a whole: every document once, nobody waits for ever, the stream goes on
+from any step."""
+
 import dataclasses
 import json
 from collections import Counter
@@ -27,10 +29,17 @@ WORLD, TOKENS = 4, 16
 
 def stream(*, waves=3, world=WORLD, count=60, epochs=1, window=8, overlong="error", longest=None):
     source = Source(longest or WORLD * TOKENS, count)
-    request = ContextRequest(world=world, tokens=TOKENS, sizes=context_sizes(WORLD), places=(4, 64), waves=waves)
+    request = ContextRequest(
+        world=world, tokens=TOKENS, sizes=context_sizes(WORLD), places=(4, 64), waves=waves
+    )
     config = DataConfig(window=window, epochs=epochs, overlong=overlong)
-    return PlannedSteps(config, source, Tokens(source), [Capacity(WORLD * TOKENS, 4), Capacity(WORLD * TOKENS, 64)],
-                        request)
+    return PlannedSteps(
+        config,
+        source,
+        Tokens(source),
+        [Capacity(WORLD * TOKENS, 4), Capacity(WORLD * TOKENS, 64)],
+        request,
+    )
 
 
 def steps_of(planned):
@@ -42,8 +51,12 @@ def steps_of(planned):
 
 def texts(steps):
     """The documents of all packs, as tokens."""
-    return Counter(tuple(document.tolist()) for step in steps for pack in step
-                   for document in pack.tokens[: pack.num_tokens].split(list(pack.lengths)))
+    return Counter(
+        tuple(document.tolist())
+        for step in steps
+        for pack in step
+        for document in pack.tokens[: pack.num_tokens].split(list(pack.lengths))
+    )
 
 
 @pytest.mark.parametrize("waves", [1, 3, 50])
@@ -51,11 +64,17 @@ def test_every_document_is_in_one_pack_and_every_step_in_whole_waves(waves):
     planned = stream(waves=waves)
     source = Source(WORLD * TOKENS, 60)
     steps = steps_of(planned)
-    expected = Counter(tuple(document.tokens.tolist()) for index in range(60)
-                       for document in Tokens(source).encode(source[index]))
+    expected = Counter(
+        tuple(document.tokens.tolist())
+        for index in range(60)
+        for document in Tokens(source).encode(source[index])
+    )
     assert texts(steps) == expected
     for step in steps:
-        shares = [MicrobatchAssignment(WORLD, rank, rank_tokens=TOKENS).share(step) for rank in range(WORLD)]
+        shares = [
+            MicrobatchAssignment(WORLD, rank, rank_tokens=TOKENS).share(step)
+            for rank in range(WORLD)
+        ]
         assert len({len(share) for share in shares}) == 1 and 1 <= len(shares[0]) <= waves
         sizes = [[pack.capacity.tokens for pack in share] for share in shares]
         assert all(row == sorted(row, reverse=True) for row in sizes), "large groups first"
@@ -97,7 +116,10 @@ def test_documents_that_fit_no_group_are_split_or_refused():
     with pytest.raises(DataError, match=r"has 100 tokens, .*\(data\.overlong\)"):
         steps_of(stream(longest=100))
     split = stream(longest=100, overlong="split")
-    assert max(max(pack.lengths, default=0) for step in steps_of(split) for pack in step) == WORLD * TOKENS
+    assert (
+        max(max(pack.lengths, default=0) for step in steps_of(split) for pack in step)
+        == WORLD * TOKENS
+    )
     assert split.report.split_documents
 
 
@@ -109,7 +131,8 @@ def test_single_packs_of_a_planned_step_are_refused():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3).map(lambda power: 2**power), st.lists(st.integers(0, 3), max_size=40))
 def test_groups_follow_from_the_order_of_packs(world, powers):
-    """What a plan writes down as waves of aligned blocks is read back from sizes alone; anything else is refused."""
+    """What a plan writes down as waves of aligned blocks is read back from sizes alone; anything
+    else is refused."""
     packs = [PackedBatch.empty(Capacity(TOKENS * 2**power, 1)) for power in powers]
     expected, first, wrong = [], 0, False
     for power in powers:
@@ -133,27 +156,45 @@ def test_switching_steps_are_whole_waves_of_every_kind():
         lengths += [pack.lengths for pack in step]
     assert sizes[:6] == [1, 4, 2, 1, 4, 2] and () in lengths
     assert (WORLD * TOKENS,) in lengths, "one document over all ranks, to the last token"
-    assert any(len(found) == 12 and max(found) <= 2 for found in lengths), "as many as there are places"
+    assert any(len(found) == 12 and max(found) <= 2 for found in lengths), (
+        "as many as there are places"
+    )
     assert any(length % 2 for found in lengths for length in found), "odd lengths"
 
 
 def run_config(**changes):
     made = tiny(graph=True, steps=6)
-    parallel = {"cp": 4, "dynamic_cp": True} | {name: changes.pop(name) for name in ("cp", "dp", "tp", "pp")
-                                                if name in changes}
+    parallel = {"cp": 4, "dynamic_cp": True} | {
+        name: changes.pop(name) for name in ("cp", "dp", "tp", "pp") if name in changes
+    }
     graph = {"capacities": (Capacity(64, 8), Capacity(64, 16))} | changes
-    return dataclasses.replace(made, model=dataclasses.replace(made.model, num_heads=4),
-                               graph=dataclasses.replace(made.graph, **graph), parallel=ParallelConfig(**parallel))
+    return dataclasses.replace(
+        made,
+        model=dataclasses.replace(made.model, num_heads=4),
+        graph=dataclasses.replace(made.graph, **graph),
+        parallel=ParallelConfig(**parallel),
+    )
 
 
 def test_what_a_run_is_asked_for_follows_from_its_options():
     config = run_config(dp=2)
     request = context_request(config, 8, torch.device("cpu"))
-    assert (request.world, request.tokens, request.sizes, request.places) == (8, 16, (1, 2, 4), (8, 16))
+    assert (request.world, request.tokens, request.sizes, request.places) == (
+        8,
+        16,
+        (1, 2, 4),
+        (8, 16),
+    )
     assert request.waves == 1, "60 tokens a step, and 8 ranks have 128 places"
     buckets = with_context_buckets(config).graph.capacities
     assert [(bucket.tokens, bucket.documents) for bucket in buckets] == [
-        (16, 8), (16, 16), (32, 8), (32, 16), (64, 8), (64, 16)]
+        (16, 8),
+        (16, 16),
+        (32, 8),
+        (32, 16),
+        (64, 8),
+        (64, 16),
+    ]
     assert rank_tokens(with_context_buckets(config)) == rank_tokens(config) == 16
     assert config.parallel.layout() == Layout(dp=2, cp=4, contexts=(1, 2, 4))
     capped = run_config(dp=2, max_documents=4)
@@ -165,13 +206,17 @@ def test_what_a_run_is_asked_for_follows_from_its_options():
     assert rank_tokens(static) is None and with_context_buckets(static) is static
 
 
-@pytest.mark.parametrize(("changes", "reason"), [
-    ({"cp": 1}, "up to parallel.cp ranks, and that is 1"),
-    ({"granularity": "step"}, "granularity = step is not there"),
-    ({"capacities": "auto"}, "capacities that are named"),
-    ({"capacities": (Capacity(32, 8), Capacity(64, 8))}, "of one number of tokens"),
-    ({"capacities": (Capacity(64, 8, 32),)}, "cannot have a longest document"),
-    ({"capacities": (Capacity(66, 8),)}, "must be a multiple of that, not 66")])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"cp": 1}, "up to parallel.cp ranks, and that is 1"),
+        ({"granularity": "step"}, "granularity = step is not there"),
+        ({"capacities": "auto"}, "capacities that are named"),
+        ({"capacities": (Capacity(32, 8), Capacity(64, 8))}, "of one number of tokens"),
+        ({"capacities": (Capacity(64, 8, 32),)}, "cannot have a longest document"),
+        ({"capacities": (Capacity(66, 8),)}, "must be a multiple of that, not 66"),
+    ],
+)
 def test_what_cannot_be_is_refused_with_its_reason(changes, reason):
     world = changes.get("cp", 4)
     found = validate(run_config(**changes), "cpu", world=world)
@@ -181,4 +226,7 @@ def test_what_cannot_be_is_refused_with_its_reason(changes, reason):
 
 def test_timing_rows_without_plans_is_refused():
     config = dataclasses.replace(run_config(), parallel=ParallelConfig(cp=4, time_rows=True))
-    assert any("it goes with parallel.dynamic_cp = true" in found for found in validate(config, "cpu", world=4))
+    assert any(
+        "it goes with parallel.dynamic_cp = true" in found
+        for found in validate(config, "cpu", world=4)
+    )

@@ -1,4 +1,5 @@
 """What README and the guides show runs as it stands."""
+
 import re
 from pathlib import Path
 
@@ -6,11 +7,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README, GUIDES = ROOT / "README.md", sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = [README, *GUIDES, ROOT / "docs" / "restarts.md", ROOT / "docs" / "promises.md", ROOT / "docs" / "glossary.md"]
+PAGES = [
+    README,
+    *GUIDES,
+    ROOT / "docs" / "restarts.md",
+    ROOT / "docs" / "promises.md",
+    ROOT / "docs" / "glossary.md",
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 def run(page: Path, names: dict[str, object]) -> None:
@@ -26,7 +35,9 @@ def test_the_python_of_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(stats) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("guide", [guide for guide in GUIDES if blocks(guide, "python")], ids=lambda guide: guide.stem)
+@pytest.mark.parametrize(
+    "guide", [guide for guide in GUIDES if blocks(guide, "python")], ids=lambda guide: guide.stem
+)
 def test_the_python_of_a_guide_runs_after_that_of_readme(guide: Path) -> None:
     names: dict[str, object] = {}
     run(README, names)
@@ -38,10 +49,17 @@ def test_the_commands_name_real_options() -> None:
     from packgraph.train.command_line import all_options
     from packgraph.train.presets import preset
 
-    text = "\n".join(block for page in (README, *GUIDES) for block in blocks(page, "bash")).replace("\\\n", "")
+    text = "\n".join(block for page in (README, *GUIDES) for block in blocks(page, "bash")).replace(
+        "\\\n", ""
+    )
     known = {*all_options(preset("qwen3-tiny")), "--config", "--resume"}
-    trained = [line.partition("#")[0] for line in text.splitlines() if line.startswith("packgraph train")]
-    assert trained and {word for line in trained for word in line.split() if word.startswith("--")} <= known
+    trained = [
+        line.partition("#")[0] for line in text.splitlines() if line.startswith("packgraph train")
+    ]
+    assert (
+        trained
+        and {word for line in trained for word in line.split() if word.startswith("--")} <= known
+    )
     for name in {line.split()[1] for line in text.splitlines() if line.startswith("packgraph ")}:
         assert main([name, "--help"]) == 0
 

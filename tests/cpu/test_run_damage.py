@@ -1,4 +1,5 @@
 """A run whose files were damaged goes on from what is whole, and says so."""
+
 import json
 import os
 import random
@@ -38,7 +39,9 @@ def go(folder: Path, steps: int, resume: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["state.json", ".metadata", "__0_0.distcp"])
-def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path: Path, name: str) -> None:
+def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_says_so(
+    tmp_path: Path, name: str
+) -> None:
     expected = go(tmp_path / "straight", 6, False)
     go(tmp_path / "run", 6, False)
     flip(tmp_path / "run" / CHECKPOINTS / "step-00000006" / name)
@@ -52,6 +55,7 @@ def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_says_so(tmp_path
 
 def test_a_state_without_its_parts_is_passed_over(tmp_path: Path) -> None:
     from packgraph.train.checkpoint_state import write_state
+
     go(tmp_path / "run", 6, False)
     path = tmp_path / "run" / CHECKPOINTS / "step-00000006" / "state.json"
     content = json.loads(path.read_text())
@@ -77,7 +81,9 @@ def test_the_configuration_is_in_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", None])
-def test_a_damaged_config_comes_from_the_newest_checkpoint(tmp_path: Path, content: bytes | None) -> None:
+def test_a_damaged_config_comes_from_the_newest_checkpoint(
+    tmp_path: Path, content: bytes | None
+) -> None:
     folder = tmp_path / "run"
     go(folder, 6, False)
     whole = read_json(folder / CONFIG)
@@ -137,22 +143,45 @@ def test_what_a_resume_reads_is_synced(tmp_path: Path, monkeypatch: pytest.Monke
     assert {"summary.tmp", tmp_path.name} <= synced
 
 
-def test_metrics_are_synced_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_synced_before_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from packgraph.train import trainer as module
+
     events: list[str] = []
     sync, save = MetricsLog.sync, module.save_checkpoint
     monkeypatch.setattr(MetricsLog, "sync", lambda log: (events.append("sync"), sync(log))[1])
-    monkeypatch.setattr(module, "save_checkpoint", lambda *args: (events.append("save"), save(*args))[1])
+    monkeypatch.setattr(
+        module, "save_checkpoint", lambda *args: (events.append("save"), save(*args))[1]
+    )
     go(tmp_path / "run", 4, False)
     assert events[:4] == ["sync", "save", "sync", "save"]
 
 
 def row(step: int) -> dict[str, Any]:
-    return {"step": step, "loss": 1.0, "tokens": 80, "places": 100, "seconds": 0.5, "starting": step == 1}
+    return {
+        "step": step,
+        "loss": 1.0,
+        "tokens": 80,
+        "places": 100,
+        "seconds": 0.5,
+        "starting": step == 1,
+    }
 
 
-@pytest.mark.parametrize("bad", ["[1]", "3", "{}", '{"step": 3, "lo', '{"step": "3", "loss": 2}', "\x00\x00", "",
-                                 "[" * 100_000])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "[1]",
+        "3",
+        "{}",
+        '{"step": 3, "lo',
+        '{"step": "3", "loss": 2}',
+        "\x00\x00",
+        "",
+        "[" * 100_000,
+    ],
+)
 def test_a_damaged_row_of_metrics_keeps_the_others(tmp_path: Path, bad: str) -> None:
     lines = [json.dumps(row(1)), json.dumps(row(2)), bad, json.dumps(row(4))]
     (tmp_path / METRICS).write_text("\n".join(lines) + "\n")
@@ -171,23 +200,63 @@ def test_the_line_that_a_kill_cut_is_no_damage(tmp_path: Path) -> None:
     assert log.damaged == [] and [entry["step"] for entry in log.rows] == [1]
 
 
-SMALL = ["--model.num-layers", "1", "--model.hidden-size", "16", "--model.num-heads", "2", "--model.num-kv-heads", "1",
-         "--model.head-dim", "8", "--model.intermediate-size", "32", "--run.tokens-per-step", "64",
-         "--run.device", "cpu", "--graph.enabled", "no", "--graph.capacities", "64x8"]
+SMALL = [
+    "--model.num-layers",
+    "1",
+    "--model.hidden-size",
+    "16",
+    "--model.num-heads",
+    "2",
+    "--model.num-kv-heads",
+    "1",
+    "--model.head-dim",
+    "8",
+    "--model.intermediate-size",
+    "32",
+    "--run.tokens-per-step",
+    "64",
+    "--run.device",
+    "cpu",
+    "--graph.enabled",
+    "no",
+    "--graph.capacities",
+    "64x8",
+]
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[str]:
     draw = random.Random(0)
-    (tmp_path / "data.jsonl").write_text("\n".join(
-        json.dumps({"text": "".join(draw.choices("abcdef ", k=draw.randint(5, 50)))}) for _ in range(40)) + "\n")
-    return ["--data.source", "jsonl", "--data.path", str(tmp_path / "data.jsonl"),
-            "--run.folder", str(tmp_path / "runs")]
+    (tmp_path / "data.jsonl").write_text(
+        "\n".join(
+            json.dumps({"text": "".join(draw.choices("abcdef ", k=draw.randint(5, 50)))})
+            for _ in range(40)
+        )
+        + "\n"
+    )
+    return [
+        "--data.source",
+        "jsonl",
+        "--data.path",
+        str(tmp_path / "data.jsonl"),
+        "--run.folder",
+        str(tmp_path / "runs"),
+    ]
 
 
 def test_the_command_goes_on_with_damaged_files_and_cleans_up(
-        tmp_path: Path, data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.checkpoint-every", "2"]
+    tmp_path: Path, data: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "train",
+        "qwen3-tiny",
+        *SMALL,
+        *data,
+        "--run.name",
+        "mine",
+        "--run.checkpoint-every",
+        "2",
+    ]
     assert cli.main([*words, "--run.steps", "4"]) == 0
     folder = tmp_path / "runs" / "mine"
     checkpoints = folder / CHECKPOINTS
@@ -199,23 +268,35 @@ def test_the_command_goes_on_with_damaged_files_and_cleans_up(
         (checkpoints / name).mkdir()
     (folder / "shared-0123.tmp").write_text("")
     capsys.readouterr()
-    assert cli.main(["train", "--config", str(folder / CONFIG), "--resume", "--run.steps", "3"]) == 0
+    assert (
+        cli.main(["train", "--config", str(folder / CONFIG), "--resume", "--run.steps", "3"]) == 0
+    )
     text = " ".join(capsys.readouterr().err.split())
-    for said in ("step-00000004/__0_0.distcp: damaged", "resumed from", "step-00000002", "metrics.jsonl",
-                 "config.json"):
+    for said in (
+        "step-00000004/__0_0.distcp: damaged",
+        "resumed from",
+        "step-00000002",
+        "metrics.jsonl",
+        "config.json",
+    ):
         assert said in text, said
     assert not list(checkpoints.glob(".*")) and not list(folder.glob("*.tmp"))
     assert (checkpoints / "latest").read_text() == "step-00000003\n"
 
 
-def test_leftovers_go_before_the_first_save(tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_go_before_the_first_save(
+    tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from packgraph.train.trainer import Trainer
+
     words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "mine", "--run.steps"]
     assert cli.main([*words, "2"]) == 0
     checkpoints = tmp_path / "runs" / "mine" / CHECKPOINTS
     (checkpoints / ".writing-step-00000006").mkdir()
     seen: list[list[Path]] = []
     real = Trainer.resume
-    monkeypatch.setattr(Trainer, "resume", lambda run: (seen.append(list(checkpoints.glob(".*"))), real(run))[1])
+    monkeypatch.setattr(
+        Trainer, "resume", lambda run: (seen.append(list(checkpoints.glob(".*"))), real(run))[1]
+    )
     assert cli.main([*words, "3", "--resume"]) == 0
     assert seen == [[]]

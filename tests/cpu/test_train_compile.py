@@ -1,4 +1,6 @@
-"""Training with compiled stages: graphs of them, and the same code run eagerly, give the same run bit by bit."""
+"""Training with compiled stages: graphs of them, and the same code run eagerly, give the same run
+bit by bit."""
+
 import dataclasses
 import random
 
@@ -28,20 +30,30 @@ class Packs(RandomPacks):
 
 
 def train(folder, **options):
-    """State at the end, losses, and the summary; with torch's tracing compiler, not the one that generates code."""
+    """State at the end, losses, and the summary; with torch's tracing compiler, not the one that
+    generates code."""
     config = tiny(graph=True, steps=5)
-    config = dataclasses.replace(config, graph=dataclasses.replace(
-        config.graph, compile=True, capacities=TWO, **options))
+    config = dataclasses.replace(
+        config, graph=dataclasses.replace(config.graph, compile=True, capacities=TWO, **options)
+    )
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("packgraph.train.executor.graph", lambda *args, compile, **options: graph(
-            *args, compile="aot_eager" if compile else False, **options))
+        patch.setattr(
+            "packgraph.train.executor.graph",
+            lambda *args, compile, **options: graph(
+                *args, compile="aot_eager" if compile else False, **options
+            ),
+        )
         run = trainer(folder, config, Packs())
         summary = run.run(StopRequest())
     state = state_of(run)
     run.close()
     torch._dynamo.reset()
-    return state, [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)], summary
+    return (
+        state,
+        [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)],
+        summary,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +62,11 @@ def eager(tmp_path_factory):
     return train(tmp_path_factory.mktemp("eager") / "run", warmup=NEVER)
 
 
-@pytest.mark.parametrize("options", [{"granularity": "layer"}, {"granularity": "step", "optimizer": True}],
-                         ids=["layer", "step"])
+@pytest.mark.parametrize(
+    "options",
+    [{"granularity": "layer"}, {"granularity": "step", "optimizer": True}],
+    ids=["layer", "step"],
+)
 def test_graphs_of_compiled_stages_train_as_the_compiled_stages_do(options, eager, tmp_path):
     state, rows, summary = train(tmp_path / "graph", warmup=2, **options)
     expected, expected_rows, eager_summary = eager

@@ -1,4 +1,6 @@
-"""Training experts in one process: the stash changes no bit, too few pages are a step that is made again."""
+"""Training experts in one process: the stash changes no bit, too few pages are a step that is made
+again."""
+
 import dataclasses
 import weakref
 
@@ -23,20 +25,39 @@ from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
-EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, first_dense=1, score="sigmoid",
-                       score_bias=True, bias_rate=0.01, document_loss=1e-3)
+EXPERTS = ExpertConfig(
+    count=8,
+    per_token=2,
+    intermediate_size=16,
+    shared=1,
+    first_dense=1,
+    score="sigmoid",
+    score_bias=True,
+    bias_rate=0.01,
+    document_loss=1e-3,
+)
 
 
 def config(steps=6, stash=0.0, **graph):
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
-    model = dataclasses.replace(made.model, num_layers=3, dropout=0.1, experts=EXPERTS,
-                                latent=LatentConfig(kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8))
-    return dataclasses.replace(made, model=model, graph=dataclasses.replace(made.graph, **graph),
-                               parallel=ParallelConfig(expert_stash=stash))
+    model = dataclasses.replace(
+        made.model,
+        num_layers=3,
+        dropout=0.1,
+        experts=EXPERTS,
+        latent=LatentConfig(kv_rank=8, nope_dim=8, rope_dim=8, value_dim=8),
+    )
+    return dataclasses.replace(
+        made,
+        model=model,
+        graph=dataclasses.replace(made.graph, **graph),
+        parallel=ParallelConfig(expert_stash=stash),
+    )
 
 
 def go(folder, settings, pages=None):
-    """Train to the end: all tensors, summary, and how many steps were made again. pages: of the stash at first."""
+    """Train to the end: all tensors, summary, and how many steps were made again. pages: of the
+    stash at first."""
     run = trainer(folder, settings)
     blocks = moe_blocks(run.model.chunks)
     if pages is not None:
@@ -46,7 +67,11 @@ def go(folder, settings, pages=None):
             stash.attach(block)
     try:
         run.run(StopRequest())
-        return {name: value.clone() for name, value in run.tensors().items()}, run.executor.totals(), run._repeats.total
+        return (
+            {name: value.clone() for name, value in run.tensors().items()},
+            run.executor.totals(),
+            run._repeats.total,
+        )
     finally:
         run.close()
 
@@ -58,9 +83,14 @@ def equal(left, right):
 
 def test_biases_and_graphs_of_every_granularity_equal_eager(tmp_path):
     expected, *_ = go(tmp_path / "eager", config(enabled=False))
-    assert any(name.endswith("e_score_correction_bias") and value.abs().max() > 0 for name, value in expected.items())
+    assert any(
+        name.endswith("e_score_correction_bias") and value.abs().max() > 0
+        for name, value in expected.items()
+    )
     for granularity in ("layer", "chunk", "step"):
-        found, totals, again = go(tmp_path / granularity, config(granularity=granularity, stash=1.2))
+        found, totals, again = go(
+            tmp_path / granularity, config(granularity=granularity, stash=1.2)
+        )
         equal(expected, found)
         assert totals["replayed"] > 0 and again == 0
 
@@ -69,8 +99,12 @@ def test_biases_and_graphs_of_every_granularity_equal_eager(tmp_path):
 def traced(monkeypatch):
     """torch's tracing compiler instead of the one that generates code."""
     torch._dynamo.reset()
-    monkeypatch.setattr("packgraph.train.executor.graph", lambda *args, compile, **options: graph(
-        *args, compile="aot_eager" if compile else False, **options))
+    monkeypatch.setattr(
+        "packgraph.train.executor.graph",
+        lambda *args, compile, **options: graph(
+            *args, compile="aot_eager" if compile else False, **options
+        ),
+    )
     yield
     torch._dynamo.reset()
 
@@ -87,8 +121,12 @@ def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
 def test_too_few_pages_of_compiled_code_are_a_step_made_again(tmp_path, traced):
     def settings(stash):
         made = config(steps=3, stash=stash, compile=True, capacities=(Capacity(64, 8),), warmup=1)
-        model = dataclasses.replace(made.model, num_layers=1, experts=dataclasses.replace(EXPERTS, first_dense=0),
-                                    latent=LatentConfig())
+        model = dataclasses.replace(
+            made.model,
+            num_layers=1,
+            experts=dataclasses.replace(EXPERTS, first_dense=0),
+            latent=LatentConfig(),
+        )
         return dataclasses.replace(made, model=model)
 
     expected, *_ = go(tmp_path / "plain", settings(0.0))
@@ -101,7 +139,9 @@ def test_a_stash_in_compiled_code_that_is_offloaded_is_refused():
     settings = config(stash=1.1, compile=True)
     assert not validate(settings, "cpu")
     settings = dataclasses.replace(settings, offload=OffloadConfig(modules=("attn_norm",)))
-    assert any("with graph.compile and parallel.expert_stash" in text for text in validate(settings, "cpu"))
+    assert any(
+        "with graph.compile and parallel.expert_stash" in text for text in validate(settings, "cpu")
+    )
     with pytest.raises(ValueError, match="expert_stash must be 0 or at least 1"):
         ParallelConfig(expert_stash=0.5)
 
@@ -113,7 +153,9 @@ def test_pages_are_for_the_microbatches_that_are_in_flight(tmp_path):
     try:
         blocks = moe_blocks(run.model.chunks)
         tokens = max(capacity.tokens for capacity in settings.graph.packing_capacities())
-        expected = pages_for(tokens, EXPERTS.per_token, len(blocks), 1, 1.0, blocks[0].stash.page_rows)
+        expected = pages_for(
+            tokens, EXPERTS.per_token, len(blocks), 1, 1.0, blocks[0].stash.page_rows
+        )
         assert blocks[0].stash.pages.pages == expected
     finally:
         run.close()
@@ -147,8 +189,12 @@ def test_a_rank_of_a_context_has_pages_for_its_own_rows():
     pages = []
     for ranks in (1, 2):
         settings = config(stash=1.0)
-        settings = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, cp=ranks))
-        model = build_chunks(dataclasses.replace(settings, parallel=ParallelConfig()), CPU, single_process())
+        settings = dataclasses.replace(
+            settings, parallel=dataclasses.replace(settings.parallel, cp=ranks)
+        )
+        model = build_chunks(
+            dataclasses.replace(settings, parallel=ParallelConfig()), CPU, single_process()
+        )
         pages.append(make_stash(model, settings, single_process(), CPU).pages.pages)
         tokens = max(capacity.tokens for capacity in settings.graph.packing_capacities()) // ranks
         layers = len(moe_blocks(model.chunks))
@@ -157,11 +203,16 @@ def test_a_rank_of_a_context_has_pages_for_its_own_rows():
 
 
 def test_a_run_goes_on_with_the_pages_it_had_at_last(tmp_path):
-    """More than were planned, as after an overflow: whatever the configuration plans, it has as many again."""
+    """More than were planned, as after an overflow: whatever the configuration plans, it has as
+    many again."""
     settings, pages = config(steps=3, stash=1.0, warmup=1), {}
     for resume in (False, True):
-        run = trainer(tmp_path / "run", dataclasses.replace(settings, run=dataclasses.replace(
-            settings.run, steps=5 if resume else 3)))
+        run = trainer(
+            tmp_path / "run",
+            dataclasses.replace(
+                settings, run=dataclasses.replace(settings.run, steps=5 if resume else 3)
+            ),
+        )
         stash = moe_blocks(run.model.chunks)[0].stash
         try:
             pages["planned"] = stash.pages.pages
@@ -179,7 +230,8 @@ def test_a_run_goes_on_with_the_pages_it_had_at_last(tmp_path):
 
 
 def test_room_is_what_it_is_of_a_balanced_load():
-    """At a capacity of twice the tokens twice the pages; what is configured and larger stays; nothing needs nothing."""
+    """At a capacity of twice the tokens twice the pages; what is configured and larger stays;
+    nothing needs nothing."""
     settings = config(stash=1.0)
     model = build_chunks(settings, CPU, single_process())
     stash = make_stash(model, settings, single_process(), CPU)
@@ -187,7 +239,12 @@ def test_room_is_what_it_is_of_a_balanced_load():
     stash.allocate(2 * planned, columns=dict(stash.columns))
     saved = room_of_experts(model, settings, single_process(), CPU)
     assert saved == {"rows": 0.0, "pages": 2.0}
-    for tokens, stashed, expected in ((64, 1.0, 2 * planned), (128, 1.0, None), (64, 3.0, None), (64, 0.0, 0)):
+    for tokens, stashed, expected in (
+        (64, 1.0, 2 * planned),
+        (128, 1.0, None),
+        (64, 3.0, None),
+        (64, 0.0, 0),
+    ):
         other = config(stash=stashed, capacities=(Capacity(tokens, 8),))
         model = build_chunks(other, CPU, single_process())
         stash = make_stash(model, other, single_process(), CPU)
@@ -195,8 +252,12 @@ def test_room_is_what_it_is_of_a_balanced_load():
         given = 0 if stash is None else stash.pages.pages
         told = restore_room(model, other, single_process(), saved)
         found = 0 if stash is None else stash.pages.pages
-        assert found == max(given, 2 * balanced if stashed else 0) and (expected is None or found == expected)
-        assert bool(told) == (found > given) and restore_room(model, other, single_process(), {}) == []
+        assert found == max(given, 2 * balanced if stashed else 0) and (
+            expected is None or found == expected
+        )
+        assert (
+            bool(told) == (found > given) and restore_room(model, other, single_process(), {}) == []
+        )
 
 
 def test_rows_go_to_every_layer_but_no_more_than_there_can_be_need_for():
@@ -206,10 +267,18 @@ def test_rows_go_to_every_layer_but_no_more_than_there_can_be_need_for():
     settings = config()
     model = build_chunks(settings, CPU, single_process())
     blocks = moe_blocks(model.chunks)
-    for rows, configured, expected in ((2.5, 1.5, 2.5), (2.5, 3.0, 3.0), (7.0, 1.5, 4.0), (0.0, 1.5, 1.5)):
+    for rows, configured, expected in (
+        (2.5, 1.5, 2.5),
+        (2.5, 3.0, 3.0),
+        (7.0, 1.5, 4.0),
+        (0.0, 1.5, 1.5),
+    ):
         for block in blocks:
             block.dispatcher = OfFour(EXPERTS.count, None, configured)
         told = restore_room(model, settings, single_process(), {"rows": rows})
         assert [block.dispatcher.factor for block in blocks] == [expected] * len(blocks)
         assert bool(told) == (expected > configured)
-        assert room_of_experts(model, settings, single_process(), CPU) == {"rows": expected, "pages": 0.0}
+        assert room_of_experts(model, settings, single_process(), CPU) == {
+            "rows": expected,
+            "pages": 0.0,
+        }

@@ -1,4 +1,6 @@
-"""No host sync in a training step, checked without a device: nothing in it reads a tensor on the host (R13)."""
+"""No host sync in a training step, checked without a device: nothing in it reads a tensor on the
+host (R13)."""
+
 import pytest
 import torch
 from trainkit import tiny, trainer
@@ -9,7 +11,9 @@ from packgraph.train.signals import StopRequest
 
 
 def watch_steps(run, monkeypatch, spoil=None):
-    """Run everything that a step does after its packs were made on the host under the guards of captured code."""
+    """Run everything that a step does after its packs were made on the host under the guards of
+    captured code."""
+
     def guarded(owner, name):
         original = getattr(owner, name)
 
@@ -21,8 +25,12 @@ def watch_steps(run, monkeypatch, spoil=None):
 
         monkeypatch.setattr(owner, name, watched)
 
-    for owner, name in ((run.executor, "run_step"), (run.optimizer, "zero_grad"), (run.optimizer, "step"),
-                        (run, "_numbers")):
+    for owner, name in (
+        (run.executor, "run_step"),
+        (run.optimizer, "zero_grad"),
+        (run.optimizer, "step"),
+        (run, "_numbers"),
+    ):
         guarded(owner, name)
 
 
@@ -36,12 +44,18 @@ def test_a_step_reads_nothing_on_the_host(tmp_path, monkeypatch):
 def test_a_read_in_the_step_is_seen(tmp_path, monkeypatch):
     """Negative control: one number read in the step fails the test above."""
     run = trainer(tmp_path / "run", tiny(False, steps=6))
-    watch_steps(run, monkeypatch, spoil=lambda run: float(next(run.model.parameters()).detach().sum()))
+    watch_steps(
+        run, monkeypatch, spoil=lambda run: float(next(run.model.parameters()).detach().sum())
+    )
     with pytest.raises(CaptureError, match="float"):
         run.run(StopRequest())
     run.close()
 
 
 def test_the_guards_see_what_a_loss_divided_on_the_host_would_do():
-    with pytest.raises(CaptureError), HostSyncCheck(None), CaptureChecker(Journal(), refuse=True, device=None):
+    with (
+        pytest.raises(CaptureError),
+        HostSyncCheck(None),
+        CaptureChecker(Journal(), refuse=True, device=None),
+    ):
         torch.ones(3).sum() / torch.ones(()).item()

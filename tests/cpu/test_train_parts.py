@@ -1,4 +1,5 @@
 """The parts of the trainer: schedule, optimizer, numbers of a step, folders, signals."""
+
 import dataclasses
 import json
 import math
@@ -19,7 +20,13 @@ from packgraph.train.config import ConfigError, to_dict
 from packgraph.train.learning_rate import learning_rate_at
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import GraphConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from packgraph.train.options import (
+    GraphConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from packgraph.train.presets import PRESETS, preset
 from packgraph.train.run_files import RunFileError, write_json
 from packgraph.train.run_folder import (
@@ -37,9 +44,13 @@ CPU = torch.device("cpu")
 
 
 @given(st.integers(0, 300), st.integers(0, 50), st.integers(1, 200), st.floats(0, 1))
-def test_learning_rate_warms_up_then_falls_to_its_floor(step: int, warmup: int, decay: int, fraction: float) -> None:
+def test_learning_rate_warms_up_then_falls_to_its_floor(
+    step: int, warmup: int, decay: int, fraction: float
+) -> None:
     def rate(at: int) -> float:
-        return learning_rate_at(at, peak=2.0, warmup_steps=warmup, decay_steps=decay, min_fraction=fraction)
+        return learning_rate_at(
+            at, peak=2.0, warmup_steps=warmup, decay_steps=decay, min_fraction=fraction
+        )
 
     assert 0 < rate(step) <= 2.0 or fraction == 0
     if step < warmup:
@@ -54,13 +65,23 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
 
 
-def reference_steps(model: nn.Module, options: OptimizerConfig, rates: list[float], inputs: torch.Tensor) -> None:
+def reference_steps(
+    model: nn.Module, options: OptimizerConfig, rates: list[float], inputs: torch.Tensor
+) -> None:
     """The same training by torch's plain AdamW."""
     decay = [value for value in model.parameters() if value.ndim >= 2]
     rest = [value for value in model.parameters() if value.ndim < 2]
-    adam = torch.optim.AdamW([{"params": decay, "weight_decay": options.weight_decay},
-                              {"params": rest, "weight_decay": 0.0}], lr=1.0, betas=options.betas, eps=options.eps,
-                             foreach=False, fused=False)
+    adam = torch.optim.AdamW(
+        [
+            {"params": decay, "weight_decay": options.weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ],
+        lr=1.0,
+        betas=options.betas,
+        eps=options.eps,
+        foreach=False,
+        fused=False,
+    )
     for rate in rates:
         adam.zero_grad()
         model(inputs).square().sum().backward()
@@ -130,7 +151,14 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
 
 
 def row(step: int, **changes: float) -> dict[str, float]:
-    figures = {"step": step, "loss": 10.0 - step, "tokens": 80, "places": 100, "seconds": 0.5, "starting": step == 1}
+    figures = {
+        "step": step,
+        "loss": 10.0 - step,
+        "tokens": 80,
+        "places": 100,
+        "seconds": 0.5,
+        "starting": step == 1,
+    }
     return figures | changes
 
 
@@ -143,7 +171,9 @@ def test_a_log_holds_no_rows_in_memory(tmp_path: Path) -> None:
         log.write(row(step))
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert [entry["step"] for entry in log.rows] == list(range(1, 1001)) and grown < 100_000  # 272 KB as dictionaries
+    assert [entry["step"] for entry in log.rows] == list(
+        range(1, 1001)
+    ) and grown < 100_000  # 272 KB as dictionaries
     log.close()
     assert len(log.rows) == 1000
 
@@ -159,14 +189,26 @@ def test_metrics_are_cut_to_the_checkpoint(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, last_step=3)
     log.write(row(4, loss=0.5))
     log.close()
-    assert [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()] == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_summary_of_rows() -> None:
     summary = summarize([row(step, seconds=100.0 if step == 1 else 0.5) for step in range(1, 9)])
-    assert summary == {"loss_first": 8.5, "loss_last": 2.5, "loss_window": 2, "steps": 8, "tokens": 640,
-                       "tokens_per_second": 160.0, "padding_fraction": pytest.approx(0.2)}
+    assert summary == {
+        "loss_first": 8.5,
+        "loss_last": 2.5,
+        "loss_window": 2,
+        "steps": 8,
+        "tokens": 640,
+        "tokens_per_second": 160.0,
+        "padding_fraction": pytest.approx(0.2),
+    }
     assert summarize([]) == {"steps": 0, "tokens": 0}
 
 
@@ -182,7 +224,10 @@ def test_derived_names_are_made_unique_and_resume_takes_the_last(tmp_path: Path)
     for name in ("qwen3-tiny", "qwen3-tiny-2", "qwen3-tiny-3"):
         assert choose_folder(config) == tmp_path / "runs" / name
         (tmp_path / "runs" / name / CHECKPOINTS / "step-00000001").mkdir(parents=True)
-    assert choose_folder(config_at(tmp_path / "runs", resume=True)) == tmp_path / "runs" / "qwen3-tiny-3"
+    assert (
+        choose_folder(config_at(tmp_path / "runs", resume=True))
+        == tmp_path / "runs" / "qwen3-tiny-3"
+    )
 
 
 def test_a_given_name_is_never_overwritten(tmp_path: Path) -> None:
@@ -190,16 +235,24 @@ def test_a_given_name_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--resume: there is no run .*mine"):
         choose_folder(config_at(tmp_path, name="mine", resume=True))
     (tmp_path / "mine" / CHECKPOINTS / "step-00000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"exists already; choose another --run\.name, or go on with it by --resume"):
+    with pytest.raises(
+        ConfigError,
+        match=r"exists already; choose another --run\.name, or go on with it by --resume",
+    ):
         choose_folder(config_at(tmp_path, name="mine"))
     assert choose_folder(config_at(tmp_path, name="mine", resume=True)) == tmp_path / "mine"
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 4, "ep": 4}, {"tp": 2}, {"pp": 2, "chunks": 2}, {"cp": 2}],
-                         ids=lambda sizes: " ".join(sizes))
+@pytest.mark.parametrize(
+    "sizes",
+    [{"dp": 4, "ep": 4}, {"tp": 2}, {"pp": 2, "chunks": 2}, {"cp": 2}],
+    ids=lambda sizes: " ".join(sizes),
+)
 def test_a_run_may_go_on_at_another_layout(tmp_path: Path, sizes: dict[str, int]) -> None:
     config = config_at(tmp_path, name="mine")
-    write_json(tmp_path / CONFIG, to_dict(dataclasses.replace(config, parallel=ParallelConfig(dp=2, ep=2))))
+    write_json(
+        tmp_path / CONFIG, to_dict(dataclasses.replace(config, parallel=ParallelConfig(dp=2, ep=2)))
+    )
     check_same_run(tmp_path, dataclasses.replace(config, parallel=ParallelConfig(**sizes)))  # type: ignore[arg-type]
 
 
@@ -210,8 +263,12 @@ def test_a_resumed_run_must_be_the_same(tmp_path: Path) -> None:
     other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, eps=0.5))
     with pytest.raises(ConfigError, match=r"optimizer\.eps: the run has 1e-08, now it is 0\.5"):
         check_same_run(tmp_path, other)
-    for content, problem in (("{", "not valid JSON"), ("[]", "the top level must be"), (None, "cannot be read"),
-                             ('{"zzz": 1}', "zzz: unknown key")):
+    for content, problem in (
+        ("{", "not valid JSON"),
+        ("[]", "the top level must be"),
+        (None, "cannot be read"),
+        ('{"zzz": 1}', "zzz: unknown key"),
+    ):
         (tmp_path / CONFIG).unlink()
         if content is not None:
             (tmp_path / CONFIG).write_text(content)
@@ -228,7 +285,10 @@ def test_the_learning_rate_changes_on_the_way_only_when_asked(tmp_path: Path) ->
     config = config_at(tmp_path, name="mine")
     write_json(tmp_path / CONFIG, to_dict(config))
     lower = changed(config, learning_rate=1e-5)
-    with pytest.raises(ConfigError, match=r"learning_rate: the run has 0\.003.*say --optimizer\.learning-rate 1e-05"):
+    with pytest.raises(
+        ConfigError,
+        match=r"learning_rate: the run has 0\.003.*say --optimizer\.learning-rate 1e-05",
+    ):
         check_same_run(tmp_path, lower)
     (note,) = check_same_run(tmp_path, lower, {"optimizer.learning_rate"})
     assert "optimizer.learning_rate changes from 0.003 to 1e-05" in note
@@ -240,7 +300,9 @@ def test_bad_documents_are_skipped_on_the_way_only_when_asked(tmp_path: Path) ->
     config = config_at(tmp_path, name="mine")
     write_json(tmp_path / CONFIG, to_dict(config))
     skips = dataclasses.replace(config, data=dataclasses.replace(config.data, on_bad="skip"))
-    with pytest.raises(ConfigError, match=r"data\.on_bad: the run has 'stop'.*say --data\.on-bad skip"):
+    with pytest.raises(
+        ConfigError, match=r"data\.on_bad: the run has 'stop'.*say --data\.on-bad skip"
+    ):
         check_same_run(tmp_path, skips)
     (note,) = check_same_run(tmp_path, skips, {"data.on_bad"})
     assert "data.on_bad changes from stop to skip" in note
@@ -253,7 +315,9 @@ def test_more_steps_change_the_decay_unless_its_end_is_said(tmp_path: Path) -> N
     assert check_same_run(tmp_path, config) == []
     (note,) = check_same_run(tmp_path, longer)
     assert "now falls until step 200 instead of 100; --optimizer.decay-steps 100 keeps it" in note
-    assert check_same_run(tmp_path, changed(longer, decay_steps=100), {"optimizer.decay_steps"}) == []
+    assert (
+        check_same_run(tmp_path, changed(longer, decay_steps=100), {"optimizer.decay_steps"}) == []
+    )
     (note,) = check_same_run(tmp_path, changed(longer, decay_steps=150), {"optimizer.decay_steps"})
     assert "optimizer.decay_steps changes from 100 to 150" in note
     with pytest.raises(ConfigError, match=r"decay_steps: the run has 100, now it is 150"):
@@ -264,7 +328,8 @@ def test_more_steps_change_the_decay_unless_its_end_is_said(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", [None, "mine"])
 def test_a_run_without_a_checkpoint_leaves_its_name_free_unless_it_is_running(
-        tmp_path: Path, name: str | None) -> None:
+    tmp_path: Path, name: str | None
+) -> None:
     config = config_at(tmp_path, name=name)
     folder = choose_folder(config)
     with claimed(folder):
@@ -294,7 +359,10 @@ def test_folders_that_cannot_be_made_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.folder = .*file: this is a file"):
         choose_folder(config_at(tmp_path / "file"))
     for parent in (tmp_path / "file" / "runs", Path("/proc/runs")):
-        with pytest.raises(RunFileError, match="runs/mine: could not be written: "), claimed(parent / "mine"):
+        with (
+            pytest.raises(RunFileError, match="runs/mine: could not be written: "),
+            claimed(parent / "mine"),
+        ):
             pass
 
 
@@ -318,23 +386,32 @@ def test_the_documents_cap_splits_capturing_from_packing() -> None:
 
 
 def test_sections_refuse_what_is_wrong_in_them_all_at_once() -> None:
-    with pytest.raises(ValueError, match=r"learning_rate must be positive.*betas must lie.*clip_norm"):
+    with pytest.raises(
+        ValueError, match=r"learning_rate must be positive.*betas must lie.*clip_norm"
+    ):
         OptimizerConfig(learning_rate=0, betas=(0.9, 1.0), clip_norm=-1)
     with pytest.raises(ValueError, match=r"warmup must be at least 1.*slots.*capacities must name"):
         GraphConfig(warmup=0, slots=0, capacities=())
-    with pytest.raises(ValueError, match=r"steps must be.*name must be the name of one folder.*device must be"):
+    with pytest.raises(
+        ValueError, match=r"steps must be.*name must be the name of one folder.*device must be"
+    ):
         RunConfig(steps=0, name="../up", device="tpu")
 
 
 def test_disagreements_between_sections_come_all_at_once() -> None:
     config = config_at(Path("runs"), steps=2)
     config = dataclasses.replace(
-        config, graph=dataclasses.replace(config.graph, backend="cuda", warmup=2, scope=("atn", "moe")),
-        model=dataclasses.replace(config.model, attention_backend="varlen"))
+        config,
+        graph=dataclasses.replace(config.graph, backend="cuda", warmup=2, scope=("atn", "moe")),
+        model=dataclasses.replace(config.model, attention_backend="varlen"),
+    )
     problems = "\n".join(validate(config, "cpu", vocabulary=10**9))
     assert problems.count("\n") == 5
     assert "graph.scope: unknown stage 'atn' in scope: did you mean 'attn'?" in problems
-    assert "graph.scope: scope names 'moe', but the model has only the stages attn, embed, head, mlp" in problems
+    assert (
+        "graph.scope: scope names 'moe', but the model has only the stages attn, embed, head, mlp"
+        in problems
+    )
     assert "model.attention_backend = varlen needs a CUDA device" in problems
     assert validate(preset("qwen3-tiny"), "cpu", vocabulary=2) == []
 
@@ -349,14 +426,26 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         preset("qwen-tiny")
 
 
-@pytest.mark.parametrize(("graph", "buckets", "text"), [
-    ({"capacities": (Capacity(1, 1), Capacity(8, 2))}, {}, "graph.capacities: no label can remain in 1x1, since"),
-    ({"capacities": (Capacity(8, 2, longest=1),)}, {}, "no label can remain in 8x2, since"),
-    ({"capacities": "auto"}, {"max_tokens": 1}, "buckets.max_tokens = 1 leaves no label"),
-])
+@pytest.mark.parametrize(
+    ("graph", "buckets", "text"),
+    [
+        (
+            {"capacities": (Capacity(1, 1), Capacity(8, 2))},
+            {},
+            "graph.capacities: no label can remain in 1x1, since",
+        ),
+        ({"capacities": (Capacity(8, 2, longest=1),)}, {}, "no label can remain in 8x2, since"),
+        ({"capacities": "auto"}, {"max_tokens": 1}, "buckets.max_tokens = 1 leaves no label"),
+    ],
+)
 def test_a_capacity_without_room_for_a_label_is_refused(graph, buckets, text):
-    config = dataclasses.replace(preset("qwen3-tiny"), graph=GraphConfig(enabled=False, **graph),
-                                 buckets=BucketConfig(**buckets))
+    config = dataclasses.replace(
+        preset("qwen3-tiny"),
+        graph=GraphConfig(enabled=False, **graph),
+        buckets=BucketConfig(**buckets),
+    )
     assert any(text in problem for problem in validate(config, "cpu"))
-    fine = dataclasses.replace(config, graph=GraphConfig(enabled=False, capacities=(Capacity(2, 1),)))
+    fine = dataclasses.replace(
+        config, graph=GraphConfig(enabled=False, capacities=(Capacity(2, 1),))
+    )
     assert validate(fine, "cpu") == []

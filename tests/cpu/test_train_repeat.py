@@ -1,4 +1,5 @@
 """Steps made again: how often, and with how much room."""
+
 import types
 
 import pytest
@@ -23,10 +24,16 @@ class Crowded:
 
 
 def repeats(overflow) -> StepRetries:
-    executor = types.SimpleNamespace(train_step=lambda *_: (torch.zeros(()), torch.zeros(())), rebuild=lambda: None,
-                                     free_graphs=lambda bucket: None)
-    return StepRetries(executor, types.SimpleNamespace(overflow=overflow, guard=None, set_limits=lambda limits: None),
-                       torch.device("cpu"))
+    executor = types.SimpleNamespace(
+        train_step=lambda *_: (torch.zeros(()), torch.zeros(())),
+        rebuild=lambda: None,
+        free_graphs=lambda bucket: None,
+    )
+    return StepRetries(
+        executor,
+        types.SimpleNamespace(overflow=overflow, guard=None, set_limits=lambda limits: None),
+        torch.device("cpu"),
+    )
 
 
 def make_until_it_fits(steps: StepRetries) -> int:
@@ -39,7 +46,8 @@ def make_until_it_fits(steps: StepRetries) -> int:
 
 
 def test_the_last_attempt_has_all_the_room_there_is():
-    """Every attempt may show the lack of a further layer only: with guesses alone a deep model would give up."""
+    """Every attempt may show the lack of a further layer only: with guesses alone a deep model
+    would give up."""
     overflow = Crowded()
     assert make_until_it_fits(repeats(overflow)) == MOST
     assert overflow.asked == [False] * (MOST - 2) + [True]

@@ -1,4 +1,5 @@
 """Whole runs: going on bitwise, stopping, failing without losing anything."""
+
 import dataclasses
 import json
 from pathlib import Path
@@ -14,7 +15,13 @@ from packgraph.train.build import build_model
 from packgraph.train.checkpoint import latest_checkpoint, load_state
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.checkpoint_state import write_state
-from packgraph.train.data import DataConfig, DataError, build_tokenizer, open_documents, open_microbatches
+from packgraph.train.data import (
+    DataConfig,
+    DataError,
+    build_tokenizer,
+    open_documents,
+    open_microbatches,
+)
 from packgraph.train.data.errors import DataChangedError
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
@@ -46,15 +53,24 @@ def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, gra
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     assert figures(tmp_path / "stopped") == figures(tmp_path / "straight")
-    states = [load_state(latest_checkpoint(tmp_path / name / CHECKPOINTS)) for name in ("straight", "stopped")]  # type: ignore[arg-type]
+    states = [
+        load_state(latest_checkpoint(tmp_path / name / CHECKPOINTS))
+        for name in ("straight", "stopped")
+    ]  # type: ignore[arg-type]
     graphs = [state.pop("graphs") for _, state in states]
     assert states[0] == states[1]
     if graph:
         assert summary["replayed"] > 0
         # Counts are those of both processes; the second one warms up and captures again.
         first, rows = stopped.executor.totals(), read_metrics(tmp_path / "stopped" / METRICS)
-        assert summary["captured"] == graphs[1]["captured"] == first["captured"] + resumed.executor.totals()["captured"]
-        assert summary["fallbacks"]["warm-up"] > first["fallbacks"]["warm-up"] == rows[2]["fallbacks"]
+        assert (
+            summary["captured"]
+            == graphs[1]["captured"]
+            == first["captured"] + resumed.executor.totals()["captured"]
+        )
+        assert (
+            summary["fallbacks"]["warm-up"] > first["fallbacks"]["warm-up"] == rows[2]["fallbacks"]
+        )
         assert rows[-1]["replayed"] == summary["replayed"] > first["replayed"]
 
 
@@ -64,11 +80,25 @@ def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
     assert not folder.exists()
     summary = run.run(StopRequest())
     assert summary == read_json(folder / "summary.json")
-    wanted = {"loss_first", "loss_last", "steps", "tokens", "tokens_per_second", "padding_fraction", "backend",
-              "captured", "replayed", "fallbacks", "capture_seconds"}
+    wanted = {
+        "loss_first",
+        "loss_last",
+        "steps",
+        "tokens",
+        "tokens_per_second",
+        "padding_fraction",
+        "backend",
+        "captured",
+        "replayed",
+        "fallbacks",
+        "capture_seconds",
+    }
     assert wanted <= summary.keys() and summary["ended"] == "all steps done"
     assert summary["loss_last"] < summary["loss_first"]
-    assert sorted(path.name for path in (folder / CHECKPOINTS).glob("step-*")) == ["step-00000006", "step-00000008"]
+    assert sorted(path.name for path in (folder / CHECKPOINTS).glob("step-*")) == [
+        "step-00000006",
+        "step-00000008",
+    ]
     assert len({row["microbatches"] for row in read_metrics(folder / METRICS)}) > 1
 
 
@@ -79,7 +109,9 @@ def test_going_on_with_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     again = trainer(tmp_path / "run", config)
     again.resume()
     assert again.run(StopRequest()) == summary
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
+    } == before
     assert "nothing to do: all 6 steps are done" in (tmp_path / "log").read_text()
     (tmp_path / "run" / "summary.json").write_text("{")
     again = trainer(tmp_path / "run", config)
@@ -87,7 +119,8 @@ def test_going_on_with_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     written = again.run(StopRequest())
     of_a_process = {"pool_bytes", "memory"}
     assert {key: written[key] for key in summary.keys() - of_a_process} == {
-        key: summary[key] for key in summary.keys() - of_a_process}
+        key: summary[key] for key in summary.keys() - of_a_process
+    }
 
 
 def test_the_first_loss_of_a_longer_run_stays_the_first(tmp_path: Path) -> None:
@@ -160,7 +193,9 @@ def test_a_file_that_changes_is_not_read_again_and_loses_no_finished_step(tmp_pa
 
     def packs() -> Any:
         config = DataConfig(source="jsonl", path=str(path), window=4)
-        return open_microbatches(config, open_documents(config), build_tokenizer(config), CAPACITIES)
+        return open_microbatches(
+            config, open_documents(config), build_tokenizer(config), CAPACITIES
+        )
 
     config = tiny(steps=12)
     path.write_text(before)
@@ -180,14 +215,19 @@ def test_a_file_that_changes_is_not_read_again_and_loses_no_finished_step(tmp_pa
 
 @pytest.mark.parametrize("poison", ["loss", "weight"])
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
-        tmp_path: Path, poison: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, poison: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny(steps=20, checkpoint_every=2)
     run = trainer(tmp_path / "run", config)
-    # After step 5 the loss of step 6 shows it; after step 6 only the check of the weights before its checkpoint can.
+    # After step 5 the loss of step 6 shows it; after step 6 only the check of the weights before
+    # its checkpoint can.
     monkeypatch.setattr(run.optimizer, "step", _poison_after(run, 5 if poison == "loss" else 6))
     with pytest.raises(NonFiniteLossError, match=r"the last good checkpoint is .*step-00000004"):
         run.run(StopRequest())
-    assert latest_checkpoint(tmp_path / "run" / CHECKPOINTS) == tmp_path / "run" / CHECKPOINTS / "step-00000004"
+    assert (
+        latest_checkpoint(tmp_path / "run" / CHECKPOINTS)
+        == tmp_path / "run" / CHECKPOINTS / "step-00000004"
+    )
     resumed = trainer(tmp_path / "run", config)
     resumed.resume()
     assert all(bool(value.isfinite().all()) for value in resumed.tensors().values())
@@ -203,6 +243,7 @@ def _poison_after(run: Trainer, step: int) -> Any:
             with torch.no_grad():
                 next(iter(run.model.parameters()))[0].fill_(float("nan"))
         return norm
+
     return stepped
 
 

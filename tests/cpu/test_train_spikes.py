@@ -1,4 +1,6 @@
-"""Steps that go wrong: found by a robust limit, left out, rolled back or the end of the run; the best checkpoint."""
+"""Steps that go wrong: found by a robust limit, left out, rolled back or the end of the run; the
+best checkpoint."""
+
 import dataclasses
 import json
 import math
@@ -16,11 +18,15 @@ from packgraph.train.spikes import LEAST, MOST_IN_A_ROW, MOST_RETURNS, Limits, S
 from packgraph.train.trainer import NonFiniteLossError, SpikeError, Trainer
 
 STEPS = 34
-BAD = 57  # the number of a pack in step 20 or so: the first steps are what later ones are held against
+# the number of a pack in step 20 or so: the first steps are what later ones are held against
+BAD = 57
 
 
 def config(policy: str, graph: bool = False, **run: object) -> TrainConfig:
-    return tiny(graph, **{"steps": STEPS, "checkpoint_every": 7, "keep_checkpoints": 2, "on_spike": policy} | run)
+    return tiny(
+        graph,
+        **{"steps": STEPS, "checkpoint_every": 7, "keep_checkpoints": 2, "on_spike": policy} | run,
+    )
 
 
 def poisoned(run: Trainer, factor: float, bad: range = range(BAD, BAD + 1)) -> Trainer:
@@ -39,8 +45,14 @@ def poisoned(run: Trainer, factor: float, bad: range = range(BAD, BAD + 1)) -> T
     return run
 
 
-def trained(folder: Path, settings: TrainConfig, factor: float, stop: StopRequest | None = None, resume: bool = False,
-            bad: range = range(BAD, BAD + 1)) -> tuple[Trainer, dict]:
+def trained(
+    folder: Path,
+    settings: TrainConfig,
+    factor: float,
+    stop: StopRequest | None = None,
+    resume: bool = False,
+    bad: range = range(BAD, BAD + 1),
+) -> tuple[Trainer, dict]:
     folder.mkdir(parents=True, exist_ok=True)
     run = poisoned(trainer(folder / "run", settings), factor, bad)
     if resume:
@@ -51,7 +63,9 @@ def trained(folder: Path, settings: TrainConfig, factor: float, stop: StopReques
 
 
 def rows(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def usual(count: int) -> Spikes:
@@ -72,9 +86,17 @@ def test_limits_are_robust_and_known_two_steps_later():
     assert known.limits(10**6).loss < 2 * limits.loss
 
 
-@pytest.mark.parametrize(("loss", "norm", "said"), [
-    (182054.0, 1.0, "loss 1.8205e\\+05 is far above"), (3.0, 60.0, "gradient norm 60 is far above"),
-    (math.nan, 1.0, "loss nan"), (3.0, math.inf, "norm inf"), (3.0, 0.0, "stopped to learn"), (3.3, 2.0, None)])
+@pytest.mark.parametrize(
+    ("loss", "norm", "said"),
+    [
+        (182054.0, 1.0, "loss 1.8205e\\+05 is far above"),
+        (3.0, 60.0, "gradient norm 60 is far above"),
+        (math.nan, 1.0, "loss nan"),
+        (3.0, math.inf, "norm inf"),
+        (3.0, 0.0, "stopped to learn"),
+        (3.3, 2.0, None),
+    ],
+)
 def test_what_is_a_spike(loss, norm, said):
     found = usual(40).problem(50, loss, norm)
     if said is None:
@@ -88,7 +110,11 @@ def test_state_is_json_and_comes_back():
     known.seen = 3
     assert known.is_best(80) and not known.is_best(80)
     again = Spikes.restored(json.loads(json.dumps(known.state())))
-    assert again.limits(90) == known.limits(90) and again.state() == known.state() and again.best_step == 80
+    assert (
+        again.limits(90) == known.limits(90)
+        and again.state() == known.state()
+        and again.best_step == 80
+    )
     assert Spikes.restored({}).limits(5) == Limits()
 
 
@@ -121,7 +147,9 @@ def test_a_step_that_went_wrong_is_left_out(tmp_path, graph, factor):
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 @pytest.mark.parametrize("stop_after", [19, 20, 21, 22, 23, 26, 30])
-def test_a_run_that_is_stopped_and_goes_on_is_bitwise_the_one_that_never_stopped(tmp_path, policy, stop_after):
+def test_a_run_that_is_stopped_and_goes_on_is_bitwise_the_one_that_never_stopped(
+    tmp_path, policy, stop_after
+):
     whole, told = trained(tmp_path / "whole", config(policy), 1e4)
     assert told["spikes"]["skipped" if policy == "skip" else "rolled_back"] == 1
     stopped, _ = trained(tmp_path / "parts", config(policy), 1e4, StopAfter(stop_after))
@@ -129,12 +157,15 @@ def test_a_run_that_is_stopped_and_goes_on_is_bitwise_the_one_that_never_stopped
     again, summary = trained(tmp_path / "parts", config(policy), 1e4, resume=True)
     equal(state_of(whole), state_of(again))
     assert summary["spikes"] == told["spikes"]
-    losses = [[(row["step"], row["loss"]) for row in rows(tmp_path / name)] for name in ("whole", "parts")]
+    losses = [
+        [(row["step"], row["loss"]) for row in rows(tmp_path / name)] for name in ("whole", "parts")
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
 
 
 def test_the_limits_of_a_step_do_not_depend_on_when_they_are_asked_for(tmp_path, monkeypatch):
-    """At the launch and when its numbers are read, in a run that never stops and in one that does."""
+    """At the launch and when its numbers are read, in a run that never stops and in one that
+    does."""
     found, limits = {}, Spikes.limits
 
     def recorded(self, step):
@@ -144,7 +175,9 @@ def test_the_limits_of_a_step_do_not_depend_on_when_they_are_asked_for(tmp_path,
     monkeypatch.setattr(Spikes, "limits", recorded)
     trained(tmp_path / "whole", config("skip"), 1e4)
     for steps, reached in ((20, 20), (4, 24), (5, 29), (50, STEPS)):
-        run, _ = trained(tmp_path / "parts", config("skip"), 1e4, StopAfter(steps), resume=reached > 20)
+        run, _ = trained(
+            tmp_path / "parts", config("skip"), 1e4, StopAfter(steps), resume=reached > 20
+        )
         assert run.step == reached
     assert all(len(values) == 1 for values in found.values()) and len(found) == STEPS
     assert len(set.union(*found.values())) > 10
@@ -156,7 +189,9 @@ def test_rollback_loads_the_checkpoint_and_takes_other_data(tmp_path):
     assert summary["spikes"]["rolled_back"] == 1 and summary["steps"] == STEPS
     assert run.microbatches.position > plain.microbatches.position
     found = rows(tmp_path)
-    assert [row["step"] for row in found] == list(range(1, STEPS + 1)) and max(row["loss"] for row in found) < 10
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1)) and max(
+        row["loss"] for row in found
+    ) < 10
 
 
 def test_rollback_has_a_first_checkpoint_and_gives_up_some_time(tmp_path):
@@ -166,12 +201,17 @@ def test_rollback_has_a_first_checkpoint_and_gives_up_some_time(tmp_path):
 
 
 def test_skipping_gives_up_some_time_and_says_where_to_go_on(tmp_path):
-    with pytest.raises(SpikeError, match=f"updates of {MOST_IN_A_ROW} steps in a row.*last good checkpoint is .*step-"):
+    with pytest.raises(
+        SpikeError,
+        match=f"updates of {MOST_IN_A_ROW} steps in a row.*last good checkpoint is .*step-",
+    ):
         trained(tmp_path, config("skip"), math.nan, bad=range(BAD, 10**6))
 
 
 def test_stop_ends_the_run_and_warn_says_it(tmp_path):
-    with pytest.raises(SpikeError, match=r"far above the usual.*last good checkpoint is .*step-000000\d\d"):
+    with pytest.raises(
+        SpikeError, match=r"far above the usual.*last good checkpoint is .*step-000000\d\d"
+    ):
         trained(tmp_path / "stop", config("stop"), 1e4)
     _, summary = trained(tmp_path / "warn", config("warn"), 1e4)
     assert summary["spikes"]["seen"] >= 1 and summary["spikes"]["skipped"] == 0
@@ -182,10 +222,13 @@ def test_stop_ends_the_run_and_warn_says_it(tmp_path):
 
 def test_the_limits_are_read_by_a_captured_update(tmp_path, monkeypatch):
     """graph.optimizer: the update is part of a graph that was captured under other limits."""
-    monkeypatch.setattr(Spikes, "limits", lambda self, step: Limits(loss=-1.0) if step == 9 else Limits())
+    monkeypatch.setattr(
+        Spikes, "limits", lambda self, step: Limits(loss=-1.0) if step == 9 else Limits()
+    )
     settings = config("skip", True, steps=12)
-    settings = dataclasses.replace(settings, graph=dataclasses.replace(settings.graph, granularity="step",
-                                                                       optimizer=True))
+    settings = dataclasses.replace(
+        settings, graph=dataclasses.replace(settings.graph, granularity="step", optimizer=True)
+    )
     seen = []
     run = trainer(tmp_path / "run", settings)
     launch = run.executor.train_step
@@ -204,12 +247,20 @@ def test_the_limits_are_read_by_a_captured_update(tmp_path, monkeypatch):
 
 
 def test_the_best_checkpoint_is_never_replaced_by_a_worse_one(tmp_path):
-    """Gradients of the wrong sign from a pack on: the loss rises, and newer checkpoints are worse."""
+    """Gradients of the wrong sign from a pack on: the loss rises, and newer checkpoints are
+    worse."""
     _, summary = trained(tmp_path, config("warn", checkpoint_every=4), -3.0, bad=range(50, 10**6))
     folder = tmp_path / "run" / "checkpoints"
     best = best_checkpoint(folder)
-    assert best is not None and summary["spikes"]["best_step"] == int(best.name.removeprefix("step-")) < STEPS - 8
-    assert {path.name for path in checkpoints_by_step(folder)} == {best.name, "step-00000034", "step-00000032"}
+    assert (
+        best is not None
+        and summary["spikes"]["best_step"] == int(best.name.removeprefix("step-")) < STEPS - 8
+    )
+    assert {path.name for path in checkpoints_by_step(folder)} == {
+        best.name,
+        "step-00000034",
+        "step-00000032",
+    }
     again = trainer(tmp_path / "run", config("warn"))
     again.resume()
     assert again.spikes.best_loss == summary["spikes"]["best_loss"]

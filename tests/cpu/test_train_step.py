@@ -1,4 +1,5 @@
 """The update of the weights inside the graph of a step: the same run as eagerly, bit by bit."""
+
 import dataclasses
 import functools
 from pathlib import Path
@@ -16,11 +17,16 @@ from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
 
-def config(steps: int = 20, *, enabled: bool = True, dtype: str = "float32", **graph: object) -> TrainConfig:
+def config(
+    steps: int = 20, *, enabled: bool = True, dtype: str = "float32", **graph: object
+) -> TrainConfig:
     made = tiny(graph=enabled, steps=steps, checkpoint_every=100, dtype=dtype)
     asked = {"granularity": "step", "optimizer": True} | graph
-    return dataclasses.replace(made, graph=dataclasses.replace(made.graph, **asked),
-                               optimizer=dataclasses.replace(made.optimizer, clip_norm=0.3, decay_steps=20))
+    return dataclasses.replace(
+        made,
+        graph=dataclasses.replace(made.graph, **asked),
+        optimizer=dataclasses.replace(made.optimizer, clip_norm=0.3, decay_steps=20),
+    )
 
 
 def train(folder: Path, settings: TrainConfig, resume: bool = False):
@@ -31,7 +37,11 @@ def train(folder: Path, settings: TrainConfig, resume: bool = False):
     summary = run.run(StopRequest())
     state = state_of(run)
     run.close()
-    return state, [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)], summary
+    return (
+        state,
+        [(row["loss"], row["gradient_norm"]) for row in read_metrics(folder / METRICS)],
+        summary,
+    )
 
 
 def assert_equal(left, right) -> None:
@@ -41,17 +51,25 @@ def assert_equal(left, right) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_with_the_update_inside_equal_eager_steps_bitwise(dtype, tmp_path):
-    """Microbatch counts and capacities change: some steps find no place in the bank and run by microbatch."""
+    """Microbatch counts and capacities change: some steps find no place in the bank and run by
+    microbatch."""
     graph = train(tmp_path / "graph", config(dtype=dtype))
     assert_equal(graph, train(tmp_path / "eager", config(dtype=dtype, enabled=False)))
-    assert_equal(graph, train(tmp_path / "layer", config(dtype=dtype, granularity="layer", optimizer=False)))
+    assert_equal(
+        graph, train(tmp_path / "layer", config(dtype=dtype, granularity="layer", optimizer=False))
+    )
     summary = graph[2]
     assert summary["replayed"] >= 15
-    assert set(summary["fallbacks"]) <= {"warm-up", "whole step: too many different call signatures"}
+    assert set(summary["fallbacks"]) <= {
+        "warm-up",
+        "whole step: too many different call signatures",
+    }
 
 
 def test_a_step_beyond_the_bank_or_the_capacities_runs_by_microbatch(tmp_path, monkeypatch):
-    monkeypatch.setattr("packgraph.train.step_executor.GraphedStep", functools.partial(GraphedStep, limit=1))
+    monkeypatch.setattr(
+        "packgraph.train.step_executor.GraphedStep", functools.partial(GraphedStep, limit=1)
+    )
     graph = train(tmp_path / "graph", config(30, capacities=CAPACITIES[:2]))
     assert_equal(graph, train(tmp_path / "eager", config(30, enabled=False)))
     fallbacks = graph[2]["fallbacks"]
@@ -105,4 +123,6 @@ def test_what_cannot_hold_the_update_is_said_at_once():
     assert "graph.optimizer with parallel.pp = 2" in text and "cannot serve 2 replicas" in text
     derived = dataclasses.replace(config(), parallel=ParallelConfig())
     assert "cannot serve 3 replicas" in "\n".join(validate(derived, "cpu", world=3))
-    assert not validate(config(), "cpu") and not validate(config(granularity="layer", enabled=False), "cpu")
+    assert not validate(config(), "cpu") and not validate(
+        config(granularity="layer", enabled=False), "cpu"
+    )

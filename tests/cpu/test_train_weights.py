@@ -1,4 +1,5 @@
 """Weights into and out of a run: from Hugging Face's layout, through training, and back."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,17 @@ from packgraph import cli
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.models.hf import load_pretrained, save_pretrained
 
-SHAPE = DecoderConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1,
-                    head_dim=8, rope_theta=5000.0, tie_embeddings=True)
+SHAPE = DecoderConfig(
+    vocab_size=300,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rope_theta=5000.0,
+    tie_embeddings=True,
+)
 
 
 @pytest.fixture
@@ -20,10 +30,28 @@ def start(tmp_path: Path) -> tuple[Path, list[str]]:
     save_pretrained(DecoderModel(SHAPE, seed=7), tmp_path / "weights")
     rows = [{"text": "to be or not to be " * (1 + index % 3)} for index in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["train", "qwen3-tiny", "--run.init-from", str(tmp_path / "weights"), "--data.source", "jsonl",
-             "--data.path", str(tmp_path / "data.jsonl"), "--run.folder", str(tmp_path / "runs"),
-             "--graph.capacities", "64x8", "--run.tokens-per-step", "100", "--run.steps", "3", "--run.device", "cpu",
-             "--run.name", "mine"]
+    words = [
+        "train",
+        "qwen3-tiny",
+        "--run.init-from",
+        str(tmp_path / "weights"),
+        "--data.source",
+        "jsonl",
+        "--data.path",
+        str(tmp_path / "data.jsonl"),
+        "--run.folder",
+        str(tmp_path / "runs"),
+        "--graph.capacities",
+        "64x8",
+        "--run.tokens-per-step",
+        "100",
+        "--run.steps",
+        "3",
+        "--run.device",
+        "cpu",
+        "--run.name",
+        "mine",
+    ]
     return tmp_path, words
 
 
@@ -39,7 +67,9 @@ def states(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_starts_from_weights_in_their_shape_and_gives_them_back(start: Any, dtype: str) -> None:
+def test_a_run_starts_from_weights_in_their_shape_and_gives_them_back(
+    start: Any, dtype: str
+) -> None:
     folder, words = start
     # Without learning the weights come back as they went in.
     assert cli.main([*words, "--run.dtype", dtype, "--optimizer.learning-rate", "1e-30"]) == 0
@@ -68,21 +98,34 @@ def test_a_resumed_run_takes_its_checkpoint_and_needs_the_weights_no_more(start:
 def test_what_does_not_fit_is_named(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder, words = start
     text = refused(capsys, *words, "--model.num-layers", "3", "--model.rope-theta", "1e4")
-    assert "model.num_layers is 2 there, 3 here; model.rope_theta is 5000.0 there, 10000.0 here" in text
-    assert "nowhere/config.json does not exist" in refused(capsys, *words, "--run.init-from", str(folder / "nowhere"))
+    assert (
+        "model.num_layers is 2 there, 3 here; model.rope_theta is 5000.0 there, 10000.0 here"
+        in text
+    )
+    assert "nowhere/config.json does not exist" in refused(
+        capsys, *words, "--run.init-from", str(folder / "nowhere")
+    )
     (folder / "weights" / "config.json").write_text('{"model_type": "llama"}')
     assert "weights/config.json: no model that can be loaded here" in refused(capsys, *words)
 
 
 def test_exports_that_cannot_be_are_named(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder, words = start
-    assert "config.json: cannot be read" in refused(capsys, "export", str(folder), str(folder / "out"))
+    assert "config.json: cannot be read" in refused(
+        capsys, "export", str(folder), str(folder / "out")
+    )
     assert cli.main(words) == 0
     run = folder / "runs" / "mine"
-    assert "already holds a checkpoint" in refused(capsys, "export", str(run), str(folder / "weights"))
-    assert "could not be written: " in refused(capsys, "export", str(run), str(folder / "data.jsonl" / "out"))
+    assert "already holds a checkpoint" in refused(
+        capsys, "export", str(run), str(folder / "weights")
+    )
+    assert "could not be written: " in refused(
+        capsys, "export", str(run), str(folder / "data.jsonl" / "out")
+    )
     (run / "checkpoints" / "step-00000003" / ".metadata").unlink()
     assert ".metadata: missing" in refused(capsys, "export", str(run), str(folder / "out"))
     (run / "checkpoints").rename(folder / "moved")
-    assert "there is no checkpoint to export" in refused(capsys, "export", str(run), str(folder / "out"))
+    assert "there is no checkpoint to export" in refused(
+        capsys, "export", str(run), str(folder / "out")
+    )
     assert not (folder / "out").exists()

@@ -1,4 +1,5 @@
 """Verify finds nothing where graphs are right, and names the tensor where they are not."""
+
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -31,8 +32,14 @@ def _give_back_determinism() -> Any:
 
 
 def test_equal_tensors_are_equal_bit_by_bit() -> None:
-    values = {"a": torch.tensor([1.0, float("nan"), -0.0]), "empty": torch.zeros(0), "flag": torch.tensor(True)}
-    assert first_difference(1, values, {name: value.clone() for name, value in values.items()}) is None
+    values = {
+        "a": torch.tensor([1.0, float("nan"), -0.0]),
+        "empty": torch.zeros(0),
+        "flag": torch.tensor(True),
+    }
+    assert (
+        first_difference(1, values, {name: value.clone() for name, value in values.items()}) is None
+    )
 
 
 def test_the_first_difference_has_a_name_and_a_size() -> None:
@@ -44,7 +51,8 @@ def test_the_first_difference_has_a_name_and_a_size() -> None:
     assert "only in the eager run" in str(first_difference(1, values, {"a": torch.ones(4)}))
     assert "only in the graph run" in str(first_difference(1, {}, values))
     assert "torch.float32 [4] against torch.float64 [4]" in str(
-        first_difference(1, values, {"a": torch.ones(4).double(), "b": values["b"]}))
+        first_difference(1, values, {"a": torch.ones(4).double(), "b": values["b"]})
+    )
 
 
 def test_the_default_matrix_is_bitwise_equal() -> None:
@@ -69,13 +77,19 @@ def test_a_broken_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_random_state_that_graphs_move_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     break_random_state(monkeypatch)
     report = verify("broken", tiny_config("chunk", 0.0, 3), random_packs(1), CPU)
-    assert {kind: difference.name for kind, difference in report.differences.items()} == {"random states": "cpu"}
+    assert {kind: difference.name for kind, difference in report.differences.items()} == {
+        "random states": "cpu"
+    }
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
-def test_graphs_of_whole_steps_are_verified(optimizer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_whole_steps_are_verified(
+    optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config("chunk", 0.1, 4)
-    config = replace(config, graph=replace(config.graph, granularity="step", optimizer=optimizer, strict=True))
+    config = replace(
+        config, graph=replace(config.graph, granularity="step", optimizer=optimizer, strict=True)
+    )
     report = verify("whole steps", config, random_packs(1), CPU)
     assert report.good and set(report.fallbacks) <= {"warm-up"}
     original = GraphedStep.__call__
@@ -101,7 +115,9 @@ def test_graphs_of_compiled_layers_are_verified(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(executor, "graph", quick)
     config = tiny_config("chunk", 0.0, 4)
-    report = verify("compiled", replace(config, graph=replace(config.graph, compile=True)), random_packs(1), CPU)
+    report = verify(
+        "compiled", replace(config, graph=replace(config.graph, compile=True)), random_packs(1), CPU
+    )
     assert report.good and [graphed.stats.compiled > 0 for graphed in made] == [True, True]
     assert made[0].stats.replayed == 0 < made[1].stats.replayed
 
@@ -109,8 +125,14 @@ def test_graphs_of_compiled_layers_are_verified(monkeypatch: pytest.MonkeyPatch)
 def test_rows_of_every_size_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     packs = list(itertools.islice(random_packs(1), 8))
     report = verify("rows", tiny_config("layer", 0.0, 9), iter(packs), CPU)
-    assert report.rows == Counter(pack.capacity for pack in packs) and report.rows.total() == report.microbatches == 8
-    shown = VerifyReport("run", rows=Counter({Capacity(1024, 32): 80, Capacity(512, 16, 128): 1, Capacity(512, 16): 2}))
+    assert (
+        report.rows == Counter(pack.capacity for pack in packs)
+        and report.rows.total() == report.microbatches == 8
+    )
+    shown = VerifyReport(
+        "run",
+        rows=Counter({Capacity(1024, 32): 80, Capacity(512, 16, 128): 1, Capacity(512, 16): 2}),
+    )
     print_report(shown, Console(width=100))
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "sizes of rows 512x16x128: 1, 512x16: 2, 1024x32: 80 replayed / fallbacks" in text
@@ -120,7 +142,12 @@ def test_nothing_replayed_is_no_success() -> None:
     config = tiny_config("layer", 0.0, 2)
     assert not verify("only warm-up", config, random_packs(1), CPU).good
     for failed, good in ((0, True), (11, True), (12, False)):
-        assert VerifyReport("run", replayed=12, fallbacks={"warm-up": 99, "capture failed": failed}).good == good
+        assert (
+            VerifyReport(
+                "run", replayed=12, fallbacks={"warm-up": 99, "capture failed": failed}
+            ).good
+            == good
+        )
 
 
 def test_verify_changes_no_random_state_of_its_own_draws() -> None:
@@ -132,7 +159,9 @@ def test_verify_changes_no_random_state_of_its_own_draws() -> None:
     assert all(torch.equal(left, right) for left, right in zip(first, second))
 
 
-def test_the_command_ends_with_zero_or_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_zero_or_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     two = lambda device, steps: itertools.islice(default_matrix(device, steps), 2)  # noqa: E731
     monkeypatch.setattr(command, "default_matrix", two)
     assert cli.main(["verify", "--steps", "4"]) == 0

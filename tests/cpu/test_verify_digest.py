@@ -1,4 +1,6 @@
-"""Digests of tensors: every bit and its place counts, strides and devices do not, and little memory is needed."""
+"""Digests of tensors: every bit and its place counts, strides and devices do not, and little memory
+is needed."""
+
 from typing import Any
 
 import pytest
@@ -11,9 +13,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from packgraph.verification.digest import DIFFERS, Digest, Digester, first_digest_difference
 
 CPU = torch.device("cpu")
-DTYPES = (torch.uint8, torch.bool, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.int16,
-          torch.float32, torch.int32, torch.int64, torch.float64, torch.complex64)
-SMALLEST = Digester(CPU, slice_words=8)  # of 32 bytes, so that few elements are slices of slices of slices
+DTYPES = (
+    torch.uint8,
+    torch.bool,
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.float16,
+    torch.int16,
+    torch.float32,
+    torch.int32,
+    torch.int64,
+    torch.float64,
+    torch.complex64,
+)
+SMALLEST = Digester(
+    CPU, slice_words=8
+)  # of 32 bytes, so that few elements are slices of slices of slices
 WHOLE = Digester(CPU, slice_words=1024)
 
 
@@ -21,12 +37,19 @@ WHOLE = Digester(CPU, slice_words=1024)
 def tensors(draw: st.DrawFn, least: int = 0) -> Tensor:
     """Random bits of any dtype and of up to three dimensions, with at least `least` elements."""
     dtype = draw(st.sampled_from(DTYPES))
-    shape = draw(st.lists(st.integers(0 if least == 0 else 1, 9), max_size=3).filter(
-        lambda sizes: torch.Size(sizes).numel() >= least))
+    shape = draw(
+        st.lists(st.integers(0 if least == 0 else 1, 9), max_size=3).filter(
+            lambda sizes: torch.Size(sizes).numel() >= least
+        )
+    )
     count = torch.Size(shape).numel() * dtype.itemsize
     raw = draw(st.binary(min_size=count, max_size=count))
-    flat = torch.tensor([byte & 1 for byte in raw] if dtype == torch.bool else list(raw), dtype=torch.uint8)
-    return flat.view(dtype).view(shape)  # copies of flags make every byte 0 or 1, so others would be no copies
+    flat = torch.tensor(
+        [byte & 1 for byte in raw] if dtype == torch.bool else list(raw), dtype=torch.uint8
+    )
+    return flat.view(dtype).view(
+        shape
+    )  # copies of flags make every byte 0 or 1, so others would be no copies
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
@@ -38,10 +61,18 @@ def naive(digester: Digester, tensor: Tensor, level: int = 0) -> list[int]:
     """The definition, by numbers of any size."""
     raw = bytes(raw_bytes(tensor.contiguous()).tolist()) if tensor.numel() else b""
     raw += b"\0" * (-len(raw) % 4)
-    words = [int.from_bytes(raw[place : place + 4], "little", signed=True) for place in range(0, len(raw), 4)]
+    words = [
+        int.from_bytes(raw[place : place + 4], "little", signed=True)
+        for place in range(0, len(raw), 4)
+    ]
     size = digester._slice_words
-    found = [[sum(key * word for key, word in zip(keys, words[start : start + size])) for keys in
-              digester._keys_of(level).tolist()] for start in range(0, len(words), size)]
+    found = [
+        [
+            sum(key * word for key, word in zip(keys, words[start : start + size]))
+            for keys in digester._keys_of(level).tolist()
+        ]
+        for start in range(0, len(words), size)
+    ]
     signed = [[(number + 2**63) % 2**64 - 2**63 for number in sums] for sums in found]
     if len(signed) > 1:
         return naive(digester, torch.tensor(signed), level + 1)
@@ -51,7 +82,11 @@ def naive(digester: Digester, tensor: Tensor, level: int = 0) -> list[int]:
 @given(tensors())
 def test_digests_are_what_they_are_defined_to_be(tensor: Tensor) -> None:
     for digester in (SMALLEST, WHOLE):
-        assert digester.sums(tensor).tolist() == naive(digester, tensor) == digester.sums(tensor.clone()).tolist()
+        assert (
+            digester.sums(tensor).tolist()
+            == naive(digester, tensor)
+            == digester.sums(tensor.clone()).tolist()
+        )
 
 
 @given(tensors(least=1), st.data())
@@ -71,7 +106,9 @@ def test_every_place_counts(tensor: Tensor, data: st.DataObject) -> None:
     changed[[first, second]] = rows[[second, first]]
     other = changed.view(-1).view(tensor.dtype).view(tensor.shape)
     for digester in (SMALLEST, WHOLE):
-        assert torch.equal(digester.sums(tensor), digester.sums(other)) == torch.equal(rows, changed)
+        assert torch.equal(digester.sums(tensor), digester.sums(other)) == torch.equal(
+            rows, changed
+        )
 
 
 @given(tensors(), st.data())
@@ -90,12 +127,15 @@ def test_views_at_any_byte_and_single_values_have_digests() -> None:
         for digester in (SMALLEST, WHOLE):
             assert torch.equal(digester.sums(flat[start:]), digester.sums(flat[start:].clone()))
     assert not torch.equal(WHOLE.sums(torch.tensor(0.0)), WHOLE.sums(torch.tensor(-0.0)))
-    assert torch.equal(WHOLE.sums(torch.tensor(float("nan"))), WHOLE.sums(torch.tensor(float("nan"))))
+    assert torch.equal(
+        WHOLE.sums(torch.tensor(float("nan"))), WHOLE.sums(torch.tensor(float("nan")))
+    )
 
 
 @pytest.mark.parametrize("digester", [SMALLEST, WHOLE], ids=["many slices", "one slice"])
 def test_signs_that_change_together_do_not_cancel(digester: Digester) -> None:
-    """The highest bits of two words: a sum of products with odd numbers has the least to tell them apart."""
+    """The highest bits of two words: a sum of products with odd numbers has the least to tell them
+    apart."""
     values = torch.ones(40)
     found = set()
     for first in range(40):
@@ -111,7 +151,9 @@ class LargestMade(TorchDispatchMode):
 
     largest = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         known = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
         if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
@@ -119,7 +161,9 @@ class LargestMade(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("made", [lambda: torch.randn(90_000), lambda: torch.randn(300, 300).t()], ids=["flat", "t"])
+@pytest.mark.parametrize(
+    "made", [lambda: torch.randn(90_000), lambda: torch.randn(300, 300).t()], ids=["flat", "t"]
+)
 def test_temporaries_are_as_small_as_slices(made: Any) -> None:
     digester, tensor = Digester(CPU, slice_words=1024), made()
     digester.sums(tensor)
@@ -137,7 +181,11 @@ def test_digests_are_taken_while_a_moment_lasts() -> None:
             yield {"kind": {"name": values, "empty": torch.zeros(0, 2)}}
 
     first, second = WHOLE.digests(moments())
-    assert first["kind"]["name"] == Digest(torch.Size([3]), torch.float32, (0, 0)) != second["kind"]["name"]
+    assert (
+        first["kind"]["name"]
+        == Digest(torch.Size([3]), torch.float32, (0, 0))
+        != second["kind"]["name"]
+    )
     assert second["kind"]["name"].sums == tuple(WHOLE.sums(torch.ones(3)).tolist())
     assert first["kind"]["empty"] == second["kind"]["empty"]
 
@@ -148,9 +196,18 @@ def test_the_first_difference_of_digests_has_a_name() -> None:
 
     known = digests(a=torch.ones(2), b=torch.zeros(3))
     assert first_digest_difference(1, known, digests(a=torch.ones(2), b=torch.zeros(3))) is None
-    assert str(first_digest_difference(4, known, digests(a=torch.ones(2), b=torch.ones(3)))) == f"step 4: b: {DIFFERS}"
+    assert (
+        str(first_digest_difference(4, known, digests(a=torch.ones(2), b=torch.ones(3))))
+        == f"step 4: b: {DIFFERS}"
+    )
     assert "a: torch.float32 [2] against torch.int32 [2]" in str(
-        first_digest_difference(1, known, digests(a=torch.ones(2).view(torch.int32), b=torch.zeros(3))))
+        first_digest_difference(
+            1, known, digests(a=torch.ones(2).view(torch.int32), b=torch.zeros(3))
+        )
+    )
     assert "torch.float32 [3] against torch.float32 [4]" in str(
-        first_digest_difference(1, known, digests(a=torch.ones(2), b=torch.zeros(4))))
-    assert "b: only in the eager run" in str(first_digest_difference(1, known, digests(a=torch.ones(2))))
+        first_digest_difference(1, known, digests(a=torch.ones(2), b=torch.zeros(4)))
+    )
+    assert "b: only in the eager run" in str(
+        first_digest_difference(1, known, digests(a=torch.ones(2)))
+    )

@@ -1,4 +1,5 @@
 """What verify says of a run that takes long: where it is, not often, and nothing of a quick one."""
+
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -44,7 +45,10 @@ def said(phase: str, seconds: list[float], total: int | None = None) -> list[str
 
 def test_a_phase_says_where_it_is_every_ten_seconds_and_how_long_it_took() -> None:
     assert said("eager run", [4.0] * 9) == [
-        "eager run: step 3 of 9, 12 s", "eager run: step 6 of 9, 24 s", "eager run: 9 steps in 36 s"]
+        "eager run: step 3 of 9, 12 s",
+        "eager run: step 6 of 9, 24 s",
+        "eager run: 9 steps in 36 s",
+    ]
     assert said("", [10.5, 2.0]) == ["step 1 of 2, 10 s", "2 steps in 12 s"]
 
 
@@ -59,7 +63,10 @@ def test_a_step_that_takes_long_is_told_once_it_is_made() -> None:
 
 
 def test_a_phase_that_ends_early_says_how_many_steps_it_had() -> None:
-    assert said("eager run", [6.0] * 3, total=50) == ["eager run: step 2 of 50, 12 s", "eager run: 3 steps in 18 s"]
+    assert said("eager run", [6.0] * 3, total=50) == [
+        "eager run: step 2 of 50, 12 s",
+        "eager run: 3 steps in 18 s",
+    ]
 
 
 def test_a_phase_that_is_left_has_not_ended() -> None:
@@ -73,33 +80,73 @@ def test_a_phase_that_is_left_has_not_ended() -> None:
 
 def test_the_runs_in_lockstep_are_one_phase_and_those_apart_are_two() -> None:
     lines: list[str] = []
-    often, config = VerificationProgress(lines.append, Clock(), every=0.0), tiny_config("chunk", 0.0, 3)
+    often, config = (
+        VerificationProgress(lines.append, Clock(), every=0.0),
+        tiny_config("chunk", 0.0, 3),
+    )
     together = verify("run", config, random_packs(1), CPU, pace=often)
     assert lines == ["step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s"]
     lines.clear()
     apart = verify_sequential("run", config, lambda: random_packs(1), CPU, pace=often)
-    assert lines == [f"{phase}: {text}" for phase in ("eager run", "graph run")
-                     for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")]
-    assert together.good and together == apart == verify("run", config, random_packs(1), CPU, pace=SILENT)
+    assert lines == [
+        f"{phase}: {text}"
+        for phase in ("eager run", "graph run")
+        for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")
+    ]
+    assert together.good and together == apart == verify(
+        "run", config, random_packs(1), CPU, pace=SILENT
+    )
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"text": "to be or not to be " * (1 + row % 3)}) + "\n" for row in range(40)))
-    return ["verify", "qwen3-tiny", "--data.source", "jsonl", "--data.path", str(path), "--model.hidden-size", "16",
-            "--model.intermediate-size", "32", "--model.num-layers", "1", "--graph.capacities", "32x4,64x8",
-            "--run.tokens-per-step", "100", "--run.device", "cpu", "--steps", "4"]
+    path.write_text(
+        "".join(
+            json.dumps({"text": "to be or not to be " * (1 + row % 3)}) + "\n" for row in range(40)
+        )
+    )
+    return [
+        "verify",
+        "qwen3-tiny",
+        "--data.source",
+        "jsonl",
+        "--data.path",
+        str(path),
+        "--model.hidden-size",
+        "16",
+        "--model.intermediate-size",
+        "32",
+        "--model.num-layers",
+        "1",
+        "--graph.capacities",
+        "32x4,64x8",
+        "--run.tokens-per-step",
+        "100",
+        "--run.device",
+        "cpu",
+        "--steps",
+        "4",
+    ]
 
 
-@pytest.mark.parametrize(("more", "phase"), [([], ""), (["--apart"], "graph run: ")], ids=["lockstep", "apart"])
-def test_the_command_says_it_on_stderr(words: list[str], more: list[str], phase: str, monkeypatch: pytest.MonkeyPatch,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("more", "phase"), [([], ""), (["--apart"], "graph run: ")], ids=["lockstep", "apart"]
+)
+def test_the_command_says_it_on_stderr(
+    words: list[str],
+    more: list[str],
+    phase: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(command, "VerificationProgress", partial(VerificationProgress, now=Clock()))
     assert cli.main([*words, *more]) == 0
     quick = capsys.readouterr()
     assert " of 4, " not in quick.err and " steps in " not in quick.err
-    monkeypatch.setattr(command, "VerificationProgress", partial(VerificationProgress, now=Clock(), every=0.0))
+    monkeypatch.setattr(
+        command, "VerificationProgress", partial(VerificationProgress, now=Clock(), every=0.0)
+    )
     assert cli.main([*words, *more]) == 0
     told = capsys.readouterr()
     assert told.out == quick.out and "sizes of rows" in told.out

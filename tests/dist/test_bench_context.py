@@ -1,4 +1,5 @@
-"""The benchmark of dynamic context parallelism: every way computes the same, all ranks know the same rows."""
+"""The benchmark of dynamic context parallelism: every way computes the same, all ranks know the
+same rows."""
 import json
 from collections import Counter
 from unittest import mock
@@ -47,7 +48,8 @@ def test_bench_context_on_two_ranks():
 
 
 def hurried(mesh, chosen):
-    """The rows of a call whose time for preparing is up once `dynamic` is ready, and the banks that were captured."""
+    """The rows of a call whose time for preparing is up once `dynamic` is ready, and the banks that
+    were captured."""
     rows, deadline, built = Rows(facts(CPU, "abc123"), write=False), Deadline(1000), []
     build = ContextWay.build
 
@@ -65,7 +67,8 @@ def hurried(mesh, chosen):
 
 @pytest.mark.dist
 def test_what_is_prepared_when_most_of_the_time_is_up_is_timed():
-    """The bank that costs were measured with is not built again, and given back where its way is not prepared."""
+    """The bank that costs were measured with is not built again, and given back where its way is
+    not prepared."""
     ways = ("fixed", "dynamic", "dynamic+graph")
     (rows, built), _ = run_ranks(hurried, 2, options(ways=ways), layout=Layout(dp=1, cp=2, contexts=(1, 2)),
                                  seconds=120.0)

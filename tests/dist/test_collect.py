@@ -42,7 +42,8 @@ def test_a_gap_and_an_overlap_are_named():
 
 
 def gathered(mesh):
-    """A tensor of every kind: a DTensor, a flat range, a copy on both, one that only rank 1 has, a scalar."""
+    """A tensor of every kind: a DTensor, a flat range, a copy on both, one that only rank 1 has, a
+    scalar."""
     numbers = torch.arange(15.0).view(5, 3)
     start, stop = ((0, 7), (7, 15))[mesh.rank]
     flat = numbers.flatten()[start:stop].bfloat16().clone()

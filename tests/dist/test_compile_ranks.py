@@ -1,4 +1,5 @@
-"""Compiled stages where a model is split over ranks: graphs of them equal the same code run eagerly, on every rank."""
+"""Compiled stages where a model is split over ranks: graphs of them equal the same code run
+eagerly, on every rank."""
 import dataclasses
 from pathlib import Path
 from unittest import mock

@@ -1,4 +1,5 @@
-"""Runs whose rows are spread over ranks: graphs equal eager bitwise, layouts equal one process, checkpoints move."""
+"""Runs whose rows are spread over ranks: graphs equal eager bitwise, layouts equal one process,
+checkpoints move."""
 import dataclasses
 import itertools
 import random
@@ -36,8 +37,8 @@ EXPERTS = {"experts": ExpertConfig(count=4, per_token=2, intermediate_size=16, s
 
 
 class Packs(RandomPacks):
-    """Rows of one capacity after the other: one document over all ranks, single tokens, ranks with padding only, and
-    what comes."""
+    """Rows of one capacity after the other: one document over all ranks, single tokens, ranks with
+    padding only, and what comes."""
 
     def __next__(self):
         draw = random.Random(self.position)
@@ -103,7 +104,8 @@ def test_graphs_equal_eager_bitwise(layout, granularities, tied, tmp_path):
 
 @pytest.mark.slow
 def test_a_step_with_its_update_in_one_graph_equals_the_eager_one_bitwise(tmp_path):
-    """Replicas see other packs, ranks that share rows see the same: so collectives of the update can be captured."""
+    """Replicas see other packs, ranks that share rows see the same: so collectives of the update
+    can be captured."""
     eager, graphs = (ranks(CP2, str(tmp_path / str(enabled)), config(
         CP2, enabled=enabled, granularity="step", optimizer=True, strict=True)) for enabled in (False, True))
     equal(eager[0][0], graphs[0][0])
@@ -129,7 +131,8 @@ def equal_metrics(folder, other):
 @pytest.mark.parametrize("layout", [CP2, *(pytest.param(layout, marks=pytest.mark.slow) for layout in (
     CP2_PP2, Layout(dp=2, cp=2, ep=2)))], ids=str)
 def test_latent_attention_and_experts_are_those_of_whole_rows(layout, tmp_path):
-    """Balance losses of the row and of each document, which lie on several ranks; and graphs equal eager bitwise."""
+    """Balance losses of the row and of each document, which lie on several ranks; and graphs equal
+    eager bitwise."""
     alone = ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 4, model=EXPERTS, enabled=False))[0][0]
     eager = ranks(layout, str(tmp_path / "eager"), config(layout, 4, model=EXPERTS, enabled=False))[0][0]
     graphs = ranks(layout, str(tmp_path / "graphs"), config(layout, 4, model=EXPERTS, granularity="chunk"))
@@ -146,7 +149,8 @@ def test_a_checkpoint_moves_between_numbers_of_ranks_that_share_rows(alone, tmp_
 
 
 def switching(mesh, graphs):
-    """Loss and gradients of microbatches whose rows are spread over another number of ranks each time."""
+    """Loss and gradients of microbatches whose rows are spread over another number of ranks each
+    time."""
     model = DecoderModel(dataclasses.replace(config(ALONE).model, dropout=0.1, num_layers=2)).train()
     spread_context(model, mesh)
     call = graph(model, capacities=CAPACITIES, granularity="chunk", strict=True, warmup=2) if graphs else model
@@ -163,7 +167,8 @@ def switching(mesh, graphs):
 
 
 def test_a_bank_holds_graphs_for_several_numbers_of_ranks():
-    """Forced switching: the number is a constant of the call and so of the key; bitwise the eager calls."""
+    """Forced switching: the number is a constant of the call and so of the key; bitwise the eager
+    calls."""
     eager, graphs = (run_ranks(switching, 2, use, layout=CP2) for use in (False, True))
     for (expected, _), (found, (captured, replayed, fallbacks)) in zip(eager, graphs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

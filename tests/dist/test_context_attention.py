@@ -1,4 +1,5 @@
-"""Attention of a row spread over ranks against the same attention in one process: outputs, all gradients, isolation."""
+"""Attention of a row spread over ranks against the same attention in one process: outputs, all
+gradients, isolation."""
 import functools
 import random
 
@@ -57,8 +58,8 @@ def on_ranks(mesh, cases):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_outputs_and_gradients_are_those_of_one_process(ranks):
-    """Key heads: fewer than ranks, as many, more, one per query head; values narrower than keys, as latent attention
-    has them."""
+    """Key heads: fewer than ranks, as many, more, one per query head; values narrower than keys, as
+    latent attention has them."""
     cases = [(name, heads, WIDTH, "sdpa") for name in ROWS for heads in (1, 2, 4) if heads == 1 or name[:4] != "tiny"]
     cases += [("mixed", HEADS, VALUES, "sdpa"), ("mixed", HEADS, VALUES, "naive"), ("mixed", 2, VALUES, "naive")]
     results = run_ranks(on_ranks, ranks, cases, layout=Layout(cp=ranks))

@@ -1,4 +1,5 @@
-"""Runs whose rows are spread over as many ranks as they need: plans, graphs, one process, data that go on."""
+"""Runs whose rows are spread over as many ranks as they need: plans, graphs, one process, data that
+go on."""
 import dataclasses
 from pathlib import Path
 from unittest import mock
@@ -112,7 +113,8 @@ def verified(mesh, settings, layout):
     pytest.param(CP2_PP2, "layer", 5, marks=pytest.mark.slow),
     pytest.param(CP2_DP2, "layer", 5, marks=pytest.mark.slow)], ids=str)
 def test_another_number_of_ranks_in_every_microbatch_is_verified(layout, granularity, steps):
-    """Bitwise against eager on every rank, and one process within rounding; see SwitchingSteps for what it runs."""
+    """Bitwise against eager on every rank, and one process within rounding; see SwitchingSteps for
+    what it runs."""
     settings = dynamic_config(layout, granularity, steps)
     settings = dataclasses.replace(settings, graph=dataclasses.replace(settings.graph, strict=True))
     reports = run_ranks(verified, 4, settings, layout, layout=settings.parallel.layout(), seconds=120.0)
@@ -140,7 +142,8 @@ def test_a_run_goes_on_bitwise_from_a_checkpoint_between_plans(tmp_path):
 
 
 def test_rows_that_are_not_in_the_bank_run_eagerly_on_all_their_ranks_and_are_counted(tmp_path):
-    """More documents than graphs were captured for: never a replay of another bucket, bitwise the eager run."""
+    """More documents than graphs were captured for: never a replay of another bucket, bitwise the
+    eager run."""
     eager, *_ = ranks(CP2, tmp_path / "eager", config(CP2, dropout=0.1, max_documents=2, enabled=False))
     graphs = ranks(CP2, tmp_path / "graphs", config(CP2, dropout=0.1, granularity="chunk", max_documents=2))
     equal(eager[0], graphs[0][0])
@@ -150,7 +153,8 @@ def test_rows_that_are_not_in_the_bank_run_eagerly_on_all_their_ranks_and_are_co
 
 
 def timed_run(mesh, folder, settings, learn):
-    """As `go`, and what plans went by in the end. learn: whether they go by what was timed, else by the estimates."""
+    """As `go`, and what plans went by in the end. learn: whether they go by what was timed, else by
+    the estimates."""
     fitted = row_timing.fit if learn else lambda timings, prior, **_: prior
     with mock.patch.object(row_timing, "fit", fitted):
         found, totals = go(mesh, folder, settings)
@@ -162,8 +166,8 @@ def with_timed_rows(settings):
 
 
 def test_rows_that_are_timed_in_a_run_change_its_plans_and_nothing_else(tmp_path):
-    """Bitwise the run that times nothing, where plans go by the same costs; with dropout, whose random numbers the
-    timed rows have drawn, too."""
+    """Bitwise the run that times nothing, where plans go by the same costs; with dropout, whose
+    random numbers the timed rows have drawn, too."""
     settings = config(CP2, dropout=0.1, granularity="chunk")
     plain = ranks(CP2, tmp_path / "plain", settings)
     timed = run_ranks(timed_run, 2, str(tmp_path / "timed"), with_timed_rows(settings), False,
@@ -185,14 +189,15 @@ def test_all_ranks_plan_by_what_the_slowest_took(layout, tmp_path):
 
 
 def isolated(mesh):
-    """Losses of a row whose first document alone has labels, beside other documents, over 1, 2 and 4 ranks; and of a
-    row with a thousand tiny ones."""
+    """Losses of a row whose first document alone has labels, beside other documents, over 1, 2 and
+    4 ranks; and of a row with a thousand tiny ones."""
     model = DecoderModel(config(CP4).model).train()
     spread_context(model, mesh, 64)
     found = []
     for size in (1, 2, 4):
         draw = np.random.default_rng(size)
-        first, rest = 17 * size + 1, 64 * size - 17 * size - 2  # neither ends where a rank's rows do
+        # neither ends where a rank's rows do
+        first, rest = 17 * size + 1, 64 * size - 17 * size - 2
         tokens = draw.integers(32, size=first)
         for seed in range(3):
             other = np.random.default_rng(seed).integers(32, size=rest)
@@ -223,7 +228,8 @@ def test_documents_do_not_see_each_other_whatever_shares_their_row():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [CP2, Layout(dp=2, cp=2, ep=2)], ids=str)
 def test_experts_are_those_of_whole_rows_in_groups_of_any_size(layout):
-    """Whatever its groups are, a rank has as many rows as every other, so exchanges of tokens are as without groups."""
+    """Whatever its groups are, a rank has as many rows as every other, so exchanges of tokens are
+    as without groups."""
     experts = {"experts": ExpertConfig(count=4, per_token=2, intermediate_size=16, shared=1, score="sigmoid",
                                        score_bias=True, bias_rate=0.01, load_loss=0.3, document_loss=0.2, z_loss=0.1)}
     settings = config(layout, dropout=0.1, model=experts)

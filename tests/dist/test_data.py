@@ -75,7 +75,8 @@ def test_a_gradient_made_elsewhere_is_taken_in():
 
 
 class Slow(FlatParameters):
-    """The first span takes a while to be sent; `sent` is the order in which they are on their way."""
+    """The first span takes a while to be sent; `sent` is the order in which they are on their
+    way."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -98,7 +99,8 @@ def test_hooks_of_two_threads_send_spans_in_their_order():
     other = threading.Thread(target=flat.ready, args=([first],))
     other.start()
     assert flat.sending.wait(10)
-    flat.ready([second])  # autograd runs nodes without a device in the thread that called it, others in one per device
+    # autograd runs nodes without a device in the thread that called it, others in one per device
+    flat.ready([second])
     flat.other_is_done.set()
     other.join()
     assert flat.sent == [0, 1]
@@ -153,7 +155,8 @@ def test_overlap_and_gradients_set_to_none_change_nothing():
 
 
 def poisoned_until_gathered(mesh):
-    """Before the parts come together every other rank's part is made NaN: nobody may have used the old values."""
+    """Before the parts come together every other rank's part is made NaN: nobody may have used the
+    old values."""
     run, flat = Run(mesh, graphs=True), None
     flat = run.optimizer.flat
     gather = flat.gather

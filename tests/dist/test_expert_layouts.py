@@ -1,4 +1,5 @@
-"""Layouts in which ranks are unlike: stages without experts, tensor parallel ranks beside experts."""
+"""Layouts in which ranks are unlike: stages without experts, tensor parallel ranks beside
+experts."""
 import dataclasses
 from pathlib import Path
 

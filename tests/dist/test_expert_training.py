@@ -1,4 +1,5 @@
-"""Training with experts shared by replicas: as one process trains, and checkpoints that any other layout can read."""
+"""Training with experts shared by replicas: as one process trains, and checkpoints that any other
+layout can read."""
 import copy
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,8 @@ class Training:
 
 
 def train(mesh, dispatcher, overlap):
-    """Whole gradients of the first step; norms; what there is at last, and the names of what is stored in pieces."""
+    """Whole gradients of the first step; norms; what there is at last, and the names of what is
+    stored in pieces."""
     training, norms, first = Training(mesh, dispatcher), [], {}
     for number in range(4):
         _, norm = training.step(number, overlap)

@@ -1,4 +1,5 @@
-"""Hybrids whose experts are shared by ranks: graphs equal eager bitwise on every rank, a run equals one process."""
+"""Hybrids whose experts are shared by ranks: graphs equal eager bitwise on every rank, a run equals
+one process."""
 import dataclasses
 
 import pytest

@@ -1,4 +1,5 @@
-"""Hybrids over several ranks: Mamba-2 on rows spread over ranks is that of one process, graphs equal eager bitwise."""
+"""Hybrids over several ranks: Mamba-2 on rows spread over ranks is that of one process, graphs
+equal eager bitwise."""
 import dataclasses
 import itertools
 import random
@@ -37,8 +38,8 @@ GROUPS = (1, 2, 4, 8)  # fewer than ranks, as many, more
 
 
 class Packs(RandomPacks):
-    """Rows of one capacity after the other: one document over all ranks, single tokens, ranks with padding only, and
-    what comes."""
+    """Rows of one capacity after the other: one document over all ranks, single tokens, ranks with
+    padding only, and what comes."""
 
     def __next__(self):
         draw = random.Random(self.position)
@@ -84,7 +85,8 @@ def on_ranks(mesh):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layers_on_spread_rows_are_those_of_one_process(ranks):
-    """Outputs, gradients of inputs, and the sums over ranks of all parameters' gradients, in float64."""
+    """Outputs, gradients of inputs, and the sums over ranks of all parameters' gradients, in
+    float64."""
     results = run_ranks(on_ranks, ranks, layout=Layout(cp=ranks))
     for number, (groups, (name, lengths)) in enumerate(itertools.product(GROUPS, LENGTHS.items())):
         mixer, (ids, x, grad) = mixer_with(groups), case(lengths)
@@ -169,7 +171,8 @@ def test_graphs_equal_eager_bitwise_and_ranks_learn_what_one_process_learns(layo
 
 
 def switching(mesh, graphs):
-    """Loss and gradients of microbatches whose rows are spread over another number of ranks each time."""
+    """Loss and gradients of microbatches whose rows are spread over another number of ranks each
+    time."""
     model = DecoderModel(dataclasses.replace(config(ALONE).model, dropout=0.1)).train()
     spread_context(model, mesh)
     call = graph(model, capacities=CAPACITIES, granularity="chunk", strict=True, warmup=2) if graphs else model
@@ -201,7 +204,8 @@ def verified(mesh, settings, layout):
     pytest.param(CP2, "chunk", marks=pytest.mark.slow), pytest.param(CP4, "layer", marks=pytest.mark.slow),
     pytest.param(CP2_PP2, "chunk", marks=pytest.mark.slow)], ids=str)
 def test_planned_rows_over_changing_ranks_are_verified(layout, granularity):
-    """The trainer's dynamic context parallelism: bitwise against eager on every rank, one process within rounding."""
+    """The trainer's dynamic context parallelism: bitwise against eager on every rank, one process
+    within rounding."""
     settings = dynamic_config(layout, granularity, 5)
     model = dataclasses.replace(tiny_hybrid_config(granularity, 0.1, 5).model, num_layers=max(4, 4 * layout.pp))
     settings = dataclasses.replace(settings, model=model)
@@ -212,8 +216,9 @@ def test_planned_rows_over_changing_ranks_are_verified(layout, granularity):
 
 
 def one_document_changed(mesh):
-    """Loss gradient of the hidden states with one document's tokens changed, and without; this rank's rows. Without
-    experts: a CPU's products choose by the number of an expert's rows, which tokens of other documents are among."""
+    """Loss gradient of the hidden states with one document's tokens changed, and without; this
+    rank's rows. Without experts: a CPU's products choose by the number of an expert's rows, which
+    tokens of other documents are among."""
     model = random_hybrid(hybrid("M-M*-M"))
     spread_context(model, mesh)
     draw, found = random.Random(1), []

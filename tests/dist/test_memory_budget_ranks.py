@@ -1,4 +1,5 @@
-"""Stages of a pipeline predict their own graphs, and drop the same capacities when one of them has no room."""
+"""Stages of a pipeline predict their own graphs, and drop the same capacities when one of them has
+no room."""
 import dataclasses
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def config(budget=None, enabled=True):
 
 
 def go(mesh, folder, settings):
-    """Train; this rank's parameters, what it says of memory, its counts, and its prediction in bytes."""
+    """Train; this rank's parameters, what it says of memory, its counts, and its prediction in
+    bytes."""
     run = trainer(Path(folder), settings, mesh=mesh)
     try:
         run.run(StopRequest())

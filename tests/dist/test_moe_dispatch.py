@@ -1,4 +1,5 @@
-"""Dispatchers over 1, 2 and 4 ranks give what one process with all experts gives: outputs and all gradients."""
+"""Dispatchers over 1, 2 and 4 ranks give what one process with all experts gives: outputs and all
+gradients."""
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ EXPERTS = 8
 # tokens, places, share of padding, experts that may be chosen
 CASES = {
     "plain": (16, 2, 0.0, None), "half padding": (24, 3, 0.5, None), "one token": (1, 2, 0.0, None),
-    "empty experts": (12, 2, 0.25, (1, 2, 6)), "one expert": (10, 1, 0.0, (5,)), "all padding": (4, 2, 1.0, None),
+    "empty "
+    "experts": (12, 2, 0.25, (1, 2, 6)), "one expert": (10, 1, 0.0, (5,)), "all padding": (4, 2, 1.0, None),
     "more than eight": (40, 4, 0.1, (0, 1, 2, 3, 4)),
 }
 
@@ -51,7 +53,8 @@ def test_segments_lie_as_a_plan_of_their_experts_says(counts, more):
 
 
 def alone(seeds, case):
-    """What one process with all experts makes of the tokens of all ranks: by rank, the experts' gradients summed."""
+    """What one process with all experts makes of the tokens of all ranks: by rank, the experts'
+    gradients summed."""
     tokens, places, padding, busy = CASES[case]
     layer = Layer(LocalDispatcher(EXPERTS), EXPERTS)
     found = [run_layer(layer, *draw_routing(seed, tokens, places, EXPERTS, padding=padding, busy=busy))
@@ -93,8 +96,8 @@ def every_case(mesh):
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_dispatchers_equal_one_process(ranks):
-    """Outputs and gradients of tokens in every bit, since every sum has the same order; experts' to rounding, since
-    one process sums its own tokens first."""
+    """Outputs and gradients of tokens in every bit, since every sum has the same order; experts' to
+    rounding, since one process sums its own tokens first."""
     results = run_ranks(every_case, ranks, layout=Layout(ep=ranks))
     for number, case in enumerate(CASES):
         expected = alone([100 * number + rank for rank in range(ranks)], case)
@@ -111,7 +114,8 @@ def test_dispatchers_equal_one_process(ranks):
 
 
 def overflows(mesh):
-    """All tokens of rank 1 go to one expert of rank 0; those of rank 0 are spread evenly. Then the factor is raised."""
+    """All tokens of rank 1 go to one expert of rank 0; those of rank 0 are spread evenly. Then the
+    factor is raised."""
     group = mesh.group("ep")
     dispatcher = PaddedDispatcher(4, group, 1.0)
     tokens = torch.arange(32)[:, None]
@@ -144,7 +148,8 @@ def test_an_overflow_is_seen_where_it_happens_and_leaves_no_garbage():
 
 
 def shared_overflow(mesh):
-    """Both ranks send all tokens to the experts of rank 0, which has room for 40 of 64 rows; then there is room."""
+    """Both ranks send all tokens to the experts of rank 0, which has room for 40 of 64 rows; then
+    there is room."""
     group = mesh.group("ep")
     dispatcher = SymmetricDispatcher(4, group, 1.25, EmulatedBuffers(group, 32, 1.25))
     experts = (torch.arange(32)[:, None] % 2).int()

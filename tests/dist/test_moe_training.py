@@ -1,5 +1,5 @@
-"""Runs of a decoder with experts over ranks that share them: graphs equal eager bitwise, layouts equal one process, and
-a step that lacks room on one rank is made again on all."""
+"""Runs of a decoder with experts over ranks that share them: graphs equal eager bitwise, layouts
+equal one process, and a step that lacks room on one rank is made again on all."""
 import dataclasses
 import random
 from pathlib import Path
@@ -70,8 +70,8 @@ def go(mesh, folder, settings, resume=False, crowded=None):
 
 
 def crowd(run):
-    """Make the demand of one layer look larger than its room once: nothing is lacking in truth, so that the run can be
-    compared with one where nothing happens."""
+    """Make the demand of one layer look larger than its room once: nothing is lacking in truth, so
+    that the run can be compared with one where nothing happens."""
     before, calls = run.executor.train_step, []
 
     def train_step(*arguments):
@@ -122,7 +122,8 @@ def test_sharing_experts_learns_what_one_process_learns(layout, dispatcher, scop
 
 @pytest.mark.parametrize("granularity", ["layer", pytest.param("step", marks=pytest.mark.slow)])
 def test_what_lacks_room_on_one_rank_is_made_again_on_all(granularity, tmp_path):
-    """Bitwise the run in which nothing was lacking: parameters, optimizer state, biases, random numbers, metrics."""
+    """Bitwise the run in which nothing was lacking: parameters, optimizer state, biases, random
+    numbers, metrics."""
     settings = config(EP2, dropout=0.1, granularity=granularity)
     calm = ranks(EP2, str(tmp_path / "calm"), settings)
     crowded = ranks(EP2, str(tmp_path / "crowded"), settings, False, 1)

@@ -1,4 +1,5 @@
-"""Offloading under pipelines and tensor parallelism: bitwise the run that keeps everything, with late copies."""
+"""Offloading under pipelines and tensor parallelism: bitwise the run that keeps everything, with
+late copies."""
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,8 @@ def config(layout, chunks, **graph):
 
 
 def go(mesh, folder, settings):
-    """For every config: this rank's tensors at the end, and what moved: groups and bytes of every chunk."""
+    """For every config: this rank's tensors at the end, and what moved: groups and bytes of every
+    chunk."""
     results = []
     for number, setting in enumerate(settings):
         run = trainer(Path(folder) / str(number), setting, mesh=mesh)
@@ -130,7 +132,8 @@ class Replayed(Unplannable):
 
 
 def plan_twice(mesh, wrong):
-    """(whether graphs are captured anew, whether that is final, by what was planned), at the trial's end."""
+    """(whether graphs are captured anew, whether that is final, by what was planned), at the
+    trial's end."""
     trace = make_trace([4, 4], [1.0, 1.0]) if mesh.rank == 0 else None
     planner = Planner(OffloadConfig(modules=("core_attn",), lost=0.1), 0, 1)
     offloading = TrainerOffloading([Replayed(trace, wrong)], [planner], 2, torch.device("cpu"), mesh.everyone())

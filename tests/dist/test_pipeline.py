@@ -1,4 +1,5 @@
-"""Pipelines by replay equal eager ones bit by bit for any number of microbatches, and the whole model in rounding."""
+"""Pipelines by replay equal eager ones bit by bit for any number of microbatches, and the whole
+model in rounding."""
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +46,8 @@ def microbatches(order, count):
 
 
 class SlowLinks(Links):
-    """Sends begin some time after they were asked for, in order: what they send must stay untouched until then."""
+    """Sends begin some time after they were asked for, in order: what they send must stay untouched
+    until then."""
 
     def delay(self, direction):
         return 0.002
@@ -73,7 +75,8 @@ class SlowGradients(SlowLinks):
 
 
 class SerialLinks(Links):
-    """A process group serves its transfers strictly one after another, as NCCL's communicators do."""
+    """A process group serves its transfers strictly one after another, as NCCL's communicators
+    do."""
 
     def send(self, tensor, stage, direction):
         return self._queue(self.group(stage, direction), super().send, tensor, stage, direction)
@@ -197,7 +200,8 @@ def test_replayed_pipelines_equal_eager_ones_bitwise(ranks, chunks):
 
 
 def test_a_slot_freed_before_its_sends_are_done_is_wrong_and_the_test_sees_it(monkeypatch):
-    """Negative control of R3: the same comparison must fail when slots do not wait for slow sends."""
+    """Negative control of R3: the same comparison must fail when slots do not wait for slow
+    sends."""
     under_way = []  # a transfer that is let go of may never be done
 
     def finish(self):
@@ -213,7 +217,8 @@ def test_a_slot_freed_before_its_sends_are_done_is_wrong_and_the_test_sees_it(mo
 
 
 def test_gradients_left_in_the_memory_of_all_backwards_are_wrong_and_the_test_sees_it(monkeypatch):
-    """Negative control: what is sent must be in the slot, since the next backward writes over what is brief."""
+    """Negative control: what is sent must be in the slot, since the next backward writes over what
+    is brief."""
     eager = run("eager", 4, 1, COUNTS[:4])
     monkeypatch.setattr(VariantBuild, "_landings", lambda self, forward: [])
     graphs = run("chunk", 4, 1, COUNTS[:4], slow=SlowGradients, poison=True)

@@ -1,4 +1,5 @@
-"""Under a pipeline the gradients of a chunk are reduced while the step goes on, and nothing changes by it."""
+"""Under a pipeline the gradients of a chunk are reduced while the step goes on, and nothing changes
+by it."""
 import dataclasses
 import functools
 from pathlib import Path
@@ -19,11 +20,13 @@ from packgraph.train.signals import StopRequest
 
 pytestmark = pytest.mark.dist
 DP2_PP2 = Layout(dp=2, pp=2)
-SMALL = functools.partial(FlatParameters, span_bytes=4096)  # many spans, few of which hold both chunks' parameters
+# many spans, few of which hold both chunks' parameters
+SMALL = functools.partial(FlatParameters, span_bytes=4096)
 
 
 def two_chunks(mesh):
-    """Chunk b is done first; only what lies in its spans alone may be on its way before chunk a is done."""
+    """Chunk b is done first; only what lies in its spans alone may be on its way before chunk a is
+    done."""
     torch.manual_seed(0)
     chunks = {name: nn.ParameterList(nn.Parameter(torch.randn(4, 40)) for _ in range(4)) for name in "ab"}
     named = [(f"{name}{index}", value) for name, chunk in chunks.items() for index, value in enumerate(chunk)]
@@ -35,7 +38,8 @@ def two_chunks(mesh):
         started.append([])
         for name in "ba":
             chunk = list(chunks[name])
-            # The last parameter of a chunk is left out of its last backward: it got its gradient before.
+            # The last parameter of a chunk is left out of its last backward: it got its gradient
+            # before.
             chunk[-1].grad += 1.0 + mesh.rank
             output = sum((value * (step + 1)).sum() for value in chunk[:-1])
             flat.overlap(output, chunk)
@@ -58,7 +62,8 @@ def test_spans_leave_when_their_chunk_is_done():
 
 
 def train(mesh, folder, settings, how):
-    """Tensors at the end, and how many spans were on their way before the end of each step. how: overlap or not."""
+    """Tensors at the end, and how many spans were on their way before the end of each step. how:
+    overlap or not."""
     with mock.patch("packgraph.train.optimizer.FlatParameters", SMALL):
         run = trainer(Path(folder), settings, mesh=mesh)
     flat, launched = run.optimizer.flat, []

@@ -1,4 +1,5 @@
-"""Runs over pipeline stages: graphs equal eager bitwise, stages equal the whole in rounding, checkpoints move."""
+"""Runs over pipeline stages: graphs equal eager bitwise, stages equal the whole in rounding,
+checkpoints move."""
 import dataclasses
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def config(layout, steps, *, dropout=0.1, chunks=1, layers=2, sequence=True, tie
 
 
 def go(mesh, folder, settings, resume=False):
-    """Run to the end; at last this rank's tensors, its graph counts, and on rank 0 all tensors whole."""
+    """Run to the end; at last this rank's tensors, its graph counts, and on rank 0 all tensors
+    whole."""
     run = trainer(Path(folder), settings, mesh=mesh)
     try:
         if resume:
@@ -77,7 +79,8 @@ def test_every_granularity_equals_the_eager_run_bitwise(layout, options, granula
 
 
 def assert_copies_are_equal(results, layout):
-    """What several stages hold of a parameter and of its optimizer state is the same in every bit."""
+    """What several stages hold of a parameter and of its optimizer state is the same in every
+    bit."""
     by_place = {}
     for rank, (tensors, *_) in enumerate(results):
         place = layout.coordinates(rank)
@@ -110,7 +113,8 @@ def test_stages_learn_what_the_whole_model_learns(layout, options, tmp_path):
 
 
 def assert_close(results, alone):
-    """Sums over stages and ranks are rounded in another order, and Adam makes much of tiny gradients: hence 1e-4."""
+    """Sums over stages and ranks are rounded in another order, and Adam makes much of tiny
+    gradients: hence 1e-4."""
     (_, _, found), (_, _, expected) = results[0], alone[0]
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -138,7 +142,8 @@ def test_a_resumed_pipeline_is_bitwise_the_one_that_never_stopped(tmp_path):
 
 
 def fewer_layers(mesh, folder, settings):
-    """Ask for a checkpoint of more layers than there are: which rank holds too little is nobody's fault."""
+    """Ask for a checkpoint of more layers than there are: which rank holds too little is nobody's
+    fault."""
     with pytest.raises(CheckpointError, match=r"layers\.2\.input_layernorm\.weight is not part of this run"):
         go(mesh, folder, settings, True)
 

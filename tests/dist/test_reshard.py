@@ -70,7 +70,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def go(mesh, folder, settings, resume):
-    """Run to the end, from the start or the newest checkpoint; what was loaded, and what there is at last."""
+    """Run to the end, from the start or the newest checkpoint; what was loaded, and what there is
+    at last."""
     run = _trainer(mesh, folder, settings)
     try:
         if resume:
@@ -110,7 +111,8 @@ def test_what_was_saved_is_loaded_at_another_layout(first, second, dtype, tmp_pa
 
 @pytest.mark.dist
 def test_a_run_that_changes_its_layout_stays_the_same_run(tmp_path):
-    """Without dropout, whose masks change with the layout: the data and the optimizer go on as if alone."""
+    """Without dropout, whose masks change with the layout: the data and the optimizer go on as if
+    alone."""
     def settings(name, steps):
         made = config(LAYOUTS[name], steps)
         return dataclasses.replace(made, model=dataclasses.replace(made.model, dropout=0.0))

@@ -1,4 +1,5 @@
-"""Runs whose folder is not one file system for all processes: refused at the start, and never a checkpoint."""
+"""Runs whose folder is not one file system for all processes: refused at the start, and never a
+checkpoint."""
 import os
 import subprocess
 import sys
@@ -75,8 +76,10 @@ def test_a_checkpoint_without_the_shards_of_other_ranks_is_none(tmp_path):
 def test_torchrun_refuses_a_folder_of_each_rank_at_the_start(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(
-        "import os, sys\nfrom pathlib import Path\nfrom packgraph import cli\nfrom packgraph.train import shared_folder\n"
-        "shared_folder.PATIENCE_SECONDS = 0.5\nfolder = Path(sys.argv[1]) / os.environ['RANK']\nfolder.mkdir()\n"
+        "import os, sys\nfrom pathlib import Path\nfrom packgraph import cli\nfrom packgraph.train "
+        "import shared_folder\n"
+        "shared_folder.PATIENCE_SECONDS = 0.5\nfolder = Path(sys.argv[1]) / "
+        "os.environ['RANK']\nfolder.mkdir()\n"
         "os.chdir(folder)\nsys.exit(cli.main(sys.argv[2:]))\n")
     words = """train qwen3-tiny --run.steps 4 --run.device cpu --run.name x --run.tokens-per-step 512
         --model.num-layers 1 --graph.capacities 256x8 --parallel.dp 2""".split()

@@ -1,4 +1,5 @@
-"""A whole step with its update as one graph on tensor parallel ranks: collectives of model and norm are in it too."""
+"""A whole step with its update as one graph on tensor parallel ranks: collectives of model and norm
+are in it too."""
 import dataclasses
 from pathlib import Path
 

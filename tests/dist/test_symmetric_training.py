@@ -1,4 +1,5 @@
-"""Runs with `parallel.dispatcher = symmetric`, over buffers that only gather: room grows on all ranks and layers."""
+"""Runs with `parallel.dispatcher = symmetric`, over buffers that only gather: room grows on all
+ranks and layers."""
 import dataclasses
 from pathlib import Path
 from unittest import mock
@@ -47,7 +48,8 @@ def config(layout, dispatcher, room=2.0, **graph):
 
 
 def go(mesh, folder, settings):
-    """All tensors whole on rank 0, steps replayed and made again, and what the layers' dispatchers share."""
+    """All tensors whole on rank 0, steps replayed and made again, and what the layers' dispatchers
+    share."""
     with mock.patch.multiple("packgraph.train.exchange_buffers", SymmetricBuffers=EmulatedBuffers,
                              symmetric_problem=lambda *_: None):
         run = trainer(Path(folder), settings, Packs(), mesh=mesh)
@@ -64,7 +66,8 @@ def go(mesh, folder, settings):
 
 @pytest.mark.dist
 def test_room_grows_on_all_ranks_and_the_run_is_that_of_one_process(tmp_path):
-    """Dispatchers see the same tokens in the same order, so eager, replays and a room that grows differ in no bit."""
+    """Dispatchers see the same tokens in the same order, so eager, replays and a room that grows
+    differ in no bit."""
     alone, *_ = run_ranks(go, 1, str(tmp_path / "alone"), config(Layout(dp=1), "local"), layout=Layout(dp=1))[0]
     roomy, tight = (run_ranks(go, 2, str(tmp_path / name), settings, layout=EP2, seconds=120.0)
                     for name, settings in (("roomy", config(EP2, "symmetric", enabled=False)),

@@ -1,4 +1,5 @@
-"""Tensor parallelism: a model split over ranks computes what the whole one does, through graphs exactly as eagerly."""
+"""Tensor parallelism: a model split over ranks computes what the whole one does, through graphs
+exactly as eagerly."""
 import pytest
 import torch
 from distkit import run_ranks

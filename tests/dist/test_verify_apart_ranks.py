@@ -1,4 +1,5 @@
-"""Verify over several ranks, with one run in memory at a time: the verdict of the lockstep, on every rank."""
+"""Verify over several ranks, with one run in memory at a time: the verdict of the lockstep, on
+every rank."""
 import dataclasses
 import os
 import subprocess
@@ -31,7 +32,8 @@ def packs():
 
 
 def both(mesh, settings):
-    """The reports of the lockstep and of one run after the other; how much of its eager run was left."""
+    """The reports of the lockstep and of one run after the other; how much of its eager run was
+    left."""
     lockstep = verify_ranks("run", settings, packs, CPU, mesh, one_process=False, budget=budget_of)
     original, made, left = side.make_optimizer, [], []
 

@@ -1,4 +1,5 @@
-"""Verify over several ranks: finds nothing where they are right, names rank, step and tensor where they are not."""
+"""Verify over several ranks: finds nothing where they are right, names rank, step and tensor where
+they are not."""
 import dataclasses
 import io
 import math
@@ -82,7 +83,8 @@ def test_right_runs_are_bitwise_equal_and_those_of_one_process(layout, granulari
     assert all(report.rows.total() == report.microbatches > 0 for report in first.ranks)
     assert list(first.one_process.distances) == KINDS
     assert first.one_process.distances[FIRST_WEIGHTS].size == 0.0
-    # Far enough from the limits that longer and deeper runs stay below, near enough that limits mean something.
+    # Far enough from the limits that longer and deeper runs stay below, near enough that limits
+    # mean something.
     assert all(distance.size <= distance.limit / 5 for distance in first.one_process.distances.values())
 
 
@@ -183,7 +185,8 @@ def compared(mesh, settings):
 
 
 def averaged(mesh, settings):
-    """Gradients are averaged over the replicas instead of added up: wrong, for losses are divided by all tokens."""
+    """Gradients are averaged over the replicas instead of added up: wrong, for losses are divided
+    by all tokens."""
     original = FlatParameters.reduce
 
     def reduce(self):
@@ -317,7 +320,8 @@ def test_torchrun_verifies_and_ends_with_its_verdict(tmp_path):
     assert good.returncode == 0, good.stderr
     assert good.stdout.count("eager against graph on 2 ranks") == 1 and "tp=2" in good.stdout
     assert "1 of 1 runs bitwise equal on every rank and, within the limits, those of one process" in good.stdout
-    once = ("--data.epochs", "1", "--run.tokens-per-step", "1000000")  # all of it is one step, a step of warm-up
+    # all of it is one step, a step of warm-up
+    once = ("--data.epochs", "1", "--run.tokens-per-step", "1000000")
     nothing = torchrun(*options, *once, "--skip-one-process")
     assert nothing.returncode == 1 and "Nothing was replayed on rank 0, 1" in nothing.stdout
     assert "against one process" not in nothing.stdout and "Traceback" not in nothing.stdout

@@ -1,4 +1,5 @@
-"""A capture that fails on one rank alone: all run eagerly then, or all end with one message; nobody waits for ever."""
+"""A capture that fails on one rank alone: all run eagerly then, or all end with one message; nobody
+waits for ever."""
 import dataclasses
 import time
 import warnings
@@ -88,7 +89,8 @@ def failing(what, when, culprit, rank):
 
 
 def trained(mesh, settings, what, when, patience):
-    """Losses and gradients of some steps, by eager training and by graphs of which one fails on the last rank."""
+    """Losses and gradients of some steps, by eager training and by graphs of which one fails on the
+    last rank."""
     packs, sides = RandomPacks(), [ComparedRun(dataclasses.replace(settings, graph=dataclasses.replace(
         settings.graph, enabled=enabled)), CPU, mesh) for enabled in (False, True)]
     sides[1].executor.vote_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
@@ -118,7 +120,8 @@ TRACE = (memory_budget, "trace_memory")
     pytest.param(CP2_PP2, CAPTURE, "layer", marks=pytest.mark.slow),
     pytest.param(CP2_PP2, STEP, "step", marks=pytest.mark.slow)], ids=str)
 def test_what_fails_on_one_rank_runs_eagerly_on_all(layout, what, granularity):
-    """The last rank fails after its exchanges, for want of memory say: bitwise eager training goes on everywhere."""
+    """The last rank fails after its exchanges, for want of memory say: bitwise eager training goes
+    on everywhere."""
     settings = config(layout, granularity)
     world = layout.cp * layout.pp * layout.tp
     found = run_ranks(trained, world, settings, what, "after", 30.0, layout=layout, seconds=120.0)
@@ -128,13 +131,15 @@ def test_what_fails_on_one_rank_runs_eagerly_on_all(layout, what, granularity):
         assert totals["fallbacks"].keys() == found[0][1]["fallbacks"].keys()
         if what != TRACE:
             assert any("capture failed" in reason for reason in totals["fallbacks"]), totals
-            hears = rank >= 2 or layout != CP2_PP2 or what == STEP  # another stage is told the reason alone
+            # another stage is told the reason alone
+            hears = rank >= 2 or layout != CP2_PP2 or what == STEP
             assert any("out of room" in text for text in told) == hears
             assert any(f"on rank {world - 1}, which shares" in text for text in told) == (hears and rank != world - 1)
 
 
 def test_partners_that_wait_for_the_rank_that_failed_end_the_run():
-    """Before its exchanges: the other one waits in them and cannot be told. The message says so, soon."""
+    """Before its exchanges: the other one waits in them and cannot be told. The message says so,
+    soon."""
     began = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 1, and rank 0 did not come to vote on it within 2 s(.|\n)*out of room"):
         run_ranks(trained, 2, config(CP2, "chunk"), CAPTURE, "before", 2.0, layout=CP2)

@@ -1,4 +1,5 @@
-"""Runs whose rows are cut in zigzag: graphs equal eager bitwise, layouts equal one process, and heads do not matter."""
+"""Runs whose rows are cut in zigzag: graphs equal eager bitwise, layouts equal one process, and
+heads do not matter."""
 import dataclasses
 import itertools
 import random
@@ -40,7 +41,8 @@ EXPERTS = {"experts": ExpertConfig(count=4, per_token=2, intermediate_size=16, s
 
 
 class Packs(RandomPacks):
-    """Rows of one capacity after the other: one document over all ranks, tiny ones, one token, what comes."""
+    """Rows of one capacity after the other: one document over all ranks, tiny ones, one token, what
+    comes."""
 
     def __next__(self):
         draw = random.Random(self.position)
@@ -65,7 +67,8 @@ def config(layout, steps=STEPS, *, dropout=0.0, tied=False, kind="zigzag", model
 
 
 def go(mesh, folder, settings):
-    """Run to the end; on rank 0 all tensors whole; this rank's graph counts; the kinds of its contexts."""
+    """Run to the end; on rank 0 all tensors whole; this rank's graph counts; the kinds of its
+    contexts."""
     run = trainer(Path(folder), settings, Packs(), mesh=mesh)
     try:
         run.run(StopRequest())
@@ -120,7 +123,8 @@ def test_graphs_equal_eager_bitwise(layout, granularities, tied, tmp_path):
 
 
 def test_latent_attention_and_experts_are_those_of_whole_rows(tmp_path):
-    """Balance losses of the row and of each document, which lie on all ranks; and graphs equal eager bitwise."""
+    """Balance losses of the row and of each document, which lie on all ranks; and graphs equal
+    eager bitwise."""
     alone = ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 4, model=EXPERTS, enabled=False))[0][0]
     eager = ranks(CP2, str(tmp_path / "eager"), config(CP2, 4, model=EXPERTS, enabled=False))[0][0]
     graphs = ranks(CP2, str(tmp_path / "graphs"), config(CP2, 4, model=EXPERTS, granularity="chunk"))
@@ -131,7 +135,8 @@ def test_latent_attention_and_experts_are_those_of_whole_rows(tmp_path):
 
 
 def switching(mesh, graphs):
-    """Loss and gradients of microbatches whose rows are cut for another number of ranks each time; some are empty."""
+    """Loss and gradients of microbatches whose rows are cut for another number of ranks each time;
+    some are empty."""
     model = DecoderModel(dataclasses.replace(config(ALONE).model, dropout=0.1, num_layers=2)).train()
     spread_context(model, mesh, wish="zigzag")
     call = graph(model, capacities=CAPACITIES, granularity="chunk", strict=True, warmup=2) if graphs else model
@@ -171,7 +176,8 @@ def rows_that_cannot_be_cut(mesh):
     assert call.stats.replayed == 2
     with pytest.raises(ValueError, match="take up 12 places"):
         call(crowded)
-    with pytest.raises(ValueError, match="from document 2"):  # without autograd nobody makes a first state
+    # without autograd nobody makes a first state
+    with pytest.raises(ValueError, match="from document 2"):
         forward_backward(call, crowded)
     assert not forward_backward(call, PackedBatch.build([[1, 2]] * 2, Capacity(8, 3))).isnan(), "its slot is free again"
     call.close()
@@ -195,7 +201,8 @@ def test_a_run_takes_zigzag_where_heads_cannot_be_shared():
     assert [places_multiple(config(layout, kind=kind)) for layout, kind in (
         (CP4, "auto"), (CP2, "auto"), (CP2, "zigzag"), (ALONE, "zigzag"), (CP4, "ulysses"))] == [8, 1, 4, 1, 1]
     assert context_notes(config(CP4, kind="auto")) == [
-        "rows are cut in zigzag (4 ranks: 4 ranks do not divide 6 heads), documents take up multiples of 8 places"]
+        "rows are cut in zigzag (4 ranks: 4 ranks do not divide 6 heads), documents take up "
+        "multiples of 8 places"]
     assert not context_notes(config(CP2, kind="auto"))
 
 

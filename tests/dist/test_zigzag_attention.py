@@ -1,4 +1,5 @@
-"""Attention of a row cut in zigzag against the same attention in one process: outputs, all gradients, isolation."""
+"""Attention of a row cut in zigzag against the same attention in one process: outputs, all
+gradients, isolation."""
 import functools
 import random
 from unittest import mock
@@ -57,7 +58,8 @@ def differentiate(batch, tensors, backend):
 
 
 def share(batch, tensors, backend, context, held=0.0):
-    """This rank's rows of output and gradients, and which rows and padding they are. held: what padding holds."""
+    """This rank's rows of output and gradients, and which rows and padding they are. held: what
+    padding holds."""
     rows = zigzag_tables(batch, context).rows
     metadata = attention_metadata(batch, backend, finite_padding=held == 0.0, context=context)
     *leaves, grad = (tensor[rows.source].masked_fill(rows.padding[:, None, None], held) for tensor in tensors)
@@ -72,7 +74,8 @@ def context_of(mesh):
 
 
 def whole(results, part, like):
-    """What the ranks have of output or a gradient, in the order of the row; padding must be exactly zero."""
+    """What the ranks have of output or a gradient, in the order of the row; padding must be exactly
+    zero."""
     found = torch.zeros_like(like)
     for tensors, source, padding in results:
         assert not tensors[part][padding].any(), "padding is exactly zero"
@@ -87,7 +90,8 @@ def on_ranks(mesh, cases):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_outputs_and_gradients_are_those_of_one_process(ranks):
-    """Grouped heads, one for each query head, and values narrower than keys, as latent attention has them."""
+    """Grouped heads, one for each query head, and values narrower than keys, as latent attention
+    has them."""
     cases = [(name, heads, WIDTH, "sdpa", 0.0) for name in ROWS for heads in (1, 3) if heads == 1 or len(name) < 20]
     cases += [("mixed", HEADS, VALUES, backend, 0.0) for backend in ("sdpa", "naive")]
     cases += [("mixed", 2, VALUES, "sdpa", torch.nan), ("bounded", 3, WIDTH, "naive", torch.inf)]
@@ -106,7 +110,8 @@ KERNEL_CASES = [(name, VALUES, backend, held) for backend in ("varlen", "flash")
 
 
 def with_kernels(mesh):
-    """The kernels' places taken by the textbook formula, which leaves all rows that it should not write NaN."""
+    """The kernels' places taken by the textbook formula, which leaves all rows that it should not
+    write NaN."""
     def forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale):
         within(cu_seqlens, longest, q), within(cu_keys, most_keys, k)
         return textbook_forward(q, k, v, cu_seqlens, scale, cu_keys)
@@ -143,7 +148,8 @@ def test_a_kernel_gets_boundaries_of_queries_and_of_keys():
         expected = differentiate(batch_of(name), inputs(batch_of(name), 3, values), "naive")
         for part in range(4):
             torch.testing.assert_close(whole([result[number] for result in results], part, expected[part]),
-                                       expected[part], rtol=1e-5, atol=1e-5)  # the kernel's output is float32
+                                       # the kernel's output is float32
+                                       expected[part], rtol=1e-5, atol=1e-5)
 
 
 def one_document_changed(mesh):

@@ -1,4 +1,5 @@
-"""Runs over streams of documents whose rows are cut in zigzag: packs have room, also where ranks of a row change."""
+"""Runs over streams of documents whose rows are cut in zigzag: packs have room, also where ranks of
+a row change."""
 import dataclasses
 import json
 from pathlib import Path
@@ -102,7 +103,8 @@ def verified(mesh, settings):
     pytest.param(CP2, 3, "auto", marks=pytest.mark.slow),
     pytest.param(CP4, 6, "auto", marks=pytest.mark.slow)], ids=str)
 def test_rows_of_changing_numbers_of_ranks_are_verified(layout, heads, kind):
-    """Six heads are shared by two ranks and not by four. Bitwise against eager, and one process within rounding."""
+    """Six heads are shared by two ranks and not by four. Bitwise against eager, and one process
+    within rounding."""
     settings = config(layout, heads=heads, dynamic=True, kind=kind, strict=True)
     kinds = {size: choice.kind for size, choice in context_choices(settings).items()}
     assert kinds == ({2: "zigzag"} if layout == CP2 else {2: "zigzag" if kind == "zigzag" else "ulysses", 4: "zigzag"})

@@ -1,4 +1,5 @@
 """Start ranks of `packgraph train`, let one of them fail, and see how the others end."""
+
 import contextlib
 import json
 import os
@@ -14,15 +15,21 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("faulty_rank.py")
 SOURCE = SCRIPT.parents[2] / "src"
-WORDS = ("--run.device cpu --run.steps 8 --run.tokens-per-step 1024 --run.checkpoint-every 2 --run.log-every 1 "
-         "--graph.capacities 256x8 --graph.autotune false --run.name x")
+WORDS = (
+    "--run.device cpu --run.steps 8 --run.tokens-per-step 1024 --run.checkpoint-every 2 "
+    "--run.log-every 1 "
+    "--graph.capacities 256x8 --graph.autotune false --run.name x"
+)
 LAYOUTS = {
-    "dp": "qwen3-tiny --parallel.dp 2", "tp": "qwen3-tiny --parallel.tp 2 --parallel.sequence false",
-    "pp": "qwen3-tiny --parallel.pp 2", "cp": "qwen3-tiny --parallel.cp 2",
+    "dp": "qwen3-tiny --parallel.dp 2",
+    "tp": "qwen3-tiny --parallel.tp 2 --parallel.sequence false",
+    "pp": "qwen3-tiny --parallel.pp 2",
+    "cp": "qwen3-tiny --parallel.cp 2",
     "ep": "moonlight-tiny --parallel.dp 2 --parallel.ep 2",
 }
 PAIRS = {
-    "dp-tp": "qwen3-tiny --parallel.dp 2 --parallel.tp 2", "pp-cp": "qwen3-tiny --parallel.pp 2 --parallel.cp 2",
+    "dp-tp": "qwen3-tiny --parallel.dp 2 --parallel.tp 2",
+    "pp-cp": "qwen3-tiny --parallel.pp 2 --parallel.cp 2",
     "ep-pp": "moonlight-tiny --parallel.dp 2 --parallel.ep 2 --parallel.pp 2",
     "tp-cp": "qwen3-tiny --parallel.tp 2 --parallel.cp 2",
 }
@@ -30,8 +37,9 @@ PAIRS = {
 
 @dataclass
 class Outcome:
-    """How the ranks that did not fail have ended. seconds: from the fault until the last of them was gone, None = they
-    were not; codes, said: exit code and stderr by rank; torchrun's own under -1."""
+    """How the ranks that did not fail have ended. seconds: from the fault until the last of them
+    was gone, None = they were not; codes, said: exit code and stderr by rank; torchrun's own under
+    -1."""
 
     seconds: float | None
     codes: dict[int, int | None]
@@ -39,8 +47,14 @@ class Outcome:
 
     def errors(self) -> dict[int, list[str]]:
         """The lines of each rank that are errors, and lines of tracebacks."""
-        return {rank: [line for line in text.splitlines() if line.startswith(("packgraph: ", "Traceback", "Warning"))
-                       or "[W" in line[:3]] for rank, text in self.said.items()}
+        return {
+            rank: [
+                line
+                for line in text.splitlines()
+                if line.startswith(("packgraph: ", "Traceback", "Warning")) or "[W" in line[:3]
+            ]
+            for rank, text in self.said.items()
+        }
 
 
 def losses(folder: Path) -> list[float]:
@@ -55,15 +69,37 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_with_fault(folder: Path, layout: str, fault: str, phase: str, *, culprit: int = 1, torchrun: bool = False,
-                   wake: float | None = None, limit: float = 60.0, more: Sequence[str] = ()) -> Outcome:
-    """Train in `folder` until rank `culprit` fails in `phase`. wake: seconds after which a stopped rank goes on."""
+def run_with_fault(
+    folder: Path,
+    layout: str,
+    fault: str,
+    phase: str,
+    *,
+    culprit: int = 1,
+    torchrun: bool = False,
+    wake: float | None = None,
+    limit: float = 60.0,
+    more: Sequence[str] = (),
+) -> Outcome:
+    """Train in `folder` until rank `culprit` fails in `phase`. wake: seconds after which a stopped
+    rank goes on."""
     world, stamp = 4 if layout in PAIRS else 2, folder / "stamp"
     for left in folder.glob("stamp*"):  # of a run before, in the same folder
         left.unlink()
-    words = ["train", *(LAYOUTS | PAIRS)[layout].split(), *WORDS.split(), "--run.folder", str(folder / "runs"), *more]
+    words = [
+        "train",
+        *(LAYOUTS | PAIRS)[layout].split(),
+        *WORDS.split(),
+        "--run.folder",
+        str(folder / "runs"),
+        *more,
+    ]
     command = [str(SCRIPT), str(culprit), fault, phase, str(stamp), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(SOURCE),
+        "PYTHONUNBUFFERED": "1",
+    }
     with tempfile.TemporaryDirectory() as place:
         logs = [Path(place) / str(rank) for rank in range(world)]
         started: dict[int, subprocess.Popen[bytes]] = {}
@@ -71,19 +107,48 @@ def run_with_fault(folder: Path, layout: str, fault: str, phase: str, *, culprit
             if torchrun:
                 with logs[0].open("wb") as log:
                     started[-1] = subprocess.Popen(
-                        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-                         "--log-dir", place, "--redirects", "3", *command], env=environment, stderr=log, stdout=log,
-                        start_new_session=True)
+                        [
+                            sys.executable,
+                            "-m",
+                            "torch.distributed.run",
+                            "--standalone",
+                            "--nproc-per-node",
+                            str(world),
+                            "--log-dir",
+                            place,
+                            "--redirects",
+                            "3",
+                            *command,
+                        ],
+                        env=environment,
+                        stderr=log,
+                        stdout=log,
+                        start_new_session=True,
+                    )
             else:
                 port = str(free_port())
                 for rank in range(world):
                     own = environment | {
-                        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
-                        "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                        "RANK": str(rank),
+                        "WORLD_SIZE": str(world),
+                        "LOCAL_RANK": str(rank),
+                        "LOCAL_WORLD_SIZE": str(world),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port,
+                    }
                     with logs[rank].open("wb") as log:
-                        started[rank] = subprocess.Popen([sys.executable, *command], env=own, stderr=log,
-                                                         stdout=log, start_new_session=True)
-            ranks = range(world) if wake is not None else [rank for rank in range(world) if rank != culprit]
+                        started[rank] = subprocess.Popen(
+                            [sys.executable, *command],
+                            env=own,
+                            stderr=log,
+                            stdout=log,
+                            start_new_session=True,
+                        )
+            ranks = (
+                range(world)
+                if wake is not None
+                else [rank for rank in range(world) if rank != culprit]
+            )
             seconds = _watch(list(started.values()), stamp, ranks, wake, limit)
             codes = {rank: _code(process) for rank, process in started.items()}
         finally:
@@ -92,16 +157,28 @@ def run_with_fault(folder: Path, layout: str, fault: str, phase: str, *, culprit
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait(10)
             _end(stamp)
-        said = {rank: path.read_text(errors="replace") for rank, path in enumerate(logs) if path.is_file()}
+        said = {
+            rank: path.read_text(errors="replace")
+            for rank, path in enumerate(logs)
+            if path.is_file()
+        }
         if torchrun:
-            said = {-1: said[0]} | {int(path.parent.name): path.read_text(errors="replace")
-                                    for path in Path(place).rglob("stderr.log")}
+            said = {-1: said[0]} | {
+                int(path.parent.name): path.read_text(errors="replace")
+                for path in Path(place).rglob("stderr.log")
+            }
         return Outcome(seconds, codes, said)
 
 
-def _watch(started: Sequence["subprocess.Popen[bytes]"], stamp: Path, ranks: Sequence[int], wake: float | None,
-           limit: float) -> float | None:
-    """Seconds from the fault until all of `ranks` have ended; None if there was no fault, or they go on."""
+def _watch(
+    started: Sequence["subprocess.Popen[bytes]"],
+    stamp: Path,
+    ranks: Sequence[int],
+    wake: float | None,
+    limit: float,
+) -> float | None:
+    """Seconds from the fault until all of `ranks` have ended; None if there was no fault, or they
+    go on."""
     boot = time.time() + 90
     while not (stamp.is_file() and stamp.read_text()):
         if time.time() > boot or all(process.poll() is not None for process in started):
@@ -114,7 +191,9 @@ def _watch(started: Sequence["subprocess.Popen[bytes]"], stamp: Path, ranks: Seq
             wake = None
         for process in started:
             process.poll()  # a process that nobody has asked about is there, still
-        if wake is None and not any(_lives(int(Path(f"{stamp}-{rank}").read_text())) for rank in ranks):
+        if wake is None and not any(
+            _lives(int(Path(f"{stamp}-{rank}").read_text())) for rank in ranks
+        ):
             return time.time() - float(at)
         time.sleep(0.05)
     return None

@@ -1,9 +1,11 @@
-"""A rank of `packgraph train` that fails in a chosen phase: python faulty_rank.py RANK FAULT PHASE STAMP WORDS...
+"""A rank of `packgraph train` that fails in a chosen phase: python faulty_rank.py RANK FAULT PHASE
+STAMP WORDS...
 
-Every rank runs this file with the same words; rank RANK patches what marks the phase and fails there. FAULT: kill
-(SIGKILL), stop (SIGSTOP), raise (an exception of this rank alone). STAMP: a file that gets the time of the fault.
-The product knows nothing of it.
+Every rank runs this file with the same words; rank RANK patches what marks the phase and fails
+there. FAULT: kill (SIGKILL), stop (SIGSTOP), raise (an exception of this rank alone). STAMP: a file
+that gets the time of the fault. The product knows nothing of it.
 """
+
 import os
 import signal
 import sys
@@ -14,7 +16,8 @@ from typing import Any
 
 
 def fail(fault: str, stamp: Path) -> None:
-    """Fail now. A short while passes first, in which other ranks get to where they wait for this one."""
+    """Fail now. A short while passes first, in which other ranks get to where they wait for this
+    one."""
     time.sleep(0.5)
     stamp.write_text(f"{os.getpid()} {time.time()}")
     if fault == "raise":
@@ -50,7 +53,8 @@ def capture_fails(original: Any, act: Callable[[], None]) -> Any:
 
 
 def arrange(phase: str, act: Callable[[], None]) -> None:
-    """Patch what marks `phase`: steps 1 and 2 are warm-up, 3 captures, 2 and 4 save (see `faultkit.WORDS`)."""
+    """Patch what marks `phase`: steps 1 and 2 are warm-up, 3 captures, 2 and 4 save (see
+    `faultkit.WORDS`)."""
     from packgraph.graphs import graphed
     from packgraph.train import checkpoint, launch
     from packgraph.train import trainer as trainer_module
@@ -70,11 +74,13 @@ def arrange(phase: str, act: Callable[[], None]) -> None:
     elif phase == "save":
         on_call(checkpoint, "_write_tensors", 2, act)
     elif phase == "data":
+
         def bad() -> None:
             try:
                 act()
             except OSError as error:
                 raise DataError("corpus.jsonl:7: injected fault") from error
+
         on_call(trainer_module, "take_step", 4, bad)
     else:
         raise SystemExit(f"no phase {phase}")

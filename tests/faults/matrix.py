@@ -1,9 +1,12 @@
-"""The long matrix of ranks that fail: python tests/faults/matrix.py [--device cuda] [WORD ...], also `make faults`.
+"""The long matrix of ranks that fail: python tests/faults/matrix.py [--device cuda] [WORD ...],
+also `make faults`.
 
-Every phase x layout x fault, without torchrun and with it; prints seconds from the fault until all other ranks have
-ended, their exit code, and whether each said exactly one line that names the rank. Words choose: dp-tp kill save ...
-On the device cuda, each rank on one of its own, ranks exchange data by NCCL; layouts of pairs need four.
+Every phase x layout x fault, without torchrun and with it; prints seconds from the fault until all
+other ranks have ended, their exit code, and whether each said exactly one line that names the rank.
+Words choose: dp-tp kill save ... On the device cuda, each rank on one of its own, ranks exchange
+data by NCCL; layouts of pairs need four.
 """
+
 import argparse
 import itertools
 import sys
@@ -22,18 +25,31 @@ LIMIT = 15.0
 def verdict(layout: str, fault: str, phase: str, launcher: str, device: str) -> tuple[bool, str]:
     """Run one case; whether it went as it should, and a row of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        found = faultkit.run_with_fault(Path(folder), layout, fault, phase, torchrun=launcher == "torchrun",
-                                        more=("--run.device", device))
+        found = faultkit.run_with_fault(
+            Path(folder),
+            layout,
+            fault,
+            phase,
+            torchrun=launcher == "torchrun",
+            more=("--run.device", device),
+        )
     seconds = "none" if found.seconds is None else f"{found.seconds:.1f}"
     errors = [lines for rank, lines in found.errors().items() if rank not in (-1, 1)]
     lines = [line for own in errors for line in own]
-    good = found.seconds is not None and found.seconds <= LIMIT and all(
-        len(own) == 1 and "rank 1" in own[0] for own in errors)
-    if (fault, phase) == ("raise", "capture") and layout in ("dp", "pp"):  # captures that exchange nothing: all go on
+    good = (
+        found.seconds is not None
+        and found.seconds <= LIMIT
+        and all(len(own) == 1 and "rank 1" in own[0] for own in errors)
+    )
+    if (fault, phase) == ("raise", "capture") and layout in (
+        "dp",
+        "pp",
+    ):  # captures that exchange nothing: all go on
         good = found.seconds is not None and not lines and found.codes.get(0, 0) == 0
     code = found.codes.get(0, found.codes.get(-1))
-    return good, f"{layout:6}{phase:9}{fault:6}{launcher:9}{seconds:>6} s  code {code}  " + \
-        ("ok" if good else "WRONG " + repr(lines or found.said[0][-300:]))
+    return good, f"{layout:6}{phase:9}{fault:6}{launcher:9}{seconds:>6} s  code {code}  " + (
+        "ok" if good else "WRONG " + repr(lines or found.said[0][-300:])
+    )
 
 
 def main() -> int:
@@ -41,7 +57,9 @@ def main() -> int:
     axes = [[*faultkit.LAYOUTS, *faultkit.PAIRS], list(FAULTS), list(PHASES), list(LAUNCHERS)]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("words", nargs="*", help="of which layouts, faults, phases and launchers; none = all")
+    parser.add_argument(
+        "words", nargs="*", help="of which layouts, faults, phases and launchers; none = all"
+    )
     asked = parser.parse_args()
     words = asked.words
     unknown = [word for word in words if not any(word in axis for axis in axes)]

@@ -1,8 +1,9 @@
 """A long run: python tests/faults/soak.py [--steps 10000] [--replays 100000], also `make soak`.
 
-Trains with checkpoints and offloading, then replays with evaluation in between, on the CPU backend, and prints memory,
-open files and threads as they go. The exit code is 1 if any of them grows.
+Trains with checkpoints and offloading, then replays with evaluation in between, on the CPU backend,
+and prints memory, open files and threads as they go. The exit code is 1 if any of them grows.
 """
+
 import argparse
 import gc
 import os
@@ -37,10 +38,18 @@ class Watch:
         """Note it after `done` of something, and print it."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        row = (done, pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threading.active_count())
+        row = (
+            done,
+            pages * os.sysconf("SC_PAGE_SIZE"),
+            len(os.listdir("/proc/self/fd")),
+            threading.active_count(),
+        )
         self.rows.append(row)
-        print(f"{self.what} {done:>8,}  {row[1] / 2**20:8.1f} MiB  {row[2]} files  {row[3]} threads  "
-              f"{time.monotonic() - self.began:6.0f} s", flush=True)
+        print(
+            f"{self.what} {done:>8,}  {row[1] / 2**20:8.1f} MiB  {row[2]} files  {row[3]} threads  "
+            f"{time.monotonic() - self.began:6.0f} s",
+            flush=True,
+        )
 
     def is_flat(self) -> bool:
         """Whether the second half has grown in nothing."""
@@ -52,8 +61,12 @@ def train(steps: int) -> bool:
     """Train with graphs, offloading and a checkpoint every 50 steps."""
     watch, every = Watch("steps"), max(1, steps // 20)
     with tempfile.TemporaryDirectory() as folder:
-        made = replace(tiny(graph=True, steps=steps, checkpoint_every=50),
-                       offload=OffloadConfig(modules=("moe_act", "mlp_act", "attn_norm"), min_bytes=1, margin=0))
+        made = replace(
+            tiny(graph=True, steps=steps, checkpoint_every=50),
+            offload=OffloadConfig(
+                modules=("moe_act", "mlp_act", "attn_norm"), min_bytes=1, margin=0
+            ),
+        )
         run = trainer(Path(folder) / "run", made, RandomPacks())
         one_step = run._one_step
 
@@ -73,9 +86,22 @@ def train(steps: int) -> bool:
 def replay(replays: int) -> bool:
     """Replay forward and backward, evaluated in between, shapes and outputs changing."""
     watch, every = Watch("replays"), max(1, replays // 20)
-    model = DecoderModel(DecoderConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
-                                       num_kv_heads=1, head_dim=8))
-    graphed, packs, optimizer = graph(model, warmup=1), RandomPacks(), torch.optim.AdamW(model.parameters(), 1e-4)
+    model = DecoderModel(
+        DecoderConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=8,
+        )
+    )
+    graphed, packs, optimizer = (
+        graph(model, warmup=1),
+        RandomPacks(),
+        torch.optim.AdamW(model.parameters(), 1e-4),
+    )
     noted = 0
     while graphed.stats.replayed < replays:
         graphed(next(packs)).backward()

@@ -1,4 +1,6 @@
-"""A kill or a power loss at every file operation of a save: the last whole checkpoint is found, bitwise."""
+"""A kill or a power loss at every file operation of a save: the last whole checkpoint is found,
+bitwise."""
+
 import dataclasses
 import itertools
 import pickle
@@ -18,7 +20,12 @@ from packgraph.models.expert_config import ExpertConfig
 from packgraph.parallel.mesh import Layout
 from packgraph.train import checkpoint, checkpoint_state
 from packgraph.train import trainer as trainer_module
-from packgraph.train.checkpoint import load_tensors, newest_whole_checkpoint, remove_leftovers, save_checkpoint
+from packgraph.train.checkpoint import (
+    load_tensors,
+    newest_whole_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+)
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
@@ -30,12 +37,16 @@ EXPERTS = ExpertConfig(count=4, per_token=2, intermediate_size=16)
 
 def tensors(step):
     generator = torch.Generator().manual_seed(step)
-    return {"model.weight": torch.randn(5, 3, generator=generator), "optimizer.step": torch.tensor(float(step)),
-            "random.cpu": generator.get_state()}
+    return {
+        "model.weight": torch.randn(5, 3, generator=generator),
+        "optimizer.step": torch.tensor(float(step)),
+        "random.cpu": generator.get_state(),
+    }
 
 
 def saves(folder, steps=(1, 2, 3), keep=2):
-    """Record these saves. Returns the operations, and how many were done when each save returned."""
+    """Record these saves. Returns the operations, and how many were done when each save
+    returned."""
     folder.mkdir()
     returned = {}
     with diskkit.Recording(folder) as recording:
@@ -47,7 +58,8 @@ def saves(folder, steps=(1, 2, 3), keep=2):
 
 
 def lost(ops, returned, scratch):
-    """What is wrong after any of the operations: a checkpoint that had been saved is not found, or is another one."""
+    """What is wrong after any of the operations: a checkpoint that had been saved is not found, or
+    is another one."""
     found, last = [], max(returned)
     for number, (done, what, tree) in enumerate(diskkit.states(ops)):
         folder = scratch / str(number)
@@ -64,12 +76,15 @@ def lost(ops, returned, scratch):
         if whole:
             loaded = {name: torch.zeros_like(value) for name, value in tensors(0).items()}
             load_tensors(whole.path, loaded)
-            if not all(torch.equal(loaded[name], value) for name, value in tensors(step).items()) \
-                    or whole.state["data"] != {"position": step}:
+            if not all(
+                torch.equal(loaded[name], value) for name, value in tensors(step).items()
+            ) or whole.state["data"] != {"position": step}:
                 found.append(f"{what}: step {step} holds others")
         # and the run goes on
         remove_leftovers(folder / "checkpoints")
-        save_checkpoint(folder / "checkpoints", step + 1, tensors(step + 1), {"step": step + 1, "data": {}}, 2)
+        save_checkpoint(
+            folder / "checkpoints", step + 1, tensors(step + 1), {"step": step + 1, "data": {}}, 2
+        )
         if newest_whole_checkpoint(folder / "checkpoints").step != step + 1:
             found.append(f"{what}: no way on")
         shutil.rmtree(folder)
@@ -78,7 +93,9 @@ def lost(ops, returned, scratch):
 
 def test_nothing_is_lost_whenever_power_goes(tmp_path):
     ops, returned = saves(tmp_path / "run")
-    assert {"content", "mkdir", "rename", "unlink", "rmdir", "sync-file", "sync-folder"} == {op.what for op in ops}
+    assert {"content", "mkdir", "rename", "unlink", "rmdir", "sync-file", "sync-folder"} == {
+        op.what for op in ops
+    }
     (tmp_path / "scratch").mkdir()
     found, tried = lost(ops, returned, tmp_path / "scratch")
     assert not found
@@ -111,10 +128,17 @@ def sync_nothing(path):
     pass
 
 
-@pytest.mark.parametrize(("module", "name", "without"), [
-    (checkpoint, "sync_folder", sync_nothing), (checkpoint, "sync_file", sync_nothing),
-    (checkpoint_state, "write_synced", Path.write_text)])
-def test_a_save_that_does_not_sync_loses_checkpoints_and_the_test_sees_it(module, name, without, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name", "without"),
+    [
+        (checkpoint, "sync_folder", sync_nothing),
+        (checkpoint, "sync_file", sync_nothing),
+        (checkpoint_state, "write_synced", Path.write_text),
+    ],
+)
+def test_a_save_that_does_not_sync_loses_checkpoints_and_the_test_sees_it(
+    module, name, without, tmp_path, monkeypatch
+):
     """Negative control. (torch's own syncs come before its buffers are written.)"""
     if name == "write_synced":
         monkeypatch.setattr(checkpoint, "sync_file", sync_nothing)
@@ -139,14 +163,24 @@ def test_a_recording_builds_what_is_there(tmp_path):
             assert twin.is_dir() if path.is_dir() else twin.read_bytes() == path.read_bytes()
 
 
-LAYOUTS = {"dp2": Layout(dp=2), "tp2": Layout(dp=1, tp=2), "pp2": Layout(dp=1, pp=2), "dp2tp2": Layout(dp=2, tp=2),
-           "ep2": Layout(dp=2, ep=2)}
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "tp2": Layout(dp=1, tp=2),
+    "pp2": Layout(dp=1, pp=2),
+    "dp2tp2": Layout(dp=2, tp=2),
+    "ep2": Layout(dp=2, ep=2),
+}
 
 
 def config(layout):
     made = tiny(graph=True, steps=3, checkpoint_every=1, keep_checkpoints=3)
-    model = dataclasses.replace(made.model, num_heads=4, num_kv_heads=2, num_layers=2 * layout.pp,
-                                experts=EXPERTS if layout.ep > 1 else made.model.experts)
+    model = dataclasses.replace(
+        made.model,
+        num_heads=4,
+        num_kv_heads=2,
+        num_layers=2 * layout.pp,
+        experts=EXPERTS if layout.ep > 1 else made.model.experts,
+    )
     parallel = ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp, ep=layout.ep)
     return dataclasses.replace(made, model=model, parallel=parallel)
 
@@ -160,7 +194,10 @@ def recorded_run(mesh, folder, settings, out):
         returned[step] = time.monotonic_ns()
         return result
 
-    with mock.patch.object(trainer_module, "save_checkpoint", saving), diskkit.Recording(folder) as recording:
+    with (
+        mock.patch.object(trainer_module, "save_checkpoint", saving),
+        diskkit.Recording(folder) as recording,
+    ):
         run = trainer(folder / "run", settings, mesh=mesh)
         run.run(StopRequest())
         run.close()
@@ -173,12 +210,24 @@ def test_nothing_is_lost_whenever_power_goes_on_several_ranks(layout, tmp_path):
     layout = LAYOUTS[layout]
     for name in ("root", "out", "scratch"):
         (tmp_path / name).mkdir()
-    run_ranks(recorded_run, layout.dp * layout.tp * layout.pp, tmp_path / "root", config(layout), tmp_path / "out",
-              layout=layout)
+    run_ranks(
+        recorded_run,
+        layout.dp * layout.tp * layout.pp,
+        tmp_path / "root",
+        config(layout),
+        tmp_path / "out",
+        layout=layout,
+    )
     found = [pickle.loads(path.read_bytes()) for path in sorted((tmp_path / "out").iterdir())]
-    ops = sorted((op for part, _ in found for op in part if Path("run/checkpoints") in (Path(op.path),
-                                                                                       *Path(op.path).parents)),
-                 key=lambda op: op.when)
+    ops = sorted(
+        (
+            op
+            for part, _ in found
+            for op in part
+            if Path("run/checkpoints") in (Path(op.path), *Path(op.path).parents)
+        ),
+        key=lambda op: op.when,
+    )
     returned = found[0][1]
     assert len(returned) == 3
     ops = [diskkit.Op(0, "mkdir", "run"), *ops]
@@ -186,7 +235,9 @@ def test_nothing_is_lost_whenever_power_goes_on_several_ranks(layout, tmp_path):
     for done, what, tree in diskkit.states(ops):
         folder = tmp_path / "scratch" / "one"
         diskkit.write(tree, folder)
-        saved = max((step for step, when in returned.items() if when <= ops[done - 1].when), default=0)
+        saved = max(
+            (step for step, when in returned.items() if when <= ops[done - 1].when), default=0
+        )
         there = (folder / "run/checkpoints").is_dir()
         whole = newest_whole_checkpoint(folder / "run/checkpoints") if there else None
         if (whole.step if whole else 0) < saved:

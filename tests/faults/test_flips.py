@@ -1,7 +1,9 @@
-"""Bits that flip in the files of a run: what a resumed run goes on from is what was written, or an older whole one.
+"""Bits that flip in the files of a run: what a resumed run goes on from is what was written, or an
+older whole one.
 
 The short version runs by itself, the long one by PACKGRAPH_FLIPS=50000 (`make faults`).
 """
+
 import collections
 import os
 import random
@@ -32,21 +34,39 @@ def run(tmp_path_factory):
 
 
 def resumed(folder, flipped=None):
-    """What a resumed run reads: configuration, step, state, tensors, the summary so far. flipped: tensors of other
-    checkpoints than this file's need not be read."""
+    """What a resumed run reads: configuration, step, state, tensors, the summary so far. flipped:
+    tensors of other checkpoints than this file's need not be read."""
     config = stored_config(folder)
-    found = newest_whole_checkpoint(folder / CHECKPOINTS, needed=("data", "random_device", "graphs"))
+    found = newest_whole_checkpoint(
+        folder / CHECKPOINTS, needed=("data", "random_device", "graphs")
+    )
     if flipped is not None and flipped.parent != found.path:
-        return dict(config.layer.values), found.step, found.state, None, read_json(folder / SUMMARY, checked=True)
+        return (
+            dict(config.layer.values),
+            found.step,
+            found.state,
+            None,
+            read_json(folder / SUMMARY, checked=True),
+        )
     entries = tensor_entries(found.path / ".metadata")
-    tensors = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    tensors = {
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+    }
     load_tensors(found.path, tensors)
     values = {name: value.numpy().tobytes() for name, value in tensors.items()}
-    return dict(config.layer.values), found.step, found.state, values, read_json(folder / SUMMARY, checked=True)
+    return (
+        dict(config.layer.values),
+        found.step,
+        found.state,
+        values,
+        read_json(folder / SUMMARY, checked=True),
+    )
 
 
 def outcome(folder, flipped, expected):
-    """How a resume goes on after a flip. Raises AssertionError if that is from anything else than what was written."""
+    """How a resume goes on after a flip. Raises AssertionError if that is from anything else than
+    what was written."""
     try:
         config, step, state, values, summary = resumed(folder, flipped)
     except (CheckpointError, ConfigError):
@@ -73,11 +93,15 @@ def test_no_flipped_bit_changes_what_a_run_goes_on_from(run):
         path = files[number % len(files)]
         content = path.read_bytes()
         place, bit = draw.randrange(len(content)), draw.randrange(8)
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1:])
+        path.write_bytes(
+            content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+        )
         try:
             counts[path.name, outcome(run, path, expected)] += 1
         except AssertionError as error:
-            wrong.append(f"{path.relative_to(run)}, byte {place}, bit {bit}: {str(error).splitlines()[0]}")
+            wrong.append(
+                f"{path.relative_to(run)}, byte {place}, bit {bit}: {str(error).splitlines()[0]}"
+            )
         path.write_bytes(content)
     print(*(f"{name}: {what}: {count}" for (name, what), count in sorted(counts.items())), sep="\n")
     assert not wrong

@@ -1,4 +1,6 @@
-"""A rank that dies, stops or fails alone: the others end soon with one line that names it (long: `make faults`)."""
+"""A rank that dies, stops or fails alone: the others end soon with one line that names it (long:
+`make faults`)."""
+
 import os
 import subprocess
 import sys
@@ -19,17 +21,41 @@ def ended_well(found: faultkit.Outcome, *words: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "fault", "phase", "words"), [
-    pytest.param("dp", "kill", "save", ["no sign of life", "save (step 4)", "step-00000002: go on with --resume"],
-                 marks=pytest.mark.core),
-    ("dp", "raise", "boot", ["failed in phase boot: OSError: injected fault. There is no checkpoint yet"]),
-    ("dp", "raise", "data", ["failed in phase replay (step 4): DataError: corpus.jsonl:7", "step-00000002"]),
-    pytest.param("tp", "raise", "capture", ["failed in phase capture (step 3)", "--graph.enabled false"],
-                 marks=pytest.mark.core),
-    ("pp", "kill", "replay", ["no sign of life", "replay"]),
-    ("cp", "raise", "replay", ["failed in phase replay (step 4): OSError"]),
-    ("ep", "stop", "warm-up", ["no sign of life for 10 s", "warm-up"]),
-], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "fault", "phase", "words"),
+    [
+        pytest.param(
+            "dp",
+            "kill",
+            "save",
+            ["no sign of life", "save (step 4)", "step-00000002: go on with --resume"],
+            marks=pytest.mark.core,
+        ),
+        (
+            "dp",
+            "raise",
+            "boot",
+            ["failed in phase boot: OSError: injected fault. There is no checkpoint yet"],
+        ),
+        (
+            "dp",
+            "raise",
+            "data",
+            ["failed in phase replay (step 4): DataError: corpus.jsonl:7", "step-00000002"],
+        ),
+        pytest.param(
+            "tp",
+            "raise",
+            "capture",
+            ["failed in phase capture (step 3)", "--graph.enabled false"],
+            marks=pytest.mark.core,
+        ),
+        ("pp", "kill", "replay", ["no sign of life", "replay"]),
+        ("cp", "raise", "replay", ["failed in phase replay (step 4): OSError"]),
+        ("ep", "stop", "warm-up", ["no sign of life for 10 s", "warm-up"]),
+    ],
+    ids=str,
+)
 def test_the_others_end_with_one_line(tmp_path, layout, fault, phase, words):
     found = faultkit.run_with_fault(tmp_path, layout, fault, phase)
     ended_well(found, *words)
@@ -40,7 +66,11 @@ def test_the_others_end_with_one_line(tmp_path, layout, fault, phase, words):
 @pytest.mark.dist
 @pytest.mark.core
 def test_torchrun_ends_ranks_after_they_have_said_why(tmp_path):
-    ended_well(faultkit.run_with_fault(tmp_path, "dp", "kill", "replay", torchrun=True), "no sign of life", "replay")
+    ended_well(
+        faultkit.run_with_fault(tmp_path, "dp", "kill", "replay", torchrun=True),
+        "no sign of life",
+        "replay",
+    )
 
 
 @pytest.mark.slow
@@ -71,13 +101,16 @@ def test_rank_0_keeps_the_store_and_is_missed_too(tmp_path, fault):
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_goes_on_bitwise_after_a_rank_was_killed(tmp_path):
-    """Losses of a run whose rank 1 is killed and that is started again are those of one that never was."""
+    """Losses of a run whose rank 1 is killed and that is started again are those of one that never
+    was."""
     losses = []
     for name, phase in (("whole", "never"), ("parts", "replay")):
         (tmp_path / name).mkdir()
         faultkit.run_with_fault(tmp_path / name, "dp", "kill", phase)
         if name == "parts":
-            again = faultkit.run_with_fault(tmp_path / name, "dp", "kill", "never", more=["--resume"])
+            again = faultkit.run_with_fault(
+                tmp_path / name, "dp", "kill", "never", more=["--resume"]
+            )
             assert again.codes == {0: 0, 1: 0}, again.said
         losses.append(faultkit.losses(tmp_path / name))
     assert losses[0] == losses[1] and len(losses[0]) == 8
@@ -117,18 +150,27 @@ with Heartbeat(store, Launch(), 5.0) as whereabouts:
 
 def test_a_step_that_waits_in_kernels_for_ever_is_ended():
     environment = os.environ | {"PYTHONPATH": str(faultkit.SOURCE)}
-    found = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50, env=environment)
+    found = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50, env=environment
+    )
     assert (found.returncode, found.stdout) == (LOST, "good\n")
-    assert "rank 0" in found.stderr and "in phase replay (step 3) for 1 s, though all ranks live" in found.stderr
+    assert (
+        "rank 0" in found.stderr
+        and "in phase replay (step 3) for 1 s, though all ranks live" in found.stderr
+    )
 
 
 def test_what_counts_as_a_broken_connection():
-    lost = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1767")
+    lost = RuntimeError(
+        "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1767"
+    )
     wrapped = OSError("torch could not write")
     wrapped.__cause__ = lost
     assert is_broken_connection(wrapped) and is_broken_connection(lost)
     assert not is_broken_connection(OSError(28, "No space left on device"))
-    assert not is_broken_connection(RuntimeError("shapes do not fit")) and not is_broken_connection(None)
+    assert not is_broken_connection(RuntimeError("shapes do not fit")) and not is_broken_connection(
+        None
+    )
 
 
 def test_a_timeout_that_beats_would_miss_is_refused():
@@ -141,8 +183,13 @@ def test_a_timeout_that_beats_would_miss_is_refused():
 def test_torchrun_starts_ranks_again_until_the_run_is_done():
     """It keeps its store: what the ranks of before have said there must not end those of now."""
     script = os.path.join(os.path.dirname(__file__), "restarts.py")
-    done = subprocess.run([sys.executable, script, "--ranks", "2", "--restarts", "2"], capture_output=True, text=True,
-                          timeout=400, check=False)
+    done = subprocess.run(
+        [sys.executable, script, "--ranks", "2", "--restarts", "2"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed 2 times" in done.stdout
     assert "bitwise equal" in done.stdout

@@ -1,16 +1,20 @@
-"""Run by torchrun, or alone: one eager run of a model, then graph runs of many kinds, compared bit by bit.
+"""Run by torchrun, or alone: one eager run of a model, then graph runs of many kinds, compared bit
+by bit.
 
-    PYTHONPATH=src torchrun --nproc-per-node 4 tests/gpu/deep_ranks.py --ways layer chunk+stash --steps 100 -- \
+    PYTHONPATH=src torchrun --nproc-per-node 4 tests/gpu/deep_ranks.py --ways layer chunk+stash
+    --steps 100 -- \
         moonlight --parallel.ep 4 --run.dtype bfloat16
 
-As `packgraph verify --apart`, whose words stand behind `--`, but the eager run, which takes the longest, is made once
-for all ways, so nothing is compared that belongs to a stash alone, and no step has all its microbatches in flight
-(graphs of whole steps never do). A way is a granularity; `+stash` gives what experts keep for the backward a stash with
-room for twice a balanced load. A way that cannot be begun at least `--each` seconds before `--seconds` have passed is
-left out, and said to be; the clock starts with this script. Prints the table of each way and a line that begins with
-"ok" or "WRONG", with the most memory of any rank until then; exits with an error when anything differs, or when there
-was no time for any way.
+As `packgraph verify --apart`, whose words stand behind `--`, but the eager run, which takes the
+longest, is made once for all ways, so nothing is compared that belongs to a stash alone, and no
+step has all its microbatches in flight (graphs of whole steps never do). A way is a granularity;
+`+stash` gives what experts keep for the backward a stash with room for twice a balanced load. A way
+that cannot be begun at least `--each` seconds before `--seconds` have passed is left out, and said
+to be; the clock starts with this script. Prints the table of each way and a line that begins with
+"ok" or "WRONG", with the most memory of any rank until then; exits with an error when anything
+differs, or when there was no time for any way.
 """
+
 import argparse
 import dataclasses
 import sys
@@ -36,7 +40,9 @@ ROOM = 2.0
 
 def options_of(words):
     """What this script is told itself, and the training."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"))
@@ -46,7 +52,9 @@ def options_of(words):
     overrides, rest = split_overrides(words, next(iter(PRESETS.values()))(), own)
     options = parser.parse_args(rest)
     config = read_config(preset(options.preset), [overrides])
-    return options, dataclasses.replace(config, run=dataclasses.replace(config.run, steps=options.steps))
+    return options, dataclasses.replace(
+        config, run=dataclasses.replace(config.run, steps=options.steps)
+    )
 
 
 class AnyWay(SequentialRuns):
@@ -54,16 +62,29 @@ class AnyWay(SequentialRuns):
 
     def _steps(self, phase, side, config):
         for step, found in super()._steps(phase, side, config):
-            yield step, [{kind: {name: digest for name, digest in values.items() if not name.endswith("stash_state")}
-                          for kind, values in moment.items()} for moment in found]
+            yield (
+                step,
+                [
+                    {
+                        kind: {
+                            name: digest
+                            for name, digest in values.items()
+                            if not name.endswith("stash_state")
+                        }
+                        for kind, values in moment.items()
+                    }
+                    for moment in found
+                ],
+            )
 
 
 def way_of(config, name):
     """The training of a graph run."""
     granularity, _, stash = name.partition("+")
     parallel = dataclasses.replace(config.parallel, expert_stash=ROOM) if stash else config.parallel
-    return dataclasses.replace(config, graph=dataclasses.replace(config.graph, granularity=granularity),
-                               parallel=parallel)
+    return dataclasses.replace(
+        config, graph=dataclasses.replace(config.graph, granularity=granularity), parallel=parallel
+    )
 
 
 def largest(number, world):
@@ -93,11 +114,19 @@ def main():
             print(f"{text} ({time.monotonic() - started:.0f} s since the start)", flush=True)
 
     with processes(config.parallel.layout(), device, launch) as mesh:
-        apart = AnyWay(lambda: iter(open_data(config, device, launch.world)), device, mesh, lambda step: False,
-                       pace=VerificationProgress(say))
+        apart = AnyWay(
+            lambda: iter(open_data(config, device, launch.world)),
+            device,
+            mesh,
+            lambda step: False,
+            pace=VerificationProgress(say),
+        )
         began = time.monotonic()
         expected = apart.eager_run(config)
-        say(f"eager run: {time.monotonic() - began:.1f} s, {most_memory(device, mesh.world):.1f} GiB at the most")
+        say(
+            f"eager run: {time.monotonic() - began:.1f} s, {most_memory(device, mesh.world):.1f} "
+            "GiB at the most"
+        )
         compared, good = 0, True
         for name in options.ways:
             began = time.monotonic()
@@ -106,10 +135,14 @@ def main():
                 continue
             made = way_of(config, name)
             title = f"{name}, {made.model.num_layers} layers, {mesh.layout}"
-            report = RanksReport(title, of_every_rank(apart.graph_run(title, made, expected), mesh), None)
+            report = RanksReport(
+                title, of_every_rank(apart.graph_run(title, made, expected), mesh), None
+            )
             print_ranks_report(report, console)
-            say(f"{'ok' if report.good else 'WRONG'} {name}: {time.monotonic() - began:.1f} s, "
-                f"{most_memory(device, mesh.world):.1f} GiB until now")
+            say(
+                f"{'ok' if report.good else 'WRONG'} {name}: {time.monotonic() - began:.1f} s, "
+                f"{most_memory(device, mesh.world):.1f} GiB until now"
+            )
             compared, good = compared + 1, good and report.good
     assert good, "graphs differ from eager"
     assert compared, "there was no time for any way"

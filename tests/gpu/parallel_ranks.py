@@ -2,9 +2,11 @@
 
     PYTHONPATH=src:tests torchrun --nproc-per-node 2 tests/gpu/parallel_ranks.py --tp 2 --sequence
 
-Every rank compares loss, norm, all gradients and all parameters of its own after every step, bit by bit; prints one
-JSON line; exits with an error when anything differs, is not finite, or does not end.
+Every rank compares loss, norm, all gradients and all parameters of its own after every step, bit by
+bit; prints one JSON line; exits with an error when anything differs, is not finite, or does not
+end.
 """
+
 import argparse
 import json
 import time
@@ -18,8 +20,16 @@ from packgraph.parallel.processes import Launch, processes
 from packgraph.train.launch import use_deterministic_kernels
 
 CAPACITIES = (Capacity(1024, 16), Capacity(2048, 32))
-SHAPE = {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 6144, "num_layers": 8, "num_heads": 16,
-         "num_kv_heads": 8, "head_dim": 128, "dropout": 0.1}
+SHAPE = {
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_layers": 8,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "dropout": 0.1,
+}
 
 
 def train(mesh, device, steps, tokens, **options):
@@ -33,18 +43,26 @@ def train(mesh, device, steps, tokens, **options):
         torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - started))
         tokens.append(sum(pack.num_tokens for pack in packs))
-        assert facts["loss"].isfinite() and facts["norm"].isfinite(), f"step {number}: {facts['loss']}, {facts['norm']}"
+        assert facts["loss"].isfinite() and facts["norm"].isfinite(), (
+            f"step {number}: {facts['loss']}, {facts['norm']}"
+        )
         keep = {name: value for name, value in facts.items() if not name.startswith("parameter")}
-        keep |= {f"local {name}": value._local_tensor if hasattr(value, "_local_tensor") else value
-                 for name, value in run.model.named_parameters()}
-        trace.append({name: value.detach().cpu() for name, value in keep.items()} if number < 8 else {})
+        keep |= {
+            f"local {name}": value._local_tensor if hasattr(value, "_local_tensor") else value
+            for name, value in run.model.named_parameters()
+        }
+        trace.append(
+            {name: value.detach().cpu() for name, value in keep.items()} if number < 8 else {}
+        )
     replayed = run.executor.counts().replayed
     run.executor.close()
     return trace, times, replayed
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence", action="store_true")
     parser.add_argument("--granularity", default="chunk")
@@ -54,17 +72,39 @@ def main():
     device = torch.device("cuda", launch.local_rank)
     use_deterministic_kernels(device)
     with processes(Layout(tp=options.tp), device, launch) as mesh:
-        chosen = {"sequence": options.sequence and options.tp > 1, "granularity": options.granularity}
+        chosen = {
+            "sequence": options.sequence and options.tp > 1,
+            "granularity": options.granularity,
+        }
         tokens = []
-        expected, eager_times, _ = train(mesh, device, options.steps, tokens, graphs=False, **chosen)
-        trace, graph_times, replayed = train(mesh, device, options.steps, tokens, graphs=True, **chosen)
-        wrong = [f"step {step}: {name}" for step, (a, b) in enumerate(zip(expected, trace, strict=True))
-                 for name in a if not torch.equal(a[name], b[name])]
-        print(json.dumps({
-            "rank": mesh.rank, "layout": str(mesh.layout), **chosen, "differs": wrong[:5], "differences": len(wrong),
-            "replayed": replayed, "losses": [round(float(facts["loss"]), 4) for facts in expected if facts][:4],
-            "eager_ms": [round(t) for t in eager_times][3:9], "graph_ms": [round(t) for t in graph_times][3:9]}),
-            flush=True)
+        expected, eager_times, _ = train(
+            mesh, device, options.steps, tokens, graphs=False, **chosen
+        )
+        trace, graph_times, replayed = train(
+            mesh, device, options.steps, tokens, graphs=True, **chosen
+        )
+        wrong = [
+            f"step {step}: {name}"
+            for step, (a, b) in enumerate(zip(expected, trace, strict=True))
+            for name in a
+            if not torch.equal(a[name], b[name])
+        ]
+        print(
+            json.dumps(
+                {
+                    "rank": mesh.rank,
+                    "layout": str(mesh.layout),
+                    **chosen,
+                    "differs": wrong[:5],
+                    "differences": len(wrong),
+                    "replayed": replayed,
+                    "losses": [round(float(facts["loss"]), 4) for facts in expected if facts][:4],
+                    "eager_ms": [round(t) for t in eager_times][3:9],
+                    "graph_ms": [round(t) for t in graph_times][3:9],
+                }
+            ),
+            flush=True,
+        )
         assert replayed and not wrong, "graphs differ from eager"
 
 

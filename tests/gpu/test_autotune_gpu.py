@@ -1,4 +1,6 @@
-"""Timing CUDA graphs against eager in real steps: the pace of host and device, no number changed, memory given back."""
+"""Timing CUDA graphs against eager in real steps: the pace of host and device, no number changed,
+memory given back."""
+
 import dataclasses
 import time
 
@@ -14,7 +16,10 @@ from packgraph.train.config_values import render
 from packgraph.train.executor import Executor
 from packgraph.train.signals import StopRequest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 CUDA = torch.device("cuda", 0)
 NAMES = [render(capacity) for capacity in CAPACITIES]
 
@@ -29,7 +34,9 @@ def deterministic(monkeypatch):
 
 def train(folder, autotune, granularity="layer", graph=True):
     made = tiny(graph, steps=40, checkpoint_every=1000)
-    made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, autotune=autotune, granularity=granularity))
+    made = dataclasses.replace(
+        made, graph=dataclasses.replace(made.graph, autotune=autotune, granularity=granularity)
+    )
     run = trainer(folder, made, RandomPacks(), device=CUDA)
     summary = run.run(StopRequest())
     state = state_of(run)
@@ -44,11 +51,14 @@ def test_timing_changes_no_number(granularity, tmp_path):
     plain, _ = train(tmp_path / "plain", False, granularity)
     assert not [name for name in plain if not torch.equal(plain[name], tuned[name])]
     assert summary["fallbacks"][TIMED] > 0
-    assert all(choice["decided"] and choice["eager_ms"] > 0 for choice in summary["choices"].values())
+    assert all(
+        choice["decided"] and choice["eager_ms"] > 0 for choice in summary["choices"].values()
+    )
 
 
 def test_what_launching_costs_is_seen_though_the_device_has_little_to_do(tmp_path, monkeypatch):
-    """A host that needs 10 ms for an eager microbatch and nothing for a replay: events alone must show both."""
+    """A host that needs 10 ms for an eager microbatch and nothing for a replay: events alone must
+    show both."""
     fall_back = Control.fall_back
 
     def slow(self, reason, args, kwargs):
@@ -58,7 +68,10 @@ def test_what_launching_costs_is_seen_though_the_device_has_little_to_do(tmp_pat
     monkeypatch.setattr(Control, "fall_back", slow)
     choices = train(tmp_path / "tuned", True)[1]["choices"]
     for name in NAMES:
-        assert choices[name]["way"] == "replay" and choices[name]["eager_ms"] > 10 > choices[name]["replay_ms"]
+        assert (
+            choices[name]["way"] == "replay"
+            and choices[name]["eager_ms"] > 10 > choices[name]["replay_ms"]
+        )
 
 
 def test_slow_graphs_are_given_up_and_their_memory_comes_back(tmp_path):

@@ -1,4 +1,5 @@
 """Benchmarks on a GPU: every way runs, computes what eager does, and its row has every figure."""
+
 import json
 import time
 
@@ -15,9 +16,15 @@ from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
 from packgraph.bench.variants import STEP_WAYS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-PLAIN = tuple(name for name in STEP_WAYS
-              if not name.endswith("+compile") and name not in ("compile", "reduce-overhead"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PLAIN = tuple(
+    name
+    for name in STEP_WAYS
+    if not name.endswith("+compile") and name not in ("compile", "reduce-overhead")
+)
 
 
 def device() -> torch.device:
@@ -32,16 +39,35 @@ def check(rows: Rows) -> None:
     for row in rows.all:
         json.dumps(row)
         assert row["reason"] is None, f"{row['way']}: {row['reason']}"
-        assert row["agrees"], f"{row['way']}: {row['loss_difference']}, {row['gradient_difference']}"
-        assert row["gpu_busy"] is not None and 0 < row["gpu_busy"] <= 1 and row["kernel_ms"] > 0, row["gpu_busy_reason"]
+        assert row["agrees"], (
+            f"{row['way']}: {row['loss_difference']}, {row['gradient_difference']}"
+        )
+        assert row["gpu_busy"] is not None and 0 < row["gpu_busy"] <= 1 and row["kernel_ms"] > 0, (
+            row["gpu_busy_reason"]
+        )
         assert row["mfu"] > 0 and row["peak_bytes"] > 0
 
 
 @pytest.mark.parametrize("part", ["layers", "model"])
 def test_every_way_without_a_compiler(part: str) -> None:
     rows = no_rows()
-    bench_step(StepOptions("qwen3-0.6b", 2, (512,), PLAIN, rounds=3, calls=2, mean=100.0, sigma=1.0, part=part,
-                           buckets=3), device(), rows, Deadline(None))
+    bench_step(
+        StepOptions(
+            "qwen3-0.6b",
+            2,
+            (512,),
+            PLAIN,
+            rounds=3,
+            calls=2,
+            mean=100.0,
+            sigma=1.0,
+            part=part,
+            buckets=3,
+        ),
+        device(),
+        rows,
+        Deadline(None),
+    )
     check(rows)
     assert all(row.get("by_autograd", 0) == 0 for row in rows.all)
 
@@ -49,22 +75,52 @@ def test_every_way_without_a_compiler(part: str) -> None:
 @pytest.mark.slow
 def test_every_way_with_a_compiler() -> None:
     rows, ways = no_rows(), ("eager", *(name for name in STEP_WAYS if name not in PLAIN))
-    bench_step(StepOptions("qwen3-0.6b", 2, (512,), ways, rounds=3, calls=2, mean=100.0, sigma=1.0, part="layers",
-                           buckets=2), device(), rows, Deadline(None))
+    bench_step(
+        StepOptions(
+            "qwen3-0.6b",
+            2,
+            (512,),
+            ways,
+            rounds=3,
+            calls=2,
+            mean=100.0,
+            sigma=1.0,
+            part="layers",
+            buckets=2,
+        ),
+        device(),
+        rows,
+        Deadline(None),
+    )
     check(rows)
 
 
 def test_attention_memory_and_capture_have_figures() -> None:
     rows, backends = no_rows(), usual_backends(shape("qwen3-0.6b"), device())
-    bench_attention(AttentionOptions("qwen3-0.6b", (1024,), backends, draws=2, mean=100.0), device(), rows,
-                    Deadline(None))
-    bench_memory(MemoryOptions("qwen3-0.6b", 2, "layers", (1024,), banks=(1, 4)), device(), rows, Deadline(None))
-    bench_capture(CaptureOptions("qwen3-0.6b", 2, "layers", (512,), ("chunk",), banks=(1, 2)), device(), rows,
-                  Deadline(None))
+    bench_attention(
+        AttentionOptions("qwen3-0.6b", (1024,), backends, draws=2, mean=100.0),
+        device(),
+        rows,
+        Deadline(None),
+    )
+    bench_memory(
+        MemoryOptions("qwen3-0.6b", 2, "layers", (1024,), banks=(1, 4)),
+        device(),
+        rows,
+        Deadline(None),
+    )
+    bench_capture(
+        CaptureOptions("qwen3-0.6b", 2, "layers", (512,), ("chunk",), banks=(1, 2)),
+        device(),
+        rows,
+        Deadline(None),
+    )
     assert [row["reason"] for row in rows.all] == [None] * len(rows.all)
     memory = [row for row in rows.all if row["benchmark"] == "memory"]
     assert all(row["peak_bytes"] > 0 and row["reserved_bytes"] > 0 for row in memory)
-    assert memory[2]["peak_ratio"] < memory[1]["peak_ratio"] * 1.1, "a bank is as large as its largest bucket"
+    assert memory[2]["peak_ratio"] < memory[1]["peak_ratio"] * 1.1, (
+        "a bank is as large as its largest bucket"
+    )
 
 
 def test_a_device_that_is_never_idle_is_busy() -> None:

@@ -1,4 +1,5 @@
 """Rows spread over ranks by NCCL; each test starts ranks by torchrun and needs that many GPUs."""
+
 import os
 import subprocess
 import sys
@@ -16,10 +17,23 @@ def test_graphs_of_every_number_of_ranks_equal_eager_bitwise(ranks, options):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     script = Path(__file__).with_name("context_ranks.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     tests = script.parents[1]
     environment = os.environ | {"PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}"}
-    done = subprocess.run([*torchrun, str(script), *options.split()], check=False, timeout=300, env=environment,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [*torchrun, str(script), *options.split()],
+        check=False,
+        timeout=300,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok ") == (3 if ranks == 2 else 5) and "WRONG" not in done.stdout

@@ -1,4 +1,6 @@
-"""Hostile modules and random programs on CUDA: bitwise, a counted fallback with a warning, or an error."""
+"""Hostile modules and random programs on CUDA: bitwise, a counted fallback with a warning, or an
+error."""
+
 import pytest
 import torch
 from corpus import families  # noqa: F401
@@ -7,7 +9,10 @@ from corpus.loops import failures, numbers
 from corpus.programs import generate, judged
 
 # The warning comes when a module goes; that nothing replays is judged before.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*none of its calls was replayed"),
+]
 NAMES = list(ENTRIES)
 
 

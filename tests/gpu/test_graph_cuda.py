@@ -1,4 +1,6 @@
-"""The same promises with CUDA graphs: bitwise, any order, poisoned pools, no syncs, undone failures."""
+"""The same promises with CUDA graphs: bitwise, any order, poisoned pools, no syncs, undone
+failures."""
+
 import gc
 import threading
 import warnings
@@ -12,7 +14,10 @@ from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.slots import Slots
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 SCOPES = [None, ["attn"], ["mlp"], ["attn", "mlp"], ["embed", "head"], ["embed", "attn", "head"]]
 
 
@@ -33,7 +38,9 @@ def cuda_toy(**options):
 def test_every_scope_and_granularity_equals_eager_bitwise(scope, granularity):
     eager = train(cuda_toy(), steps=5, device="cuda")
     graphed = graph(cuda_toy(), scope=scope, granularity=granularity)
-    assert differences(eager, train(graphed, steps=5, between=poison_free_slots, device="cuda")) == []
+    assert (
+        differences(eager, train(graphed, steps=5, between=poison_free_slots, device="cuda")) == []
+    )
     assert graphed.stats.replayed > 4 and dict(graphed.stats.fallbacks) == {"warm-up": 2}
 
 
@@ -86,7 +93,9 @@ def test_a_thousand_replays_without_a_host_sync():
 
 
 def test_the_variants_of_a_slot_cost_the_largest_not_the_sum():
-    blocks = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]
+    blocks = [
+        nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)
+    ]
     model = nn.Sequential(*blocks).cuda()
     graphed = graph(model, warmup=0)
     sizes = []
@@ -130,7 +139,9 @@ def test_a_sync_is_refused_at_its_line_and_training_goes_on(name):
 
     expected = loop(Snippet(PIECES[name]).cuda())
     with pytest.raises(CaptureError) as caught:
-        graph(Snippet(PIECES[name]).cuda(), warmup=0, strict=True)(torch.randn(4, 6, device="cuda").abs())
+        graph(Snippet(PIECES[name]).cuda(), warmup=0, strict=True)(
+            torch.randn(4, 6, device="cuda").abs()
+        )
     assert __file__ in caught.value.where
     with pytest.warns(PackgraphWarning):
         got = loop(graph(Snippet(PIECES[name]).cuda(), warmup=0))
@@ -138,7 +149,8 @@ def test_a_sync_is_refused_at_its_line_and_training_goes_on(name):
 
 
 class SyncsOnlyWhileCapturing(nn.Module):
-    """A violation that the dry run cannot see: CUDA itself must refuse it, and nothing may be left broken."""
+    """A violation that the dry run cannot see: CUDA itself must refuse it, and nothing may be left
+    broken."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +158,9 @@ class SyncsOnlyWhileCapturing(nn.Module):
         self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
 
     def forward(self, x):
-        if torch._C._cuda_isCurrentStreamCapturing():  # unlike torch.cuda's function it tells modules the truth
+        if (
+            torch._C._cuda_isCurrentStreamCapturing()
+        ):  # unlike torch.cuda's function it tells modules the truth
             torch.cuda.current_stream().synchronize()
         return self.dropout(self.linear(x))
 
@@ -226,7 +240,8 @@ def test_close_frees_the_pools():
 
 
 def forget_workspaces():
-    """What torch.compile's reduce-overhead does around each of its captures, and the memory is then needed."""
+    """What torch.compile's reduce-overhead does around each of its captures, and the memory is then
+    needed."""
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -257,14 +272,24 @@ def test_workspaces_are_freed_with_the_module_and_streams_may_come_again():
     del graphed
     gc.collect()
     forget_workspaces()
-    assert handle not in {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+    assert handle not in {
+        tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()
+    }
 
 
 def test_streams_whose_host_workspace_lies_elsewhere_are_passed_over():
-    """Somebody multiplied on every stream before, without a backward: its workspaces are not ours."""
+    """Somebody multiplied on every stream before, without a backward: its workspaces are not
+    ours."""
     for _ in range(32):
         with torch.cuda.stream(torch.cuda.Stream()):
-            torch.ones(16, 16, device="cuda", dtype=torch.bfloat16).mm(torch.ones(16, 16, device="cuda").bfloat16())
+            torch.ones(16, 16, device="cuda", dtype=torch.bfloat16).mm(
+                torch.ones(16, 16, device="cuda").bfloat16()
+            )
     eager = train(cuda_toy(layers=1), steps=4, device="cuda")
     graphed = graph(cuda_toy(layers=1))
-    assert differences(eager, train(graphed, steps=4, between=lambda *_: forget_workspaces(), device="cuda")) == []
+    assert (
+        differences(
+            eager, train(graphed, steps=4, between=lambda *_: forget_workspaces(), device="cuda")
+        )
+        == []
+    )

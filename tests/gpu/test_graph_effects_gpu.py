@@ -1,4 +1,6 @@
-"""What leaves forward, what varies, and constants, where tensors live on a device and captures execute nothing."""
+"""What leaves forward, what varies, and constants, where tensors live on a device and captures
+execute nothing."""
+
 import itertools
 import types
 import warnings
@@ -45,7 +47,9 @@ def runs(function, calls=6):
 
 
 def same(one, other):
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 class Leaks(torch.autograd.Function):
@@ -97,18 +101,39 @@ def data_of_a_weight(m, x):
     return m.linear(x)
 
 
-@pytest.mark.parametrize("function", [to_a_list, to_an_object, from_a_backward, a_hook, a_hook_on_a_node,
-                                      backward_inside, data_of_a_weight], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [
+        to_a_list,
+        to_an_object,
+        from_a_backward,
+        a_hook,
+        a_hook_on_a_node,
+        backward_inside,
+        data_of_a_weight,
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_what_a_replay_would_not_do_falls_back_and_equals_eager(function):
     eager, got, graphed = runs(function)
     assert graphed.stats.replayed == 0 and graphed.stats.fallbacks["capture failed"] >= 1
     assert same(eager, got)
 
 
-def empty(m, x): return torch.cat([torch.tensor([], device=x.device), m.linear(x).flatten()])
-def numbers(m, x): return m.linear(x) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
-def like_another(m, x): return m.linear(x) + x.new_tensor([1.0, 0.0, 0.0, 1.0])
-def as_an_index(m, x): return m.linear(x)[:, torch.tensor([3, 1, 0, 0], device="cuda")]
+def empty(m, x):
+    return torch.cat([torch.tensor([], device=x.device), m.linear(x).flatten()])
+
+
+def numbers(m, x):
+    return m.linear(x) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+
+
+def like_another(m, x):
+    return m.linear(x) + x.new_tensor([1.0, 0.0, 0.0, 1.0])
+
+
+def as_an_index(m, x):
+    return m.linear(x)[:, torch.tensor([3, 1, 0, 0], device="cuda")]
 
 
 def written_to(m, x):
@@ -119,22 +144,31 @@ def written_to(m, x):
 
 def gradient_of_an_energy(m, x):
     point = x.detach().requires_grad_()
-    slope, = torch.autograd.grad(m.linear(point).pow(2).sum(), point, create_graph=True)
+    (slope,) = torch.autograd.grad(m.linear(point).pow(2).sum(), point, create_graph=True)
     return m.linear(x) + slope
 
 
-@pytest.mark.parametrize("function", [empty, numbers, like_another, as_an_index, written_to, gradient_of_an_energy],
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [empty, numbers, like_another, as_an_index, written_to, gradient_of_an_energy],
+    ids=lambda f: f.__name__,
+)
 def test_constants_and_inner_gradients_are_captured(function):
     eager, got, graphed = runs(function)
     assert graphed.stats.replayed == 4 and same(eager, got)
 
 
-def an_iterator(m, x): return m.linear(x) * next(COUNT)
-def an_iterator_in_a_constant(m, x): return m.linear(x) + torch.tensor([float(next(COUNT))], device=x.device)
+def an_iterator(m, x):
+    return m.linear(x) * next(COUNT)
 
 
-@pytest.mark.parametrize("function", [an_iterator, an_iterator_in_a_constant], ids=lambda f: f.__name__)
+def an_iterator_in_a_constant(m, x):
+    return m.linear(x) + torch.tensor([float(next(COUNT))], device=x.device)
+
+
+@pytest.mark.parametrize(
+    "function", [an_iterator, an_iterator_in_a_constant], ids=lambda f: f.__name__
+)
 def test_what_varies_is_refused_at_its_line(function):
     with pytest.raises(CaptureError) as caught:
         graph(One(function).cuda(), warmup=0, strict=True)(torch.randn(3, 4, device="cuda"))
@@ -149,7 +183,9 @@ def test_a_hook_that_only_marks_is_captured():
     found = []
     for wrap in (False, True):
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 4)).cuda()
+        module = nn.Sequential(
+            nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 4)
+        ).cuda()
         module[0].register_forward_hook(marked)
         model = graph(module, strict=True) if wrap else module
         outs = [model(torch.randn(3, 4, device="cuda")) for _ in range(5)]

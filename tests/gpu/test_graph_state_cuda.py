@@ -1,4 +1,6 @@
-"""Python state and random generators under CUDA graphs: what a dry run refuses, and what replays advance."""
+"""Python state and random generators under CUDA graphs: what a dry run refuses, and what replays
+advance."""
+
 import types
 import warnings
 
@@ -11,7 +13,10 @@ from packgraph.graphs import module_state, tensor_state
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def on_device():
@@ -38,7 +43,9 @@ def draws_on_the_host(module, x):
 
 
 def draws_from_a_stranger(module, x):
-    return module.linear(x) * torch.rand(4, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    return module.linear(x) * torch.rand(
+        4, device="cuda", generator=torch.Generator("cuda").manual_seed(1)
+    )
 
 
 def counts(module, x):
@@ -46,14 +53,18 @@ def counts(module, x):
     return module.linear(x)
 
 
-@pytest.mark.parametrize(("forward", "match"), [
-    (seeds_by_function, "seeds a random generator"),
-    (seeds_the_default, "seeds a random generator"),
-    (seeds_its_own, "seeds a random generator"),
-    (draws_on_the_host, "drawn on the cpu"),
-    (draws_from_a_stranger, "does not hold"),
-    (counts, r"assigns or changes self\.calls"),
-], ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("forward", "match"),
+    [
+        (seeds_by_function, "seeds a random generator"),
+        (seeds_the_default, "seeds a random generator"),
+        (seeds_its_own, "seeds a random generator"),
+        (draws_on_the_host, "drawn on the cpu"),
+        (draws_from_a_stranger, "does not hold"),
+        (counts, r"assigns or changes self\.calls"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_what_a_graph_would_freeze_is_refused_and_undone(forward, match):
     module = One(forward, held=torch.Generator("cuda").manual_seed(5), calls=0).cuda()
     before = [torch.get_rng_state(), torch.cuda.get_rng_state(), module.held.get_state()]
@@ -81,7 +92,14 @@ def test_a_generator_that_comes_after_wrapping_is_advanced_as_in_eager():
         for _ in range(4):
             outputs.append(model(on_device()))
             outputs[-1].square().sum().backward()
-        runs.append([*outputs, module.linear.weight.grad, module.held[0].get_state(), torch.cuda.get_rng_state()])
+        runs.append(
+            [
+                *outputs,
+                module.linear.weight.grad,
+                module.held[0].get_state(),
+                torch.cuda.get_rng_state(),
+            ]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -104,14 +122,20 @@ def test_a_graphed_module_inside_another_runs_plainly_while_that_is_captured():
 
 def test_sparse_gradients_are_refused_in_words():
     with pytest.raises(CaptureError, match="sparse tensor"):
-        graph(nn.Embedding(10, 4, sparse=True).cuda(), warmup=0, strict=True)(torch.tensor([1, 2], device="cuda"))
+        graph(nn.Embedding(10, 4, sparse=True).cuda(), warmup=0, strict=True)(
+            torch.tensor([1, 2], device="cuda")
+        )
 
 
 STATE = {
-    "a namespace": (lambda: One(lambda m, x: m.linear(x) * m.c.scale, c=types.SimpleNamespace(scale=1.0)),
-                    lambda m: setattr(m.c, "scale", 2.0)),
-    "a teacher's storage": (lambda: with_teacher(),
-                            lambda m: setattr(m.held[0].weight, "data", torch.ones(4, 4, device="cuda"))),
+    "a namespace": (
+        lambda: One(lambda m, x: m.linear(x) * m.c.scale, c=types.SimpleNamespace(scale=1.0)),
+        lambda m: setattr(m.c, "scale", 2.0),
+    ),
+    "a teacher's storage": (
+        lambda: with_teacher(),
+        lambda m: setattr(m.held[0].weight, "data", torch.ones(4, 4, device="cuda")),
+    ),
     "a teacher's number": (lambda: with_teacher(), lambda m: setattr(m.held[1], "p", 1.0)),
 }
 
@@ -142,7 +166,9 @@ def test_a_change_of_what_forward_reads_is_seen(case):
             other = graphed(x)
         one.square().sum().backward()
         other.square().sum().backward()
-        assert torch.equal(one, other) and torch.equal(eager.linear.weight.grad, module.linear.weight.grad)
+        assert torch.equal(one, other) and torch.equal(
+            eager.linear.weight.grad, module.linear.weight.grad
+        )
     assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.replayed == 5
 
 

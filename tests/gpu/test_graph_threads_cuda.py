@@ -1,10 +1,13 @@
-"""Threads on CUDA: streams of their own, autograd's one thread for all backwards, and draws beside a capture.
+"""Threads on CUDA: streams of their own, autograd's one thread for all backwards, and draws beside
+a capture.
 
-`CUDAGraph.capture_begin` registers the device's default generator with every graph and puts its state into capture
-mode, which belongs to the process: until the capture ends, whoever draws from it outside of the capture gets an error.
-Captured code draws from it by operations that take no generator (fused dropout), so a private one will not do; and its
-state cannot be exchanged for the time of an operation, since other threads draw in C++ without a lock that Python has.
+`CUDAGraph.capture_begin` registers the device's default generator with every graph and puts its
+state into capture mode, which belongs to the process: until the capture ends, whoever draws from it
+outside of the capture gets an error. Captured code draws from it by operations that take no
+generator (fused dropout), so a private one will not do; and its state cannot be exchanged for the
+time of an operation, since other threads draw in C++ without a lock that Python has.
 """
+
 import contextlib
 import random
 import threading
@@ -17,7 +20,10 @@ from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import eager as run_eagerly
 from packgraph.graphs.graphed import graph
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 WIDTH = 256
 
 
@@ -93,8 +99,11 @@ def exact_products():
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streams of their own", "one stream"])
 @pytest.mark.parametrize("warm", [True, False], ids=["captured before", "new"])
-@pytest.mark.parametrize(("rows", "eager_thread"), [((256, 256), False), ((256, 128), False), ((256, 256), True)],
-                         ids=["replays", "captures of other shapes", "eager calls"])
+@pytest.mark.parametrize(
+    ("rows", "eager_thread"),
+    [((256, 256), False), ((256, 128), False), ((256, 256), True)],
+    ids=["replays", "captures of other shapes", "eager calls"],
+)
 def test_threads_that_share_a_module_sum_all_gradients(rows, eager_thread, warm, streams):
     eager, graphed, count = wide(), graph(wide(), warmup=2), 30
     if warm:
@@ -115,7 +124,11 @@ def test_threads_that_share_a_module_sum_all_gradients(rows, eager_thread, warm,
 
     together(lambda: work(0), lambda: work(1))
     assert found.keys() == expected.keys() and graphed.stats.replayed > 0
-    assert all(torch.equal(*both) for key, pair in expected.items() for both in zip(pair, found[key], strict=True))
+    assert all(
+        torch.equal(*both)
+        for key, pair in expected.items()
+        for both in zip(pair, found[key], strict=True)
+    )
     for (name, one), other in zip(eager.named_parameters(), graphed.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad), name
 
@@ -128,24 +141,39 @@ def test_one_thread_may_change_its_stream():
         with torch.cuda.stream(torch.cuda.Stream()):
             backwards(graphed, 256, [seed], found)
             torch.cuda.current_stream().synchronize()
-    assert all(torch.equal(*both) for key, pair in expected.items() for both in zip(pair, found[key], strict=True))
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager.parameters(), graphed.parameters(), strict=True))
+    assert all(
+        torch.equal(*both)
+        for key, pair in expected.items()
+        for both in zip(pair, found[key], strict=True)
+    )
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(eager.parameters(), graphed.parameters(), strict=True)
+    )
 
 
 def dropping():
     return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).cuda()
 
 
-DRAWS = {"torch": lambda generator: torch.rand(4), "random": lambda generator: [random.random() for _ in range(4)],
-         "cuda": lambda generator: torch.rand(4, device="cuda", generator=generator)}
-IN_CAPTURE_MODE = "Offset increment outside graph capture"  # what torch says; docs/assumptions.md, Threads
+DRAWS = {
+    "torch": lambda generator: torch.rand(4),
+    "random": lambda generator: [random.random() for _ in range(4)],
+    "cuda": lambda generator: torch.rand(4, device="cuda", generator=generator),
+}
+IN_CAPTURE_MODE = (
+    "Offset increment outside graph capture"  # what torch says; docs/assumptions.md, Threads
+)
 
 
 def capture_ten(again=True):
-    """again: the first backward has a gradient of another layout than captured, so its forward is run again."""
+    """again: the first backward has a gradient of another layout than captured, so its forward is
+    run again."""
     for _ in range(10):
         graphed = graph(dropping(), warmup=0, strict=True)
-        out = graphed(torch.randn(8, 4, device="cuda", generator=torch.Generator("cuda").manual_seed(1)))
+        out = graphed(
+            torch.randn(8, 4, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+        )
         out.sum().backward() if again else out.backward(torch.ones_like(out))
         assert graphed.stats.captured == graphed.stats.replayed == 1
 
@@ -171,8 +199,9 @@ def test_captures_beside_a_thread_that_launches_and_draws(draw):
 
 
 def test_a_draw_from_the_devices_default_generator_beside_captures_succeeds_or_is_torchs_error():
-    """Numbers of that generator are drawn by dry runs too, by operations that take no generator. A forward that is
-    run again for its gradients draws from it, too, and is an error where the numbers are no longer the same."""
+    """Numbers of that generator are drawn by dry runs too, by operations that take no generator. A
+    forward that is run again for its gradients draws from it, too, and is an error where the
+    numbers are no longer the same."""
     drawn, errors = [], []
 
     def work():
@@ -211,7 +240,11 @@ def test_any_capture_of_torchs_refuses_draws_of_other_threads():
 
 
 def test_a_capture_leaves_all_random_states_as_they_were():
-    states = lambda: (torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist(), random.getstate())  # noqa: E731
+    states = lambda: (  # noqa: E731
+        torch.get_rng_state().tolist(),
+        torch.cuda.get_rng_state().tolist(),
+        random.getstate(),
+    )
     graphed, before = graph(dropping(), warmup=0, strict=True), states()
     graphed.build([(torch.ones(8, 4, device="cuda"),)])
     assert graphed.stats.captured == 1 and states() == before
@@ -236,5 +269,8 @@ def test_draws_of_a_backward_are_refused_in_autograds_thread():
         def forward(self, x):
             return DrawsInBackward.apply(self.linear(x))
 
-    with beside(lambda: random.random()), pytest.raises(CaptureError, match="draws random numbers on the host"):
+    with (
+        beside(lambda: random.random()),
+        pytest.raises(CaptureError, match="draws random numbers on the host"),
+    ):
         graph(Module().cuda(), warmup=0, strict=True)(torch.ones(3, 4, device="cuda"))

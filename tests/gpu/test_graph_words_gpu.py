@@ -1,4 +1,6 @@
-"""On the device: captures that find no memory or are interrupted, 0-d tensors for numbers, calls that are watched."""
+"""On the device: captures that find no memory or are interrupted, 0-d tensors for numbers, calls
+that are watched."""
+
 import copy
 import warnings
 
@@ -13,7 +15,10 @@ from packgraph.graphs.cuda.backend import CudaWindow
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 class Noisy(nn.Module):
@@ -32,7 +37,11 @@ class Noisy(nn.Module):
 
 def made(**options):
     module = Noisy().cuda()
-    return copy.deepcopy(module), graph(module, warmup=0, **options), torch.randn(8, 64, device="cuda")
+    return (
+        copy.deepcopy(module),
+        graph(module, warmup=0, **options),
+        torch.randn(8, 64, device="cuda"),
+    )
 
 
 def steps(model, x, count, *more):
@@ -53,7 +62,8 @@ def same(eager, graphed, x, count, *more):
 
 
 def fail(monkeypatch, after, break_off):
-    """Let capture number `after` end in `break_off`, called while the stream is capturing; later ones go well."""
+    """Let capture number `after` end in `break_off`, called while the stream is capturing; later
+    ones go well."""
     original, count = CudaWindow.capture, [0]
 
     def capture(self, run, brief=False):
@@ -71,7 +81,9 @@ def fail(monkeypatch, after, break_off):
 
 
 def ask_for_too_much():
-    torch.empty(torch.cuda.get_device_properties(0).total_memory * 2, dtype=torch.uint8, device="cuda")
+    torch.empty(
+        torch.cuda.get_device_properties(0).total_memory * 2, dtype=torch.uint8, device="cuda"
+    )
 
 
 def interrupt():
@@ -106,11 +118,15 @@ def test_a_zero_dimensional_tensor_is_the_way_out():
 
 def test_a_number_on_the_host_is_named_with_the_device_that_is_meant():
     _, graphed, x = made()
-    with pytest.warns(PackgraphWarning, match="argument 'factor' is a tensor on cpu, and the module is on cuda"):
+    with pytest.warns(
+        PackgraphWarning, match="argument 'factor' is a tensor on cpu, and the module is on cuda"
+    ):
         graphed(x, torch.tensor(0.5))
 
 
-@pytest.mark.parametrize("around", [lambda: torch.autograd.detect_anomaly(), lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize(
+    "around", [lambda: torch.autograd.detect_anomaly(), lambda: FlopCounterMode(display=False)]
+)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_a_watched_call_runs_eagerly_and_the_next_replays(around):
     eager, graphed, x = made()

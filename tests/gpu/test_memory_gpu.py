@@ -1,7 +1,9 @@
-"""Predicted pools against those of torch's allocator: random allocations, and layers of Qwen3-0.6B's shape.
+"""Predicted pools against those of torch's allocator: random allocations, and layers of
+Qwen3-0.6B's shape.
 
 To be run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, too: another model answers then.
 """
+
 import random
 
 import pytest
@@ -16,11 +18,21 @@ from packgraph.packing.capacity import Capacity
 from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 CUDA = torch.device("cuda")
 CAPACITIES = (Capacity(1024, 16), Capacity(2048, 32), Capacity(4096, 64))
-QWEN = DecoderConfig(vocab_size=32_768, hidden_size=1024, intermediate_size=3072, num_layers=6, num_heads=16,
-                   num_kv_heads=8, head_dim=128)
+QWEN = DecoderConfig(
+    vocab_size=32_768,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=6,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+)
 WITHIN = 0.05
 
 
@@ -32,8 +44,12 @@ def fresh():
 
 def random_trace(seed, most=200):
     draw = random.Random(seed)
-    sizes = [draw.choice([draw.randint(1, 5000), draw.randint(1, 40) * 300_000, draw.randint(1, 12) * 3_000_000])
-             for _ in range(most)]
+    sizes = [
+        draw.choice(
+            [draw.randint(1, 5000), draw.randint(1, 40) * 300_000, draw.randint(1, 12) * 3_000_000]
+        )
+        for _ in range(most)
+    ]
     events = draw.sample(list(range(most)) * 2, 2 * most)
     ticks: dict[int, list[int]] = {}
     for tick, number in enumerate(events):
@@ -48,7 +64,10 @@ def test_the_model_reserves_what_torch_reserves(seed):
     pool, graphs = backend.new_pool(), []
 
     def allocate(blocks):
-        births, deaths = {b.birth: n for n, b in enumerate(blocks)}, {b.death: n for n, b in enumerate(blocks)}
+        births, deaths = (
+            {b.birth: n for n, b in enumerate(blocks)},
+            {b.death: n for n, b in enumerate(blocks)},
+        )
         held = {}
         for tick in range(2 * len(blocks)):
             if tick in births:
@@ -77,7 +96,15 @@ def graphed_qwen(slots, granularity, **options):
     model = DecoderModel(QWEN, device="cuda", dtype=torch.bfloat16).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return graph(model, capacities=CAPACITIES, warmup=0, slots=slots, granularity=granularity, strict=True, **options)
+    return graph(
+        model,
+        capacities=CAPACITIES,
+        warmup=0,
+        slots=slots,
+        granularity=granularity,
+        strict=True,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -87,18 +114,29 @@ def test_pools_of_qwen_layers_are_within_five_percent(granularity, slots):
     plan = plan_memory([graphed], arguments, [slots], CAPACITIES)
     graphed.build([arguments(0, capacity) for capacity in CAPACITIES], slots)
     measured = graphed.stats.pool_bytes
-    print(f"{granularity}, {slots} slots: predicted {plan.pools / 2**20:.1f} MiB, measured {measured / 2**20:.1f} MiB")
+    print(
+        f"{granularity}, {slots} slots: predicted {plan.pools / 2**20:.1f} MiB, measured "
+        f"{measured / 2**20:.1f} MiB"
+    )
     assert plan.banks and plan.pools == pytest.approx(measured, rel=WITHIN)
     graphed.close()
 
 
 def test_capacities_between_measured_ones_are_within_five_percent():
     graphed = graphed_qwen(1, "chunk")
-    traces = {capacity: trace_memory(graphed, arguments(0, capacity)) for capacity in (CAPACITIES[0], CAPACITIES[2])}
+    traces = {
+        capacity: trace_memory(graphed, arguments(0, capacity))
+        for capacity in (CAPACITIES[0], CAPACITIES[2])
+    }
     predicted = BankModel(traces, pool_model(graphed.backend)).predict([CAPACITIES[1]], 1)
     graphed.build([arguments(0, CAPACITIES[1])], 1)
-    print(f"2048 tokens: predicted {predicted.pools / 2**20:.1f} MiB, measured {graphed.stats.pool_bytes / 2**20:.1f}")
-    assert not predicted.seen and predicted.pools == pytest.approx(graphed.stats.pool_bytes, rel=WITHIN)
+    print(
+        f"2048 tokens: predicted {predicted.pools / 2**20:.1f} MiB, measured "
+        f"{graphed.stats.pool_bytes / 2**20:.1f}"
+    )
+    assert not predicted.seen and predicted.pools == pytest.approx(
+        graphed.stats.pool_bytes, rel=WITHIN
+    )
     graphed.close()
 
 

@@ -1,4 +1,6 @@
-"""The dense model on CUDA: no host sync in a step, close to float32, repeatable, clean of padding."""
+"""The dense model on CUDA: no host sync in a step, close to float32, repeatable, clean of
+padding."""
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,11 +12,21 @@ from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-CONFIG = DecoderConfig(vocab_size=500, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4,
-                     num_kv_heads=2, head_dim=64, initializer_range=0.05)
+CONFIG = DecoderConfig(
+    vocab_size=500,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    initializer_range=0.05,
+)
 
 
 @contextmanager
@@ -56,7 +68,9 @@ def test_parameters_are_those_of_the_cpu():
 def test_bfloat16_through_varlen_is_close_to_float32(mode):
     batch = batch_of([60, 100, 30])
     exact = gradients(DecoderModel(CONFIG, device="cuda"), batch)
-    model = DecoderModel(CONFIG, device="cuda", dtype=torch.float32 if mode == "autocast" else torch.bfloat16)
+    model = DecoderModel(
+        CONFIG, device="cuda", dtype=torch.float32 if mode == "autocast" else torch.bfloat16
+    )
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=mode == "autocast"):
         low = gradients(model, batch)
     for name in exact:  # a few hundred roundings of 2 ** -9 each, random in sign
@@ -67,12 +81,17 @@ def test_nan_in_the_padding_token_reaches_nothing():
     model = DecoderModel(CONFIG, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         model.embed_tokens.weight[0] = float("nan")
-    assert all(torch.isfinite(gradient).all() for gradient in gradients(model, batch_of([60, 3])).values())
+    assert all(
+        torch.isfinite(gradient).all() for gradient in gradients(model, batch_of([60, 3])).values()
+    )
 
 
 def test_repeats_bitwise_with_deterministic_algorithms(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    model, batch = DecoderModel(CONFIG, device="cuda", dtype=torch.bfloat16), batch_of([60, 100, 30])
+    model, batch = (
+        DecoderModel(CONFIG, device="cuda", dtype=torch.bfloat16),
+        batch_of([60, 100, 30]),
+    )
     torch.use_deterministic_algorithms(True)
     try:
         first, second = gradients(model, batch), gradients(model, batch)

@@ -1,4 +1,6 @@
-"""Dispatchers over NCCL and symmetric memory; each test starts ranks by torchrun and needs that many GPUs."""
+"""Dispatchers over NCCL and symmetric memory; each test starts ranks by torchrun and needs that
+many GPUs."""
+
 import os
 import subprocess
 import sys
@@ -13,11 +15,27 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 
 
 def start(ranks, *command):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     tests = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}", "COLUMNS": "200"}
-    done = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=300, env=environment,
-                          check=False)
+    environment = os.environ | {
+        "PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}",
+        "COLUMNS": "200",
+    }
+    done = subprocess.run(
+        [*torchrun, *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -41,8 +59,11 @@ def test_training_over_symmetric_memory_is_bitwise_eager(granularity):
         pytest.skip("needs 2 GPUs")
     if problem := symmetric_problem(torch.device("cuda"), 2):
         pytest.skip(problem)
-    options = ("--model.num-layers 3 --model.vocab-size 4096 --graph.capacities 512x16,1024x32 --steps 6 "
-               "--run.tokens-per-step 4096 --parallel.ep 2 --parallel.dispatcher symmetric --parallel.expert-room 1 "
-               f"--graph.granularity {granularity}")
+    options = (
+        "--model.num-layers 3 --model.vocab-size 4096 --graph.capacities 512x16,1024x32 --steps 6 "
+        "--run.tokens-per-step 4096 --parallel.ep 2 --parallel.dispatcher symmetric "
+        "--parallel.expert-room 1 "
+        f"--graph.granularity {granularity}"
+    )
     printed = start(2, "-m", "packgraph.cli", "verify", "moonlight", *options.split())
     assert "1 of 1 runs bitwise equal on every rank" in printed

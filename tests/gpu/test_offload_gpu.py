@@ -1,4 +1,6 @@
-"""Offloading on CUDA: bitwise what stays, with slow copies; nothing waits; memory falls by what was planned."""
+"""Offloading on CUDA: bitwise what stays, with slow copies; nothing waits; memory falls by what was
+planned."""
+
 import dataclasses
 import gc
 import os
@@ -9,7 +11,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from offloadkit import DENSE, EXPERTS, by_hand, config, engine_of, foretold_and_taken, same, train, warmed
+from offloadkit import (
+    DENSE,
+    EXPERTS,
+    by_hand,
+    config,
+    engine_of,
+    foretold_and_taken,
+    same,
+    train,
+    warmed,
+)
 from torch.utils.checkpoint import checkpoint
 from trainkit import RandomPacks, state_of, tiny, trainer
 
@@ -31,12 +43,22 @@ from packgraph.train.executor import sample_batch
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.signals import StopRequest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 CUDA = torch.device("cuda", 0)
 BF16 = {"device": CUDA, "dtype": torch.bfloat16, "capacities": [Capacity(256, 4)]}
 INNER = ("core_attn", "attn_proj", "mlp_act", "qkv_linear")
-LARGE = DecoderConfig(vocab_size=1024, hidden_size=1024, intermediate_size=3072, num_layers=10, num_heads=16,
-                      num_kv_heads=8, head_dim=64)
+LARGE = DecoderConfig(
+    vocab_size=1024,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=10,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+)
 SPIN = 1_500_000  # cycles, about a millisecond: longer than a layer takes
 
 
@@ -50,10 +72,21 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def settings(layers: int = 3, experts: bool = False) -> DecoderConfig:
-    made = dataclasses.replace(config(layers), hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=2,
-                               head_dim=64)
-    return dataclasses.replace(made, experts=ExpertConfig(count=8, per_token=2, intermediate_size=64, first_dense=1)) \
-        if experts else made
+    made = dataclasses.replace(
+        config(layers),
+        hidden_size=128,
+        intermediate_size=256,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+    )
+    return (
+        dataclasses.replace(
+            made, experts=ExpertConfig(count=8, per_token=2, intermediate_size=64, first_dense=1)
+        )
+        if experts
+        else made
+    )
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, *lanes: str) -> None:
@@ -62,7 +95,9 @@ def slow(monkeypatch: pytest.MonkeyPatch, *lanes: str) -> None:
 
     def spinning(self, lane, *rest):
         if lane in lanes:
-            self._streams[lane].wait_event(self.point())  # in a capture the stream must be part of it first
+            self._streams[lane].wait_event(
+                self.point()
+            )  # in a capture the stream must be part of it first
             with torch.cuda.stream(self._streams[lane]):
                 torch.cuda._sleep(SPIN)
         return queue(self, lane, *rest)
@@ -83,7 +118,9 @@ def test_slow_copies_change_no_bit(granularity, late, monkeypatch):
 @pytest.mark.parametrize("knobs", [{"fraction": 0.5}, {"in_flight": 0}, {"margin": None}])
 def test_plans_in_chunk_graphs(knobs, monkeypatch):
     slow(monkeypatch, "out", "back")
-    found, _, _ = train(settings(), DENSE, granularity="chunk", policy=by_hand(**knobs), counts=(1, 2, 1, 3), **BF16)
+    found, _, _ = train(
+        settings(), DENSE, granularity="chunk", policy=by_hand(**knobs), counts=(1, 2, 1, 3), **BF16
+    )
     assert same(found, train(settings(), counts=(1, 2, 1, 3), **BF16)[0])
 
 
@@ -91,7 +128,9 @@ def test_plans_in_chunk_graphs(knobs, monkeypatch):
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",)])
 def test_eager_stages_between_captured_ones(scope, postpones, monkeypatch):
     slow(monkeypatch, "out", "back")
-    found, _, _ = train(settings(), DENSE, granularity="layer", scope=scope, postpones=postpones, **BF16)
+    found, _, _ = train(
+        settings(), DENSE, granularity="layer", scope=scope, postpones=postpones, **BF16
+    )
     assert same(found, train(settings(), **BF16)[0])
 
 
@@ -112,27 +151,44 @@ with pytest.MonkeyPatch.context() as patch:
     found = this.train(this.settings(), this.DENSE, **this.BF16)[0]
     torch.cuda.synchronize()
 print("the same" if this.same(found, expected) else "different")
-"""
+"""  # noqa: E501
 
 
 def test_a_missing_wait_is_a_wrong_number():
-    """Main waits for no reload. In a process of its own: garbage in place of indices may be an illegal access, too."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", HASTY], capture_output=True, text=True, env=environment, timeout=300,
-                          check=False)
+    """Main waits for no reload. In a process of its own: garbage in place of indices may be an
+    illegal access, too."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", HASTY],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
     wrong = ("illegal memory access", "device-side assert")
-    assert "different" in done.stdout or any(what in done.stderr for what in wrong), done.stdout + done.stderr[-2000:]
+    assert "different" in done.stdout or any(what in done.stderr for what in wrong), (
+        done.stdout + done.stderr[-2000:]
+    )
 
 
 @pytest.mark.parametrize(("granularity", "compile"), [("step", False), ("chunk", True)])
-def test_a_run_that_offloads_is_bitwise_one_that_does_not(granularity, compile, tmp_path, monkeypatch):
+def test_a_run_that_offloads_is_bitwise_one_that_does_not(
+    granularity, compile, tmp_path, monkeypatch
+):
     slow(monkeypatch, "out", "back")
     states = []
     for modules in ((), DENSE):
         made = tiny(True, dtype="bfloat16", steps=5)
         made = dataclasses.replace(
-            made, graph=dataclasses.replace(made.graph, granularity=granularity, compile=compile, strict=True),
-            offload=OffloadConfig(modules=modules, min_bytes=1, margin=0))
+            made,
+            graph=dataclasses.replace(
+                made.graph, granularity=granularity, compile=compile, strict=True
+            ),
+            offload=OffloadConfig(modules=modules, min_bytes=1, margin=0),
+        )
         run = trainer(tmp_path / str(len(modules)), made, RandomPacks(), device=CUDA)
         run.run(StopRequest())
         states.append(state_of(run))
@@ -166,15 +222,20 @@ class Recomputed(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:offloading passes:packgraph.graphs.errors.PackgraphWarning")
 @pytest.mark.parametrize("keeps_random", [False, True])
 def test_what_a_captured_backward_computes_again_stays_on_the_device(keeps_random):
-    """It runs in autograd's thread, which knows nothing of the capture's lanes. (With use_reentrant=True there is no
-    capture: torch refuses such checkpoints where inputs of a backward are named, as captures do.)"""
+    """It runs in autograd's thread, which knows nothing of the capture's lanes. (With
+    use_reentrant=True there is no capture: torch refuses such checkpoints where inputs of a
+    backward are named, as captures do.)"""
     found = []
     for offloads in (False, True):
         module = Recomputed(use_reentrant=False, preserve_rng_state=keeps_random).to(CUDA)
         called = graph(module, warmup=2, strict=True)
         engine = engine_of(called, module, ("mlp_act",)) if offloads else None
         for number in range(5):
-            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number)).to(CUDA).requires_grad_()
+            x = (
+                torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
+                .to(CUDA)
+                .requires_grad_()
+            )
             called(x).sum().backward()
             if engine is not None:
                 engine.end_step()
@@ -202,9 +263,16 @@ def test_graphs_tell_their_compute_whatever_was_copied(monkeypatch):
     for margin in (0, 1000):  # everything moves, nothing does
         model = DecoderModel(LARGE, seed=1, device=CUDA, dtype=torch.bfloat16)
         graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True)
-        engine = engine_of(graphed, model, INNER, min_bytes=2**20, times_graphs=True,
-                           policy=lambda trace, margin=margin: plan_by_knobs(trace, CopySpeed(),
-                                                                             OffloadKnobs(margin=margin)))
+        engine = engine_of(
+            graphed,
+            model,
+            INNER,
+            min_bytes=2**20,
+            times_graphs=True,
+            policy=lambda trace, margin=margin: plan_by_knobs(
+                trace, CopySpeed(), OffloadKnobs(margin=margin)
+            ),
+        )
         batch, tokens = sample_batch(capacity).to(CUDA), torch.tensor(8000, device=CUDA)
         for _ in range(4):
             graphed(batch, tokens).backward()
@@ -214,7 +282,10 @@ def test_graphs_tell_their_compute_whatever_was_copied(monkeypatch):
     (moved, compute, speed), (kept, alone, unknown) = told
     assert moved.moved_bytes > 2**30 and kept.moved_bytes == 0
     assert alone.compute_us > 10_000 and abs(compute.compute_us / alone.compute_us - 1) < 0.15, told
-    assert unknown == CopySpeed(1.0, 1.0) and min(speed.to_host_bytes_per_us, speed.to_device_bytes_per_us) > 10_000
+    assert (
+        unknown == CopySpeed(1.0, 1.0)
+        and min(speed.to_host_bytes_per_us, speed.to_device_bytes_per_us) > 10_000
+    )
 
 
 @pytest.mark.parametrize("granularity", ["chunk", "step"])
@@ -222,11 +293,16 @@ def test_a_run_that_plans_by_its_graphs_is_bitwise_one_that_does_not_offload(gra
     states, plans = [], []
     for options in ({}, {"modules": INNER, "min_bytes": 1, "margin": 0, "lost": 0.3}):
         made = tiny(True, dtype="bfloat16", steps=7)
-        made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, granularity=granularity, strict=True),
-                                   offload=OffloadConfig(**options))
+        made = dataclasses.replace(
+            made,
+            graph=dataclasses.replace(made.graph, granularity=granularity, strict=True),
+            offload=OffloadConfig(**options),
+        )
         run = trainer(tmp_path / str(len(options)), made, RandomPacks(), device=CUDA)
         if options:
-            run.executor.prepare.when_planned = lambda prepared: plans.append(prepared.planners[0].planned)
+            run.executor.prepare.when_planned = lambda prepared: plans.append(
+                prepared.planners[0].planned
+            )
         run.run(StopRequest())
         states.append(state_of(run))
         run.close()
@@ -236,14 +312,21 @@ def test_a_run_that_plans_by_its_graphs_is_bitwise_one_that_does_not_offload(gra
 
 @pytest.mark.parametrize("modules", [(), INNER])
 def test_a_model_that_nobody_has_any_more_gives_its_memory_back_at_once(modules):
-    """But for workspaces, which torch keeps for the stream: the module's, and with the first those of eager work."""
+    """But for workspaces, which torch keeps for the stream: the module's, and with the first those
+    of eager work."""
     left = []
     free_memory(CUDA)
     gc.disable()
     try:
         for _ in range(3):
-            graphed, engine, arguments = warmed(LARGE, modules, capacity=Capacity(256, 4), device=CUDA,
-                                                dtype=torch.bfloat16, **({"min_bytes": 1} if modules else {}))
+            graphed, engine, arguments = warmed(
+                LARGE,
+                modules,
+                capacity=Capacity(256, 4),
+                device=CUDA,
+                dtype=torch.bfloat16,
+                **({"min_bytes": 1} if modules else {}),
+            )
             graphed(*arguments).backward()
             assert graphed.stats.captured
             parameters = sum(p.numel() * p.element_size() for p in graphed.parameters())
@@ -256,7 +339,10 @@ def test_a_model_that_nobody_has_any_more_gives_its_memory_back_at_once(modules)
     finally:
         gc.enable()
     assert parameters > 2 * workspaces
-    assert all(new <= old + workspaces and pinned == left[0][1] for (old, _), (new, pinned) in pairwise(left)), left
+    assert all(
+        new <= old + workspaces and pinned == left[0][1]
+        for (old, _), (new, pinned) in pairwise(left)
+    ), left
 
 
 def test_the_pool_falls_by_what_the_plan_says():
@@ -265,8 +351,13 @@ def test_the_pool_falls_by_what_the_plan_says():
         model = DecoderModel(LARGE, seed=1, device=CUDA, dtype=torch.bfloat16)
         graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True)
         if modules:
-            engine = engine_of(graphed, model, modules, min_bytes=2**20, policy=lambda trace: plan_by_knobs(
-                trace, CopySpeed(), OffloadKnobs(margin=None)))
+            engine = engine_of(
+                graphed,
+                model,
+                modules,
+                min_bytes=2**20,
+                policy=lambda trace: plan_by_knobs(trace, CopySpeed(), OffloadKnobs(margin=None)),
+            )
         batch, tokens = sample_batch(capacity).to(CUDA), torch.tensor(8000, device=CUDA)
         for _ in range(2):
             graphed(batch, tokens).backward()
@@ -283,16 +374,18 @@ def test_the_pool_falls_by_what_the_plan_says():
 
 @pytest.mark.parametrize("way", ["kept", "everything", "planned"])
 def test_the_pool_is_what_was_predicted_before_the_capture(way):
-    """With its holes, which the bytes that a plan saves do not tell, and which addresses most likely have a part in: of
-    free blocks of one size the lowest is taken, and segments of the capture may lie in another order than those of the
-    trial. Seen is 0 or 48 MiB, one activation of the MLP, now for one way and now for the other."""
+    """With its holes, which the bytes that a plan saves do not tell, and which addresses most
+    likely have a part in: of free blocks of one size the lowest is taken, and segments of the
+    capture may lie in another order than those of the trial. Seen is 0 or 48 MiB, one activation of
+    the MLP, now for one way and now for the other."""
     modules, options = INNER, {"min_bytes": 2**20}
     if way == "kept":
         modules, options = (), {}
     if way == "planned":
         options |= {"parts": PARTS, "policy": lambda trace: plan_for_time(trace, CopySpeed(), 0.05)}
-    foretold, taken = foretold_and_taken(LARGE, modules, capacity=Capacity(8192, 16), device=CUDA,
-                                         dtype=torch.bfloat16, **options)
+    foretold, taken = foretold_and_taken(
+        LARGE, modules, capacity=Capacity(8192, 16), device=CUDA, dtype=torch.bfloat16, **options
+    )
     torch.cuda.empty_cache()
     print(f"{way}: predicted {foretold / 2**20:.1f} MiB, measured {taken / 2**20:.1f} MiB")
     within = 0.02 * taken if way == "kept" else 64 * 2**20
@@ -300,11 +393,18 @@ def test_the_pool_is_what_was_predicted_before_the_capture(way):
 
 
 def test_host_memory_is_pinned_once():
-    """Eager passes, dry runs, a capture that is thrown away and the one that stays take it one after the other."""
+    """Eager passes, dry runs, a capture that is thrown away and the one that stays take it one
+    after the other."""
     free_memory(CUDA)
     before = pinned_bytes(CUDA)
-    graphed, engine, arguments = warmed(LARGE, DENSE, capacity=Capacity(8192, 16), device=CUDA, dtype=torch.bfloat16,
-                                        min_bytes=2**20)
+    graphed, engine, arguments = warmed(
+        LARGE,
+        DENSE,
+        capacity=Capacity(8192, 16),
+        device=CUDA,
+        dtype=torch.bfloat16,
+        min_bytes=2**20,
+    )
     eager = engine.lanes.memories.arenas.nbytes()
     trace_memory(graphed, arguments)
     graphed.build([arguments])

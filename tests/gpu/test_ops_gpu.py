@@ -1,4 +1,6 @@
-"""Operations on CUDA: kernels against their naive twins, clean padding, capture and replay with new values."""
+"""Operations on CUDA: kernels against their naive twins, clean padding, capture and replay with new
+values."""
+
 import pytest
 import torch
 from model_batches import hand_batch
@@ -15,17 +17,22 @@ from packgraph.ops.loss.api import (
 )
 from packgraph.ops.norm import naive_rms_norm, rms_norm
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
-# bfloat16 rounds by up to 2 ** -9; probabilities, values and outputs are each rounded, gradients a few times more
+# bfloat16 rounds by up to 2 ** -9; probabilities, values and outputs are each rounded, gradients a
+# few times more
 RELATIVE = 0.03
 LENGTHS = [37, 0, 128, 1, 60]
 
 
 def on_cuda(lengths: list[int], rows: int, documents: int = 8):
     batch = hand_batch([[1] * length for length in lengths], rows, documents)
-    tensors = {name: value.cuda() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    tensors = {
+        name: value.cuda() for name, value in vars(batch).items() if isinstance(value, Tensor)
+    }
     return type(batch)(capacity=batch.capacity, **tensors)
 
 
@@ -42,19 +49,30 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
 
 
 def skip_unless_it_runs(backend: str, dim: int = 64, value_dim: int = 64) -> None:
-    problems = flash_problems(torch.device("cuda", 0), torch.bfloat16, dim, value_dim) if backend == "flash" else []
+    problems = (
+        flash_problems(torch.device("cuda", 0), torch.bfloat16, dim, value_dim)
+        if backend == "flash"
+        else []
+    )
     if problems:
         pytest.skip("; ".join(problems))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"),
-                         [(4, 4, 64, 64), (8, 2, 128, 128), (4, 4, 192, 128), (2, 1, 16, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"),
+    [(4, 4, 64, 64), (8, 2, 128, 128), (4, 4, 192, 128), (2, 1, 16, 16)],
+)
 @pytest.mark.parametrize("backend", ["flash", "varlen", "sdpa"])
 def test_attention_equals_naive(backend, heads, kv_heads, dim, value_dim):
     skip_unless_it_runs(backend, dim, value_dim)
     torch.manual_seed(0)
     batch, rows, used = on_cuda(LENGTHS, 256), 256, sum(LENGTHS)
-    shapes = [(rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, value_dim), (rows, heads, value_dim)]
+    shapes = [
+        (rows, heads, dim),
+        (rows, kv_heads, dim),
+        (rows, kv_heads, value_dim),
+        (rows, heads, value_dim),
+    ]
     low = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     expected = attend("naive", [x.float() for x in low[:3]], low[3].float(), batch)
     for x in low:
@@ -111,13 +129,21 @@ def test_attention_replays_with_new_boundaries(backend):
             assert_near(ours, theirs)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), [(8, 2, 128, 128), (4, 4, 192, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"), [(8, 2, 128, 128), (4, 4, 192, 128)]
+)
 def test_deterministic_flash_does_not_depend_on_the_capacity(heads, kv_heads, dim, value_dim):
-    """At 64 or 256 documents and the longest possible one, bit for bit what a tight capacity gives."""
+    """At 64 or 256 documents and the longest possible one, bit for bit what a tight capacity
+    gives."""
     skip_unless_it_runs("flash", dim, value_dim)
     torch.manual_seed(0)
     lengths, rows = [300, 1, 511, 128], 1024
-    shapes = [(rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, value_dim), (rows, heads, value_dim)]
+    shapes = [
+        (rows, heads, dim),
+        (rows, kv_heads, dim),
+        (rows, kv_heads, value_dim),
+        (rows, heads, value_dim),
+    ]
     q, k, v, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     results = []
     torch.use_deterministic_algorithms(True)
@@ -134,7 +160,9 @@ def test_deterministic_flash_does_not_depend_on_the_capacity(heads, kv_heads, di
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_equals_naive_and_repeats_bitwise(dtype):
     torch.manual_seed(0)
-    hidden, weight = (torch.randn(shape, device="cuda").mul(0.3).to(dtype) for shape in ((512, 64), (5000, 64)))
+    hidden, weight = (
+        torch.randn(shape, device="cuda").mul(0.3).to(dtype) for shape in ((512, 64), (5000, 64))
+    )
     labels = torch.randint(0, 5000, (512,), device="cuda")
     labels[400:] = -100
 
@@ -184,7 +212,9 @@ def test_rms_norm_equals_naive(dtype):
 def test_losses_and_gradients_of_logits_equal_the_operations(size: int) -> None:
     torch.manual_seed(0)
     logits = (4 * torch.randn(300, size, device="cuda")).bfloat16()
-    labels = torch.randint(0, size, (300,), device="cuda").masked_fill_(torch.rand(300, device="cuda") < 0.2, IGNORED)
+    labels = torch.randint(0, size, (300,), device="cuda").masked_fill_(
+        torch.rand(300, device="cuda") < 0.2, IGNORED
+    )
     expected_losses, losses = torch.empty(2, 300, device="cuda")
     expected = naive_gradient_of_logits(logits.clone(), labels, expected_losses, wanted=True)
     found = gradient_of_logits(logits, labels, losses, wanted=True)

@@ -1,4 +1,5 @@
 """Uploading a microbatch: one copy that the host does not wait for."""
+
 import pytest
 import torch
 

@@ -1,4 +1,6 @@
-"""Tensor and data parallelism over NCCL; each test starts two ranks by torchrun and needs that many GPUs."""
+"""Tensor and data parallelism over NCCL; each test starts two ranks by torchrun and needs that many
+GPUs."""
+
 import os
 import subprocess
 import sys
@@ -10,13 +12,24 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 
 
-@pytest.mark.parametrize("options", ["--tp 2 --sequence", "--tp 2 --granularity layer", "--tp 1",
-                                     "--tp 1 --granularity layer"])
+@pytest.mark.parametrize(
+    "options",
+    ["--tp 2 --sequence", "--tp 2 --granularity layer", "--tp 1", "--tp 1 --granularity layer"],
+)
 def test_graphs_equal_eager_over_nccl(options):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     script = Path(__file__).with_name("parallel_ranks.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     tests = script.parents[1]
     environment = os.environ | {"PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}"}
-    subprocess.run([*torchrun, str(script), *options.split()], check=True, timeout=300, env=environment)
+    subprocess.run(
+        [*torchrun, str(script), *options.split()], check=True, timeout=300, env=environment
+    )

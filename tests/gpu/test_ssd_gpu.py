@@ -1,4 +1,6 @@
-"""Convolution and SSD on CUDA: kernels against plain operations in float64, replays, isolation, large offsets, time."""
+"""Convolution and SSD on CUDA: kernels against plain operations in float64, replays, isolation,
+large offsets, time."""
+
 import statistics
 
 import pytest
@@ -10,12 +12,26 @@ from packgraph.mamba.conv import conv_problems, packed_causal_conv, plain_packed
 from packgraph.mamba.ssd import chunked_ssd, ssd, ssd_problems
 from packgraph.mamba.ssd_configs import Carry, KernelConfigs, Mix, Pairs, Summed, Values
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 BF16 = torch.bfloat16
-LIMITS = {BF16: 0.015, torch.float16: 0.003, torch.float32: 1e-4}  # bfloat16: factors of products are rounded
+LIMITS = {
+    BF16: 0.015,
+    torch.float16: 0.003,
+    torch.float32: 1e-4,
+}  # bfloat16: factors of products are rounded
 Q = 128
-PACKS = [([500], 12), ([3, 130, 0, 1, 255, 64], 59), ([], 512), ([512], 0), ([128, 128, 256], 0), ([100, 28, 300], 84)]
+PACKS = [
+    ([500], 12),
+    ([3, 130, 0, 1, 255, 64], 59),
+    ([], 512),
+    ([512], 0),
+    ([128, 128, 256], 0),
+    ([100, 28, 300], 84),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +41,8 @@ def quiet_again():
 
 
 def ssd_case(rows, dtype=BF16, heads=8, size=64, groups=2, state=128, skip=True):
-    """Inputs with steps of the size that training sees, so that states live for some hundred rows."""
+    """Inputs with steps of the size that training sees, so that states live for some hundred
+    rows."""
     with torch.device("cuda"):
         inputs = ssd_inputs(rows, heads, size, groups, state, dtype, skip)
         inputs[1] = 0.1 * inputs[1]
@@ -42,11 +59,15 @@ def by_ssd(inputs, grad, ids, chunk=Q):
 
 
 def by_conv(inputs, grad, ids, activation=True):
-    return with_gradients(lambda *leaves: packed_causal_conv(*leaves, ids, activation), inputs, grad)
+    return with_gradients(
+        lambda *leaves: packed_causal_conv(*leaves, ids, activation), inputs, grad
+    )
 
 
 def in_float64(function, inputs, grad):
-    return with_gradients(function, [None if value is None else value.double() for value in inputs], grad.double())
+    return with_gradients(
+        function, [None if value is None else value.double() for value in inputs], grad.double()
+    )
 
 
 def assert_near(found, wanted, dtype):
@@ -68,11 +89,22 @@ def test_ssd_equals_plain_for_every_length(length, dtype):
     assert_near(by_ssd(inputs, grad, ids), wanted, dtype)
 
 
-@pytest.mark.parametrize(("chunk", "sizes", "dtype"), [
-    (64, {}, BF16), (256, {}, BF16), (128, {"heads": 10, "groups": 1}, BF16), (32, {"size": 20, "state": 40}, BF16),
-    (128, {"heads": 4, "groups": 4, "skip": False}, torch.float16), (128, {"size": 128, "state": 64}, BF16),
-    (256, {"heads": 2, "groups": 1, "size": 128, "state": 256}, BF16), (64, {"size": 1, "state": 1}, BF16),
-    (128, {}, torch.float32), (256, {"size": 16, "state": 16}, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("chunk", "sizes", "dtype"),
+    [
+        (64, {}, BF16),
+        (256, {}, BF16),
+        (128, {"heads": 10, "groups": 1}, BF16),
+        (32, {"size": 20, "state": 40}, BF16),
+        (128, {"heads": 4, "groups": 4, "skip": False}, torch.float16),
+        (128, {"size": 128, "state": 64}, BF16),
+        (256, {"heads": 2, "groups": 1, "size": 128, "state": 256}, BF16),
+        (64, {"size": 1, "state": 1}, BF16),
+        (128, {}, torch.float32),
+        (256, {"size": 16, "state": 16}, torch.float32),
+    ],
+    ids=str,
+)
 def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
     ids = ids_of([0, 3, 130, 0, 1, 300], 20, 1).cuda()
     inputs, grad = ssd_case(len(ids), dtype, **sizes)
@@ -81,28 +113,51 @@ def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
     assert_near(by_ssd(inputs, grad, ids, chunk), wanted, dtype)
 
 
-@pytest.mark.parametrize("mix", [Mix("groups", 128, 4, warps=8, stages=2), Mix("groups", 64, 2),
-                                 Mix("through", chunk=64), Mix("through", columns=16, chunk=32)], ids=str)
+@pytest.mark.parametrize(
+    "mix",
+    [
+        Mix("groups", 128, 4, warps=8, stages=2),
+        Mix("groups", 64, 2),
+        Mix("through", chunk=64),
+        Mix("through", columns=16, chunk=32),
+    ],
+    ids=str,
+)
 def test_every_way_equals_plain_and_repeats(mix, monkeypatch):
     """Whatever the table says; running sums of bfloat16 by products are tested nowhere else."""
     from packgraph.mamba import ssd_backward_kernel, ssd_forward_kernel
-    ways = KernelConfigs(mix=mix, carry=Carry(64), pairs=Pairs(products=True), of_c=Summed(128), of_b=Summed(128),
-                         values=Values("groups", mix.tile, mix.share, mix.warps, mix.stages))
+
+    ways = KernelConfigs(
+        mix=mix,
+        carry=Carry(64),
+        pairs=Pairs(products=True),
+        of_c=Summed(128),
+        of_b=Summed(128),
+        values=Values("groups", mix.tile, mix.share, mix.warps, mix.stages),
+    )
     for kernels in (ssd_backward_kernel, ssd_forward_kernel):
         monkeypatch.setattr(kernels, "ways_of", lambda *sizes: ways)
     ids = ids_of([0, 3, 130, 0, 1, 300], 20, 1).cuda()
     inputs, grad = ssd_case(len(ids))
     found = by_ssd(inputs, grad, ids)
-    assert_near(found, in_float64(lambda *leaves: chunked_ssd(*leaves, ids, 64), inputs, grad), BF16)
-    assert all(torch.equal(old, new) for old, new in zip(found, by_ssd(inputs, grad, ids), strict=True))
+    assert_near(
+        found, in_float64(lambda *leaves: chunked_ssd(*leaves, ids, 64), inputs, grad), BF16
+    )
+    assert all(
+        torch.equal(old, new) for old, new in zip(found, by_ssd(inputs, grad, ids), strict=True)
+    )
 
 
-@pytest.mark.parametrize(("taps", "bias", "activation"), [(4, True, True), (4, False, True), (2, True, False)])
+@pytest.mark.parametrize(
+    ("taps", "bias", "activation"), [(4, True, True), (4, False, True), (2, True, False)]
+)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_convolution_equals_plain(taps, bias, activation, dtype):
     ids = ids_of([0, 3, 1, 140, 2, 700], 30, 1).cuda()
     inputs, grad = conv_case(len(ids), 1030, taps, dtype, bias)
-    wanted = in_float64(lambda *leaves: plain_packed_causal_conv(*leaves, ids, activation), inputs, grad)
+    wanted = in_float64(
+        lambda *leaves: plain_packed_causal_conv(*leaves, ids, activation), inputs, grad
+    )
     assert_near(by_conv(inputs, grad, ids, activation), wanted, dtype)
 
 
@@ -149,11 +204,14 @@ def test_results_repeat_and_nothing_waits_for_the_host():
         results.append(by_ssd(inputs, grad, ids) + by_conv(conv, conv_grad, ids))
     torch.cuda.set_sync_debug_mode("default")
     for other in results[1:]:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, results[0], strict=True))
+        assert all(
+            torch.equal(ours, theirs) for ours, theirs in zip(other, results[0], strict=True)
+        )
 
 
 class Mix(torch.nn.Module):
-    """Convolution, then SSD of what came out, cut up as in a layer of Mamba-2: slices with strides."""
+    """Convolution, then SSD of what came out, cut up as in a layer of Mamba-2: slices with
+    strides."""
 
     def __init__(self, heads=8, size=64, groups=2, state=128):
         super().__init__()
@@ -169,21 +227,35 @@ class Mix(torch.nn.Module):
         heads, size, groups, state = self.sizes
         mixed = packed_causal_conv(x, self.weight, self.bias, ids)
         value, b, c = mixed.split([heads * size, groups * state, groups * state], 1)
-        return ssd(value.unflatten(1, (heads, size)), torch.nn.functional.softplus(dt), -self.log_a.exp(),
-                   b.unflatten(1, (groups, state)), c.unflatten(1, (groups, state)), self.skip, ids, Q)
+        return ssd(
+            value.unflatten(1, (heads, size)),
+            torch.nn.functional.softplus(dt),
+            -self.log_a.exp(),
+            b.unflatten(1, (groups, state)),
+            c.unflatten(1, (groups, state)),
+            self.skip,
+            ids,
+            Q,
+        )
 
 
 def steps_of(module, packs):
-    """Output and all gradients for every pack, with inputs that depend on nothing but its number."""
+    """Output and all gradients for every pack, with inputs that depend on nothing but its
+    number."""
     for number, (lengths, padding) in enumerate(packs):
         torch.manual_seed(number)
-        leaves = [torch.randn(512, width, device="cuda").to(dtype).requires_grad_()
-                  for width, dtype in ((1024, BF16), (8, torch.float32))]
+        leaves = [
+            torch.randn(512, width, device="cuda").to(dtype).requires_grad_()
+            for width, dtype in ((1024, BF16), (8, torch.float32))
+        ]
         module.zero_grad(set_to_none=False)
         out = module(*leaves, ids_of(lengths, padding).cuda())
         out.backward(torch.randn_like(out))
-        yield [out.detach().clone(), *(leaf.grad.clone() for leaf in leaves),
-               *(parameter.grad.clone() for parameter in module.parameters())]
+        yield [
+            out.detach().clone(),
+            *(leaf.grad.clone() for leaf in leaves),
+            *(parameter.grad.clone() for parameter in module.parameters()),
+        ]
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -191,7 +263,9 @@ def test_replays_follow_new_documents_bitwise(compile):
     """Compiled code is the same in eager calls and in graphs, so both statements are bitwise."""
     graphed = graph(Mix(), warmup=1, strict=True, compile=compile)
     plain = graph(Mix(), warmup=10**6, compile=compile) if compile else Mix()
-    for number, (ours, theirs) in enumerate(zip(steps_of(graphed, PACKS * 2), steps_of(plain, PACKS * 2), strict=True)):
+    for number, (ours, theirs) in enumerate(
+        zip(steps_of(graphed, PACKS * 2), steps_of(plain, PACKS * 2), strict=True)
+    ):
         assert all(torch.isfinite(value).all() for value in ours), number
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), number
     assert graphed.stats.replayed >= 10
@@ -220,7 +294,9 @@ def test_offsets_beyond_32_bits():
     leaf = apart[:, :128].requires_grad_()
     out = packed_causal_conv(leaf, *conv[1:], ids)
     assert torch.equal(out, wanted[1])
-    assert torch.equal(torch.autograd.grad(out, leaf, conv_grad)[0], by_conv(conv, conv_grad, ids)[1])
+    assert torch.equal(
+        torch.autograd.grad(out, leaf, conv_grad)[0], by_conv(conv, conv_grad, ids)[1]
+    )
 
 
 def test_states_of_more_elements_than_32_bits_count():
@@ -234,7 +310,11 @@ def test_states_of_more_elements_than_32_bits_count():
     tail = slice(rows - 1000, rows)
     part = [value[tail] if value.shape[0] == rows else value for value in inputs]
     wanted = in_float64(lambda *leaves: chunked_ssd(*leaves, ids[tail], 64), part, grad[tail])
-    assert_near([found[place][tail] for place in (0, 1, 2, 4, 5)], [wanted[place] for place in (0, 1, 2, 4, 5)], BF16)
+    assert_near(
+        [found[place][tail] for place in (0, 1, 2, 4, 5)],
+        [wanted[place] for place in (0, 1, 2, 4, 5)],
+        BF16,
+    )
 
 
 def milliseconds(work):
@@ -266,10 +346,14 @@ def test_no_slower_than_mamba_ssm():
     inputs, grad = ssd_case(rows, heads=64, groups=8)
 
     def theirs(x, dt, a, b, c, d):
-        return combined.mamba_chunk_scan_combined(x[None], dt[None], a, b[None], c[None], Q, D=d, seq_idx=ids[None])[0]
+        return combined.mamba_chunk_scan_combined(
+            x[None], dt[None], a, b[None], c[None], Q, D=d, seq_idx=ids[None]
+        )[0]
 
     leaves = [value.clone().requires_grad_() for value in inputs]
     assert_near(by_ssd(inputs, grad, ids), with_gradients(theirs, inputs, grad), BF16)
-    times = [milliseconds(lambda f=function: torch.autograd.grad(f(*leaves), leaves, grad))
-             for function in (lambda *values: ssd(*values, ids, Q), theirs)]
+    times = [
+        milliseconds(lambda f=function: torch.autograd.grad(f(*leaves), leaves, grad))
+        for function in (lambda *values: ssd(*values, ids, Q), theirs)
+    ]
     assert times[0] <= times[1], f"{times[0]:.3f} ms, mamba_ssm {times[1]:.3f} ms"

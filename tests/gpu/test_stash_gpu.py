@@ -1,4 +1,6 @@
-"""The paged stash on CUDA: kernels against their specification, bf16 experts in graphs, no syncs, large offsets."""
+"""The paged stash on CUDA: kernels against their specification, bf16 experts in graphs, no syncs,
+large offsets."""
+
 import random
 
 import pytest
@@ -11,21 +13,35 @@ from packgraph.moe.stash.ops import put, reserve, take
 from packgraph.moe.stash.pages import Pages, naive_put, naive_release, naive_reserve, naive_take
 from packgraph.moe.stash.stash import Stash
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 PAGE = 64
 BF16_COLUMNS = {(torch.bfloat16, width): count for (_, width), count in COLUMNS.items()}
 
 
 def memory(pages, width, dtype, host=False):
-    return torch.full((pages * PAGE + 1, width), float("nan"), dtype=dtype, device="cpu" if host else "cuda",
-                      pin_memory=host)
+    return torch.full(
+        (pages * PAGE + 1, width),
+        float("nan"),
+        dtype=dtype,
+        device="cpu" if host else "cuda",
+        pin_memory=host,
+    )
 
 
-@pytest.mark.parametrize(("pages", "host_pages", "rows", "widths", "dtype"), [
-    (40, 0, 1000, (2048, 1408, 24), torch.bfloat16), (20, 30, 1000, (2816, 8), torch.bfloat16),
-    (9, 0, 333, (40,), torch.float32), (500, 200, 40000, (64,), torch.float16), (0, 0, 100, (), torch.float32)],
-    ids=str)
+@pytest.mark.parametrize(
+    ("pages", "host_pages", "rows", "widths", "dtype"),
+    [
+        (40, 0, 1000, (2048, 1408, 24), torch.bfloat16),
+        (20, 30, 1000, (2816, 8), torch.bfloat16),
+        (9, 0, 333, (40,), torch.float32),
+        (500, 200, 40000, (64,), torch.float16),
+        (0, 0, 100, (), torch.float32),
+    ],
+    ids=str,
+)
 def test_kernels_equal_the_operations(pages, host_pages, rows, widths, dtype):
     order, device = random.Random(0), torch.device("cuda", 0)
     pool, twin = Pages(pages, host_pages, device), Pages(pages, host_pages, torch.device("cpu"))
@@ -40,7 +56,9 @@ def test_kernels_equal_the_operations(pages, host_pages, rows, widths, dtype):
             record = reserve(pool.state, offsets.cuda(), rows, *sizes)
             other = naive_reserve(twin.state, offsets, rows, *sizes)
             assert torch.equal(record.cpu(), other)
-            sources = [torch.randn(rows, width + 8, device="cuda").to(dtype)[:, :width] for width in widths]
+            sources = [
+                torch.randn(rows, width + 8, device="cuda").to(dtype)[:, :width] for width in widths
+            ]
             token = put(buffers, hosts, sources, record, PAGE)
             for source, memories in zip(sources, twins, strict=True):
                 naive_put(*memories, source.cpu(), other, PAGE)
@@ -76,15 +94,22 @@ def run(model, stash=None):
             poison_pages(stash)
         if hasattr(model, "_slots"):
             poison_free_slots(model, step)
+
     def without_state(trace):
-        return [{name: value for name, value in facts.items() if "stash_state" not in name} for facts in trace]
+        return [
+            {name: value for name, value in facts.items() if "stash_state" not in name}
+            for facts in trace
+        ]
+
     return without_state(train(model, steps=6, sizes=(64, 96, 48), device="cuda", between=between))
 
 
 @pytest.fixture(scope="module")
 def plain():
     first, second = (run(experts_toy(None)) for _ in range(2))
-    assert differences(first, second) == [], "eager does not repeat itself: nothing can be said of the stash"
+    assert differences(first, second) == [], (
+        "eager does not repeat itself: nothing can be said of the stash"
+    )
     return first
 
 
@@ -153,8 +178,10 @@ def test_offsets_beyond_two_to_the_31():
     source = torch.empty(rows, width, dtype=torch.bfloat16, device="cuda")
     source.copy_((torch.arange(rows, device="cuda") % 251)[:, None].expand(rows, width))
     pages = rows // PAGE + 1
-    pool, buffer = Pages(pages, 0, torch.device("cuda", 0)), torch.empty(pages * PAGE + 1, width, dtype=torch.bfloat16,
-                                                                         device="cuda")
+    pool, buffer = (
+        Pages(pages, 0, torch.device("cuda", 0)),
+        torch.empty(pages * PAGE + 1, width, dtype=torch.bfloat16, device="cuda"),
+    )
     record = reserve(pool.state, torch.tensor([rows - 3], device="cuda"), rows, PAGE, pages, 0)
     token = put([buffer], [], [source], record, PAGE)
     back = take(pool.state, [buffer], [], record, token, rows, PAGE, pages, 0, True)[0]

@@ -1,4 +1,6 @@
-"""The trainer with CUDA graphs: nothing in a step waits for the device, and a stopped run goes on bitwise."""
+"""The trainer with CUDA graphs: nothing in a step waits for the device, and a stopped run goes on
+bitwise."""
+
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,10 @@ from packgraph.train.signals import StopRequest
 from packgraph.verification.matrix import default_matrix
 from packgraph.verification.verify import verify
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 CUDA = torch.device("cuda", 0)
 
 
@@ -27,7 +32,9 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("graph", [False, True])
-def test_no_host_sync_in_a_step(tmp_path: Path, graph: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_host_sync_in_a_step(
+    tmp_path: Path, graph: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = trainer(tmp_path / "run", tiny(graph, dtype=dtype, steps=8), device=CUDA)
     original = run._one_step
 
@@ -59,7 +66,9 @@ def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(tmp_path: Path, dty
     resumed.resume()
     resumed.run(StopRequest())
     states.append(state_of(resumed))
-    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
+    assert [
+        name for name, value in states[0].items() if not torch.equal(value, states[1][name])
+    ] == []
     for run in (straight, stopped, resumed):
         run.close()
 
@@ -71,7 +80,9 @@ def test_the_default_matrix_is_bitwise_equal() -> None:
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 def test_bfloat16_is_bitwise_equal(granularity: str) -> None:
     config = tiny(True, dtype="bfloat16", steps=10)
-    config = dataclasses.replace(config, graph=dataclasses.replace(config.graph, granularity=granularity))
+    config = dataclasses.replace(
+        config, graph=dataclasses.replace(config.graph, granularity=granularity)
+    )
     report = verify("bfloat16", config, iter(RandomPacks()), CUDA)
     assert report.good, report
 
@@ -82,8 +93,12 @@ def test_the_update_inside_the_graph_of_a_step_is_bitwise_equal(tmp_path: Path, 
     for enabled in (False, True):
         config = tiny(enabled, dtype=dtype, steps=12)
         graph = dataclasses.replace(config.graph, granularity="step", optimizer=True, strict=True)
-        run = trainer(tmp_path / str(enabled), dataclasses.replace(config, graph=graph), device=CUDA)
+        run = trainer(
+            tmp_path / str(enabled), dataclasses.replace(config, graph=graph), device=CUDA
+        )
         assert (run.run(StopRequest())["replayed"] > 0) == enabled
         states.append(state_of(run))
         run.close()
-    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
+    assert [
+        name for name, value in states[0].items() if not torch.equal(value, states[1][name])
+    ] == []

@@ -1,4 +1,6 @@
-"""The trainer over NCCL, stages and tensor parallel ranks together; each test needs as many GPUs as it starts ranks."""
+"""The trainer over NCCL, stages and tensor parallel ranks together; each test needs as many GPUs as
+it starts ranks."""
+
 import os
 import subprocess
 import sys
@@ -10,15 +12,33 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 
 
-@pytest.mark.parametrize(("ranks", "options"), [
-    (2, "--pp 2 --chunks 2 --tied"), (2, "--tp 2 --granularity step --optimizer"), (4, "--tp 2 --pp 2 --tied"),
-    (4, "--tp 2 --pp 2 --granularity layer"), (4, "--pp 2 --chunks 2 --tied")])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, "--pp 2 --chunks 2 --tied"),
+        (2, "--tp 2 --granularity step --optimizer"),
+        (4, "--tp 2 --pp 2 --tied"),
+        (4, "--tp 2 --pp 2 --granularity layer"),
+        (4, "--pp 2 --chunks 2 --tied"),
+    ],
+)
 def test_graphs_train_as_eager_does_over_nccl(ranks, options):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     script = Path(__file__).with_name("training_ranks.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     source = script.parents[2] / "src"
     environment = os.environ | {"PYTHONPATH": str(source)}
-    subprocess.run([*torchrun, str(script), *options.split(), "--layers", "4"], check=True, timeout=500,
-                   env=environment)
+    subprocess.run(
+        [*torchrun, str(script), *options.split(), "--layers", "4"],
+        check=True,
+        timeout=500,
+        env=environment,
+    )

@@ -1,4 +1,5 @@
 """Rows cut in zigzag over NCCL; the test starts ranks by torchrun and needs that many GPUs."""
+
 import os
 import subprocess
 import sys
@@ -15,7 +16,14 @@ def test_rows_cut_in_zigzag_replay_with_the_bits_of_eager_and_equal_whole_rows(r
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     script = Path(__file__).with_name("zigzag_ranks.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     tests = script.parents[1]
     environment = os.environ | {"PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}"}
     subprocess.run([*torchrun, str(script)], check=True, timeout=300, env=environment)

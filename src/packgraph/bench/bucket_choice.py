@@ -1,4 +1,6 @@
-"""The buckets that a run on documents of these lengths would choose for itself (packing/buckets/choose.py)."""
+"""The buckets that a run on documents of these lengths would choose for itself
+(packing/buckets/choose.py)."""
+
 from packgraph.bench.models import WINDOW, draw_lengths
 from packgraph.models.config import DecoderConfig
 from packgraph.packing.buckets.choose import choose_buckets
@@ -19,21 +21,36 @@ def bucket_request(config: DecoderConfig, tokens: int, most: int, attention: str
 
     attention: the backend, which says what a place for a document costs.
     """
-    multiple = next(tile for tile in MULTIPLES if tokens % tile == 0 and (
-        tile == 1 or tokens >= FEWEST_SIZES * tile))
+    multiple = next(
+        tile
+        for tile in MULTIPLES
+        if tokens % tile == 0 and (tile == 1 or tokens >= FEWEST_SIZES * tile)
+    )
     return BucketRequest(
-        policy=PackingPolicy(documents=WINDOW), max_tokens=tokens, max_buckets=most, multiple=multiple,
-        layers=config.num_layers, cost=decoder_cost(config, measured=FLASH4 if attention == "flash" else CostModel()))
+        policy=PackingPolicy(documents=WINDOW),
+        max_tokens=tokens,
+        max_buckets=most,
+        multiple=multiple,
+        layers=config.num_layers,
+        cost=decoder_cost(config, measured=FLASH4 if attention == "flash" else CostModel()),
+    )
 
 
-def planned_buckets(request: BucketRequest, documents: int | None, *, mean: float, sigma: float, seed: int
-                    ) -> tuple[Capacity, ...]:
+def planned_buckets(
+    request: BucketRequest, documents: int | None, *, mean: float, sigma: float, seed: int
+) -> tuple[Capacity, ...]:
     """The buckets for lognormal lengths, ascending; the last one holds what all others hold.
 
     documents: the most that a row may have; None leaves that to the lengths.
     """
-    lengths = draw_lengths(SEEN, request.max_tokens, mean=mean, sigma=sigma, seed=seed + ANOTHER_SEED)
+    lengths = draw_lengths(
+        SEEN, request.max_tokens, mean=mean, sigma=sigma, seed=seed + ANOTHER_SEED
+    )
     found = choose_buckets(LengthHistogram.of(lengths), request).capacities
     most = max(bucket.documents for bucket in found) if documents is None else documents
     largest = Capacity(request.max_tokens, most)
-    return tuple(sorted({Capacity(bucket.tokens, min(bucket.documents, most)) for bucket in found} | {largest}))
+    return tuple(
+        sorted(
+            {Capacity(bucket.tokens, min(bucket.documents, most)) for bucket in found} | {largest}
+        )
+    )

@@ -1,8 +1,9 @@
 """Several ways of doing the same work, measured in turn: their samples, and why some have none.
 
-A way that fails drops out with its reason; the others go on. The first way asked for is what the others are compared
-with, so it takes part in every group.
+A way that fails drops out with its reason; the others go on. The first way asked for is what the
+others are compared with, so it takes part in every group.
 """
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Check:
-    """What a way computed on the first microbatches: the loss (or what stands for it), the norm of all gradients."""
+    """What a way computed on the first microbatches: the loss (or what stands for it), the norm of
+    all gradients."""
 
     loss: float
     gradient_norm: float
@@ -65,7 +67,8 @@ class Comparison:
     def row(self, name: str, main: str, tolerance: float) -> Row:
         """The row of one way. main: the figure that ratios and the price per token are made of.
 
-        tolerance: largest relative difference of losses that is rounding, and for gradient norms ten times that.
+        tolerance: largest relative difference of losses that is rounding, and for gradient norms
+        ten times that.
         """
         samples, first = self.samples[name], self.samples[self.names[0]]
         row: Row = {"figures": {}, "ratio": None, "against": self.names[0], "rounds": len(samples)}
@@ -74,36 +77,59 @@ class Comparison:
         if reason is None and not samples:
             reason = "not measured: no round was run"
         if reason is None:
-            row["figures"] = {kind: figures([sample.times[kind] for sample in samples]) for kind in samples[0].times}
-            row["figures"]["ms_per_1000_tokens"] = figures([1000 * s.times[main] / s.tokens for s in samples])
+            row["figures"] = {
+                kind: figures([sample.times[kind] for sample in samples])
+                for kind in samples[0].times
+            }
+            row["figures"]["ms_per_1000_tokens"] = figures(
+                [1000 * s.times[main] / s.tokens for s in samples]
+            )
             if first:
                 eager = figures([sample.times[main] for sample in first])["median"]
                 row["ratio"] = round(eager / max(row["figures"][main]["median"], 1e-9), 4)
         return row | {"reason": reason}
 
     def _agreement(self, name: str, tolerance: float) -> Row:
-        """Loss and gradient norm of the first microbatches, and how far they are from those of the first way."""
+        """Loss and gradient norm of the first microbatches, and how far they are from those of the
+        first way."""
         mine, first = self.checks.get(name), self.checks.get(self.names[0])
         if mine is None:
-            return {"loss": None, "loss_difference": None, "gradient_difference": None, "agrees": None}
+            return {
+                "loss": None,
+                "loss_difference": None,
+                "gradient_difference": None,
+                "agrees": None,
+            }
         known = mine.loss if math.isfinite(mine.loss) else None  # JSON has no other numbers
-        row: Row = {"loss": known, "loss_difference": None, "gradient_difference": None, "agrees": None}
+        row: Row = {
+            "loss": known,
+            "loss_difference": None,
+            "gradient_difference": None,
+            "agrees": None,
+        }
         if first is not None:
             loss = _relative(mine.loss, first.loss)
             gradient = _relative(mine.gradient_norm, first.gradient_norm)
-            row |= {"loss_difference": loss, "gradient_difference": gradient,
-                    "agrees": loss <= tolerance and gradient <= 10 * tolerance}
+            row |= {
+                "loss_difference": loss,
+                "gradient_difference": gradient,
+                "agrees": loss <= tolerance and gradient <= 10 * tolerance,
+            }
         return row
 
 
 def _relative(mine: float, other: float) -> float:
-    """Relative difference; 0 only for equal numbers, infinite (as a number that JSON has) for no number."""
+    """Relative difference; 0 only for equal numbers, infinite (as a number that JSON has) for no
+    number."""
     difference = abs(mine - other) / max(abs(other), 1e-12)
     return difference if difference == difference and difference < 1e30 else 1e30
 
 
-def attempt_alone(work: Callable[[], Result], deadline: Deadline) -> tuple[Result | None, str | None]:
-    """(what `work` returns, None), or (None, why there is nothing): for what is not measured side by side."""
+def attempt_alone(
+    work: Callable[[], Result], deadline: Deadline
+) -> tuple[Result | None, str | None]:
+    """(what `work` returns, None), or (None, why there is nothing): for what is not measured side
+    by side."""
     if deadline.passed():
         return None, deadline.reason
     try:
@@ -122,11 +148,15 @@ def agreement(row: Row) -> str:
 
 
 def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
-    """Which ways are measured side by side: all, or `together` at a time, the first one always among them.
+    """Which ways are measured side by side: all, or `together` at a time, the first one always
+    among them.
 
-    Fewer at a time need less memory and more time. Raises ValueError when fewer than two are to be compared.
+    Fewer at a time need less memory and more time. Raises ValueError when fewer than two are to be
+    compared.
     """
     if together is not None and together < 2:
-        raise ValueError(f"ways are compared with the first one: at least 2 at a time, not {together}")
+        raise ValueError(
+            f"ways are compared with the first one: at least 2 at a time, not {together}"
+        )
     first, others, size = names[0], list(names[1:]), (together or len(names) + 1) - 1
     return [[first, *others[start : start + size]] for start in range(0, max(1, len(others)), size)]

@@ -1,8 +1,10 @@
-"""The same decoder with its stages under torch.compile, and no graphs of ours: what eager users can have.
+"""The same decoder with its stages under torch.compile, and no graphs of ours: what eager users can
+have.
 
-Embedding, layers and head are compiled each for itself (regional compilation), by the library's own way of doing it
-(graphs/compiled/compiler.py): all layers share one piece of code per shape.
+Embedding, layers and head are compiled each for itself (regional compilation), by the library's own
+way of doing it (graphs/compiled/compiler.py): all layers share one piece of code per shape.
 """
+
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,7 +22,8 @@ from packgraph.models.stack import DecoderStack
 
 @contextlib.contextmanager
 def no_silent_eager() -> Iterator[None]:
-    """Within the block code that was recompiled too often raises RuntimeError, instead of running eagerly from then on.
+    """Within the block code that was recompiled too often raises RuntimeError, instead of running
+    eagerly from then on.
 
     For warm-up calls: they see every shape, so what compiles there stays compiled.
     """
@@ -34,12 +37,20 @@ class CompiledStack(nn.Module):
     backend, mode: as for torch.compile.
     """
 
-    def __init__(self, model: DecoderStack, backend: str | Callable[..., Any] = "inductor", mode: str | None = None
-                 ) -> None:
+    def __init__(
+        self,
+        model: DecoderStack,
+        backend: str | Callable[..., Any] = "inductor",
+        mode: str | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         own = backend == "inductor" and mode is None
-        make = None if own else partial(torch.compile, backend=backend, mode=mode, fullgraph=True, dynamic=False)
+        make = (
+            None
+            if own
+            else partial(torch.compile, backend=backend, mode=mode, fullgraph=True, dynamic=False)
+        )
         self._compiler = Compiler("inductor", Stats(), make)
         self._pieces = compile_units_of(model.stages())
 

@@ -1,11 +1,15 @@
-"""The steps that `bench context` runs: the same documents in groups of one size and in groups of the sizes they need.
+"""The steps that `bench context` runs: the same documents in groups of one size and in groups of
+the sizes they need.
 
     documents, in order of arrival ─▶ plan of so many microbatches ─▶ packs of the way `dynamic`
-                                  └─▶ the same documents in groups of one size ─▶ packs of the way `fixed`
+                                  └─▶ the same documents in groups of one size ─▶ packs of the way
+                                  `fixed`
 
-Both ways learn from the same documents, so their losses must agree; what one of them has no room for is left out of
-both. Plans follow from lengths and costs alone, so every rank makes them for itself.
+Both ways learn from the same documents, so their losses must agree; what one of them has no room
+for is left out of both. Plans follow from lengths and costs alone, so every rank makes them for
+itself.
 """
+
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,10 +28,11 @@ FIXED, DYNAMIC = "fixed", "dynamic"
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step. packs: by kind of groups, wave by wave and by first rank. plan: of the dynamic groups.
+    """One step. packs: by kind of groups, wave by wave and by first rank. plan: of the dynamic
+    groups.
 
-    tokens: real ones. loss_tokens: labels of the step. plan_ms: that the dynamic plan took on the host. fixed_us: what
-    the fixed plan is predicted to take.
+    tokens: real ones. loss_tokens: labels of the step. plan_ms: that the dynamic plan took on the
+    host. fixed_us: what the fixed plan is predicted to take.
     """
 
     packs: dict[str, list[PackedBatch]]
@@ -38,14 +43,25 @@ class PlannedStep:
     fixed_us: float
 
 
-def plan_steps(count: int, request: ContextRequest, fixed: int, vocabulary: int, *, longest: int, mean: float,
-               sigma: float, seed: int) -> list[PlannedStep]:
-    """`count` steps of different documents. request: of the dynamic groups; fixed: size of the others, one of its
-    sizes. longest: tokens of a document at most."""
+def plan_steps(
+    count: int,
+    request: ContextRequest,
+    fixed: int,
+    vocabulary: int,
+    *,
+    longest: int,
+    mean: float,
+    sigma: float,
+    seed: int,
+) -> list[PlannedStep]:
+    """`count` steps of different documents. request: of the dynamic groups; fixed: size of the
+    others, one of its sizes. longest: tokens of a document at most."""
     assert request.waves is not None
     room = request.waves * request.world * request.tokens
     average = sum(draw_lengths(4000, longest, mean=mean, sigma=sigma, seed=seed)) / 4000
-    lengths = draw_lengths(round(count * (2 * room / average + 2 * SPARE)), longest, mean=mean, sigma=sigma, seed=seed)
+    lengths = draw_lengths(
+        round(count * (2 * room / average + 2 * SPARE)), longest, mean=mean, sigma=sigma, seed=seed
+    )
     generator, steps, start = np.random.default_rng(seed), list[PlannedStep](), 0
     for _ in range(count):
         step, taken = _step(lengths[start:], room, request, fixed, vocabulary, generator)
@@ -54,22 +70,37 @@ def plan_steps(count: int, request: ContextRequest, fixed: int, vocabulary: int,
     return steps
 
 
-def _step(lengths: Sequence[int], room: int, request: ContextRequest, fixed: int, vocabulary: int,
-          generator: np.random.Generator) -> tuple[PlannedStep, int]:
+def _step(
+    lengths: Sequence[int],
+    room: int,
+    request: ContextRequest,
+    fixed: int,
+    vocabulary: int,
+    generator: np.random.Generator,
+) -> tuple[PlannedStep, int]:
     """The next step, and how many documents it has looked at."""
     through = np.cumsum(lengths)
     taken = int(np.searchsorted(through, room)) + SPARE
     began = time.perf_counter()
     plan = plan_context(lengths[:taken], request)
     plan_ms = 1000 * (time.perf_counter() - began)
-    placed = sorted({document for wave in plan.waves for group in wave for document in group.documents})
-    other = plan_context([lengths[document] for document in placed], replace(request, sizes=(fixed,)))
+    placed = sorted(
+        {document for wave in plan.waves for group in wave for document in group.documents}
+    )
+    other = plan_context(
+        [lengths[document] for document in placed], replace(request, sizes=(fixed,))
+    )
     gone = {placed[document] for document in other.left}
-    documents = {document: generator.integers(vocabulary, size=lengths[document]) for document in placed}
+    documents = {
+        document: generator.integers(vocabulary, size=lengths[document]) for document in placed
+    }
     packs = {
         DYNAMIC: [_pack(group.documents, group.bucket, documents, gone) for group in _groups(plan)],
-        FIXED: [_pack([placed[document] for document in group.documents], group.bucket, documents, gone)
-                for group in _groups(other)]}
+        FIXED: [
+            _pack([placed[document] for document in group.documents], group.bucket, documents, gone)
+            for group in _groups(other)
+        ],
+    }
     loss_tokens = sum(pack.num_loss_tokens for pack in packs[DYNAMIC])
     tokens = sum(pack.num_tokens for pack in packs[DYNAMIC])
     return PlannedStep(packs, plan, tokens, max(1, loss_tokens), plan_ms, other.step_us), taken
@@ -79,6 +110,8 @@ def _groups(plan: ContextPlan) -> list[RowGroup]:
     return [group for wave in plan.waves for group in wave]
 
 
-def _pack(places: Sequence[int], bucket: Capacity, documents: dict[int, np.ndarray], gone: set[int]) -> PackedBatch:
+def _pack(
+    places: Sequence[int], bucket: Capacity, documents: dict[int, np.ndarray], gone: set[int]
+) -> PackedBatch:
     kept = [documents[place] for place in places if place not in gone]
     return PackedBatch.build(kept, bucket) if kept else PackedBatch.empty(bucket)

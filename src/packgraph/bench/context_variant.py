@@ -1,4 +1,6 @@
-"""The ways of `bench context`, and what rows cost them: the trainer's own step, eagerly or by graphs."""
+"""The ways of `bench context`, and what rows cost them: the trainer's own step, eagerly or by
+graphs."""
+
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -17,40 +19,71 @@ from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig
 from packgraph.train.row_timing import TimeRow, time_row
 
-CONTEXT_WAYS = ("fixed", "dynamic", "fixed+graph", "dynamic+graph", "fixed+graph+compile", "dynamic+graph+compile")
+CONTEXT_WAYS = (
+    "fixed",
+    "dynamic",
+    "fixed+graph",
+    "dynamic+graph",
+    "fixed+graph+compile",
+    "dynamic+graph+compile",
+)
 USUAL_WAYS = CONTEXT_WAYS[:4]  # compiling takes minutes: a code for each of the buckets
 
 
 class ContextWay:
-    """One way of running the steps of this rank. name: one of CONTEXT_WAYS. capacities: rows that its plans have."""
+    """One way of running the steps of this rank. name: one of CONTEXT_WAYS. capacities: rows that
+    its plans have."""
 
-    def __init__(self, name: str, model: FreshModel, optimizer: Optimizer, capacities: Sequence[Capacity], mesh: Mesh,
-                 device: torch.device, granularity: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: FreshModel,
+        optimizer: Optimizer,
+        capacities: Sequence[Capacity],
+        mesh: Mesh,
+        device: torch.device,
+        granularity: str,
+    ) -> None:
         self.name, self.groups, self._optimizer = name, name.partition("+")[0], optimizer
         self.graphs = "graph" in name
-        options = GraphConfig(enabled=self.graphs, capacities=tuple(capacities), warmup=1, compile="compile" in name,
-                              granularity="layer" if granularity == "layer" else "chunk", autotune=False)
+        options = GraphConfig(
+            enabled=self.graphs,
+            capacities=tuple(capacities),
+            warmup=1,
+            compile="compile" in name,
+            granularity="layer" if granularity == "layer" else "chunk",
+            autotune=False,
+        )
         self.executor = Executor(model, options, device)
         self.executor.everyone = mesh.everyone()
 
     def build(self, share: Sequence[PackedBatch]) -> str | None:
-        """One step of warm-up, then capture; why something was not captured, or None. Collective."""
+        """One step of warm-up, then capture; why something was not captured, or None.
+        Collective."""
         self.step(share, 1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PackgraphWarning)
             self.executor.before_step(1)
-        texts = [str(warning.message) for warning in caught if issubclass(warning.category, PackgraphWarning)]
+        texts = [
+            str(warning.message)
+            for warning in caught
+            if issubclass(warning.category, PackgraphWarning)
+        ]
         return " ".join(texts[0].split()) if texts else None
 
     def step(self, share: Sequence[PackedBatch], loss_tokens: int) -> tuple[Tensor, Tensor]:
-        """Forward, backward, sums over ranks and AdamW with a learning rate of 0, so that the weights stay the same
-        for all ways: the loss of this rank's rows and the norm of the whole gradient. Collective."""
+        """Forward, backward, sums over ranks and AdamW with a learning rate of 0, so that the
+        weights stay the same for all ways: the loss of this rank's rows and the norm of the whole
+        gradient. Collective."""
         return self.executor.train_step(share, loss_tokens, self._optimizer, 0.0)
 
     def complaint(self) -> str | None:
         """Why the times are not those of this way: something else than the warm-up ran eagerly."""
-        fallbacks = {reason: count for reason, count in self.executor.totals()["fallbacks"].items()
-                     if reason != "warm-up"}
+        fallbacks = {
+            reason: count
+            for reason, count in self.executor.totals()["fallbacks"].items()
+            if reason != "warm-up"
+        }
         return f"microbatches ran eagerly: {fallbacks}" if self.graphs and fallbacks else None
 
     def facts(self) -> dict[str, Any]:
@@ -58,8 +91,11 @@ class ContextWay:
         if not self.graphs:
             return {"capture_seconds": None, "captured": None, "pool_bytes": None}
         totals = self.executor.totals()
-        return {"capture_seconds": round(totals["capture_seconds"], 3), "captured": totals["captured"],
-                "pool_bytes": self.executor.pool_bytes()}
+        return {
+            "capture_seconds": round(totals["capture_seconds"], 3),
+            "captured": totals["captured"],
+            "pool_bytes": self.executor.pool_bytes(),
+        }
 
     def close(self) -> None:
         """Free all graphs, before the process groups go."""

@@ -1,5 +1,6 @@
-"""Copies between device and pinned host memory: how fast they can be, how fast those of a program were, and how much
-memory of the host there is for them."""
+"""Copies between device and pinned host memory: how fast they can be, how fast those of a program
+were, and how much memory of the host there is for them."""
+
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ def copy_ceiling(device: torch.device) -> CopySpeed:
 
 
 def copy_times(device: torch.device, run: Callable[[], object]) -> tuple[float, float] | None:
-    """Microseconds of all copies to pinned memory and of all copies from it while `run` runs; None on a CPU.
+    """Microseconds of all copies to pinned memory and of all copies from it while `run` runs; None
+    on a CPU.
 
     By torch.profiler, whose library stays loaded: call it after everything that is timed.
     """
@@ -36,8 +38,8 @@ def copy_times(device: torch.device, run: Callable[[], object]) -> tuple[float, 
 
 
 def free_host_bytes() -> int:
-    """Memory that the host has available, caches included where it says so (Linux). Raises OSError where it does not
-    say anything."""
+    """Memory that the host has available, caches included where it says so (Linux). Raises OSError
+    where it does not say anything."""
     said = Path("/proc/meminfo")
     for line in said.read_text(encoding="ascii").splitlines() if said.exists() else []:
         name, _, size = line.partition(":")

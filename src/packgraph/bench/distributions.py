@@ -1,4 +1,5 @@
 """Lengths of documents as they occur: three families, by their names. All in tokens, at least 1."""
+
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -25,7 +26,9 @@ def _code(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
     return draw.lognormal(math.log(900), 1.6, count)
 
 
-DISTRIBUTIONS: Mapping[str, Draw] = MappingProxyType({"lognormal": _lognormal, "chat": _chat, "code": _code})
+DISTRIBUTIONS: Mapping[str, Draw] = MappingProxyType(
+    {"lognormal": _lognormal, "chat": _chat, "code": _code}
+)
 
 
 def lengths_like(name: str, count: int, longest: int, seed: int) -> list[int]:

@@ -1,14 +1,19 @@
-"""What experts keep from forward to backward of one microbatch, by the ways of running them; and room for more rows.
+"""What experts keep from forward to backward of one microbatch, by the ways of running them; and
+room for more rows.
 
-    balanced    layers x n rows                            eager with exactly the rows that are routed (host-splits)
-    static      layers x R rows, R = room x n              graphs, and eager calls, with room for an uneven load
+    balanced    layers x n rows                            eager with exactly the rows that are
+                                                           routed (host-splits)
+    static      layers x R rows, R = room x n              graphs, and eager calls, with room for an
+                                                           uneven load
     stash       layers x n rows in pages, and R rows       of the layer that runs
 
-One process has all experts, so its load is always balanced: n = T * k. Room says what a rank of several would have to
-hold free for a load that is not (the capacity factor): at `room` 2 a stash may take 1.1 times what is balanced. These
-figures follow from shapes (`moe/stash/plan.py`); what is measured, peak_bytes of a whole microbatch, is beside them,
-and slot_bytes: what graphs hold between microbatches, pages among it.
+One process has all experts, so its load is always balanced: n = T * k. Room says what a rank of
+several would have to hold free for a load that is not (the capacity factor): at `room` 2 a stash
+may take 1.1 times what is balanced. These figures follow from shapes (`moe/stash/plan.py`); what is
+measured, peak_bytes of a whole microbatch, is beside them, and slot_bytes: what graphs hold between
+microbatches, pages among it.
 """
+
 import math
 from collections.abc import Sequence
 
@@ -24,9 +29,17 @@ from packgraph.moe.stash.plan import stash_memory
 from packgraph.packing.capacity import Capacity
 
 COLUMNS: list[Column] = [
-    ("of first", value("peak_ratio", ".3f")), ("slots GiB", gibibytes("slot_bytes")),
-    ("experts GiB", gibibytes("expert_bytes")), ("of balanced", value("expert_ratio", ".3f"))]
-LEFT_OUT = ("attention", "p99", "capture ms / layer", "padding")  # of the table, for want of room; rows have them
+    ("of first", value("peak_ratio", ".3f")),
+    ("slots GiB", gibibytes("slot_bytes")),
+    ("experts GiB", gibibytes("expert_bytes")),
+    ("of balanced", value("expert_ratio", ".3f")),
+]
+LEFT_OUT = (
+    "attention",
+    "p99",
+    "capture ms / layer",
+    "padding",
+)  # of the table, for want of room; rows have them
 
 
 def with_memory(columns: Sequence[Column]) -> list[Column]:
@@ -37,7 +50,8 @@ def with_memory(columns: Sequence[Column]) -> list[Column]:
 
 
 class RoomyDispatcher(LocalDispatcher):
-    """The local dispatcher with `room` times as many rows as there are pairs: those behind are empty."""
+    """The local dispatcher with `room` times as many rows as there are pairs: those behind are
+    empty."""
 
     def __init__(self, num_experts: int, room: float) -> None:
         super().__init__(num_experts)
@@ -45,7 +59,9 @@ class RoomyDispatcher(LocalDispatcher):
 
     def preprocess(self, routing: Routing) -> RowPlan:
         """The plan of rows; no host sync."""
-        return plan_rows(routing.experts, self.num_experts, math.ceil(self.room * routing.experts.numel()))
+        return plan_rows(
+            routing.experts, self.num_experts, math.ceil(self.room * routing.experts.numel())
+        )
 
 
 def give_rows(model: torch.nn.Module, room: float) -> None:
@@ -55,14 +71,18 @@ def give_rows(model: torch.nn.Module, room: float) -> None:
 
 
 def expert_memory(way: str, model: DecoderStack, capacity: Capacity, room: float) -> Row:
-    """expert_bytes of one microbatch that fills `capacity`, and their ratio to balanced eager's. None for layers that
-    are not ours."""
+    """expert_bytes of one microbatch that fills `capacity`, and their ratio to balanced eager's.
+    None for layers that are not ours."""
     if way.startswith("transformers"):
         return {"expert_bytes": None, "expert_ratio": None}
     blocks = moe_blocks([model])
-    columns = {(str(dtype).removeprefix("torch."), width): count
-               for (dtype, width), count in columns_of(blocks[0].experts).items()}
-    found = stash_memory(columns, capacity.tokens, model.config.experts.per_token, len(blocks), 1, room, factor=1.0)
+    columns = {
+        (str(dtype).removeprefix("torch."), width): count
+        for (dtype, width), count in columns_of(blocks[0].experts).items()
+    }
+    found = stash_memory(
+        columns, capacity.tokens, model.config.experts.per_token, len(blocks), 1, room, factor=1.0
+    )
     exact = way == "host-splits"
     nbytes = found.total if way.endswith("+stash") else found.balanced if exact else found.worst
     return {"expert_bytes": nbytes, "expert_ratio": round(nbytes / found.balanced, 4)}
@@ -71,5 +91,7 @@ def expert_memory(way: str, model: DecoderStack, capacity: Capacity, room: float
 def measured_memory(row: Row, first: Row) -> Row:
     """slot_bytes, and peak_ratio against the first way's peak, where they are known."""
     pool, peak, other = row.get("pool_bytes"), row.get("peak_bytes"), first.get("peak_bytes")
-    return {"slot_bytes": None if pool is None else pool + row.get("stash_bytes", 0),
-            "peak_ratio": round(peak / other, 4) if peak and other else None}
+    return {
+        "slot_bytes": None if pool is None else pool + row.get("stash_bytes", 0),
+        "peak_ratio": round(peak / other, 4) if peak and other else None,
+    }

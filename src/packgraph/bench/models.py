@@ -1,4 +1,6 @@
-"""The models and microbatches that benchmarks run: known shapes, fresh values, documents of lognormal length."""
+"""The models and microbatches that benchmarks run: known shapes, fresh values, documents of
+lognormal length."""
+
 import dataclasses
 import math
 import random
@@ -22,28 +24,73 @@ from packgraph.train.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlig
 
 def _all_experts(model: DecoderConfig, layers: int) -> DecoderConfig:
     """A slice of `model` whose layers all have experts."""
-    return dataclasses.replace(model, num_layers=layers, experts=dataclasses.replace(model.experts, first_dense=0))
+    return dataclasses.replace(
+        model, num_layers=layers, experts=dataclasses.replace(model.experts, first_dense=0)
+    )
 
 
-SHAPES = MappingProxyType({
-    "tiny": DecoderConfig(vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=4, num_heads=4,
-                        num_kv_heads=2, head_dim=8, tie_embeddings=True),
-    "qwen3-0.6b": DecoderConfig(vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_layers=28,
-                              num_heads=16, num_kv_heads=8, head_dim=128, tie_embeddings=True),
-    "qwen3-4b": DecoderConfig(vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_layers=8,
-                              num_heads=32, num_kv_heads=8, head_dim=128, tie_embeddings=True),
-    "qwen3-8b": DecoderConfig(vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_layers=36,
-                            num_heads=32, num_kv_heads=8, head_dim=128),
-    # The public workload of dynamic context parallelism says layers and hidden size; the rest is chosen here.
-    "gpt-2048": DecoderConfig(vocab_size=32_768, hidden_size=2048, intermediate_size=8192, num_layers=12, num_heads=16,
-                            num_kv_heads=16, head_dim=128, qk_norm=False),
-    "moonlight": _all_experts(moonlight().model, 8),
-    "moonlight-tiny": _all_experts(moonlight_tiny().model, 2),
-    "hybrid": hybrid_1_6b().model,
-    "hybrid-dense": dataclasses.replace(hybrid_1_6b().model, num_layers=16, pattern="M-M-M-M*-M-M-M-*",
-                                        experts=ExpertConfig()),
-    "hybrid-tiny": dataclasses.replace(hybrid_tiny().model, num_layers=3, pattern="M*E"),
-})
+SHAPES = MappingProxyType(
+    {
+        "tiny": DecoderConfig(
+            vocab_size=320,
+            hidden_size=32,
+            intermediate_size=64,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            tie_embeddings=True,
+        ),
+        "qwen3-0.6b": DecoderConfig(
+            vocab_size=151_936,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_layers=28,
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=128,
+            tie_embeddings=True,
+        ),
+        "qwen3-4b": DecoderConfig(
+            vocab_size=151_936,
+            hidden_size=2560,
+            intermediate_size=9728,
+            num_layers=8,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            tie_embeddings=True,
+        ),
+        "qwen3-8b": DecoderConfig(
+            vocab_size=151_936,
+            hidden_size=4096,
+            intermediate_size=12_288,
+            num_layers=36,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+        ),
+        # The public workload of dynamic context parallelism says layers and hidden size; the rest
+        # is chosen here.
+        "gpt-2048": DecoderConfig(
+            vocab_size=32_768,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_layers=12,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=128,
+            qk_norm=False,
+        ),
+        "moonlight": _all_experts(moonlight().model, 8),
+        "moonlight-tiny": _all_experts(moonlight_tiny().model, 2),
+        "hybrid": hybrid_1_6b().model,
+        "hybrid-dense": dataclasses.replace(
+            hybrid_1_6b().model, num_layers=16, pattern="M-M-M-M*-M-M-M-*", experts=ExpertConfig()
+        ),
+        "hybrid-tiny": dataclasses.replace(hybrid_tiny().model, num_layers=3, pattern="M*E"),
+    }
+)
 LONGEST = 8192
 WINDOW = 256  # documents that wait to be packed, as in the trainer
 
@@ -59,7 +106,8 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 class FreshModel(DecoderModel):
-    """A decoder whose fresh values are drawn on its own device: large shapes are ready in a second."""
+    """A decoder whose fresh values are drawn on its own device: large shapes are ready in a
+    second."""
 
     def reset_parameters(self, seed: int) -> None:
         """As DecoderStack does it, but not the same values on every kind of device."""
@@ -67,7 +115,8 @@ class FreshModel(DecoderModel):
 
 
 def draw_parameters(model: DecoderStack, seed: int) -> None:
-    """Give a decoder fresh values, drawn on its own device: the same for a name and a seed on that kind of device."""
+    """Give a decoder fresh values, drawn on its own device: the same for a name and a seed on that
+    kind of device."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:
@@ -79,29 +128,36 @@ def draw_parameters(model: DecoderStack, seed: int) -> None:
         for name, module in model.named_modules():
             if isinstance(module, MambaMixer):
                 generator = torch.Generator(module.D.device)
-                module.reset_parameters(generator.manual_seed(zlib.crc32(f"{seed} {name}".encode())))
+                module.reset_parameters(
+                    generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+                )
         for block in moe_blocks([model]):  # buffers, which may lie in fresh memory
             block.gate.reset_balance()
             block.forget_demand()
 
 
 def draw_lengths(count: int, limit: int, *, mean: float, sigma: float, seed: int) -> list[int]:
-    """`count` lognormal lengths in tokens with that mean and sigma, from 2 to `limit` and LONGEST."""
+    """`count` lognormal lengths in tokens with that mean and sigma, from 2 to `limit` and
+    LONGEST."""
     generator = random.Random(seed)
     drawn = (generator.lognormvariate(math.log(mean) - sigma**2 / 2, sigma) for _ in range(count))
     return [max(2, min(limit, LONGEST, round(length))) for length in drawn]
 
 
-def draw_batches(capacity: Capacity, count: int, vocabulary: int, *, mean: float, sigma: float, seed: int
-                 ) -> list[PackedBatch]:
+def draw_batches(
+    capacity: Capacity, count: int, vocabulary: int, *, mean: float, sigma: float, seed: int
+) -> list[PackedBatch]:
     """`count` packs on the host of documents with lognormal lengths (see `draw_lengths`).
 
-    The same for the same arguments. Packed as the trainer packs its stream, WINDOW documents waiting, and taken from
-    its middle: at its beginning long documents go first, and what its end leaves over is hardly a pack.
+    The same for the same arguments. Packed as the trainer packs its stream, WINDOW documents
+    waiting, and taken from its middle: at its beginning long documents go first, and what its end
+    leaves over is hardly a pack.
     """
     average = sum(draw_lengths(4000, capacity.bound, mean=mean, sigma=sigma, seed=seed)) / 4000
     in_packs = 2 * count * min(capacity.documents, 1 + capacity.tokens / average)
-    lengths = draw_lengths(3 * WINDOW + round(in_packs), capacity.bound, mean=mean, sigma=sigma, seed=seed)
+    lengths = draw_lengths(
+        3 * WINDOW + round(in_packs), capacity.bound, mean=mean, sigma=sigma, seed=seed
+    )
     generator = np.random.default_rng(seed)
     documents = (generator.integers(vocabulary, size=length) for length in lengths)
     packs: list[PackedBatch] = []
@@ -132,6 +188,10 @@ def zero_gradients(modules: Iterable[torch.nn.Module]) -> None:
 
 def squared_gradients(modules: Iterable[torch.nn.Module]) -> float:
     """Sum of the squares of all gradients, in float32; waits for the device."""
-    norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) for module in modules
-             for parameter in module.parameters() if parameter.grad is not None]
+    norms = [
+        torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
+        for module in modules
+        for parameter in module.parameters()
+        if parameter.grad is not None
+    ]
     return float(torch.stack(norms).square().sum()) if norms else 0.0

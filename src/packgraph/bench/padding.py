@@ -1,7 +1,10 @@
-"""`packgraph bench padding`: how much of the places for tokens stays empty in the buckets that the planner chooses.
+"""`packgraph bench padding`: how much of the places for tokens stays empty in the buckets that the
+planner chooses.
 
-Buckets are chosen from one draw of lengths and measured on another, by really packing it. Needs no device.
+Buckets are chosen from one draw of lengths and measured on another, by really packing it. Needs no
+device.
 """
+
 import time
 from dataclasses import dataclass
 
@@ -13,19 +16,28 @@ from packgraph.packing.buckets.lengths import LengthHistogram
 from packgraph.packing.buckets.packing import PackingPolicy
 from packgraph.packing.buckets.request import BucketRequest
 
-POLICIES = (PackingPolicy(), *(PackingPolicy(documents=count, batches=True) for count in (64, 32, 16)))
+POLICIES = (
+    PackingPolicy(),
+    *(PackingPolicy(documents=count, batches=True) for count in (64, 32, 16)),
+)
 MULTIPLE = 64
 
 COLUMNS: list[Column] = [
-    ("lengths", value("way")), ("packed", value("packed")), ("buckets", lambda row: str(len(row["buckets"]))),
-    ("padding", value("padding", ".2%")), ("largest alone", value("padding_alone", ".2%")),
-    ("time above none", value("above_bound", ".1%")), ("largest alone", value("above_bound_alone", ".1%")),
-    ("planned in s", value("seconds", ".1f"))]
+    ("lengths", value("way")),
+    ("packed", value("packed")),
+    ("buckets", lambda row: str(len(row["buckets"]))),
+    ("padding", value("padding", ".2%")),
+    ("largest alone", value("padding_alone", ".2%")),
+    ("time above none", value("above_bound", ".1%")),
+    ("largest alone", value("above_bound_alone", ".1%")),
+    ("planned in s", value("seconds", ".1f")),
+]
 
 
 @dataclass(frozen=True)
 class PaddingOptions:
-    """What to measure. tokens: of the largest bucket, and of the longest document. buckets: how many at most.
+    """What to measure. tokens: of the largest bucket, and of the longest document. buckets: how
+    many at most.
 
     documents: of each draw.
     """
@@ -41,23 +53,47 @@ def bench_padding(options: PaddingOptions, rows: Rows, deadline: Deadline) -> No
     """One row for each family of lengths and each way of packing."""
     for way in options.ways:
         for policy in POLICIES:
-            row = {"benchmark": "padding", "way": way, "tokens": options.tokens, "documents": options.documents,
-                   "seed": options.seed, "packed": f"{policy.documents} at a time" if policy.batches
-                   else f"window of {policy.documents}"}
-            found = {"buckets": [], "reason": deadline.reason} if deadline.passed() else _measure(options, way, policy)
+            row = {
+                "benchmark": "padding",
+                "way": way,
+                "tokens": options.tokens,
+                "documents": options.documents,
+                "seed": options.seed,
+                "packed": f"{policy.documents} at a time"
+                if policy.batches
+                else f"window of {policy.documents}",
+            }
+            found = (
+                {"buckets": [], "reason": deadline.reason}
+                if deadline.passed()
+                else _measure(options, way, policy)
+            )
             rows.add(row | found)
 
 
 def _measure(options: PaddingOptions, way: str, policy: PackingPolicy) -> Row:
-    seen, unseen = (lengths_like(way, options.documents, options.tokens, 2 * options.seed + draw) for draw in (0, 1))
-    request = BucketRequest(policy=policy, max_tokens=options.tokens, max_buckets=options.buckets,
-                            multiple=min(MULTIPLE, options.tokens))
+    seen, unseen = (
+        lengths_like(way, options.documents, options.tokens, 2 * options.seed + draw)
+        for draw in (0, 1)
+    )
+    request = BucketRequest(
+        policy=policy,
+        max_tokens=options.tokens,
+        max_buckets=options.buckets,
+        multiple=min(MULTIPLE, options.tokens),
+    )
     began = time.perf_counter()
     plan = choose_buckets(LengthHistogram.of(seen), request)
     seconds = time.perf_counter() - began
-    chosen, alone = (measure(buckets, unseen, policy) for buckets in (plan.capacities, plan.capacities[-1:]))
-    return {"buckets": [f"{bucket.tokens}x{bucket.documents}" for bucket in plan.capacities],
-            "padding": round(chosen.padding, 6), "padding_alone": round(alone.padding, 6),
-            "above_bound": round(chosen.above_bound(request.cost), 5),
-            "above_bound_alone": round(alone.above_bound(request.cost), 5), "seconds": round(seconds, 2),
-            "reason": None}
+    chosen, alone = (
+        measure(buckets, unseen, policy) for buckets in (plan.capacities, plan.capacities[-1:])
+    )
+    return {
+        "buckets": [f"{bucket.tokens}x{bucket.documents}" for bucket in plan.capacities],
+        "padding": round(chosen.padding, 6),
+        "padding_alone": round(alone.padding, 6),
+        "above_bound": round(chosen.above_bound(request.cost), 5),
+        "above_bound_alone": round(alone.above_bound(request.cost), 5),
+        "seconds": round(seconds, 2),
+        "reason": None,
+    }

@@ -1,11 +1,14 @@
-"""What of a decoder is run: all of it, from tokens to loss, or its layers alone, from hidden states to hidden states.
+"""What of a decoder is run: all of it, from tokens to loss, or its layers alone, from hidden states
+to hidden states.
 
     model     batch ─▶ embedding ─▶ layers ─▶ norm, head, loss        backward from the loss
-    layers    batch, hidden [T, H] ─▶ layers ─▶ hidden [T, H]         backward from a gradient that comes in, [T, H]
+    layers    batch, hidden [T, H] ─▶ layers ─▶ hidden [T, H]         backward from a gradient that
+                                                                      comes in, [T, H]
 
-Layers alone are what the middle of a pipeline runs, and what figures of other libraries are of: a head of 152k words
-costs as much as ten small layers and hides what happens in them.
+Layers alone are what the middle of a pipeline runs, and what figures of other libraries are of: a
+head of 152k words costs as much as ten small layers and hides what happens in them.
 """
+
 import copy
 import dataclasses
 from typing import Any
@@ -22,7 +25,9 @@ from packgraph.packing.batch import PackedBatch
 PARTS = ("model", "layers")
 
 
-def build_part(part: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderStack:
+def build_part(
+    part: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> DecoderStack:
     """The part of a decoder of this shape, with fresh values."""
     if part == "model":
         return FreshModel(config, device=device, dtype=dtype)
@@ -35,16 +40,20 @@ def build_part(part: str, config: DecoderConfig, device: torch.device, dtype: to
 
 
 def twin(model: DecoderStack, attention: str) -> DecoderStack:
-    """Another module over the same values and gradients, with another attention backend (a name, or auto).
+    """Another module over the same values and gradients, with another attention backend (a name, or
+    auto).
 
-    Its parameters are objects of their own: torch keeps an accumulator of gradients with every parameter, bound to
-    the stream that it was made on, and a capture that keeps one alive would move the gradients of all others there.
-    Gradients must be there already, and stay the same tensors.
+    Its parameters are objects of their own: torch keeps an accumulator of gradients with every
+    parameter, bound to the stream that it was made on, and a capture that keeps one alive would
+    move the gradients of all others there. Gradients must be there already, and stay the same
+    tensors.
     """
     replaced: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
-            raise ValueError(f"{name} has no gradient that a twin could share: call zero_gradients first")
+            raise ValueError(
+                f"{name} has no gradient that a twin could share: call zero_gradients first"
+            )
         other = torch.nn.Parameter(parameter.data)
         other.grad = parameter.grad
         replaced[id(parameter)] = other
@@ -53,10 +62,11 @@ def twin(model: DecoderStack, attention: str) -> DecoderStack:
 
 
 class TimedPart:
-    """Forward and backward of a part for microbatches of at most `tokens` places, at least `real` of them used.
+    """Forward and backward of a part for microbatches of at most `tokens` places, at least `real`
+    of them used.
 
-    What comes in from other parts of the model is drawn once; its gradient is zero from row `real` on, so that it is
-    zero in all padding, whatever the shape that a way runs its documents in.
+    What comes in from other parts of the model is drawn once; its gradient is zero from row `real`
+    on, so that it is zero in all padding, whatever the shape that a way runs its documents in.
     """
 
     def __init__(self, model: DecoderStack, tokens: int, real: int, seed: int = 0) -> None:
@@ -69,7 +79,9 @@ class TimedPart:
             generator = torch.Generator(like.device).manual_seed(seed)
             shape = tokens, model.config.hidden_size
             self.hidden, self.gradient = (
-                torch.randn(shape, generator=generator, device=like.device).to(like.dtype) for _ in range(2))
+                torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+                for _ in range(2)
+            )
             self.gradient[real:] = 0.0
 
     def by(self, model: torch.nn.Module) -> "TimedPart":
@@ -89,6 +101,7 @@ class TimedPart:
         return None if self.gradient is None else self.gradient[: batch.capacity.tokens]
 
     def score(self, out: Tensor) -> float:
-        """What tells outputs apart: a loss itself, of hidden states the root mean square of rows with a document."""
+        """What tells outputs apart: a loss itself, of hidden states the root mean square of rows
+        with a document."""
         out = out.detach()
         return float(out if out.dim() == 0 else out[: self.real].float().square().mean().sqrt())

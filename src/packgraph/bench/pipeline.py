@@ -1,11 +1,15 @@
 """`packgraph bench pipeline`: whole steps of a pipeline, by every way, on all ranks together.
 
-A step's time is that of the slowest rank, from a common start to its own idle device. Two shares tell where it goes:
+A step's time is that of the slowest rank, from a common start to its own idle device. Two shares
+tell where it goes:
 
-    bubble_share   what waiting the schedule has by itself: simulated with the mean forward and backward time of a chunk
-    idle_share     1 - (time of all chunks' forwards and backwards, measured alone) / (time of the step), over all ranks
+    bubble_share   what waiting the schedule has by itself: simulated with the mean forward and
+        backward time of a chunk
+    idle_share     1 - (time of all chunks' forwards and backwards, measured alone) / (time of the
+                   step), over all ranks
                    so also uneven stages, transfers and the host between two chunks
 """
+
 import datetime
 import statistics
 import time
@@ -15,7 +19,14 @@ from typing import Any
 import torch
 
 from packgraph.bench.comparison import Check, Comparison, Sample, agreement, groups
-from packgraph.bench.models import FreshModel, draw_batches, dtype_on, shape, squared_gradients, zero_gradients
+from packgraph.bench.models import (
+    FreshModel,
+    draw_batches,
+    dtype_on,
+    shape,
+    squared_gradients,
+    zero_gradients,
+)
 from packgraph.bench.pipeline_variant import PIPELINE_WAYS, PipelineWay
 from packgraph.bench.ranks import BenchRanks
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
@@ -44,12 +55,20 @@ STEPS = 4  # different steps of microbatches that the rounds go through
 TIMEOUT = datetime.timedelta(minutes=4)
 
 COLUMNS: list[Column] = [
-    ("tokens", value("tokens")), ("way", value("way")), ("ms / step", median("step_ms")),
-    ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)), ("ratio", value("ratio", ".2f")),
-    ("rounds", value("rounds")), ("bubble", value("bubble_share", ".1%")), ("idle", value("idle_share", ".1%")),
+    ("tokens", value("tokens")),
+    ("way", value("way")),
+    ("ms / step", median("step_ms")),
+    ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)),
+    ("ratio", value("ratio", ".2f")),
+    ("rounds", value("rounds")),
+    ("bubble", value("bubble_share", ".1%")),
+    ("idle", value("idle_share", ".1%")),
     ("slots", lambda row: " ".join(str(sum(counts)) for counts in row["slots"] or ()) or "-"),
     ("prepare s", value("prepare_seconds", ".1f")),
-    ("most pool GiB", gibibytes("pool_bytes")), ("most peak GiB", gibibytes("peak_bytes")), ("loss", agreement)]
+    ("most pool GiB", gibibytes("pool_bytes")),
+    ("most peak GiB", gibibytes("peak_bytes")),
+    ("loss", agreement),
+]
 
 
 @dataclass(frozen=True)
@@ -74,37 +93,66 @@ class PipelineOptions:
     @property
     def config(self) -> DecoderConfig:
         """The whole decoder; embedding and head are untied, since they live on different ranks."""
-        return replace(shape(self.model, self.layers), tie_embeddings=False, attention_backend=self.attention)
+        return replace(
+            shape(self.model, self.layers), tie_embeddings=False, attention_backend=self.attention
+        )
 
     def problems(self) -> list[str]:
         """Why these options describe no pipeline."""
         stages, layers = self.ranks * self.chunks, self.config.num_layers
-        found = [] if stages <= layers else [
-            f"{self.ranks} ranks with {self.chunks} chunks make {stages} stages, but {self.model} has {layers} layers: "
-            "every stage needs one; see --layers"]
+        found = (
+            []
+            if stages <= layers
+            else [
+                f"{self.ranks} ranks with {self.chunks} chunks make {stages} stages, but "
+                f"{self.model} has {layers} layers: "
+                "every stage needs one; see --layers"
+            ]
+        )
         if self.ranks == 1 and self.chunks > 1:
-            found.append(f"{self.chunks} chunks on a single rank would send to itself: use --chunks 1, or start more "
-                         "processes (torchrun --nproc-per-node)")
+            found.append(
+                f"{self.chunks} chunks on a single rank would send to itself: use --chunks 1, or "
+                "start more "
+                "processes (torchrun --nproc-per-node)"
+            )
         return found
 
 
-def bench_pipeline(options: PipelineOptions, device: torch.device, launch: Launch, rows: Rows, deadline: Deadline
-                   ) -> None:
-    """Connect the processes of `launch` and measure. Raises on every rank's own errors after writing what there is."""
+def bench_pipeline(
+    options: PipelineOptions, device: torch.device, launch: Launch, rows: Rows, deadline: Deadline
+) -> None:
+    """Connect the processes of `launch` and measure. Raises on every rank's own errors after
+    writing what there is."""
     with processes(Layout(dp=1, pp=options.ranks), device, launch, TIMEOUT) as mesh:
         links = make_links(mesh)
         measure_pipeline(options, device, links, BenchRanks(), rows, deadline)
 
 
-def measure_pipeline(options: PipelineOptions, device: torch.device, links: Links, company: BenchRanks, rows: Rows,
-                     deadline: Deadline) -> None:
+def measure_pipeline(
+    options: PipelineOptions,
+    device: torch.device,
+    links: Links,
+    company: BenchRanks,
+    rows: Rows,
+    deadline: Deadline,
+) -> None:
     """Measure everything in `options`; one row per number of tokens and way. Collective."""
     stages = options.ranks * options.chunks
-    modules = [FreshModel(options.config, device=device, dtype=dtype_on(device), stages=stages,
-                          stage=chunk * options.ranks + company.rank) for chunk in range(options.chunks)]
+    modules = [
+        FreshModel(
+            options.config,
+            device=device,
+            dtype=dtype_on(device),
+            stages=stages,
+            stage=chunk * options.ranks + company.rank,
+        )
+        for chunk in range(options.chunks)
+    ]
     zero_gradients(modules)
     for tokens in options.tokens:
-        bench = _PipelineBench(options, Capacity(tokens, options.documents), modules, links, company, deadline)
+        bench = _PipelineBench(
+            options, Capacity(tokens, options.documents), modules, links, company, deadline
+        )
         for number, names in enumerate(groups(options.ways, options.together)):
             bench.measure(names, names[1:] if number else names, rows)
             start_anew(device)
@@ -113,15 +161,28 @@ def measure_pipeline(options: PipelineOptions, device: torch.device, links: Link
 class _PipelineBench:
     """All ways at one capacity, on this rank."""
 
-    def __init__(self, options: PipelineOptions, capacity: Capacity, modules: list[FreshModel], links: Links,
-                 company: BenchRanks, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        options: PipelineOptions,
+        capacity: Capacity,
+        modules: list[FreshModel],
+        links: Links,
+        company: BenchRanks,
+        deadline: Deadline,
+    ) -> None:
         self.options, self.capacity, self.modules = options, capacity, modules
         self.links, self.company, self.deadline = links, company, deadline
         self.device = next(modules[0].parameters()).device
         self.slots = slot_counts(options.ranks, options.chunks)
         count = options.microbatches
-        batches = draw_batches(capacity, STEPS * count, options.config.vocab_size, mean=options.mean,
-                               sigma=options.sigma, seed=options.seed)
+        batches = draw_batches(
+            capacity,
+            STEPS * count,
+            options.config.vocab_size,
+            mean=options.mean,
+            sigma=options.sigma,
+            seed=options.seed,
+        )
         self.real_tokens = sum(batch.num_tokens for batch in batches) / STEPS
         self.steps: list[tuple[list[PackedBatch], torch.Tensor]] = []
         for start in range(0, len(batches), count):
@@ -173,12 +234,15 @@ class _PipelineBench:
         return any(self.company.gather(self.deadline.passed()))
 
     def _prepare(self, contest: Comparison, ways: dict[str, PipelineWay], name: str) -> None:
-        """Make a way, capture, warm it up, check what it computes, measure its memory. Collective."""
+        """Make a way, capture, warm it up, check what it computes, measure its memory.
+        Collective."""
         free_memory(self.device)
         before, began = held_bytes(self.device), time.monotonic()
 
         def alone() -> None:
-            ways[name] = PipelineWay(name, self.modules, self.links, self.slots[self.company.rank], self.capacity)
+            ways[name] = PipelineWay(
+                name, self.modules, self.links, self.slots[self.company.rank], self.capacity
+            )
             ways[name].warm_alone(self.steps[0][0][0])
 
         contest.drop(name, self.company.attempt(alone)[1])
@@ -196,14 +260,18 @@ class _PipelineBench:
         squares = sum(self.company.gather(squared_gradients(self.modules)))
         contest.checks[name] = Check(loss, squares**0.5)
         peak = peak_bytes(self.device, lambda: way.step(*self.steps[0]))
-        contest.extras[name] = {"prepare_seconds": prepared} | self._of_all_ranks(way.facts() | {
-            "peak_bytes": None if peak is None or before is None else peak - before})
+        contest.extras[name] = {"prepare_seconds": prepared} | self._of_all_ranks(
+            way.facts() | {"peak_bytes": None if peak is None or before is None else peak - before}
+        )
 
     def _of_all_ranks(self, mine: Row) -> Row:
         """Each fact as a list by rank; None where no rank has it."""
         every = self.company.gather(mine)
         lists: dict[str, list[Any]] = {key: [facts[key] for facts in every] for key in mine}
-        return {key: None if all(part is None for part in parts) else parts for key, parts in lists.items()}
+        return {
+            key: None if all(part is None for part in parts) else parts
+            for key, parts in lists.items()
+        }
 
     def _time(self, way: PipelineWay, number: int) -> Sample:
         batches, labels = self.steps[number % len(self.steps)]
@@ -215,40 +283,65 @@ class _PipelineBench:
         launched = time.perf_counter() - begin
         synchronize(self.device)
         every = self.company.gather((time.perf_counter() - begin, launched))
-        return Sample({"step_ms": 1000 * max(whole for whole, _ in every),
-                       "host_ms": 1000 * max(host for _, host in every)},
-                      sum(batch.num_tokens for batch in batches))
+        return Sample(
+            {
+                "step_ms": 1000 * max(whole for whole, _ in every),
+                "host_ms": 1000 * max(host for _, host in every),
+            },
+            sum(batch.num_tokens for batch in batches),
+        )
 
     def _shares(self, contest: Comparison, way: PipelineWay) -> None:
-        """bubble_share, idle_share and the milliseconds of each stage, from chunks measured alone. Collective."""
+        """bubble_share, idle_share and the milliseconds of each stage, from chunks measured alone.
+        Collective."""
         source: list[list[float]] | None = None
         if way.name != "step":
             mine, reason = self.company.attempt(lambda: way.chunk_times(self.steps[0][0][0]))
             every = self.company.gather(mine)
             if reason is None:
-                source = [[round(part, 4) for part in every[rank][chunk]]
-                          for chunk in range(self.options.chunks) for rank in range(self.options.ranks)]
+                source = [
+                    [round(part, 4) for part in every[rank][chunk]]
+                    for chunk in range(self.options.chunks)
+                    for rank in range(self.options.ranks)
+                ]
             contest.extras[way.name]["stage_ms"] = source
         # A whole step runs what the chunks' graphs run.
         busy = source or contest.extras.get("chunk", {}).get("stage_ms")
         known = busy or contest.extras[contest.names[0]].get("stage_ms")
         if known is not None:
             forward, backward = (statistics.mean(stage[part] for stage in known) for part in (0, 1))
-            schedule = make_schedule(self.options.ranks, self.options.chunks, self.options.microbatches)
-            contest.extras[way.name]["bubble_share"] = round(simulate(schedule, forward, backward).bubble_share, 4)
+            schedule = make_schedule(
+                self.options.ranks, self.options.chunks, self.options.microbatches
+            )
+            contest.extras[way.name]["bubble_share"] = round(
+                simulate(schedule, forward, backward).bubble_share, 4
+            )
         if busy is not None:
             mean = self.options.microbatches * sum(map(sum, busy)) / self.options.ranks
-            step_ms = statistics.median(sample.times["step_ms"] for sample in contest.samples[way.name])
+            step_ms = statistics.median(
+                sample.times["step_ms"] for sample in contest.samples[way.name]
+            )
             contest.extras[way.name]["idle_share"] = round(1 - mean / step_ms, 4)
 
     def _row(self, contest: Comparison, name: str) -> Row:
         options = self.options
-        what = {"benchmark": "pipeline", "way": name, "model": options.model, "layers": options.config.num_layers,
-                "dtype": str(dtype_on(self.device)).removeprefix("torch."), "ranks": options.ranks,
-                "chunks": options.chunks, "microbatches": options.microbatches, "tokens": self.capacity.tokens,
-                "documents": self.capacity.documents, "attention": str(self.modules[0].attention_choice()),
-                "mean": options.mean, "sigma": options.sigma,
-                "seed": options.seed, "real_tokens": round(self.real_tokens, 1),
-                "padding": round(1 - self.real_tokens / self.capacity.tokens / options.microbatches, 5),
-                "slots": None if name == "step" else [list(counts) for counts in self.slots]}
+        what = {
+            "benchmark": "pipeline",
+            "way": name,
+            "model": options.model,
+            "layers": options.config.num_layers,
+            "dtype": str(dtype_on(self.device)).removeprefix("torch."),
+            "ranks": options.ranks,
+            "chunks": options.chunks,
+            "microbatches": options.microbatches,
+            "tokens": self.capacity.tokens,
+            "documents": self.capacity.documents,
+            "attention": str(self.modules[0].attention_choice()),
+            "mean": options.mean,
+            "sigma": options.sigma,
+            "seed": options.seed,
+            "real_tokens": round(self.real_tokens, 1),
+            "padding": round(1 - self.real_tokens / self.capacity.tokens / options.microbatches, 5),
+            "slots": None if name == "step" else [list(counts) for counts in self.slots],
+        }
         return what | contest.row(name, "step_ms", 1e-2 if self.device.type == "cuda" else 1e-5)

@@ -1,8 +1,10 @@
 """Ranks that measure together: what one finds out, all know before they go on.
 
-A rank that fails alone between two agreements leaves the others waiting; so everything that can fail on one rank only
-is attempted before it is agreed on, and what communicates runs after all ranks have said yes.
+A rank that fails alone between two agreements leaves the others waiting; so everything that can
+fail on one rank only is attempted before it is agreed on, and what communicates runs after all
+ranks have said yes.
 """
+
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -25,7 +27,8 @@ class BenchRanks:
         self._group = dist.new_group(backend="gloo") if together else None
 
     def gather(self, fact: Any) -> list[Any]:
-        """`fact` of every rank, in order; waits for all of them. Facts are small and can be pickled."""
+        """`fact` of every rank, in order; waits for all of them. Facts are small and can be
+        pickled."""
         if self._group is None:
             return [fact]
         every: list[Any] = [None] * self.size
@@ -33,7 +36,8 @@ class BenchRanks:
         return every
 
     def attempt(self, work: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """(what `work` returns here, the first reason why it failed on any rank). `work` does not communicate."""
+        """(what `work` returns here, the first reason why it failed on any rank). `work` does not
+        communicate."""
         result, reason = None, None
         try:
             result = work()
@@ -42,7 +46,8 @@ class BenchRanks:
         return result, self.first_reason(reason)
 
     def first_reason(self, reason: str | None) -> str | None:
-        """The first rank's reason that there is, with the rank's name; None when no rank has one."""
+        """The first rank's reason that there is, with the rank's name; None when no rank has
+        one."""
         for rank, other in enumerate(self.gather(reason)):
             if other is not None:
                 return other if self.size == 1 else f"rank {rank}: {other}"
@@ -50,8 +55,8 @@ class BenchRanks:
 
     @contextlib.contextmanager
     def leaving(self, contest: Comparison, doing: list[str], rows: Rows) -> Iterator[None]:
-        """A failure of this rank alone ends the block: the others wait for it and cannot be told, so this one writes
-        what is known, and leaves. doing: the way that it is at."""
+        """A failure of this rank alone ends the block: the others wait for it and cannot be told,
+        so this one writes what is known, and leaves. doing: the way that it is at."""
         try:
             yield
         except FAILURES as error:

@@ -1,4 +1,6 @@
-"""Rows that were written before: read from files, the newest of each kind, and as tables of Markdown."""
+"""Rows that were written before: read from files, the newest of each kind, and as tables of
+Markdown."""
+
 import json
 from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
@@ -6,14 +8,32 @@ from pathlib import Path
 from packgraph.bench.rows import Column, Row
 
 # What tells rows apart; a row that has the same of all these as a later one is older.
-IDENTITY = ("benchmark", "part", "way", "model", "layers", "tokens", "attention_asked", "places", "packed", "buckets",
-            "compile", "device", "microbatches", "ranks", "chunks", "connections", "longest")
+IDENTITY = (
+    "benchmark",
+    "part",
+    "way",
+    "model",
+    "layers",
+    "tokens",
+    "attention_asked",
+    "places",
+    "packed",
+    "buckets",
+    "compile",
+    "device",
+    "microbatches",
+    "ranks",
+    "chunks",
+    "connections",
+    "longest",
+)
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
     """All rows of `files` (one JSON object per line) that could be measured.
 
-    Objects of another kind (logs of scripts) are left out. Raises ValueError for a line that is no JSON object.
+    Objects of another kind (logs of scripts) are left out. Raises ValueError for a line that is no
+    JSON object.
     """
     found: list[Row] = []
     for path in files:
@@ -34,16 +54,25 @@ def newest(rows: Iterable[Row], benchmark: str) -> list[Row]:
     kinds: dict[Hashable, Row] = {}
     for row in rows:
         if row["benchmark"] == benchmark:
-            kinds[tuple(str(row.get(name)) for name in IDENTITY if name != "buckets" or benchmark != "padding")] = row
+            kinds[
+                tuple(
+                    str(row.get(name))
+                    for name in IDENTITY
+                    if name != "buckets" or benchmark != "padding"
+                )
+            ] = row
     return list(kinds.values())
 
 
 def step_kinds(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Rows of the step benchmark that may stand in one table: by model with its depth, part and attention."""
+    """Rows of the step benchmark that may stand in one table: by model with its depth, part and
+    attention."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         model = f"{row['model']}-{row['layers']}-layers"
-        found.setdefault((model, row.get("part", "model"), row.get("attention_asked", "auto")), []).append(row)
+        found.setdefault(
+            (model, row.get("part", "model"), row.get("attention_asked", "auto")), []
+        ).append(row)
     return found
 
 
@@ -51,6 +80,9 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """A table of Markdown; no line at all when there are no rows."""
     if not rows:
         return ""
-    lines = [[name for name, _ in columns], ["---"] * len(columns),
-             *([cell(row).replace("|", "/") for _, cell in columns] for row in rows)]
+    lines = [
+        [name for name, _ in columns],
+        ["---"] * len(columns),
+        *([cell(row).replace("|", "/") for _, cell in columns] for row in rows),
+    ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

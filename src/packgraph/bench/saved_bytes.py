@@ -1,8 +1,10 @@
-"""What a forward keeps for its backward: all memory that autograd's graph holds when the forward has ended.
+"""What a forward keeps for its backward: all memory that autograd's graph holds when the forward
+has ended.
 
-Offloading can move no more than that. A pool's size says more: gradients and other temporaries of the backward lie in
-it, too, which are there whatever waits on the host.
+Offloading can move no more than that. A pool's size says more: gradients and other temporaries of
+the backward lie in it, too, which are there whatever waits on the host.
 """
+
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -20,8 +22,9 @@ class _Saved:
 
 
 def kept_for_backward(forward: Callable[[], object], before: Iterable[Tensor]) -> int:
-    """Bytes that `forward` has saved and that are alive when it ends, every storage once. before: tensors that are
-    there anyway, such as parameters, buffers and arguments, whose memory does not count."""
+    """Bytes that `forward` has saved and that are alive when it ends, every storage once. before:
+    tensors that are there anyway, such as parameters, buffers and arguments, whose memory does not
+    count."""
     there = {_storage(tensor)._cdata for tensor in before}
     saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
@@ -32,7 +35,10 @@ def kept_for_backward(forward: Callable[[], object], before: Iterable[Tensor]) -
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
         result = forward()
-    sizes = {storage._cdata: storage.nbytes() for storage in (_storage(holder.tensor) for holder in saved)}
+    sizes = {
+        storage._cdata: storage.nbytes()
+        for storage in (_storage(holder.tensor) for holder in saved)
+    }
     del result  # and with it the graph
     return sum(nbytes for storage, nbytes in sizes.items() if storage not in there)
 

@@ -1,14 +1,19 @@
-"""`packgraph bench step`: forward and backward of one packed microbatch, by every way, at every number of tokens.
+"""`packgraph bench step`: forward and backward of one packed microbatch, by every way, at every
+number of tokens.
 
-    block of a round    one call ahead, then calls x (forward, backward) as in gradient accumulation, then a wait
-    all ways            the same documents in the same order, taking turns round by round; a new draw in every call
+    block of a round    one call ahead, then calls x (forward, backward) as in gradient
+                        accumulation, then a wait
+    all ways            the same documents in the same order, taking turns round by round; a new
+                        draw in every call
 
-Times are per call: on the device from the end of one call to the end of the next, on the host the mean of the block.
-The call ahead is not counted: a step of training begins while the device works on the one before, so what the host does
-once a step costs time only where the host is what everything waits for.
-Peak memory is what a way holds beyond parameters and gradients, which all ways share. gpu_busy is measured after all
-rounds, see bench/busy.py; mfu counts the operations that the model asks for, see bench/flops.py.
+Times are per call: on the device from the end of one call to the end of the next, on the host the
+mean of the block. The call ahead is not counted: a step of training begins while the device works
+on the one before, so what the host does once a step costs time only where the host is what
+everything waits for. Peak memory is what a way holds beyond parameters and gradients, which all
+ways share. gpu_busy is measured after all rounds, see bench/busy.py; mfu counts the operations that
+the model asks for, see bench/flops.py.
 """
+
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +25,14 @@ from packgraph.bench.busy import busy_time
 from packgraph.bench.comparison import Check, Comparison, Sample, agreement, attempt_alone, groups
 from packgraph.bench.expert_memory import expert_memory, give_rows, measured_memory
 from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
-from packgraph.bench.models import draw_batches, dtype_on, refit, shape, squared_gradients, zero_gradients
+from packgraph.bench.models import (
+    draw_batches,
+    dtype_on,
+    refit,
+    shape,
+    squared_gradients,
+    zero_gradients,
+)
 from packgraph.bench.moe_variants import make_expert_way
 from packgraph.bench.parts import TimedPart, build_part
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
@@ -42,23 +54,40 @@ LEAST_ROUNDS = 3  # of ways that are ready when the time is up
 BUSY_CALLS = 2
 
 COLUMNS: list[Column] = [
-    ("tokens", value("tokens")), ("way", value("way")), ("attention", value("attention")),
-    ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)), ("p99", quantile("ms_per_1000_tokens", "p99", 3)),
-    ("ratio", value("ratio", ".2f")), ("device ms", median("device_ms")), ("host ms", median("host_ms")),
-    ("busy", value("gpu_busy", ".1%")), ("mfu", value("mfu", ".3f")), ("prepare s", value("prepare_seconds", ".1f")),
-    ("capture ms / layer", lambda row: "-" if row.get("capture_layer_seconds") is None
-        else f"{1000 * row['capture_layer_seconds']:.1f}"),
-    ("peak GiB", gibibytes("peak_bytes")), ("padding", value("padding", ".1%")), ("result", agreement)]
+    ("tokens", value("tokens")),
+    ("way", value("way")),
+    ("attention", value("attention")),
+    ("ms / 1000 tokens", median("ms_per_1000_tokens", 3)),
+    ("p99", quantile("ms_per_1000_tokens", "p99", 3)),
+    ("ratio", value("ratio", ".2f")),
+    ("device ms", median("device_ms")),
+    ("host ms", median("host_ms")),
+    ("busy", value("gpu_busy", ".1%")),
+    ("mfu", value("mfu", ".3f")),
+    ("prepare s", value("prepare_seconds", ".1f")),
+    (
+        "capture ms / layer",
+        lambda row: (
+            "-"
+            if row.get("capture_layer_seconds") is None
+            else f"{1000 * row['capture_layer_seconds']:.1f}"
+        ),
+    ),
+    ("peak GiB", gibibytes("peak_bytes")),
+    ("padding", value("padding", ".1%")),
+    ("result", agreement),
+]
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What to measure. tokens: rows of the table. calls: microbatches in a block; mean, sigma: of document lengths.
+    """What to measure. tokens: rows of the table. calls: microbatches in a block; mean, sigma: of
+    document lengths.
 
-    part: `model`, or its `layers` alone. documents: places in the capacity of ways that have one; None for the most
-    that occur. buckets: at most so many for `auto`. attention: `own`, or the backend of all ways. together: ways that
-    are measured side by side, None for all. compiler: of ways that compile. room: rows of experts that are not exactly
-    what is routed, over that.
+    part: `model`, or its `layers` alone. documents: places in the capacity of ways that have one;
+    None for the most that occur. buckets: at most so many for `auto`. attention: `own`, or the
+    backend of all ways. together: ways that are measured side by side, None for all. compiler: of
+    ways that compile. room: rows of experts that are not exactly what is routed, over that.
     """
 
     model: str
@@ -100,20 +129,45 @@ def bench_step(options: StepOptions, device: torch.device, rows: Rows, deadline:
 class _StepBench:
     """All ways at one number of tokens."""
 
-    def __init__(self, options: StepOptions, tokens: int, model: DecoderStack, device: torch.device,
-                 deadline: Deadline) -> None:
+    def __init__(
+        self,
+        options: StepOptions,
+        tokens: int,
+        model: DecoderStack,
+        device: torch.device,
+        deadline: Deadline,
+    ) -> None:
         self.options, self.tokens, self.model = options, tokens, model
         self.device, self.deadline = device, deadline
         config = model.config
-        attention = model.attention_choice().name if options.attention == "own" else options.attention
-        buckets = planned_buckets(bucket_request(config, tokens, options.buckets, attention), options.documents,
-                                  mean=options.mean, sigma=options.sigma, seed=options.seed)
-        self.draws = draw_batches(buckets[-1], options.rounds * options.calls + 1, config.vocab_size,
-                                  mean=options.mean, sigma=options.sigma, seed=options.seed)
+        attention = (
+            model.attention_choice().name if options.attention == "own" else options.attention
+        )
+        buckets = planned_buckets(
+            bucket_request(config, tokens, options.buckets, attention),
+            options.documents,
+            mean=options.mean,
+            sigma=options.sigma,
+            seed=options.seed,
+        )
+        self.draws = draw_batches(
+            buckets[-1],
+            options.rounds * options.calls + 1,
+            config.vocab_size,
+            mean=options.mean,
+            sigma=options.sigma,
+            seed=options.seed,
+        )
         self.flops = [model_flops(config, batch.lengths, head=model.last) for batch in self.draws]
         real = min(batch.num_tokens for batch in self.draws)
-        self.setting = Setting(TimedPart(model, tokens, real), model, buckets[-1], buckets, options.attention,
-                               options.compiler)
+        self.setting = Setting(
+            TimedPart(model, tokens, real),
+            model,
+            buckets[-1],
+            buckets,
+            options.attention,
+            options.compiler,
+        )
         self.batches: dict[str, list[PackedBatch]] = {}
 
     def measure(self, contest: Comparison) -> None:
@@ -126,10 +180,18 @@ class _StepBench:
             self._prepare(contest, ways, name)
             if name in contest.reasons:
                 self._close(contest, ways, name)
-        runs = {name: lambda number, name=name: self._round(contest, ways[name], number) for name in ways}
+        runs = {
+            name: lambda number, name=name: self._round(contest, ways[name], number)
+            for name in ways
+        }
         begun = iter(range(self.options.rounds))
-        rounds_in_turn(runs, self.options.rounds,
-                       lambda: next(begun) >= min(LEAST_ROUNDS, self.options.rounds) and self.deadline.passed())
+        rounds_in_turn(
+            runs,
+            self.options.rounds,
+            lambda: (
+                next(begun) >= min(LEAST_ROUNDS, self.options.rounds) and self.deadline.passed()
+            ),
+        )
         for name in list(ways):
             contest.drop(name, ways[name].complaint())
             if name not in contest.reasons:
@@ -143,23 +205,44 @@ class _StepBench:
         places = sum(batch.capacity.tokens for batch in batches)
         real = sum(batch.num_tokens for batch in batches)
         choice = self.setting.attention_of(name)
-        what = {"benchmark": "step", "part": options.part, "way": name, "model": options.model,
-                "layers": self.model.config.num_layers, "dtype": str(dtype_on(self.device)).removeprefix("torch."),
-                "tokens": self.tokens, "documents": self.setting.capacity.documents,
-                "attention": self.model.attention_choice().name if choice == "auto" else choice,
-                "attention_asked": options.attention, "calls": options.calls, "mean": options.mean,
-                "sigma": options.sigma, "seed": options.seed, "real_tokens": round(real / len(batches), 1),
-                "documents_mean": round(statistics.mean(batch.num_documents for batch in batches), 2),
-                "padding": round(1 - real / places, 5)}
+        what = {
+            "benchmark": "step",
+            "part": options.part,
+            "way": name,
+            "model": options.model,
+            "layers": self.model.config.num_layers,
+            "dtype": str(dtype_on(self.device)).removeprefix("torch."),
+            "tokens": self.tokens,
+            "documents": self.setting.capacity.documents,
+            "attention": self.model.attention_choice().name if choice == "auto" else choice,
+            "attention_asked": options.attention,
+            "calls": options.calls,
+            "mean": options.mean,
+            "sigma": options.sigma,
+            "seed": options.seed,
+            "real_tokens": round(real / len(batches), 1),
+            "documents_mean": round(statistics.mean(batch.num_documents for batch in batches), 2),
+            "padding": round(1 - real / places, 5),
+        }
         row = what | contest.row(name, "device_ms", 1e-2 if self.device.type == "cuda" else 1e-5)
         samples = contest.samples[name] if row["reason"] is None else []
         row["rounds"] = len(samples) // options.calls
-        row["mfu"] = round(statistics.median(
-            peak_share(sample.flops, sample.times["device_ms"]) for sample in samples), 5) if samples and \
-            self.device.type == "cuda" else None
+        row["mfu"] = (
+            round(
+                statistics.median(
+                    peak_share(sample.flops, sample.times["device_ms"]) for sample in samples
+                ),
+                5,
+            )
+            if samples and self.device.type == "cuda"
+            else None
+        )
         if self.model.config.experts.enabled:
-            row |= {"room": options.room} | measured_memory(row, contest.extras[contest.names[0]]) | expert_memory(
-                name, self.model, self.setting.capacity, options.room)
+            row |= (
+                {"room": options.room}
+                | measured_memory(row, contest.extras[contest.names[0]])
+                | expert_memory(name, self.model, self.setting.capacity, options.room)
+            )
         return row | {"mfu_peak_tflops": PEAK_TFLOPS}
 
     def _prepare(self, contest: Comparison, ways: dict[str, Way], name: str) -> None:
@@ -169,7 +252,9 @@ class _StepBench:
 
         def upload() -> None:
             ways[name] = make_expert_way(name, self.setting)
-            self.batches[name] = [refit(batch, ways[name].capacity(batch)).to(self.device) for batch in self.draws]
+            self.batches[name] = [
+                refit(batch, ways[name].capacity(batch)).to(self.device) for batch in self.draws
+            ]
 
         def first_calls() -> float:
             return time_block(self.device, lambda: ways[name].prepare(self.batches[name]))[0]
@@ -178,14 +263,20 @@ class _StepBench:
         milliseconds = None if name in contest.reasons else contest.attempt(name, first_calls)
         if milliseconds is None:
             return
-        contest.extras[name] = {"prepare_seconds": round(milliseconds / 1000, 3)} | ways[name].facts()
+        contest.extras[name] = {"prepare_seconds": round(milliseconds / 1000, 3)} | ways[
+            name
+        ].facts()
         check = contest.attempt(name, lambda: self._check(ways[name]))
         if check is not None:
             contest.checks[name] = check
             free_memory(self.device)
             most = max(self.batches[name], key=lambda batch: (batch.capacity, batch.num_tokens))
-            peak = contest.attempt(name, lambda: peak_bytes(self.device, lambda: ways[name].run(most)))
-            contest.extras[name]["peak_bytes"] = None if peak is None or before is None else peak - before
+            peak = contest.attempt(
+                name, lambda: peak_bytes(self.device, lambda: ways[name].run(most))
+            )
+            contest.extras[name]["peak_bytes"] = (
+                None if peak is None or before is None else peak - before
+            )
 
     def _check(self, way: Way) -> Check:
         zero_gradients([self.model])
@@ -194,33 +285,49 @@ class _StepBench:
 
     def _round(self, contest: Comparison, way: Way, number: int) -> None:
         if way.name not in contest.reasons:
-            contest.samples[way.name] += contest.attempt(way.name, lambda: self._time(way, number)) or []
+            contest.samples[way.name] += (
+                contest.attempt(way.name, lambda: self._time(way, number)) or []
+            )
 
     def _block(self, number: int) -> slice:
         """The microbatches of a round."""
         return slice(number * self.options.calls, (number + 1) * self.options.calls)
 
     def _time(self, way: Way, number: int) -> list[Sample]:
-        batches, flops = self.batches[way.name][self._block(number)], self.flops[self._block(number)]
+        batches, flops = (
+            self.batches[way.name][self._block(number)],
+            self.flops[self._block(number)],
+        )
         zero_gradients([self.model])
-        laps, host_ms = time_calls(self.device, lambda mark: _run(way, batches, mark), lambda: self._lead(way))
-        return [Sample({"device_ms": lap, "host_ms": host_ms / len(batches)}, batch.num_tokens, work)
-                for lap, batch, work in zip(laps, batches, flops, strict=True)]
+        laps, host_ms = time_calls(
+            self.device, lambda mark: _run(way, batches, mark), lambda: self._lead(way)
+        )
+        return [
+            Sample({"device_ms": lap, "host_ms": host_ms / len(batches)}, batch.num_tokens, work)
+            for lap, batch, work in zip(laps, batches, flops, strict=True)
+        ]
 
     def _busy(self, way: Way) -> Row:
-        """Share of the time in which the device is at work, kernels of a call; or why they are not known."""
+        """Share of the time in which the device is at work, kernels of a call; or why they are not
+        known."""
         batches = self.batches[way.name][self._block(0)][:BUSY_CALLS]
         busy, reason = attempt_alone(
-            lambda: busy_time(self.device, lambda: _run(way, batches), lambda: self._lead(way)), self.deadline)
-        return {"gpu_busy": None if busy is None else round(busy.share, 4), "gpu_busy_reason": reason,
-                "kernel_ms": None if busy is None else round(busy.kernel_ms / len(batches), 4)}
+            lambda: busy_time(self.device, lambda: _run(way, batches), lambda: self._lead(way)),
+            self.deadline,
+        )
+        return {
+            "gpu_busy": None if busy is None else round(busy.share, 4),
+            "gpu_busy_reason": reason,
+            "kernel_ms": None if busy is None else round(busy.kernel_ms / len(batches), 4),
+        }
 
     def _lead(self, way: Way) -> None:
         """A call ahead of those that count, on a draw of its own."""
         _run(way, self.batches[way.name][-1:])
 
     def _close(self, contest: Comparison, ways: dict[str, Way], name: str) -> None:
-        """Free a way that failed; those after it find the memory of the device as this one found it."""
+        """Free a way that failed; those after it find the memory of the device as this one found
+        it."""
         if name in ways:
             contest.attempt(name, ways.pop(name).close)
         free_memory(self.device)

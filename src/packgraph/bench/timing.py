@@ -1,8 +1,11 @@
-"""Time and memory of work on one device: CUDA events and the allocator's counters, or the wall clock on a CPU.
+"""Time and memory of work on one device: CUDA events and the allocator's counters, or the wall
+clock on a CPU.
 
-On CUDA the host runs ahead of the device, so time is taken between events on the stream, after everything before has
-ended. Memory counts what a graph's private pool reserves in full, whether a tensor lives there at the moment or not.
+On CUDA the host runs ahead of the device, so time is taken between events on the stream, after
+everything before has ended. Memory counts what a graph's private pool reserves in full, whether a
+tensor lives there at the moment or not.
 """
+
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -64,12 +67,16 @@ class Stopwatch:
         return [1000 * (b - a) for a, b in zip(self._times, self._times[1:])]
 
 
-def time_calls(device: torch.device, run: Callable[[Callable[[], None]], object],
-               lead: Callable[[], object] | None = None) -> tuple[list[float], float]:
+def time_calls(
+    device: torch.device,
+    run: Callable[[Callable[[], None]], object],
+    lead: Callable[[], object] | None = None,
+) -> tuple[list[float], float]:
     """(milliseconds on the device of each call, milliseconds of the host for all).
 
-    run: makes the calls, and calls what it is given after each of them. lead: work that the device is given before, so
-    that the host may run ahead; without it the device is idle when the first call comes.
+    run: makes the calls, and calls what it is given after each of them. lead: work that the device
+    is given before, so that the host may run ahead; without it the device is idle when the first
+    call comes.
     """
     watch = Stopwatch(device)
     synchronize(device)
@@ -82,9 +89,11 @@ def time_calls(device: torch.device, run: Callable[[Callable[[], None]], object]
     return watch.laps(), host
 
 
-def time_block(device: torch.device, run: Callable[[], object], lead: Callable[[], object] | None = None
-               ) -> tuple[float, float]:
+def time_block(
+    device: torch.device, run: Callable[[], object], lead: Callable[[], object] | None = None
+) -> tuple[float, float]:
     """(milliseconds on the device, milliseconds of the host) of `run`; lead: see `time_calls`."""
+
     def once(mark: Callable[[], None]) -> None:
         run()
         mark()
@@ -96,8 +105,9 @@ def time_block(device: torch.device, run: Callable[[], object], lead: Callable[[
 def start_anew(device: torch.device) -> None:
     """Forget compiled code, and let go of all that graphs had, which are gone.
 
-    cuBLAS's workspaces, too: torch keeps those that were made inside a capture, and with them whole segments of pools
-    that nobody uses any more, until somebody clears them. Whatever is measured then would seem to need less than none.
+    cuBLAS's workspaces, too: torch keeps those that were made inside a capture, and with them whole
+    segments of pools that nobody uses any more, until somebody clears them. Whatever is measured
+    then would seem to need less than none.
     """
     torch.compiler.reset()
     if device.type == "cuda":
@@ -108,13 +118,18 @@ def start_anew(device: torch.device) -> None:
 
 def _private(device: torch.device) -> tuple[int, int]:
     """(bytes reserved, bytes of live tensors) in private pools."""
-    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == device.index
-                and tuple(segment["segment_pool_id"]) != CUDA_DEFAULT_POOL]
+    segments = [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index
+        and tuple(segment["segment_pool_id"]) != CUDA_DEFAULT_POOL
+    ]
     return sum(s["total_size"] for s in segments), sum(s["allocated_size"] for s in segments)
 
 
 def held_bytes(device: torch.device) -> int | None:
-    """Bytes of live tensors outside private pools plus bytes that private pools reserve; None on a CPU."""
+    """Bytes of live tensors outside private pools plus bytes that private pools reserve; None on a
+    CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -128,9 +143,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 def pinned_bytes(device: torch.device) -> int | None:
-    """Bytes of pinned host memory that torch has now, as it rounds them and with what it keeps for later; None on a
-    CPU."""
-    return torch.cuda.host_memory_stats()["allocated_bytes.current"] if device.type == "cuda" else None
+    """Bytes of pinned host memory that torch has now, as it rounds them and with what it keeps for
+    later; None on a CPU."""
+    return (
+        torch.cuda.host_memory_stats()["allocated_bytes.current"] if device.type == "cuda" else None
+    )
 
 
 def pinned_peak_bytes(device: torch.device) -> int | None:
@@ -156,16 +173,20 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
 
 
 def with_most_bytes(device: torch.device, run: Callable[[], Result]) -> tuple[Result, int | None]:
-    """What `run` returns, and the most bytes of tensors while it runs, which may make pools; None on a CPU."""
+    """What `run` returns, and the most bytes of tensors while it runs, which may make pools; None
+    on a CPU."""
     stretch = Stretch(device) if device.type == "cuda" else None
     result = run()
     return result, None if stretch is None else stretch.most_allocated()
 
 
-def rounds_in_turn(runs: Mapping[str, Callable[[int], None]], rounds: int, stop: Callable[[], bool]) -> None:
+def rounds_in_turn(
+    runs: Mapping[str, Callable[[int], None]], rounds: int, stop: Callable[[], bool]
+) -> None:
     """Call every run once per round with the round's number, each round beginning with another one.
 
-    So slow changes of the machine (clocks, heat, neighbours) touch all alike. stop: asked before every round.
+    So slow changes of the machine (clocks, heat, neighbours) touch all alike. stop: asked before
+    every round.
     """
     names = list(runs)
     for number in range(rounds):

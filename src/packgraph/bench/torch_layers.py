@@ -1,11 +1,13 @@
-"""A decoder whose layers are modules of their own: what torch's tools for one module at a time are given.
+"""A decoder whose layers are modules of their own: what torch's tools for one module at a time are
+given.
 
     state ─▶ embed ─▶ layer(hidden, rotary, attention, marks) ─▶ ... ─▶ head          embed and head run as they are
 
-`torch.compile` of each layer (regional compilation) with torch's own dynamic shapes: the number of documents and the
-longest of them become symbols when they first change, so attention gets the documents as they are and nothing is
-compiled again; the number of tokens stays a constant.
-"""
+`torch.compile` of each layer (regional compilation) with torch's own dynamic shapes: the number of
+documents and the longest of them become symbols when they first change, so attention gets the
+documents as they are and nothing is compiled again; the number of tokens stays a constant.
+"""  # noqa: E501
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +25,11 @@ Rotary = tuple[Tensor, ...]  # cosines and sines, or nothing where positions tur
 
 @dataclass(frozen=True)
 class Marks:
-    """What layers with experts or Mamba-2 read of a batch, as tensors of their own: compiled code takes them as inputs.
+    """What layers with experts or Mamba-2 read of a batch, as tensors of their own: compiled code
+    takes them as inputs.
 
-    padding_mask: bool [T]. document_ids: int [T]. labels: int [T]. capacity: of the batch. documents: int [T], -1 in
-    padding, for Mamba-2; None without.
+    padding_mask: bool [T]. document_ids: int [T]. labels: int [T]. capacity: of the batch.
+    documents: int [T], -1 in padding, for Mamba-2; None without.
     """
 
     padding_mask: Tensor
@@ -39,7 +42,13 @@ class Marks:
     def of(state: State) -> "Marks":
         """Those of the batch in a decoder's state."""
         batch: PackedBatch = state["batch"]
-        return Marks(batch.padding_mask, batch.document_ids, batch.labels, batch.capacity, state.get("documents"))
+        return Marks(
+            batch.padding_mask,
+            batch.document_ids,
+            batch.labels,
+            batch.capacity,
+            state.get("documents"),
+        )
 
 
 LayerCall = Callable[[Tensor, Rotary, AttentionMetadata, Marks | None], Tensor]
@@ -51,14 +60,27 @@ class TorchLayer(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
-        # By name: a stage knows the number of its layer, which compiled code would take for a constant.
+        # By name: a stage knows the number of its layer, which compiled code would take for a
+        # constant.
         self.methods = [stage.run.__name__ for stage in layer.stages()]  # type: ignore[operator]
 
-    def forward(self, hidden: Tensor, rotary: Rotary, attention: AttentionMetadata, marks: Marks | None = None
-                ) -> Tensor:
-        """hidden: [T, H]; rotary, attention: as in the decoder's state; marks: for experts. Returns [T, H]."""
-        state: State = {"hidden": hidden, "rotary": rotary, "attention": attention, "batch": marks,
-                        "tokens_in_step": None, "documents": None if marks is None else marks.documents}
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Rotary,
+        attention: AttentionMetadata,
+        marks: Marks | None = None,
+    ) -> Tensor:
+        """hidden: [T, H]; rotary, attention: as in the decoder's state; marks: for experts. Returns
+        [T, H]."""
+        state: State = {
+            "hidden": hidden,
+            "rotary": rotary,
+            "attention": attention,
+            "batch": marks,
+            "tokens_in_step": None,
+            "documents": None if marks is None else marks.documents,
+        }
         for method in self.methods:
             state = getattr(self.layer, method)(state)
         return state["hidden"]
@@ -67,7 +89,8 @@ class TorchLayer(nn.Module):
 class LayerStack(nn.Module):
     """Computes what `model` does, through `layers` in place of its own.
 
-    layers: for each layer a function (hidden, rotary, attention, marks) -> hidden. The step is one microbatch.
+    layers: for each layer a function (hidden, rotary, attention, marks) -> hidden. The step is one
+    microbatch.
     """
 
     def __init__(self, model: DecoderStack, layers: Sequence[LayerCall]) -> None:
@@ -79,7 +102,11 @@ class LayerStack(nn.Module):
 
     def stages(self) -> Sequence[Stage]:
         own = self.model.stages()
-        return [own[0], Stage("layers", 0, self.run_layers), *([own[-1]] if self.model.last else [])]
+        return [
+            own[0],
+            Stage("layers", 0, self.run_layers),
+            *([own[-1]] if self.model.last else []),
+        ]
 
     def end(self, state: State) -> Tensor:
         return self.model.end(state)
@@ -106,9 +133,11 @@ def layers_of(model: DecoderStack) -> list[TorchLayer]:
     return [TorchLayer(layer) for layer in model.layers.values()]
 
 
-def compiled_layers(model: DecoderStack, backend: str | Callable[..., Any], dynamic: bool | None = None
-                    ) -> list[TorchLayer]:
-    """`layers_of`, each under torch.compile. dynamic: None lets shapes become symbols when they change."""
+def compiled_layers(
+    model: DecoderStack, backend: str | Callable[..., Any], dynamic: bool | None = None
+) -> list[TorchLayer]:
+    """`layers_of`, each under torch.compile. dynamic: None lets shapes become symbols when they
+    change."""
     layers = layers_of(model)
     for layer in layers:
         layer.compile(backend=backend, dynamic=dynamic)

@@ -1,16 +1,21 @@
-"""The ways of running forward and backward of one microbatch, all on the same values and the same gradients.
+"""The ways of running forward and backward of one microbatch, all on the same values and the same
+gradients.
 
-What a way runs its documents in is part of it. Code that may meet any shape gets the documents as they are; what was
-made for one shape gets them in that shape:
+What a way runs its documents in is part of it. Code that may meet any shape gets the documents as
+they are; what was made for one shape gets them in that shape:
 
-    eager, compile                       as many places for documents as there are documents, their own longest one
+    eager, compile                       as many places for documents as there are documents, their
+                                         own longest one
     reduce-overhead, graphed-callables,
-    layer, chunk                         one capacity: the most tokens and documents that the packer makes
-    whole-padded                         one capacity with 256 places for documents, as those who cannot know them take
+    layer, chunk                         one capacity: the most tokens and documents that the packer
+                                         makes
+    whole-padded                         one capacity with 256 places for documents, as those who
+                                         cannot know them take
     auto                                 the smallest of the buckets that the planner chose
 
 Further ways for models with experts: bench/moe_variants.py.
 """
+
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,10 +39,28 @@ from packgraph.ops.attention.varlen import varlen_problems
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, CapacitySet
 
-STEP_WAYS = ("eager", "compile", "reduce-overhead", "graphed-callables", "graphed-callables+compile", "whole-padded",
-             "whole-padded+compile", "layer", "chunk", "layer+compile", "chunk+compile", "auto", "auto+compile")
+STEP_WAYS = (
+    "eager",
+    "compile",
+    "reduce-overhead",
+    "graphed-callables",
+    "graphed-callables+compile",
+    "whole-padded",
+    "whole-padded+compile",
+    "layer",
+    "chunk",
+    "layer+compile",
+    "chunk+compile",
+    "auto",
+    "auto+compile",
+)
 OURS = ("layer", "chunk", "auto")
-OWN_ATTENTION = (*OURS, "partial", "host-splits", "transformers")  # has what the library chooses, not torch's
+OWN_ATTENTION = (
+    *OURS,
+    "partial",
+    "host-splits",
+    "transformers",
+)  # has what the library chooses, not torch's
 PADDED_DOCUMENTS = 256
 REMAINING_CALLS = 2
 
@@ -46,9 +69,9 @@ REMAINING_CALLS = 2
 class Setting:
     """What all ways of one contest share.
 
-    work: to be done, by `model`. capacity: holds every microbatch. buckets: for the ways called auto, ascending.
-    attention: own for what a way's own stack has (torch's kernel, for ours what the library chooses), or the backend
-    of all. compiler: of ways that compile.
+    work: to be done, by `model`. capacity: holds every microbatch. buckets: for the ways called
+    auto, ascending. attention: own for what a way's own stack has (torch's kernel, for ours what
+    the library chooses), or the backend of all. compiler: of ways that compile.
     """
 
     work: TimedPart
@@ -76,19 +99,24 @@ class Way:
         self.call: Callable[..., Tensor] = work.model
 
     def capacity(self, batch: PackedBatch) -> Capacity:
-        """The shape that this way runs the documents of `batch` in. Raises ValueError when it has none for them."""
+        """The shape that this way runs the documents of `batch` in. Raises ValueError when it has
+        none for them."""
         if not self.capacities:
             return Capacity(batch.capacity.tokens, batch.num_documents, max(batch.lengths))
-        return CapacitySet(self.capacities).smallest(batch.num_tokens, batch.num_documents, max(batch.lengths))
+        return CapacitySet(self.capacities).smallest(
+            batch.num_tokens, batch.num_documents, max(batch.lengths)
+        )
 
     def prepare(self, batches: Sequence[PackedBatch]) -> None:
-        """Run the first microbatches: with most and with fewest documents, whatever is compiled sees what changes."""
+        """Run the first microbatches: with most and with fewest documents, whatever is compiled
+        sees what changes."""
         ordered = sorted(batches, key=lambda batch: (batch.num_documents, batch.num_tokens))
         for batch in (ordered[-1], ordered[0], *batches[:REMAINING_CALLS]):
             self.run(batch)
 
     def run(self, batch: PackedBatch) -> Tensor:
-        """Forward and backward of a microbatch in this way's shape; the output, which the next call may overwrite."""
+        """Forward and backward of a microbatch in this way's shape; the output, which the next call
+        may overwrite."""
         out = self.call(*self.work.arguments(batch))
         torch.autograd.backward(out, self.work.incoming(batch))
         return out.detach()
@@ -99,9 +127,15 @@ class Way:
         yield
 
     def facts(self) -> dict[str, Any]:
-        """What it has cost to get ready: seconds of capture, bytes of pools, pieces of compiled code, buckets."""
-        return {"capture_seconds": None, "capture_layer_seconds": None, "pool_bytes": None, "compiled": None,
-                "shapes": [f"{shape.tokens}x{shape.documents}" for shape in self.capacities] or "own"}
+        """What it has cost to get ready: seconds of capture, bytes of pools, pieces of compiled
+        code, buckets."""
+        return {
+            "capture_seconds": None,
+            "capture_layer_seconds": None,
+            "pool_bytes": None,
+            "compiled": None,
+            "shapes": [f"{shape.tokens}x{shape.documents}" for shape in self.capacities] or "own",
+        }
 
     def complaint(self) -> str | None:
         """Why the times are not those of this way, if microbatches ran otherwise after all."""
@@ -113,10 +147,17 @@ class Way:
 
 
 class Compiled(Way):
-    """Code of torch.compile, called from Python. overwrites: whether a call may overwrite what the last returned."""
+    """Code of torch.compile, called from Python. overwrites: whether a call may overwrite what the
+    last returned."""
 
-    def __init__(self, name: str, work: TimedPart, capacities: Sequence[Capacity], call: Callable[..., Tensor],
-                 overwrites: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        work: TimedPart,
+        capacities: Sequence[Capacity],
+        call: Callable[..., Tensor],
+        overwrites: bool = False,
+    ) -> None:
         super().__init__(name, work, capacities)
         self.call, self.overwrites, self.recompiled = call, overwrites, 0
 
@@ -132,13 +173,20 @@ class Compiled(Way):
         self.recompiled += counters["stats"]["unique_graphs"] - before
 
     def complaint(self) -> str | None:
-        return f"code was compiled {self.recompiled} times while it was timed" if self.recompiled else None
+        return (
+            f"code was compiled {self.recompiled} times while it was timed"
+            if self.recompiled
+            else None
+        )
 
 
 class Recorded(Way):
-    """torch's own graphs: of each layer, or of everything at once. make: the call, given the first microbatch."""
+    """torch's own graphs: of each layer, or of everything at once. make: the call, given the first
+    microbatch."""
 
-    def __init__(self, name: str, work: TimedPart, capacity: Capacity, make: Callable[[PackedBatch], Any]) -> None:
+    def __init__(
+        self, name: str, work: TimedPart, capacity: Capacity, make: Callable[[PackedBatch], Any]
+    ) -> None:
         super().__init__(name, work, (capacity,))
         self._make = make
 
@@ -154,16 +202,32 @@ class Recorded(Way):
 
 
 class Graphed(Way):
-    """Graphs of this library: a bank that is captured before it is needed, replayed as the trainer does it.
+    """Graphs of this library: a bank that is captured before it is needed, replayed as the trainer
+    does it.
 
     scope: stages that are captured, None for all.
     """
 
-    def __init__(self, name: str, work: TimedPart, capacities: Sequence[Capacity], granularity: str,
-                 compile: bool | str, scope: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        work: TimedPart,
+        capacities: Sequence[Capacity],
+        granularity: str,
+        compile: bool | str,
+        scope: Sequence[str] | None = None,
+    ) -> None:
         super().__init__(name, work, capacities)
-        self.call = self.graphed = graph(work.model, capacities=self.capacities, granularity=granularity, warmup=0,
-                                         slots=1, strict=True, scope=scope, compile=compile)
+        self.call = self.graphed = graph(
+            work.model,
+            capacities=self.capacities,
+            granularity=granularity,
+            warmup=0,
+            slots=1,
+            strict=True,
+            scope=scope,
+            compile=compile,
+        )
         # As a pipeline does: gradients of hidden states stay in the slot.
         control(self.graphed).lends = work.hidden is not None
         self.used: dict[Capacity, PackedBatch] = {}
@@ -177,12 +241,16 @@ class Graphed(Way):
         """Steps before any capture, one for each shape; what is to be compiled is compiled here."""
         self.used = {batch.capacity: batch for batch in batches}
         for batch in self.used.values():
-            torch.autograd.backward(self.graphed.run_eagerly(*self.work.arguments(batch)), self.work.incoming(batch))
+            torch.autograd.backward(
+                self.graphed.run_eagerly(*self.work.arguments(batch)), self.work.incoming(batch)
+            )
 
     def capture(self, batches: Sequence[PackedBatch]) -> None:
         """Capture all shapes and run the first microbatches. After `warm_up`."""
         self.graphed.build([self.work.arguments(batch) for batch in self.used.values()])
-        control(self.graphed).strict = False  # from here on `complaint` says what ran eagerly, when all ranks are done
+        control(
+            self.graphed
+        ).strict = False  # from here on `complaint` says what ran eagerly, when all ranks are done
         super().prepare(batches)
 
     def run(self, batch: PackedBatch) -> Tensor:
@@ -207,8 +275,15 @@ class Graphed(Way):
 
     def facts(self) -> dict[str, Any]:
         stats = self.graphed.stats
-        return super().facts() | per_layer(stats.capture_seconds, self.work, len(self.used)) | {
-            "pool_bytes": stats.pool_bytes, "compiled": stats.compiled, "by_autograd": self.by_autograd}
+        return (
+            super().facts()
+            | per_layer(stats.capture_seconds, self.work, len(self.used))
+            | {
+                "pool_bytes": stats.pool_bytes,
+                "compiled": stats.compiled,
+                "by_autograd": self.by_autograd,
+            }
+        )
 
     def complaint(self) -> str | None:
         fallbacks = dict(self.graphed.stats.fallbacks)
@@ -221,12 +296,15 @@ class Graphed(Way):
 
 def per_layer(seconds: float, work: TimedPart, buckets: int) -> dict[str, Any]:
     """capture_seconds, and the same per layer and bucket."""
-    return {"capture_seconds": round(seconds, 3),
-            "capture_layer_seconds": round(seconds / work.config.num_layers / max(1, buckets), 5)}
+    return {
+        "capture_seconds": round(seconds, 3),
+        "capture_layer_seconds": round(seconds / work.config.num_layers / max(1, buckets), 5),
+    }
 
 
 def make_way(name: str, setting: Setting) -> Way:
-    """The way called `name`. Raises what torch raises where it cannot run, ValueError where that is known before."""
+    """The way called `name`. Raises what torch raises where it cannot run, ValueError where that is
+    known before."""
     kind, _, compiled = name.partition("+")
     model = twin(setting.model, setting.attention_of(name))
     work, one = setting.work.by(model), (setting.capacity,)
@@ -236,16 +314,31 @@ def make_way(name: str, setting: Setting) -> Way:
     if kind == "compile":
         return Compiled(name, work, (), LayerStack(model, compiled_layers(model, setting.compiler)))
     if kind in OURS:
-        return Graphed(name, work, setting.buckets if kind == "auto" else one, "layer" if kind == "layer" else "chunk",
-                       compile=setting.compiler if compiled else False)
+        return Graphed(
+            name,
+            work,
+            setting.buckets if kind == "auto" else one,
+            "layer" if kind == "layer" else "chunk",
+            compile=setting.compiler if compiled else False,
+        )
     if device.type != "cuda":
         raise ValueError(f"{name} makes CUDA graphs: there is none on a CPU")
     if kind == "reduce-overhead":
-        return Compiled(name, work, one, CompiledStack(model, mode="reduce-overhead"), overwrites=True)
+        return Compiled(
+            name, work, one, CompiledStack(model, mode="reduce-overhead"), overwrites=True
+        )
     if kind == "graphed-callables":
-        layers = compiled_layers(model, setting.compiler, dynamic=False) if compiled else layers_of(model)
-        return Recorded(name, work, setting.capacity,
-                        lambda batch: GraphedCallables(model, layers, work.arguments(batch)))
+        layers = (
+            compiled_layers(model, setting.compiler, dynamic=False)
+            if compiled
+            else layers_of(model)
+        )
+        return Recorded(
+            name,
+            work,
+            setting.capacity,
+            lambda batch: GraphedCallables(model, layers, work.arguments(batch)),
+        )
     assert kind == "whole-padded"
     inner = work.by(CompiledStack(model)) if compiled else work
     padded = Capacity(setting.capacity.tokens, max(PADDED_DOCUMENTS, setting.capacity.documents))
@@ -254,7 +347,7 @@ def make_way(name: str, setting: Setting) -> Way:
 
 @contextlib.contextmanager
 def room_for_code() -> Iterator[None]:
-    """Several ways compile the same functions: within the block torch keeps as much code as that takes, and says so
-    when there is too much of it instead of running eagerly."""
+    """Several ways compile the same functions: within the block torch keeps as much code as that
+    takes, and says so when there is too much of it instead of running eagerly."""
     with torch._dynamo.config.patch(recompile_limit=64), no_silent_eager():
         yield

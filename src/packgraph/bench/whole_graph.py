@@ -1,10 +1,13 @@
-"""One CUDA graph for forward and backward of a whole microbatch, padded to the largest shape: the usual recipe.
+"""One CUDA graph for forward and backward of a whole microbatch, padded to the largest shape: the
+usual recipe.
 
     batch, hidden, gradient ── copy ──▶ static inputs ──▶ one replay ──▶ .grad, loss
 
-Made by hand from `torch.cuda.graph`, as trainers do it: warm up on another stream, capture once, copy inputs in. There
-is one shape, so rows are padded to the most tokens and the most documents, and the longest document may fill the row.
+Made by hand from `torch.cuda.graph`, as trainers do it: warm up on another stream, capture once,
+copy inputs in. There is one shape, so rows are padded to the most tokens and the most documents,
+and the longest document may fill the row.
 """
+
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -35,18 +38,23 @@ def record_on_cuda(run: Callable[[], Result]) -> tuple[Result, Callable[[], None
 
 
 class WholeGraph:
-    """Forward and backward of one microbatch as one graph. Gradients must be there before it is made.
+    """Forward and backward of one microbatch as one graph. Gradients must be there before it is
+    made.
 
     sample: a microbatch of the only capacity. record: makes a function repeatable.
     """
 
-    def __init__(self, work: TimedPart, sample: PackedBatch, record: Record = record_on_cuda) -> None:
+    def __init__(
+        self, work: TimedPart, sample: PackedBatch, record: Record = record_on_cuda
+    ) -> None:
         self.work, self.capacity = work, sample.capacity
         self.data = sample.data.clone()
         self.batch = PackedBatch(self.data, sample.capacity)
         _, *rest = work.arguments(self.batch)
-        self.rest = tuple(value.clone().detach().requires_grad_() if isinstance(value, Tensor) else value
-                          for value in rest)
+        self.rest = tuple(
+            value.clone().detach().requires_grad_() if isinstance(value, Tensor) else value
+            for value in rest
+        )
         incoming = work.incoming(self.batch)
         self.incoming = None if incoming is None else incoming.clone()
         began = time.perf_counter()
@@ -67,7 +75,9 @@ class WholeGraph:
         Raises ValueError for a microbatch of another capacity.
         """
         if batch.capacity != self.capacity:
-            raise ValueError(f"this graph is of {self.capacity}, the microbatch is of {batch.capacity}")
+            raise ValueError(
+                f"this graph is of {self.capacity}, the microbatch is of {batch.capacity}"
+            )
         self.data.copy_(batch.data)
         _, *rest = self.work.arguments(batch)
         with torch.no_grad():

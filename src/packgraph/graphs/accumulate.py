@@ -1,12 +1,15 @@
 """Adding gradients to their buffers a few dozen at a time while a backward is captured.
 
-Autograd adds every parameter's gradient as soon as it is there: one small kernel each, eleven a layer in a decoder. The
-sums are the same bit by bit if a few gradients wait for each other and one multi-tensor kernel adds all of them.
+Autograd adds every parameter's gradient as soon as it is there: one small kernel each, eleven a
+layer in a decoder. The sums are the same bit by bit if a few gradients wait for each other and one
+multi-tensor kernel adds all of them.
 
     autograd     g1 + , g2 + , g3 + , ...              here     g1, g2, g3 ... -> one kernel for all
 
-The invariant: gradients that wait hold at most WAITING_BYTES, so what a backward needs at most hardly grows.
+The invariant: gradients that wait hold at most WAITING_BYTES, so what a backward needs at most
+hardly grows.
 """
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +21,8 @@ WAITING_BYTES = 64 * 2**20
 
 
 class Accumulator:
-    """Takes the gradients of `aliases` (leaf parameters with `.grad`) over from autograd, between `begin` and `end`."""
+    """Takes the gradients of `aliases` (leaf parameters with `.grad`) over from autograd, between
+    `begin` and `end`."""
 
     def __init__(self, aliases: Sequence[torch.Tensor], most: int = WAITING_BYTES) -> None:
         """most: bytes of gradients that wait before they are added."""

@@ -1,11 +1,12 @@
 """What a capture backend offers: one protocol for CUDA graphs and for the CPU recorder.
 
-A *pool* holds temporary memory. A *window* is the capture of one variant: forward graphs of all regions in order into
-the slot's own pool, then backward graphs in reverse. What a backward makes is gone when it ends, so all slots share one
-pool for that (`brief`); what must stay, a tensor from `allocate` in the slot's pool takes in. While the window is open
-its tensors are ordinary tensors and keep their blocks for as long as someone holds them; after it closes every block
-belongs to its pool again and the next variant may use it. `static` gives a non-owning view of a tensor that stays valid
-for replays.
+A *pool* holds temporary memory. A *window* is the capture of one variant: forward graphs of all
+regions in order into the slot's own pool, then backward graphs in reverse. What a backward makes is
+gone when it ends, so all slots share one pool for that (`brief`); what must stay, a tensor from
+`allocate` in the slot's pool takes in. While the window is open its tensors are ordinary tensors
+and keep their blocks for as long as someone holds them; after it closes every block belongs to its
+pool again and the next variant may use it. `static` gives a non-owning view of a tensor that stays
+valid for replays.
 
     with backend.window(pool, brief, journal) as window:
         graph, out = window.capture(run)     # runs Python once; on CUDA nothing executes
@@ -13,6 +14,7 @@ for replays.
         handle = window.static(out)
     graph.replay(); handle.tensor
 """
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -27,7 +29,8 @@ Result = TypeVar("Result")
 
 
 class Static(Protocol):
-    """A tensor in a pool: `tensor` is a view of its memory that does not keep the block from being reused."""
+    """A tensor in a pool: `tensor` is a view of its memory that does not keep the block from being
+    reused."""
 
     @property
     def tensor(self) -> torch.Tensor: ...
@@ -43,7 +46,8 @@ class Graph(Protocol):
 
 
 class Pool(Protocol):
-    """Memory that graphs share: the forwards of one slot, or the backwards of all slots. host: that of their copies."""
+    """Memory that graphs share: the forwards of one slot, or the backwards of all slots. host: that
+    of their copies."""
 
     @property
     def host(self) -> HostMemories: ...
@@ -52,14 +56,16 @@ class Pool(Protocol):
         """Bytes reserved for the pool."""
 
     def poison(self) -> None:
-        """Overwrite the pool with NaN patterns (tests: what is read must have been written by the same replay)."""
+        """Overwrite the pool with NaN patterns (tests: what is read must have been written by the
+        same replay)."""
 
 
 class Window(Protocol):
     """The capture of one variant."""
 
     def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[Graph, Result]:
-        """Capture `run`. brief: nothing it allocates is read after its replay and the copies made right behind it."""
+        """Capture `run`. brief: nothing it allocates is read after its replay and the copies made
+        right behind it."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Memory of the slot's pool in `like`'s form, for as long as the tensor is held."""
@@ -69,14 +75,16 @@ class Window(Protocol):
     def static(self, tensor: torch.Tensor) -> Static: ...
 
     def lifetimes(self) -> list[Lifetime]:
-        """What was allocated in the pools, and when it was freed, oldest first; of a trial that is over."""
+        """What was allocated in the pools, and when it was freed, oldest first; of a trial that is
+        over."""
 
 
 class Backend(Protocol):
     """Makes pools and windows. name: `cuda` or `recorder`. device_type: where its tensors live.
 
-    extra_generators: random generators of the module to capture, besides the default ones; set before every capture.
-    lanes: copies between device and host beside eager work; those of a capture are told by `captured_copy_streams`.
+    extra_generators: random generators of the module to capture, besides the default ones; set
+    before every capture. lanes: copies between device and host beside eager work; those of a
+    capture are told by `captured_copy_streams`.
     """
 
     name: str
@@ -89,17 +97,22 @@ class Backend(Protocol):
 
     def new_pool(self) -> Pool: ...
 
-    def window(self, pool: Any, brief: Any, journal: Journal, trial: bool = False) -> AbstractContextManager[Window]:
-        """Open the capture of one variant into `pool`, brief memory into `brief`. trial: its graphs are thrown away,
-        and it can tell `lifetimes`; the pools are empty.
+    def window(
+        self, pool: Any, brief: Any, journal: Journal, trial: bool = False
+    ) -> AbstractContextManager[Window]:
+        """Open the capture of one variant into `pool`, brief memory into `brief`. trial: its graphs
+        are thrown away, and it can tell `lifetimes`; the pools are empty.
         """
 
     def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
-        """Run eagerly what is about to be captured, if this backend needs it (lazy handles, compiled kernels).
-        as_called: on the stream of the call, not on that of captures."""
+        """Run eagerly what is about to be captured, if this backend needs it (lazy handles,
+        compiled kernels). as_called: on the stream of the call, not on that of captures."""
 
-    def watching_host(self, step: Callable[[Callable[[], Any]], None]) -> AbstractContextManager[None]:
-        """Within the block `step` is told of effects on the host that a capture would have to hold."""
+    def watching_host(
+        self, step: Callable[[Callable[[], Any]], None]
+    ) -> AbstractContextManager[None]:
+        """Within the block `step` is told of effects on the host that a capture would have to
+        hold."""
 
     def generators(self) -> list[torch.Generator]:
         """The default random generators whose state a capture must leave alone."""

@@ -1,11 +1,15 @@
-"""Building one variant: forward of every region in order, then backward in reverse, into one slot's pool.
+"""Building one variant: forward of every region in order, then backward in reverse, into one slot's
+pool.
 
-    F0 .. F1 .. F2 | B2 B1 B0        `..` = an eager stage, run on real data to give the next region its inputs
+    F0 .. F1 .. F2 | B2 B1 B0        `..` = an eager stage, run on real data to give the next region
+                                     its inputs
 
-What is held while capturing decides which memory may be reused: outputs of a region are held until its own backward
-is captured, gradients until the region that reads them is. Nothing of the user's state changes: parameters are
-aliased, writes are journalled and undone, random generators are put back.
+What is held while capturing decides which memory may be reused: outputs of a region are held until
+its own backward is captured, gradients until the region that reads them is. Nothing of the user's
+state changes: parameters are aliased, writes are journalled and undone, random generators are put
+back.
 """
+
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
@@ -23,14 +27,28 @@ from packgraph.graphs.call_modes import CallModes
 from packgraph.graphs.calls import OperationLog
 from packgraph.graphs.direct import Direct, direct_replay
 from packgraph.graphs.dry_run import DryRun
-from packgraph.graphs.entries import PassThrough, Produced, describe_entries, make_entry, owned_aliases
+from packgraph.graphs.entries import (
+    PassThrough,
+    Produced,
+    describe_entries,
+    make_entry,
+    owned_aliases,
+)
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
 from packgraph.graphs.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.program import Program, hide_lengths
-from packgraph.graphs.region import Backward, Context, Input, Output, ParameterEdge, Region, shown_facts
+from packgraph.graphs.region import (
+    Backward,
+    Context,
+    Input,
+    Output,
+    ParameterEdge,
+    Region,
+    shown_facts,
+)
 from packgraph.graphs.regions import Run
 from packgraph.graphs.shared_memory import refuse_shared_memory
 from packgraph.graphs.signature import kernel_settings
@@ -49,7 +67,8 @@ class Owned:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a tensor of the build's state lives: slot buffer `number` (producer None), or an output of a region."""
+    """Where a tensor of the build's state lives: slot buffer `number` (producer None), or an output
+    of a region."""
 
     tensor: torch.Tensor
     producer: int | None = None
@@ -77,9 +96,10 @@ class _Forward:
 class Variant:
     """The regions of one key in one slot, by the index of their run.
 
-    ends: for each of the call's outputs the region and output number it comes from, None for eager code's. direct: how
-    to replay all regions without autograd, where that can be. version: of what was known of gradients at capture.
-    rehearsal: keeps what graphs read, and know by its address only.
+    ends: for each of the call's outputs the region and output number it comes from, None for eager
+    code's. direct: how to replay all regions without autograd, where that can be. version: of what
+    was known of gradients at capture. rehearsal: keeps what graphs read, and know by its address
+    only.
     """
 
     regions: dict[int, Region]
@@ -95,18 +115,36 @@ class Variant:
 
 
 class VariantBuild:
-    """One build. gradients: what is known of gradients of calls like this one. changed: whether facts about the module
-    hold no longer that graphs bake.
+    """One build. gradients: what is known of gradients of calls like this one. changed: whether
+    facts about the module hold no longer that graphs bake.
 
-    calls: entered around eager runs of the module. program: what is run, watched; plain: the same, unwatched. lends:
-    gradients of the call's inputs are handed out as static memory. rehearsal: of the same call.
+    calls: entered around eager runs of the module. program: what is run, watched; plain: the same,
+    unwatched. lends: gradients of the call's inputs are handed out as static memory. rehearsal: of
+    the same call.
     """
 
-    def __init__(self, program: Program, plain: Program, slot: Slot, window: Window, aliases: Aliases,
-                 buffers: GradientBuffers, gradients: KeyGradients, changed: Callable[[], object],
-                 calls: AbstractContextManager[object], journal: Journal, lends: bool,
-                 rehearsal: DryRun) -> None:
-        self.program, self.plain, self.slot, self.window, self.aliases = program, plain, slot, window, aliases
+    def __init__(
+        self,
+        program: Program,
+        plain: Program,
+        slot: Slot,
+        window: Window,
+        aliases: Aliases,
+        buffers: GradientBuffers,
+        gradients: KeyGradients,
+        changed: Callable[[], object],
+        calls: AbstractContextManager[object],
+        journal: Journal,
+        lends: bool,
+        rehearsal: DryRun,
+    ) -> None:
+        self.program, self.plain, self.slot, self.window, self.aliases = (
+            program,
+            plain,
+            slot,
+            window,
+            aliases,
+        )
         self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
         self.journal = journal
         self.lends, self.rehearsal, self.called = lends, rehearsal, OperationLog()
@@ -118,7 +156,9 @@ class VariantBuild:
         self.forwards: dict[int, _Forward] = {}
         self.exposed: dict[tuple[int, int], Layout | None] = {}
         self.used_eagerly: set[int] = set()
-        self.arriving: dict[tuple[int, int], list[tuple[int, torch.Tensor, Static]]] = defaultdict(list)
+        self.arriving: dict[tuple[int, int], list[tuple[int, torch.Tensor, Static]]] = defaultdict(
+            list
+        )
         self.lent: list[torch.Tensor] = []
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
@@ -130,11 +170,17 @@ class VariantBuild:
         pairs = zip(tree_leaves(first), tree_leaves(state), strict=True)
         given = {id(own): numbers[id(leaf)] for leaf, own in pairs if id(leaf) in numbers}
         captured = [run.captured for run in self.program.runs]
-        if True in captured and False in captured[captured.index(True):]:  # what is captured runs for what is not
+        if (
+            True in captured and False in captured[captured.index(True) :]
+        ):  # what is captured runs for what is not
             for memory in self.rehearsal.written:
                 self.journal.before_write(memory)
         for index, run in enumerate(self.program.runs):
-            state = self._capture_forward(index, run, state) if run.captured else self._run_eagerly(run, state)
+            state = (
+                self._capture_forward(index, run, state)
+                if run.captured
+                else self._run_eagerly(run, state)
+            )
         self._refuse_another_way()
         ends = []
         result = self.program.end(state)
@@ -146,10 +192,13 @@ class VariantBuild:
         expected = self.gradients.expected(leaves)
         for number, leaf in enumerate(leaves):
             origin = self.origins.get(id(leaf))
-            ends.append((origin.producer, origin.number) if origin and origin.producer is not None else None)
+            ends.append(
+                (origin.producer, origin.number) if origin and origin.producer is not None else None
+            )
             if number in expected:
                 self._expose(leaf, expected[number])
-        # `leaves` stay: the outputs may be handed out as static memory and be read when the last backward has run.
+        # `leaves` stay: the outputs may be handed out as static memory and be read when the last
+        # backward has run.
         del result
         state = {}
         backwards = {index: self._capture_backward(index) for index in reversed(self.forwards)}
@@ -160,14 +209,15 @@ class VariantBuild:
         return Variant(regions, ends, direct, self.gradients.version, self.rehearsal)
 
     def _expose(self, leaf: Any, layout: Layout | None = None) -> None:
-        """Expect a gradient for `leaf` from outside of regions. layout: of the gradient, None = that of `leaf`."""
+        """Expect a gradient for `leaf` from outside of regions. layout: of the gradient, None =
+        that of `leaf`."""
         origin = self.origins.get(id(leaf))
         if origin is not None and origin.producer is not None and leaf.requires_grad:
             self.exposed.setdefault((origin.producer, origin.number), layout)
 
     def _run_eagerly(self, run: Run, state: State) -> State:
-        """Run uncoloured stages on real data, for which captured forwards run once; note which captured tensors and
-        parameters they differentiate."""
+        """Run uncoloured stages on real data, for which captured forwards run once; note which
+        captured tensors and parameters they differentiate."""
         self.window.materialise()
         with torch.enable_grad(), CaptureChecker(self.journal, refuse=False, device=None):
             result = self.program.run(run, state)
@@ -179,7 +229,9 @@ class VariantBuild:
 
     def _cut(self, result: State, before: State) -> State:
         """Detach what an eager stage made; what it handed through keeps its identity."""
-        return detached_state(result, {id(t) for t in tree_leaves(result)}, {id(t) for t in tree_leaves(before)})
+        return detached_state(
+            result, {id(t) for t in tree_leaves(result)}, {id(t) for t in tree_leaves(before)}
+        )
 
     def _capture_forward(self, index: int, run: Run, state: State) -> State:
         shown, inputs, leaves, origins = self._static_inputs(state)
@@ -188,34 +240,40 @@ class VariantBuild:
         torch.clear_autocast_cache()
         with torch.enable_grad():
             uses = Uses(self.storages, self.called)
-            graph, (result, aliases) = self.window.capture(lambda: self._run_captured(run, shown, leaves, uses))
+            graph, (result, aliases) = self.window.capture(
+                lambda: self._run_captured(run, shown, leaves, uses)
+            )
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
         parameters = self._parameters_of(outputs)
         statics = [self.window.static(out) for out in outputs]
-        self.forwards[index] = _Forward(run, graph, inputs, facts, leaves, origins, outputs, statics, entries,
-                                        parameters, uses)
+        self.forwards[index] = _Forward(
+            run, graph, inputs, facts, leaves, origins, outputs, statics, entries, parameters, uses
+        )
         made = self.made[index] = [_leaf(out) for out in outputs]
         for number, tensor in enumerate(made):
             self.origins[id(tensor)] = _Origin(tensor, index, number)
         return {key: make_entry(entry, state, made) for key, entry in entries.items()}
 
     def _refuse_another_way(self) -> None:
-        """Raise CaptureError where forwards have called other operations than in the dry run. Compiled code cannot,
-        and has its inputs laid out anew there."""
+        """Raise CaptureError where forwards have called other operations than in the dry run.
+        Compiled code cannot, and has its inputs laid out anew there."""
         different = self.called.difference_of_capture(self.rehearsal.calls)
         if different is not None and self.program.compiler is None:
             raise different
 
-    def _run_captured(self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
-                      ) -> tuple[State, dict[int, torch.Tensor]]:
+    def _run_captured(
+        self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
+    ) -> tuple[State, dict[int, torch.Tensor]]:
         """What a forward graph holds."""
         with uses, self.rehearsal.constants.handing_out():
             result = self.program.run(run, shown)
             uses.calls = None
             return result, owned_aliases(result, leaves)
 
-    def _static_inputs(self, state: State) -> tuple[State, list[Input], list[torch.Tensor], list[_Origin]]:
+    def _static_inputs(
+        self, state: State
+    ) -> tuple[State, list[Input], list[torch.Tensor], list[_Origin]]:
         """The state as the region sees it: static tensors, cut from everything before."""
         inputs: list[Input] = []
         leaves: list[torch.Tensor] = []
@@ -228,16 +286,32 @@ class VariantBuild:
                 if not isinstance(tensor, torch.Tensor):
                     continue
                 origin, buffer = self._place(tensor)
-                if id(tensor) not in leaf_of:  # one leaf for all its places: autograd sums all of its readers
-                    leaf_of[id(tensor)] = origin.tensor.detach().requires_grad_(tensor.requires_grad)
+                if (
+                    id(tensor) not in leaf_of
+                ):  # one leaf for all its places: autograd sums all of its readers
+                    leaf_of[id(tensor)] = origin.tensor.detach().requires_grad_(
+                        tensor.requires_grad
+                    )
                 flat[position] = leaf_of[id(tensor)]
                 leaves.append(leaf_of[id(tensor)])
                 origins.append(origin)
                 token = ("slot" if origin.producer is None else origin.producer, origin.number)
-                memory = Owned(origin.tensor) if origin.producer is None else \
-                    self.forwards[origin.producer].statics[origin.number]
-                inputs.append(Input(key, position, token, memory, buffer, tensor.requires_grad,
-                                    lend=self.lends or origin.producer is not None))
+                memory = (
+                    Owned(origin.tensor)
+                    if origin.producer is None
+                    else self.forwards[origin.producer].statics[origin.number]
+                )
+                inputs.append(
+                    Input(
+                        key,
+                        position,
+                        token,
+                        memory,
+                        buffer,
+                        tensor.requires_grad,
+                        lend=self.lends or origin.producer is not None,
+                    )
+                )
             shown[key] = tree_unflatten(flat, spec)
         return shown, inputs, leaves, origins
 
@@ -252,21 +326,31 @@ class VariantBuild:
         return self.origins[id(tensor)], buffer
 
     def _parameters_of(self, outputs: list[torch.Tensor]) -> list[Any]:
-        """The aliases that outputs of a region depend on. Other leaves are inputs, or made by the region itself: the
-        dry run has refused those from elsewhere."""
+        """The aliases that outputs of a region depend on. Other leaves are inputs, or made by the
+        region itself: the dry run has refused those from elsewhere."""
         return [leaf for leaf in leaves_behind(outputs) if id(leaf) in self.aliases.parameter_of]
 
     def _capture_backward(self, index: int) -> Region:
         forward = self.forwards[index]
-        outputs = [Output(static, out.requires_grad)
-                   for static, out in zip(forward.statics, forward.outputs, strict=True)]
+        outputs = [
+            Output(static, out.requires_grad)
+            for static, out in zip(forward.statics, forward.outputs, strict=True)
+        ]
         owned, returned = self._classify(forward.parameters)
         region = Region(
-            index, self.program.describe(forward.run), forward.graph, forward.inputs, outputs, forward.facts,
-            forward.entries, self._context(forward, {}),
+            index,
+            self.program.describe(forward.run),
+            forward.graph,
+            forward.inputs,
+            outputs,
+            forward.facts,
+            forward.entries,
+            self._context(forward, {}),
             ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
-            kernel_settings(self.slot.backend.device_type), CallModes.now(self.slot.backend.device_type),
-            [self.aliases.parameter_of[id(a)] for a in returned])
+            kernel_settings(self.slot.backend.device_type),
+            CallModes.now(self.slot.backend.device_type),
+            [self.aliases.parameter_of[id(a)] for a in returned],
+        )
         made = {number: out for number, out in enumerate(forward.outputs) if out.requires_grad}
         readers = readers_of_results(list(made.values()))
         region.inner = sorted({list(made)[place] for _, read in readers for _, place in read})
@@ -275,49 +359,86 @@ class VariantBuild:
         read_inputs = set[int]()
         for number, pattern in enumerate(patterns):
             region.backwards[pattern], reads, storages = self._capture_pattern(
-                index, forward, pattern, owned, returned, again=number + 1 < len(patterns))
+                index, forward, pattern, owned, returned, again=number + 1 < len(patterns)
+            )
             later |= reads
             read_inputs |= storages
         region.context = self._context(forward, later)
         region.context.inputs = [
-            number for number, (entry, leaf) in enumerate(zip(forward.inputs, forward.leaves, strict=True))
-            if entry.buffer is not None and leaf.untyped_storage()._cdata in read_inputs]
-        region.saved = [number for number, out in enumerate(forward.outputs)
-                        if out.untyped_storage()._cdata in read_inputs]
+            number
+            for number, (entry, leaf) in enumerate(zip(forward.inputs, forward.leaves, strict=True))
+            if entry.buffer is not None and leaf.untyped_storage()._cdata in read_inputs
+        ]
+        region.saved = [
+            number
+            for number, out in enumerate(forward.outputs)
+            if out.untyped_storage()._cdata in read_inputs
+        ]
         self.arriving = defaultdict(list, {k: v for k, v in self.arriving.items() if k[0] != index})
-        self.origins = {key: origin for key, origin in self.origins.items() if origin.producer != index}
-        self.made[index], forward.outputs, forward.leaves, forward.origins, forward.statics = [], [], [], [], []
+        self.origins = {
+            key: origin for key, origin in self.origins.items() if origin.producer != index
+        }
+        self.made[index], forward.outputs, forward.leaves, forward.origins, forward.statics = (
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
         return region
 
     def _context(self, forward: _Forward, later: dict[Place, torch.Tensor]) -> Context:
         """later: what backwards read from outside."""
         slot = {leaf.untyped_storage()._cdata for leaf in forward.leaves}
-        reads = self._originals({place: t for place, t in forward.uses.reads.items() if place[0] not in slot})
+        reads = self._originals(
+            {place: t for place, t in forward.uses.reads.items() if place[0] not in slot}
+        )
         written = {place: t for place, t in forward.uses.writes.items() if place[0] not in slot}
         writes = self._originals(written)
-        counted = self._originals({place: t for place, t in written.items() if place not in forward.uses.uncounted})
-        # Autograd saves parameters that a backward does not need after all, and raises when they have changed.
-        saved = {key: t for key, t in reads.items() if isinstance(t, torch.nn.Parameter) and key not in writes}
+        counted = self._originals(
+            {place: t for place, t in written.items() if place not in forward.uses.uncounted}
+        )
+        # Autograd saves parameters that a backward does not need after all, and raises when they
+        # have changed.
+        saved = {
+            key: t
+            for key, t in reads.items()
+            if isinstance(t, torch.nn.Parameter) and key not in writes
+        }
         first = self._originals(later) | saved
         reads = first | reads
         generators = self.slot.backend.generators() if forward.uses.draws else []
-        return Context(partial(self.plain.run, forward.run), self.changed, self.calls, self.gradients,
-                       list(reads.values()), list(first.values()), [tensor.data_ptr() for tensor in first.values()],
-                       list(writes.values()), list(counted.values()), generators,
-                       compiled=self.program.compiler is not None,
-                       asks_later=self.rehearsal.unpacks or runs_python(forward.outputs))
+        return Context(
+            partial(self.plain.run, forward.run),
+            self.changed,
+            self.calls,
+            self.gradients,
+            list(reads.values()),
+            list(first.values()),
+            [tensor.data_ptr() for tensor in first.values()],
+            list(writes.values()),
+            list(counted.values()),
+            generators,
+            compiled=self.program.compiler is not None,
+            asks_later=self.rehearsal.unpacks or runs_python(forward.outputs),
+        )
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Tensors by whose versions changes are seen: parameters in place of their aliases, which count alone."""
+        """Tensors by whose versions changes are seen: parameters in place of their aliases, which
+        count alone."""
         originals: dict[int, torch.Tensor] = {}
         for (cdata, address), tensor in found.items():
             chosen: list[torch.Tensor] = [
-                p for start, stop, p in self.aliases.memory.get(cdata, ()) if start <= address < stop]
+                p
+                for start, stop, p in self.aliases.memory.get(cdata, ())
+                if start <= address < stop
+            ]
             originals.update((id(original), original) for original in chosen or [tensor])
         return originals
 
     def _patterns(self, index: int, forward: _Forward, region: Region) -> list[Pattern]:
-        """The patterns of gradients to capture backwards for: those that were learned, or what is expected."""
+        """The patterns of gradients to capture backwards for: those that were learned, or what is
+        expected."""
         expected: list[Layout | None] = []
         for number, output in enumerate(region.outputs):
             later = self.arriving[(index, number)]
@@ -330,15 +451,25 @@ class VariantBuild:
                 known = self.exposed[(index, number)]
                 layout = layout_of(forward.outputs[number]) if known is None else known
             expected.append(layout)
-        learned = [pattern for pattern in self.gradients.known(index) if len(pattern) == len(expected)]
+        learned = [
+            pattern for pattern in self.gradients.known(index) if len(pattern) == len(expected)
+        ]
         patterns = learned or [tuple(expected)]
         # Compiled code gives up what it has saved in its first backward.
         patterns = patterns[-1:] if self.program.compiler is not None else patterns
         return [pattern for pattern in patterns if any(layout is not None for layout in pattern)]
 
-    def _capture_pattern(self, index: int, forward: _Forward, pattern: Pattern, owned: list[Any], returned: list[Any],
-                         again: bool) -> tuple[Backward, dict[Place, torch.Tensor], set[int]]:
-        """Capture the backward of a pattern. again: another one follows, so the autograd graph stays.
+    def _capture_pattern(
+        self,
+        index: int,
+        forward: _Forward,
+        pattern: Pattern,
+        owned: list[Any],
+        returned: list[Any],
+        again: bool,
+    ) -> tuple[Backward, dict[Place, torch.Tensor], set[int]]:
+        """Capture the backward of a pattern. again: another one follows, so the autograd graph
+        stays.
 
         Returned with what it reads from outside, and the storages of all that it reads.
         """
@@ -353,19 +484,34 @@ class VariantBuild:
 
         def run() -> None:
             with uses:
-                _backward(starts, [gradient for gradient, _ in incoming.values()], [*leaves, *owned, *returned],
-                          owned, landings, again)
+                _backward(
+                    starts,
+                    [gradient for gradient, _ in incoming.values()],
+                    [*leaves, *owned, *returned],
+                    owned,
+                    landings,
+                    again,
+                )
 
         # Autocast ends with the forward: its own operations know what they were cast to.
         with torch.autocast(self.slot.device.type, enabled=False):
             graph, _ = self.window.capture(run, brief=True)
         statics = {number: static for number, (_, static) in incoming.items()}
-        # A parameter that the backward does not reach has no gradient: nothing is added to its `.grad`.
-        reached = [buffer for buffer in buffers.values() if local_tensor(buffer.tensor).data_ptr() in uses.addresses]
+        # A parameter that the backward does not reach has no gradient: nothing is added to its
+        # `.grad`.
+        reached = [
+            buffer
+            for buffer in buffers.values()
+            if local_tensor(buffer.tensor).data_ptr() in uses.addresses
+        ]
         backward = Backward(graph, statics, [], reached, [])
         self._collect(index, forward, backward, owned, returned, landings)
-        ours = [*forward.leaves, *(gradient for gradient, _ in incoming.values()),
-                *(local_tensor(buffer.tensor) for buffer in buffers.values()), *(landing for _, landing in landings)]
+        ours = [
+            *forward.leaves,
+            *(gradient for gradient, _ in incoming.values()),
+            *(local_tensor(buffer.tensor) for buffer in buffers.values()),
+            *(landing for _, landing in landings),
+        ]
         known = {tensor.untyped_storage()._cdata for tensor in ours}
         outside = {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
         return backward, outside, uses.storages
@@ -374,48 +520,77 @@ class VariantBuild:
         placements = self.rehearsal.placements.get(self.aliases.numbers[id(alias)])
         return self.buffers.buffer(self.aliases.parameter_of[id(alias)], placements)
 
-    def _incoming(self, index: int, forward: _Forward, pattern: Pattern) -> dict[int, tuple[torch.Tensor, Static]]:
-        """Where gradients of outputs arrive: where a later region leaves them, or in a buffer of the slot."""
+    def _incoming(
+        self, index: int, forward: _Forward, pattern: Pattern
+    ) -> dict[int, tuple[torch.Tensor, Static]]:
+        """Where gradients of outputs arrive: where a later region leaves them, or in a buffer of
+        the slot."""
         incoming: dict[int, tuple[torch.Tensor, Static]] = {}
         for number, layout in enumerate(pattern):
             if layout is None:
                 continue
-            later = [(gradient, static) for _, gradient, static in self.arriving[(index, number)]
-                     if layout_of(gradient) == layout]
+            later = [
+                (gradient, static)
+                for _, gradient, static in self.arriving[(index, number)]
+                if layout_of(gradient) == layout
+            ]
             if later:
                 incoming[number] = later[0]
             else:
-                buffer = self.slot.buffer(("gradient", index, number), forward.outputs[number], layout)
+                buffer = self.slot.buffer(
+                    ("gradient", index, number), forward.outputs[number], layout
+                )
                 incoming[number] = buffer, Owned(buffer)
         return incoming
 
     def _classify(self, aliases: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Which parameters the backward graph accumulates itself, and which return their gradient through autograd."""
+        """Which parameters the backward graph accumulates itself, and which return their gradient
+        through autograd."""
         users: dict[int, int] = defaultdict(int)
         for forward in self.forwards.values():
             for alias in forward.parameters:
                 users[id(alias)] += 1
-        owned = [a for a in aliases if users[id(a)] == 1 and id(a) not in self.used_eagerly
-                 and not has_hooks(self.aliases.parameter_of[id(a)])]
+        owned = [
+            a
+            for a in aliases
+            if users[id(a)] == 1
+            and id(a) not in self.used_eagerly
+            and not has_hooks(self.aliases.parameter_of[id(a)])
+        ]
         taken = {id(a) for a in owned}
         return owned, [a for a in aliases if id(a) not in taken]
 
     def _landings(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs whose gradient is read later than right after the replay, with memory of the slot that takes it in."""
-        read_later = {id(leaf): leaf for entry, leaf in zip(forward.inputs, forward.leaves, strict=True)
-                      if leaf.requires_grad and entry.lend}
+        """Inputs whose gradient is read later than right after the replay, with memory of the slot
+        that takes it in."""
+        read_later = {
+            id(leaf): leaf
+            for entry, leaf in zip(forward.inputs, forward.leaves, strict=True)
+            if leaf.requires_grad and entry.lend
+        }
         return [(leaf, self.window.allocate(leaf.detach())) for leaf in read_later.values()]
 
-    def _collect(self, index: int, forward: _Forward, backward: Backward, owned: list[Any], returned: list[Any],
-                 landings: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _collect(
+        self,
+        index: int,
+        forward: _Forward,
+        backward: Backward,
+        owned: list[Any],
+        returned: list[Any],
+        landings: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
         """Take the gradients that the backward left on its leaves."""
         landing_of = {id(leaf): landing for leaf, landing in landings}
         for alias in owned:
             alias.grad = None
         for alias in returned:
-            backward.returned.append(None if alias.grad is None else static_gradient(self.window, alias.grad))
+            backward.returned.append(
+                None if alias.grad is None else static_gradient(self.window, alias.grad)
+            )
             alias.grad = None
-        for entry, leaf, origin in zip(forward.inputs, forward.leaves, forward.origins, strict=True):
+        for entry, leaf, origin in zip(
+            forward.inputs, forward.leaves, forward.origins, strict=True
+        ):
             if leaf.grad is None:  # or one that another place of the same tensor has taken
                 backward.gradients.append(None)
                 continue
@@ -424,31 +599,44 @@ class VariantBuild:
             backward.gradients.append(static)
             if origin.producer is not None:
                 self.arriving[(origin.producer, origin.number)].append((index, gradient, static))
-            elif entry.lend:  # read when the last backward has run: none of those to come may take its memory
+            elif (
+                entry.lend
+            ):  # read when the last backward has run: none of those to come may take its memory
                 self.lent.append(gradient)
             leaf.grad = None
 
 
 def refuse_changed_inputs(versions: list[int], inputs: list[torch.Tensor], name: str) -> None:
-    """Raise CaptureError when captured code, called `name`, has written to one of its inputs. versions: before."""
+    """Raise CaptureError when captured code, called `name`, has written to one of its inputs.
+    versions: before."""
     if versions != [leaf._version for leaf in inputs]:
-        raise CaptureError(f"{name} changes one of its inputs in place", user_line(),
-                           "write to a new tensor: the caller's tensor would not change when the graph is replayed")
+        raise CaptureError(
+            f"{name} changes one of its inputs in place",
+            user_line(),
+            "write to a new tensor: the caller's tensor would not change when the graph is "
+            "replayed",
+        )
 
 
 def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
     """For the call's tensors, by identity, their numbers.
 
-    A tensor that the call has twice is left out: which of the two places is meant cannot be told, and the next call may
-    well have different tensors there.
+    A tensor that the call has twice is left out: which of the two places is meant cannot be told,
+    and the next call may well have different tensors there.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     times = Counter(map(id, tensors))
     return {id(tensor): number for number, tensor in enumerate(tensors) if times[id(tensor)] == 1}
 
 
-def _backward(starts: list[Any], gradients: list[Any], wanted: list[Any], owned: list[Any],
-              landings: list[tuple[torch.Tensor, torch.Tensor]], again: bool) -> None:
+def _backward(
+    starts: list[Any],
+    gradients: list[Any],
+    wanted: list[Any],
+    owned: list[Any],
+    landings: list[tuple[torch.Tensor, torch.Tensor]],
+    again: bool,
+) -> None:
     """What a backward graph holds."""
     accumulator = Accumulator(owned)
     try:
@@ -469,10 +657,12 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detached_state(state: State, single: Container[int] = (), keep: Container[int] = ()) -> State:
-    """The state cut from the caller's autograd graph; tensors of `keep` (identities) are left as they are.
+    """The state cut from the caller's autograd graph; tensors of `keep` (identities) are left as
+    they are.
 
-    A differentiable tensor of `single` that occurs twice stays one, so that its gradients are summed in eager's order.
-    Any other becomes two: the next call with this key may well pass two different ones.
+    A differentiable tensor of `single` that occurs twice stays one, so that its gradients are
+    summed in eager's order. Any other becomes two: the next call with this key may well pass two
+    different ones.
     """
     cut: dict[int, torch.Tensor] = {}
 
@@ -491,7 +681,15 @@ def check_outputs(result: Any) -> None:
     for leaf in tree_leaves(result):
         if not isinstance(leaf, torch.Tensor | int | float | str | bool | None):
             remedy = "return tensors in tuples, lists or dicts. " + LEAVE_OUT
-            if hasattr(leaf, "get_seq_length"):  # what language models call a cache of keys and values
-                remedy = "it is a cache for generation, which training does not need: model.config.use_cache = False"
-            raise CaptureError(f"the module returns a {type(leaf).__name__}, which a graph cannot make", user_line(),
-                               remedy)
+            if hasattr(
+                leaf, "get_seq_length"
+            ):  # what language models call a cache of keys and values
+                remedy = (
+                    "it is a cache for generation, which training does not need: "
+                    "model.config.use_cache = False"
+                )
+            raise CaptureError(
+                f"the module returns a {type(leaf).__name__}, which a graph cannot make",
+                user_line(),
+                remedy,
+            )

@@ -1,4 +1,5 @@
 """The modes that a call was made under, for code of it that runs again later, in the backward."""
+
 import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -32,21 +33,32 @@ class CallModes(NamedTuple):
         """The modes of this thread."""
         found = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _SDP]
         return cls(
-            device_type, (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type),
-                          torch.is_autocast_cache_enabled()),
-            torch.get_default_dtype(), torch.get_default_device() if torch._C._len_torch_function_stack() else None,
-            (tuple(found), tuple(torch._C._get_sdp_priority_order())), torch._C._get_cudnn_enabled())
+            device_type,
+            (
+                torch.is_autocast_enabled(device_type),
+                torch.get_autocast_dtype(device_type),
+                torch.is_autocast_cache_enabled(),
+            ),
+            torch.get_default_dtype(),
+            torch.get_default_device() if torch._C._len_torch_function_stack() else None,
+            (tuple(found), tuple(torch._C._get_sdp_priority_order())),
+            torch._C._get_cudnn_enabled(),
+        )
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Within the block these are the modes. Default dtype and choice of kernels are those of the whole process, as
-        where users set them."""
+        """Within the block these are the modes. Default dtype and choice of kernels are those of
+        the whole process, as where users set them."""
         before = CallModes.now(self.device_type)
         enabled, dtype, cache = self.autocast
         self._set(before)
         try:
-            with torch.autocast(self.device_type, dtype=dtype, enabled=enabled, cache_enabled=cache), \
-                    torch.device(self.device or "cpu") if self.device != before.device else contextlib.nullcontext():
+            with (
+                torch.autocast(self.device_type, dtype=dtype, enabled=enabled, cache_enabled=cache),
+                torch.device(self.device or "cpu")
+                if self.device != before.device
+                else contextlib.nullcontext(),
+            ):
                 yield
         finally:
             before._set(self)

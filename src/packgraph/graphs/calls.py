@@ -1,10 +1,12 @@
-"""The operations that the code of a forward calls, in their order, with what they are given besides tensors.
+"""The operations that the code of a forward calls, in their order, with what they are given besides
+tensors.
 
-A graph holds those of the one run that was captured. So they are compared between runs with the same arguments: two
-dry runs, which may not differ at all, and the capture, whose code could ask whether it is captured and go another way
-than in eager calls. Tensors count by their form, and those of the module by where they lie, too: so another expert of
-the same shape is another call.
+A graph holds those of the one run that was captured. So they are compared between runs with the
+same arguments: two dry runs, which may not differ at all, and the capture, whose code could ask
+whether it is captured and go another way than in eager calls. Tensors count by their form, and
+those of the module by where they lie, too: so another expert of the same shape is another call.
 """
+
 import operator
 import os
 import sys
@@ -20,10 +22,15 @@ from packgraph.graphs.operations import PLAIN_TENSORS, PLAIN_VALUES, Operation
 from packgraph.graphs.parameters import local_tensor
 
 _OFFLOADING = str(Path(__file__).parent.parent / "offloading") + os.sep
-VARIES = "pass what changes from call to call to forward as an argument, as a tensor if it may have any value"
+VARIES = (
+    "pass what changes from call to call to forward as an argument, as a tensor if it may have any "
+    "value"
+)
 _TWICE = ("two runs of forward with the same arguments", "a replay would always do the same")
-_CAPTURED = ("a run of forward and its capture, with the same arguments,",
-             "it may ask whether it is captured, which an eager call is not")
+_CAPTURED = (
+    "a run of forward and its capture, with the same arguments,",
+    "it may ask whether it is captured, which an eager call is not",
+)
 
 
 class Line(NamedTuple):
@@ -37,7 +44,8 @@ class Line(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A tensor that an operation gets. place: storage, offset and strides of one that is the module's own."""
+    """A tensor that an operation gets. place: storage, offset and strides of one that is the
+    module's own."""
 
     place: tuple[int, int, tuple[int, ...]] | None
     shape: tuple[int, ...]
@@ -58,15 +66,24 @@ class OperationLog:
         self._files: dict[str, bool] = {}
 
     def tell_apart(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are parameters and buffers of the module: operations on them differ by which they are given."""
-        self._owned = {tensor.untyped_storage()._cdata for tensor in map(local_tensor, tensors)
-                       if tensor.layout is torch.strided}
+        """These are parameters and buffers of the module: operations on them differ by which they
+        are given."""
+        self._owned = {
+            tensor.untyped_storage()._cdata
+            for tensor in map(local_tensor, tensors)
+            if tensor.layout is torch.strided
+        }
 
     def called(self, operation: Operation, operands: Sequence[Any]) -> None:
         """The code of a forward calls an operation."""
         facts = (operation.shown, *map(self._fact, operands))
-        if operation.function is torch.ops.aten.lift_fresh.default and operands[0].device.type == "cpu":
-            with torch._C.DisableTorchFunction():  # ours: it reads no tensor that an operation has made
+        if (
+            operation.function is torch.ops.aten.lift_fresh.default
+            and operands[0].device.type == "cpu"
+        ):
+            with (
+                torch._C.DisableTorchFunction()
+            ):  # ours: it reads no tensor that an operation has made
                 facts += (repr(operands[0].tolist()),)
         self._calls.append((facts, self.line()))
 
@@ -94,17 +111,25 @@ class OperationLog:
         return _difference(self._calls, other._calls, operator.eq, *_TWICE)
 
     def difference_of_capture(self, other: "OperationLog") -> CaptureError | None:
-        """The error that says where this run, which is captured, differs from an earlier one, which was not."""
+        """The error that says where this run, which is captured, differs from an earlier one, which
+        was not."""
         return _difference(self._operations(), other._operations(), _same_fact, *_CAPTURED)
 
     def _operations(self) -> list[_Call]:
-        return [call for call in self._calls if call[0][0] != "returns" and not is_of_offloading(call[1])]
+        return [
+            call
+            for call in self._calls
+            if call[0][0] != "returns" and not is_of_offloading(call[1])
+        ]
 
     def _fact(self, operand: Any) -> Any:
         if type(operand) not in PLAIN_TENSORS and not isinstance(operand, torch.Tensor):
             return _fact(operand)
         place = None
-        if operand.layout is torch.strided and (storage := operand.untyped_storage()._cdata) in self._owned:
+        if (
+            operand.layout is torch.strided
+            and (storage := operand.untyped_storage()._cdata) in self._owned
+        ):
             place = storage, operand.storage_offset(), operand.stride()
         return _Tensor(place, tuple(operand.shape), operand.dtype, operand.device)
 
@@ -127,44 +152,63 @@ def _fact(operand: Any) -> Any:
         return type(operand), operand
     if isinstance(operand, float | complex):
         return type(operand), repr(operand)  # NaN is not equal to itself
-    if isinstance(operand, int | str | None | torch.dtype | torch.device | torch.layout | torch.memory_format):
+    if isinstance(
+        operand, int | str | None | torch.dtype | torch.device | torch.layout | torch.memory_format
+    ):
         return type(operand), operand
     return type(operand)
 
 
 def is_of_offloading(line: Line | str) -> bool:
-    """Whether it is the engine's that copies to the host and back: those are operations of its own, elsewhere in a
-    capture than in other runs."""
+    """Whether it is the engine's that copies to the host and back: those are operations of its own,
+    elsewhere in a capture than in other runs."""
     return isinstance(line, Line) and line.code.co_filename.startswith(_OFFLOADING)
 
 
-def _difference(later: Sequence[_Call], earlier: Sequence[_Call], same: Callable[[Any, Any], bool], runs: str, why: str
-                ) -> CaptureError | None:
-    """In words how one run's calls differ from those of an earlier one. same: whether two facts are."""
+def _difference(
+    later: Sequence[_Call],
+    earlier: Sequence[_Call],
+    same: Callable[[Any, Any], bool],
+    runs: str,
+    why: str,
+) -> CaptureError | None:
+    """In words how one run's calls differ from those of an earlier one. same: whether two facts
+    are."""
     for (mine, line), (theirs, other) in zip(later, earlier, strict=False):
         if mine != theirs and not (len(mine) == len(theirs) and all(map(same, mine, theirs))):
             line = line if mine[0] != "returns" else other  # no operation, so of no line of forward
-            return CaptureError(f"{runs} {_different_calls(theirs, mine, same)}: {why}", str(line), VARIES)
+            return CaptureError(
+                f"{runs} {_different_calls(theirs, mine, same)}: {why}", str(line), VARIES
+            )
     if len(later) != len(earlier):
         longer, shared = max(later, earlier, key=len), min(len(later), len(earlier))
-        return CaptureError(f"of {runs} one went on with {longer[shared][0][0]}, the other did not: {why}",
-                            str(longer[shared][1]), VARIES)
+        return CaptureError(
+            f"of {runs} one went on with {longer[shared][0][0]}, the other did not: {why}",
+            str(longer[shared][1]),
+            VARIES,
+        )
     return None
 
 
 def _same_fact(captured: Any, rehearsed: Any) -> bool:
-    """A capture may have a copy of what is the module's own: of what an eager stage before it hands over."""
+    """A capture may have a copy of what is the module's own: of what an eager stage before it hands
+    over."""
     if isinstance(captured, _Tensor) and isinstance(rehearsed, _Tensor) and captured.place is None:
         return captured[1:] == rehearsed[1:]
     return bool(captured == rehearsed)
 
 
-def _different_calls(mine: tuple[Any, ...], theirs: tuple[Any, ...], same: Callable[[Any, Any], bool]) -> str:
+def _different_calls(
+    mine: tuple[Any, ...], theirs: tuple[Any, ...], same: Callable[[Any, Any], bool]
+) -> str:
     if mine[0] == theirs[0] and len(mine) == len(theirs):
         one, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if not same(b, a))
         if isinstance(one, _Tensor) and isinstance(other, _Tensor) and one[1:] == other[1:]:
             return f"gave {mine[0]} another parameter or buffer of the same form"
-        shown = f"{one[-1]} and then {other[-1]}" if isinstance(one, tuple) and isinstance(other, tuple) else \
-            f"{one} and then {other}"
+        shown = (
+            f"{one[-1]} and then {other[-1]}"
+            if isinstance(one, tuple) and isinstance(other, tuple)
+            else f"{one} and then {other}"
+        )
         return f"gave {mine[0]} other values, {shown}"
     return f"called {mine[0]} and then {theirs[0]}"

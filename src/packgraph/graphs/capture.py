@@ -1,9 +1,11 @@
-"""One capture as a transaction: either a variant is ready, or everything is as before and the error says where.
+"""One capture as a transaction: either a variant is ready, or everything is as before and the error
+says where.
 
-What is undone in both cases: writes to tensors that existed before (journal), random generator states, the state of
-Python's garbage collector, the autocast cache setting, the module's parameters and attributes, Python's and numpy's
-random states.
+What is undone in both cases: writes to tensors that existed before (journal), random generator
+states, the state of Python's garbage collector, the autocast cache setting, the module's parameters
+and attributes, Python's and numpy's random states.
 """
+
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
@@ -33,7 +35,13 @@ from packgraph.graphs.errors import CaptureError, raised_line, user_line
 from packgraph.graphs.escapes import Observation, ObservingChecker
 from packgraph.graphs.exclusive import one_capture
 from packgraph.graphs.gradients import GradientBuffers
-from packgraph.graphs.host_calls import SavedTensorHooks, Unseen, unwatched, watch_also, watched_calls
+from packgraph.graphs.host_calls import (
+    SavedTensorHooks,
+    Unseen,
+    unwatched,
+    watch_also,
+    watched_calls,
+)
 from packgraph.graphs.host_sync import (
     LEAVE_OUT,
     CaptureChecker,
@@ -52,26 +60,36 @@ from packgraph.graphs.retries import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.side_effects import ObservedProgram, SideEffects, forward_line
 from packgraph.graphs.slots import Slot
 
-_RETURN_GRADIENT = "return the gradient from backward, and pass the parameter to the function as an input"
-# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code that meets a tensor
-# where it expected a number raises one of the others. Anything else is not ours to interpret.
+_RETURN_GRADIENT = (
+    "return the gradient from backward, and pass the parameter to the function as an input"
+)
+# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code
+# that meets a tensor where it expected a number raises one of the others. Anything else is not ours
+# to interpret.
 USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
 
 
 @contextlib.contextmanager
-def undone(module: torch.nn.Module, backend: Backend, effects: SideEffects | None = None,
-           watched: bool = True) -> Iterator[Journal]:
-    """Undo every effect on tensors, random generators and the module's Python state when the block ends.
+def undone(
+    module: torch.nn.Module,
+    backend: Backend,
+    effects: SideEffects | None = None,
+    watched: bool = True,
+) -> Iterator[Journal]:
+    """Undo every effect on tensors, random generators and the module's Python state when the block
+    ends.
 
-    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls of Python code are
-    looked at, which slows compilers down. Raises CaptureError, after undoing all,
-    when the block has changed Python state that a replay would not change.
+    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls
+    of Python code are looked at, which slows compilers down. Raises CaptureError, after undoing
+    all, when the block has changed Python state that a replay would not change.
     """
     with one_capture():
         yield from _undone(module, backend, effects or SideEffects(module), watched)
 
 
-def _undone(module: torch.nn.Module, backend: Backend, effects: SideEffects, watched: bool) -> Iterator[Journal]:
+def _undone(
+    module: torch.nn.Module, backend: Backend, effects: SideEffects, watched: bool
+) -> Iterator[Journal]:
     journal = Journal()
     backend.extra_generators = module_generators(module)
     generators = backend.generators()
@@ -84,7 +102,10 @@ def _undone(module: torch.nn.Module, backend: Backend, effects: SideEffects, wat
             journal.before_write(buffer)
     journal.draws = effects.draws
     try:
-        with known_generators(generators), effects.draws.watching() if watched else contextlib.nullcontext():
+        with (
+            known_generators(generators),
+            effects.draws.watching() if watched else contextlib.nullcontext(),
+        ):
             yield journal
         effects.check()
     finally:
@@ -96,39 +117,73 @@ def _undone(module: torch.nn.Module, backend: Backend, effects: SideEffects, wat
             gc.enable()
 
 
-def capture_variant(program: Program, backend: Backend, slot: Slot, buffers: GradientBuffers, gradients: KeyGradients,
-                    changed: Callable[[], object], calls: contextlib.AbstractContextManager[object], lends: bool,
-                    args: tuple[Any, ...], kwargs: dict[str, Any],
-                    rehearsal: DryRun, lifetimes: list[Lifetime] | None = None) -> Variant:
+def capture_variant(
+    program: Program,
+    backend: Backend,
+    slot: Slot,
+    buffers: GradientBuffers,
+    gradients: KeyGradients,
+    changed: Callable[[], object],
+    calls: contextlib.AbstractContextManager[object],
+    lends: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rehearsal: DryRun,
+    lifetimes: list[Lifetime] | None = None,
+) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
-    gradients: what is known of the gradients of such calls. changed: whether facts about the module hold no longer that
-    graphs bake. calls: entered around eager runs of the module. rehearsal: of the same call. lifetimes: of a trial,
-    gets what is allocated in the slot's pools, which are empty, oldest first. Raises CaptureError; nothing has changed
-    then.
+    gradients: what is known of the gradients of such calls. changed: whether facts about the module
+    hold no longer that graphs bake. calls: entered around eager runs of the module. rehearsal: of
+    the same call. lifetimes: of a trial, gets what is allocated in the slot's pools, which are
+    empty, oldest first. Raises CaptureError; nothing has changed then.
     """
     effects = SideEffects(program.module, program.volatile, program.assigned)
-    # The dry run has watched the calls of the same code; what effects a recording holds it must see itself.
+    # The dry run has watched the calls of the same code; what effects a recording holds it must see
+    # itself.
     quiet = contextlib.nullcontext() if rehearsal.has_host_steps else unwatched()
-    with explained(), quiet, undone(program.module, backend, effects) as journal, \
-            aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None, fixed=True):
+    with (
+        explained(),
+        quiet,
+        undone(program.module, backend, effects) as journal,
+        aliased_parameters(program.module) as aliases,
+        compiled_code(program.compiler is not None, fixed=True),
+    ):
         watched = ObservedProgram(program, effects)
         backend.lanes.memories.let_go()
         with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
-            build = VariantBuild(watched, program, slot, window, aliases, buffers, gradients, changed, calls,
-                                 journal, lends, rehearsal)
+            build = VariantBuild(
+                watched,
+                program,
+                slot,
+                window,
+                aliases,
+                buffers,
+                gradients,
+                changed,
+                calls,
+                journal,
+                lends,
+                rehearsal,
+            )
             variant = build.capture(args, kwargs)
         if lifetimes is not None:
             lifetimes += window.lifetimes()
         return variant
 
 
-def dry_run(program: Program, backend: Backend, gradients: KeyGradients,
-            args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
+def dry_run(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> DryRun:
     """Run forward and backward, watched, and forward again, and compare.
 
-    Raises CaptureError at the line of what a capture could not hold, or a replay would not do, while that is still
-    harmless: operations, tensors that leave other than through the outputs, numbers that differ between the runs.
+    Raises CaptureError at the line of what a capture could not hold, or a replay would not do,
+    while that is still harmless: operations, tensors that leave other than through the outputs,
+    numbers that differ between the runs.
     """
     around = Remembered(program.module)
     try:
@@ -139,32 +194,55 @@ def dry_run(program: Program, backend: Backend, gradients: KeyGradients,
         raise
 
 
-def dry_run_again(program: Program, backend: Backend, gradients: KeyGradients,
-                  args: tuple[Any, ...], kwargs: dict[str, Any], earlier: DryRun) -> DryRun:
+def dry_run_again(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    earlier: DryRun,
+) -> DryRun:
     """Dry-run another capture of calls that were dry-run before: `earlier`.
 
-    A cache that code filled then may have lost it since. Were it filled in a capture, what it holds would lie in the
-    graphs' memory, and would have no values until a replay. Raises CaptureError where calls are not what they were.
+    A cache that code filled then may have lost it since. Were it filled in a capture, what it holds
+    would lie in the graphs' memory, and would have no values until a replay. Raises CaptureError
+    where calls are not what they were.
     """
     seen = Observation(Constants())
     with unwatched():
-        now = _once(program, backend, gradients, args, kwargs, partial(backend.warm_up, as_called=True), seen)
+        now = _once(
+            program,
+            backend,
+            gradients,
+            args,
+            kwargs,
+            partial(backend.warm_up, as_called=True),
+            seen,
+        )
     if not (seen.calls.same_as(earlier.calls) and seen.constants.same_as(earlier.constants)):
         now = dry_run(program, backend, gradients, args, kwargs)
         if not (now.calls.same_as(earlier.calls) and now.constants.same_as(earlier.constants)):
             raise CaptureError(
-                "forward calls other operations than for graphs that were captured before, with the same arguments, or "
+                "forward calls other operations than for graphs that were captured before, with "
+                "the same arguments, or "
                 "gives them other numbers: a graph would freeze them",
-                now.constants.first_difference(earlier.constants), VARIES)
+                now.constants.first_difference(earlier.constants),
+                VARIES,
+            )
         return now
     earlier = earlier._replace(calls=now.calls)
     return earlier._replace(read=now.read, written=now.written) if backend.guard_device else earlier
 
 
-def _compared(program: Program, backend: Backend, gradients: KeyGradients,
-              args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
-    """Dry-run until two runs in a row agree: the first may have filled caches, so that the second does less. One of
-    the two is on the stream of eager calls, which code may ask for."""
+def _compared(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> DryRun:
+    """Dry-run until two runs in a row agree: the first may have filled caches, so that the second
+    does less. One of the two is on the stream of eager calls, which code may ask for."""
     seen, steps = Observation(Constants(), is_first=True), list[Any]()
 
     def watched_run(run: Callable[[], None]) -> None:
@@ -178,8 +256,15 @@ def _compared(program: Program, backend: Backend, gradients: KeyGradients,
     for as_called in (True, False):
         before, seen = seen, Observation(Constants())
         with unwatched():
-            rehearsal = _once(program, backend, gradients, args, kwargs,
-                              partial(backend.warm_up, as_called=as_called), seen)
+            rehearsal = _once(
+                program,
+                backend,
+                gradients,
+                args,
+                kwargs,
+                partial(backend.warm_up, as_called=as_called),
+                seen,
+            )
         seen.check_gone()
         if seen.has_called_as(before):
             used = rehearsal if backend.guard_device else rehearsal._replace(read=[], written=[])
@@ -187,33 +272,61 @@ def _compared(program: Program, backend: Backend, gradients: KeyGradients,
     raise seen.difference(before)
 
 
-def compile_ahead(program: Program, backend: Backend, gradients: KeyGradients,
-                  args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run forward and backward once, watched and undone, so that all compiled code is there before a call needs it.
+def compile_ahead(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run forward and backward once, watched and undone, so that all compiled code is there before
+    a call needs it.
 
     Raises CaptureError at the line of what cannot be compiled.
     """
     with contextlib.ExitStack() as stack:
-        if saved_tensors.are_watched():  # by a checkpoint, say, which is not to see what this run saves beside the call
+        if (
+            saved_tensors.are_watched()
+        ):  # by a checkpoint, say, which is not to see what this run saves beside the call
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         if program.compiler is not None:
             stack.enter_context(program.compiler.counting())
-        _once(program, backend, gradients, args, kwargs, lambda work: work(), Observation(Constants(), is_first=True),
-              watched=False)
+        _once(
+            program,
+            backend,
+            gradients,
+            args,
+            kwargs,
+            lambda work: work(),
+            Observation(Constants(), is_first=True),
+            watched=False,
+        )
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _once(program: Program, backend: Backend, gradients: KeyGradients, args: tuple[Any, ...], kwargs: dict[str, Any],
-          how: Callable[[Callable[[], None]], None], seen: Observation, watched: bool = True) -> DryRun:
-    """Have `how` run forward and backward, undone; what captured code has used from outside. seen: is told the rest.
-    watched: whether draws of random numbers on the host are looked for."""
+def _once(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    how: Callable[[Callable[[], None]], None],
+    seen: Observation,
+    watched: bool = True,
+) -> DryRun:
+    """Have `how` run forward and backward, undone; what captured code has used from outside. seen:
+    is told the rest. watched: whether draws of random numbers on the host are looked for."""
     effects = SideEffects(program.module, program.volatile, program.assigned)
     shown = ObservedProgram(program, effects)
-    with explained(), undone(program.module, backend, effects, watched) as journal, \
-            aliased_parameters(program.module) as aliases, compiled_code(program.compiler is not None):
+    with (
+        explained(),
+        undone(program.module, backend, effects, watched) as journal,
+        aliased_parameters(program.module) as aliases,
+        compiled_code(program.compiler is not None),
+    ):
         parameters, found = [*aliases.alias_of.values()], list[DryRun]()
         run = _Run(shown, effects, backend, gradients, journal, parameters, seen)
         how(lambda: found.append(run(args, kwargs)))
@@ -222,8 +335,9 @@ def _once(program: Program, backend: Backend, gradients: KeyGradients, args: tup
 
 @contextlib.contextmanager
 def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
-    """Within the block captured stages run as compiled code, if `there` is any. fixed: all of it was compiled before,
-    and code that would have to be compiled now is an error, since a capture cannot hold that.
+    """Within the block captured stages run as compiled code, if `there` is any. fixed: all of it
+    was compiled before, and code that would have to be compiled now is an error, since a capture
+    cannot hold that.
     """
     with contextlib.ExitStack() as stack:
         if there:
@@ -234,9 +348,23 @@ def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
 class _Run:
     """A watched run of `program`, whose parameters have aliases: `parameters`."""
 
-    def __init__(self, program: Program, effects: SideEffects, backend: Backend, gradients: KeyGradients,
-                 journal: Journal, parameters: list[Any], seen: Observation) -> None:
-        self.program, self.effects, self.gradients, self.journal, self.seen = program, effects, gradients, journal, seen
+    def __init__(
+        self,
+        program: Program,
+        effects: SideEffects,
+        backend: Backend,
+        gradients: KeyGradients,
+        journal: Journal,
+        parameters: list[Any],
+        seen: Observation,
+    ) -> None:
+        self.program, self.effects, self.gradients, self.journal, self.seen = (
+            program,
+            effects,
+            gradients,
+            journal,
+            seen,
+        )
         self.parameters, self.buffers = parameters, list(program.module.buffers())
         self.device, self.device_type = backend.guard_device, backend.device_type
         self.seen.calls.tell_apart([*parameters, *self.buffers])
@@ -246,7 +374,9 @@ class _Run:
         self.placements: dict[int, tuple[Placement, ...]] = {}
         self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
         self.walked: set[Any] = set()  # nodes of autograd's graph whose leaves were looked at
-        self.ends: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # of backwards to come, and their inputs
+        self.ends: list[
+            tuple[list[torch.Tensor], list[torch.Tensor]]
+        ] = []  # of backwards to come, and their inputs
         self.whole = all(run.captured for run in program.runs)
         self._state: ModuleState | None = None  # with aliases for parameters
 
@@ -261,17 +391,31 @@ class _Run:
                 state = self._captured(run, state) if run.captured else self._eager(run, state)
             result = self.program.end(state)
             check_outputs(result)
-            self.seen.calls.note(("returns", *[repr(leaf) for leaf in tree_leaves(result)
-                                               if not isinstance(leaf, torch.Tensor)]))
+            self.seen.calls.note(
+                (
+                    "returns",
+                    *[
+                        repr(leaf)
+                        for leaf in tree_leaves(result)
+                        if not isinstance(leaf, torch.Tensor)
+                    ],
+                )
+            )
             if self.whole:
                 leaves = tree_leaves(result)
-                self.ends = [([leaves[number] for number in self.gradients.expected(leaves)], inputs)]
+                self.ends = [
+                    ([leaves[number] for number in self.gradients.expected(leaves)], inputs)
+                ]
             self.walked.clear()
             while self.ends:
                 self._backward(*self.ends.pop())
-        return DryRun([tensor.detach() for tensor in self.read.values()],
-                      [tensor.detach() for tensor in self.written.values()], self.seen.constants, self.seen.calls,
-                      self.placements)
+        return DryRun(
+            [tensor.detach() for tensor in self.read.values()],
+            [tensor.detach() for tensor in self.written.values()],
+            self.seen.constants,
+            self.seen.calls,
+            self.placements,
+        )
 
     def _know(self, tensors: list[torch.Tensor]) -> None:
         self.known |= {id(tensor): tensor for tensor in tensors}
@@ -283,9 +427,13 @@ class _Run:
         given = _tensors(shown)
         self._know(given)
         outside = [*self.parameters, *self.buffers, *given]
-        with self._unchanged(), HostSyncCheck(self.device, constants_too=False), \
-                only_forward(outside, self.where, self._assigned), self.seen.constants.remembering(), \
-                ObservingChecker(self.journal, self.device, self.seen, forward=True) as watch:
+        with (
+            self._unchanged(),
+            HostSyncCheck(self.device, constants_too=False),
+            only_forward(outside, self.where, self._assigned),
+            self.seen.constants.remembering(),
+            ObservingChecker(self.journal, self.device, self.seen, forward=True) as watch,
+        ):
             versions = [leaf._version for leaf in given]
             result = self.program.run(run, shown)
             refuse_changed_inputs(versions, given, self.program.describe(run))
@@ -295,26 +443,40 @@ class _Run:
         for leaf in leaves:
             if id(leaf) not in self.known and not self.seen.has_made(leaf):
                 raise CaptureError(
-                    f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that needs a gradient "
-                    "but is no registered parameter of the module", user_line(),
-                    "register it (nn.Parameter attribute or register_parameter), or pass it as an argument")
+                    f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that "
+                    "needs a gradient "
+                    "but is no registered parameter of the module",
+                    user_line(),
+                    "register it (nn.Parameter attribute or register_parameter), or pass it as an "
+                    "argument",
+                )
         staged = {t.untyped_storage()._cdata for t in given}
-        inside = staged | self.seen.storages()  # an earlier run of stages may have made what this one reads
+        inside = (
+            staged | self.seen.storages()
+        )  # an earlier run of stages may have made what this one reads
         self.read |= {key: tensor for key, tensor in watch.external.items() if key not in inside}
         self.written |= {key: tensor for key, tensor in watch.written.items() if key not in inside}
         state = with_lengths(state, shown, result)
         return state if self.whole else self._cut(state, given)
 
     def _cut(self, state: Any, given: list[torch.Tensor]) -> Any:
-        """What captured code has made, as copies of their own: eager stages may keep what they are given, and register
-        hooks. The backward begins at the originals."""
+        """What captured code has made, as copies of their own: eager stages may keep what they are
+        given, and register hooks. The backward begins at the originals."""
         made = [tensor for tensor in _tensors(state) if self.seen.has_made(tensor)]
         self.ends.append(([tensor for tensor in made if tensor.requires_grad], given))
-        copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in made}
+        copies = {
+            id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            for tensor in made
+        }
         self._know(list(copies.values()))
-        # What holds none of them stays itself, so that what came through is known to be what it was.
-        return {key: tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
-                if any(id(leaf) in copies for leaf in tree_leaves(value)) else value for key, value in state.items()}
+        # What holds none of them stays itself, so that what came through is known to be what it
+        # was.
+        return {
+            key: tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
+            if any(id(leaf) in copies for leaf in tree_leaves(value))
+            else value
+            for key, value in state.items()
+        }
 
     def _eager(self, run: Any, state: Any) -> Any:
         with CaptureChecker(self.journal, refuse=False, device=None):
@@ -329,38 +491,59 @@ class _Run:
         if self.device_type == "cuda":
             for end in ends:
                 end.register_hook(watch_also())
-        with self._unchanged(), HostSyncCheck(self.device), \
-                ObservingChecker(self.journal, self.device, self.seen, forward=False), \
-                torch.autocast(self.device_type, enabled=False):
-            found = torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+        with (
+            self._unchanged(),
+            HostSyncCheck(self.device),
+            ObservingChecker(self.journal, self.device, self.seen, forward=False),
+            torch.autocast(self.device_type, enabled=False),
+        ):
+            found = torch.autograd.grad(
+                ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True
+            )
         if any(gradient is not None and gradient.layout is not torch.strided for gradient in found):
-            raise CaptureError("a backward makes a sparse gradient: its size depends on data", self.where,
-                               "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT)
+            raise CaptureError(
+                "a backward makes a sparse gradient: its size depends on data",
+                self.where,
+                "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT,
+            )
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        self.placements |= {numbers[id(leaf)]: gradient.placements for leaf, gradient in zip(wanted, found, strict=True)
-                            if isinstance(gradient, DTensor) and id(leaf) in numbers}
+        self.placements |= {
+            numbers[id(leaf)]: gradient.placements
+            for leaf, gradient in zip(wanted, found, strict=True)
+            if isinstance(gradient, DTensor) and id(leaf) in numbers
+        }
         if any(parameter.grad is not None for parameter in self.parameters):
-            raise CaptureError("a backward writes to the .grad of a parameter by itself: that would happen at capture "
-                               "only, never at a replay", self.where, _RETURN_GRADIENT)
+            raise CaptureError(
+                "a backward writes to the .grad of a parameter by itself: that would happen at "
+                "capture "
+                "only, never at a replay",
+                self.where,
+                _RETURN_GRADIENT,
+            )
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Captured code runs in the block. Raises CaptureError for what it changes in Python outside of the module; a
-        first run may, since caches are filled then."""
+        """Captured code runs in the block. Raises CaptureError for what it changes in Python
+        outside of the module; a first run may, since caches are filled then."""
         if self.seen.is_first:
             yield
             return
-        if self._state is None or self._state.changed() is not None:  # which eager code may do in between
+        if (
+            self._state is None or self._state.changed() is not None
+        ):  # which eager code may do in between
             self._state = ModuleState(self.program.module)
         yield
         self.effects.check(parameters_too=False)  # which knows the line of an assignment
         refuse_changes(self.program.module, self._state, self.where)
 
     def _assigned(self, tensor: torch.Tensor) -> None:
-        """Captured code gives a parameter or buffer other memory: that eager calls do it is no reason to try again."""
+        """Captured code gives a parameter or buffer other memory: that eager calls do it is no
+        reason to try again."""
         for owner in self.program.module.modules():
             for table in (owner._parameters, owner._buffers):
-                self.program.assigned.update((id(owner), name) for name, value in table.items() if value is tensor)
+                self.program.assigned.update(
+                    (id(owner), name) for name, value in table.items() if value is tensor
+                )
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -376,7 +559,8 @@ def explained() -> Iterator[None]:
         raise
     except USER_ERRORS as error:
         what = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CaptureError(f"{type(error).__name__} while capturing: {what}", raised_line(error.__traceback__),
-                           FREE_MEMORY if is_out_of_memory(error) else LEAVE_OUT) from error
-
-
+        raise CaptureError(
+            f"{type(error).__name__} while capturing: {what}",
+            raised_line(error.__traceback__),
+            FREE_MEMORY if is_out_of_memory(error) else LEAVE_OUT,
+        ) from error

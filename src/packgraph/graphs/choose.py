@@ -1,4 +1,6 @@
-"""Which backend serves a module, what compiles its stages, and which lanes copy beside eager work."""
+"""Which backend serves a module, what compiles its stages, and which lanes copy beside eager
+work."""
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +17,8 @@ from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 
 
 def choose_backend(name: str, device: torch.device, generators: list[torch.Generator]) -> Backend:
-    """The backend called `name`; `auto` takes CUDA graphs for CUDA modules and the recorder for CPU modules.
+    """The backend called `name`; `auto` takes CUDA graphs for CUDA modules and the recorder for CPU
+    modules.
 
     generators: random generators that the module holds besides the default ones.
     Raises ValueError for an unknown name or a backend that cannot serve `device`.
@@ -24,13 +27,17 @@ def choose_backend(name: str, device: torch.device, generators: list[torch.Gener
         name = "cuda" if device.type == "cuda" else "recorder"
     if name == "cuda":
         if device.type != "cuda":
-            raise ValueError(f"backend='cuda' needs a module on a CUDA device; its parameters are on {device}. "
-                             "Move the module first, or use backend='recorder' on the CPU")
+            raise ValueError(
+                f"backend='cuda' needs a module on a CUDA device; its parameters are on {device}. "
+                "Move the module first, or use backend='recorder' on the CPU"
+            )
         return CudaBackend(device, generators)
     if name == "recorder":
         if device.type != "cpu":
-            raise ValueError(f"backend='recorder' captures CPU modules; the parameters are on {device}. "
-                             "Use backend='cuda' or 'auto'")
+            raise ValueError(
+                f"backend='recorder' captures CPU modules; the parameters are on {device}. "
+                "Use backend='cuda' or 'auto'"
+            )
         return RecorderBackend(generators)
     raise ValueError(f"unknown backend {name!r}: use 'auto', 'cuda' or 'recorder'")
 
@@ -44,13 +51,16 @@ def make_copy_streams(device: torch.device) -> CopyStreams:
 
 
 def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> StageCompiler | None:
-    """What compiles stages: True is torch's `inductor`, a mapping are options for it, False is nothing.
+    """What compiles stages: True is torch's `inductor`, a mapping are options for it, False is
+    nothing.
 
     stats: gets the counts. Raises ValueError for an unknown compiler or option.
     """
     if compile is False:
         return None
-    from packgraph.graphs.compiled.compiler import Compiler  # loads torch's compiler, which takes seconds
+    from packgraph.graphs.compiled.compiler import (
+        Compiler,
+    )  # loads torch's compiler, which takes seconds
 
     if isinstance(compile, Mapping):
         return Compiler("inductor", stats, options=compile)

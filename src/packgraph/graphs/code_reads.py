@@ -96,9 +96,11 @@ def is_installed(name: str) -> bool:
 
 
 def is_library_class(kind: type) -> bool:
-    """Whether a class comes from a library or from C. One that code without a `__name__` has made says that it is
-    built in."""
-    return is_library(kind.__module__) and not (kind.__module__ == "builtins" and kind.__flags__ & _MADE_BY_CODE)
+    """Whether a class comes from a library or from C. One that code without a `__name__` has made
+    says that it is built in."""
+    return is_library(kind.__module__) and not (
+        kind.__module__ == "builtins" and kind.__flags__ & _MADE_BY_CODE
+    )
 
 
 CALLED_BY_MACHINERY = frozenset({"forward", "backward", "setup_context", "begin", "stages", "end"})

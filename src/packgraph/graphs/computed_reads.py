@@ -1,4 +1,5 @@
-"""Names in strings: what code reads through `globals`, `eval`, `getattr`, `sys.modules` and the like.
+"""Names in strings: what code reads through `globals`, `eval`, `getattr`, `sys.modules` and the
+like.
 
 A name that stands in the code is known. Of one that is computed, as in
 `getattr(settings, f"scale_{i}")`, the beginning is known at most: all that begins so may be read.
@@ -8,15 +9,27 @@ import dis
 import types
 from typing import Any, NamedTuple
 
-_SKIPPED = frozenset({"PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "RESUME", "KW_NAMES", "NOT_TAKEN"})
+_SKIPPED = frozenset(
+    {"PUSH_NULL", "PRECALL", "CACHE", "EXTENDED_ARG", "RESUME", "KW_NAMES", "NOT_TAKEN"}
+)
 _OF_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _OF_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _LOOK_UPS = frozenset({"get", "__getitem__", "setdefault", "pop"})
 _PER_ENTRY = {"BUILD_LIST": 1, "BUILD_TUPLE": 1, "BUILD_SET": 1, "BUILD_MAP": 2}
 OWN_NAME = "__name__"  # among imports: the Python module of the code itself
-# Further ways to an attribute whose name is computed: of `operator`, `inspect`, `object`, and of `builtins`.
-_OF_OBJECTS = frozenset({"attrgetter", "methodcaller", "getattr_static", "getmembers", "getmembers_static",
-                         "__getattribute__", "getattr"})
+# Further ways to an attribute whose name is computed: of `operator`, `inspect`, `object`, and of
+# `builtins`.
+_OF_OBJECTS = frozenset(
+    {
+        "attrgetter",
+        "methodcaller",
+        "getattr_static",
+        "getmembers",
+        "getmembers_static",
+        "__getattribute__",
+        "getattr",
+    }
+)
 _SUBSCRIPTS = ("BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR")
 
 
@@ -29,9 +42,10 @@ class Target(NamedTuple):
 
 
 class ByString(NamedTuple):
-    """names: globals. sources: what is evaluated. imports: (level, name) of Python modules. computed: where
-    computed names are looked up. anything: code that is not known is evaluated. any_module: Python modules
-    are found by computed names. own: how computed names of globals begin."""
+    """names: globals. sources: what is evaluated. imports: (level, name) of Python modules.
+    computed: where computed names are looked up. anything: code that is not known is evaluated.
+    any_module: Python modules are found by computed names. own: how computed names of globals
+    begin."""
 
     names: frozenset[str]
     sources: frozenset[str]
@@ -60,7 +74,10 @@ def _parts(step: dis.Instruction) -> list[_Step]:
         return []
     if "_LOAD_FAST" in name and isinstance(step.argval, tuple):
         first, second = step.argval
-        return [_Step(name.partition("_FAST")[0] + "_FAST", first, number), _Step("LOAD_FAST", second, number)]
+        return [
+            _Step(name.partition("_FAST")[0] + "_FAST", first, number),
+            _Step("LOAD_FAST", second, number),
+        ]
     if name == "BINARY_OP" and step.argrepr == "[]":
         name = "BINARY_SUBSCR"
     return [_Step(name, step.argval, number)]
@@ -164,7 +181,8 @@ class _Reader:
         return (self._string(at) if self._opname(at + 1) in _SUBSCRIPTS else None), self._prefix(at)
 
     def _path(self, at: int) -> tuple[tuple[str, ...], int]:
-        """A global and its attributes, and the first step after; an empty path if it is something else."""
+        """A global and its attributes, and the first step after; an empty path if it is something
+        else."""
         root, end = self._loaded(at), at + 1
         while self._opname(end) == "LOAD_ATTR":
             end += 1

@@ -1,8 +1,10 @@
 """Whether a capture went well on every rank that exchanges data with this one.
 
-Ranks that share rows, matrices or experts must run a call the same way. Whoever captures with others therefore asks
-after each capture, before anything relies on it; `parallel/consensus.py` knows how ranks ask each other.
+Ranks that share rows, matrices or experts must run a call the same way. Whoever captures with
+others therefore asks after each capture, before anything relies on it; `parallel/consensus.py`
+knows how ranks ask each other.
 """
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,11 +1,13 @@
 """Tensors that captured code makes of Python numbers.
 
-`torch.tensor([1.0, 2.0], device=...)` copies from the host, which a graph cannot hold, and what it copies would be that
-of the capture for ever. Numbers that are the same in every run are harmless, though. So they are made in a dry run,
-before the capture, and remembered in the order of the calls; in a capture each call gets a copy of the tensor that is
-remembered for it, made on the device by the graph itself. Numbers that are others then than in the dry run are an
-error. Only plain numbers in lists and tuples are taken: an array may change where nobody looks.
+`torch.tensor([1.0, 2.0], device=...)` copies from the host, which a graph cannot hold, and what it
+copies would be that of the capture for ever. Numbers that are the same in every run are harmless,
+though. So they are made in a dry run, before the capture, and remembered in the order of the calls;
+in a capture each call gets a copy of the tensor that is remembered for it, made on the device by
+the graph itself. Numbers that are others then than in the dry run are an error. Only plain numbers
+in lists and tuples are taken: an array may change where nobody looks.
 """
+
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -43,7 +45,8 @@ class Constants:
 
     @contextlib.contextmanager
     def handing_out(self) -> Iterator[None]:
-        """Within the block, a run of captured code in a capture, constants are copies of those that were kept.
+        """Within the block, a run of captured code in a capture, constants are copies of those that
+        were kept.
 
         Where none were kept nothing is changed: compiled code would notice.
         """
@@ -57,7 +60,9 @@ class Constants:
     def first_difference(self, other: "Constants") -> str:
         """The line of the first constant that `other` has other numbers for."""
         pairs = zip(self._kept, other._kept, strict=False)
-        return next((mine.line for mine, theirs in pairs if mine.facts != theirs.facts), user_line())
+        return next(
+            (mine.line for mine, theirs in pairs if mine.facts != theirs.facts), user_line()
+        )
 
     def start_over(self) -> None:
         """The next constant is the first again: a capture begins."""
@@ -74,8 +79,13 @@ class Constants:
         kept = self._kept[self._next] if self._next < len(self._kept) else None
         self._next += 1
         if kept is None or kept.facts != facts:
-            raise CaptureError(f"torch.{func.__name__} is given other numbers than in the run before: a graph would "
-                               "freeze them", user_line(), _VARIES)
+            raise CaptureError(
+                f"torch.{func.__name__} is given other numbers than in the run before: a graph "
+                "would "
+                "freeze them",
+                user_line(),
+                _VARIES,
+            )
         return _own(kept.tensor, kwargs)
 
 
@@ -94,9 +104,13 @@ class _Making(FunctionWatcher):
         if isinstance(data, torch.Tensor):
             return func(*args, **kwargs)
         if not _is_plain(data):
-            raise CaptureError(f"torch.{func.__name__} copies host values inside a captured stage, and a graph would "
-                               f"freeze them: they come from a {type(data).__name__}, which may change unseen",
-                               user_line(), _OUTSIDE)
+            raise CaptureError(
+                f"torch.{func.__name__} copies host values inside a captured stage, and a graph "
+                "would "
+                f"freeze them: they come from a {type(data).__name__}, which may change unseen",
+                user_line(),
+                _OUTSIDE,
+            )
         return self._make(func, args, kwargs)
 
 
@@ -125,4 +139,6 @@ def _facts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     options = {name: value for name, value in kwargs.items() if name not in ("data", "obj")}
     place = 1 if func is torch.Tensor.new_tensor else 0
     like = (args[0].dtype, args[0].device) if place else None
-    return repr((func.__name__, _data(func, args, kwargs), args[place + 1 :], sorted(options.items()), like))
+    return repr(
+        (func.__name__, _data(func, args, kwargs), args[place + 1 :], sorted(options.items()), like)
+    )

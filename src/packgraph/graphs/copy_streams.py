@@ -1,19 +1,23 @@
-"""Copies between device and host that run beside the captured or eager work: two lanes, one in each direction.
+"""Copies between device and host that run beside the captured or eager work: two lanes, one in each
+direction.
 
     main     | F0 | F1 | F2 ...            | B2 | B1 | B0 ...
-    out           [0 -> host]                                        each copy waits for what main launched before it
+    out           [0 -> host]                                        each copy waits for what main
+                                                                     launched before it
     back                                   [host -> 0]
 
-What orders a copy: everything that main has launched when it is queued; earlier copies of its lane; and the last copy
-of its host memory, in whatever direction. So a reload never reads host memory that is still being written, and host
-memory is never written while a reload still reads it. What orders main is `wait` alone: until main has waited for a
-copy out, its sources stay allocated; until main has waited for a copy back, its targets must not be read.
+What orders a copy: everything that main has launched when it is queued; earlier copies of its lane;
+and the last copy of its host memory, in whatever direction. So a reload never reads host memory
+that is still being written, and host memory is never written while a reload still reads it. What
+orders main is `wait` alone: until main has waited for a copy out, its sources stay allocated; until
+main has waited for a copy back, its targets must not be read.
 
-A capture has lanes of its own (`captured_copy_streams`), made by its window and joined before the capture ends: a copy
-that nobody has waited for is waited for there. Copies of a finished capture, of the same window, need no waiting any
-more: their graph has ended when the next one begins. Host memory that captured copies use belongs to the pool of the
-slot, and the graphs keep it.
+A capture has lanes of its own (`captured_copy_streams`), made by its window and joined before the
+capture ends: a copy that nobody has waited for is waited for there. Copies of a finished capture,
+of the same window, need no waiting any more: their graph has ended when the next one begins. Host
+memory that captured copies use belongs to the pool of the slot, and the graphs keep it.
 """
+
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +33,9 @@ SMALLEST_ARENA, LARGEST_ARENA = 1 << 20, 1 << 30
 
 @dataclass(eq=False)
 class Copy:
-    """One copy that was queued. lane: `out` or `back`. scope: the capture it belongs to. held: its sources, until main
-    has waited for it, or targets that nobody else has any more. done: whether main has. native: what the lanes know it
-    by. left: called when main has waited."""
+    """One copy that was queued. lane: `out` or `back`. scope: the capture it belongs to. held: its
+    sources, until main has waited for it, or targets that nobody else has any more. done: whether
+    main has. native: what the lanes know it by. left: called when main has waited."""
 
     lane: str
     scope: int
@@ -50,8 +54,9 @@ class Copy:
 
 @dataclass(eq=False)
 class HostMemory:
-    """Host memory of one group of tensors, pinned beside CUDA. spans: uint8 [n] each, n aligned, one behind the other.
-    last: the last copy from or to it. number, arenas: of its buffer, which may grow, and what that was cut from."""
+    """Host memory of one group of tensors, pinned beside CUDA. spans: uint8 [n] each, n aligned,
+    one behind the other. last: the last copy from or to it. number, arenas: of its buffer, which
+    may grow, and what that was cut from."""
 
     spans: tuple[torch.Tensor, ...]
     last: Copy | None = field(default=None)
@@ -72,8 +77,8 @@ class DeviceMemory(NamedTuple):
 
 
 class TimedCopy(NamedTuple):
-    """A copy of so many tensors, or pieces of them (`placed`), `nbytes` together, on `lane`, and the times, for
-    `elapsed_us`, at which it began and ended."""
+    """A copy of so many tensors, or pieces of them (`placed`), `nbytes` together, on `lane`, and
+    the times, for `elapsed_us`, at which it began and ended."""
 
     lane: str
     nbytes: int
@@ -83,10 +88,10 @@ class TimedCopy(NamedTuple):
 
 
 class CopyStreams(Protocol):
-    """The lanes of a device, or of one window. scope: number of the window's capture, 0 for eager work. replayed: the
-    numbers of those captures that have been replayed. timed: where a list, copies are timed into it (on a device).
-    trial: whether the window's graphs are thrown away, so that nobody will ask for times of their replays. memories:
-    what `host` is cut from."""
+    """The lanes of a device, or of one window. scope: number of the window's capture, 0 for eager
+    work. replayed: the numbers of those captures that have been replayed. timed: where a list,
+    copies are timed into it (on a device). trial: whether the window's graphs are thrown away, so
+    that nobody will ask for times of their replays. memories: what `host` is cut from."""
 
     scope: int
     replayed: set[int]
@@ -104,11 +109,12 @@ class CopyStreams(Protocol):
         """What main has launched so far, for `out`."""
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
-        """Queue a copy of `sources` (uint8 [n] each) to the host, one behind the other. since: a `point`, None = now.
-        """
+        """Queue a copy of `sources` (uint8 [n] each) to the host, one behind the other. since: a
+        `point`, None = now."""
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
-        """Queue the reload of what `out` has copied into tensors of the same sizes, allocated on main."""
+        """Queue the reload of what `out` has copied into tensors of the same sizes, allocated on
+        main."""
 
     def wait(self, copy: Copy) -> None:
         """Main goes on when `copy` is done; its sources are given back."""
@@ -129,7 +135,8 @@ class CopyStreams(Protocol):
         """Microseconds between two times; waits for the device."""
 
     def memory(self) -> DeviceMemory | None:
-        """A look at the device's allocator, whose peak statistics begin anew by it; None where nobody counts."""
+        """A look at the device's allocator, whose peak statistics begin anew by it; None where
+        nobody counts."""
 
 
 _CAPTURED: ContextVar[CopyStreams | None] = ContextVar("packgraph_captured_lanes", default=None)
@@ -150,8 +157,11 @@ def capturing_copy_streams(lanes: CopyStreams) -> Iterator[None]:
         _CAPTURED.reset(token)
 
 
-def placed(host: HostMemory, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """`tensors` (uint8 [n] each), cut where a span ends, and the places of what that makes of them in host memory."""
+def placed(
+    host: HostMemory, tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """`tensors` (uint8 [n] each), cut where a span ends, and the places of what that makes of them
+    in host memory."""
     pieces, places = list[torch.Tensor](), list[torch.Tensor]()
     number = used = 0  # the span, and bytes of it
     for tensor in tensors:
@@ -168,8 +178,8 @@ def placed(host: HostMemory, tensors: Sequence[torch.Tensor]) -> tuple[list[torc
 
 
 def _cut(memory: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """A part of `memory`. Nobody sees it cut: who watches what captured code reads would keep host memory for the
-    graphs."""
+    """A part of `memory`. Nobody sees it cut: who watches what captured code reads would keep host
+    memory for the graphs."""
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         return memory[start : start + nbytes]
 
@@ -180,9 +190,10 @@ def aligned(nbytes: int) -> int:
 
 
 class Arenas:
-    """Host memory cut from large pieces, which double in size up to a limit: pinned memory is slow to make, and torch
-    rounds it to powers of two. Who takes more than a piece has left gets the rest from the next, so that no more than
-    a part of the last one is unused, however large groups are. make: a piece of that many bytes."""
+    """Host memory cut from large pieces, which double in size up to a limit: pinned memory is slow
+    to make, and torch rounds it to powers of two. Who takes more than a piece has left gets the
+    rest from the next, so that no more than a part of the last one is unused, however large groups
+    are. make: a piece of that many bytes."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
@@ -190,8 +201,8 @@ class Arenas:
         self._left = 0  # bytes of the last piece
 
     def take(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """uint8 spans that nobody else has, `nbytes` together, which are aligned. One by one: of what was taken before
-        a piece cannot be had nothing is lost."""
+        """uint8 spans that nobody else has, `nbytes` together, which are aligned. One by one: of
+        what was taken before a piece cannot be had nothing is lost."""
         while nbytes > 0:
             if not self._left:
                 self._add(nbytes)
@@ -201,7 +212,10 @@ class Arenas:
             yield _cut(piece, start, taken)
 
     def _add(self, wanted: int) -> None:
-        size = max(2 * self.pieces[-1].numel() if self.pieces else SMALLEST_ARENA, 1 << (wanted - 1).bit_length())
+        size = max(
+            2 * self.pieces[-1].numel() if self.pieces else SMALLEST_ARENA,
+            1 << (wanted - 1).bit_length(),
+        )
         self.pieces.append(self._make(min(size, LARGEST_ARENA)))
         self._left = self.pieces[-1].numel()
 
@@ -216,8 +230,9 @@ class Arenas:
 
 
 class HostMemories:
-    """Host memory of a slot, or of eager work. Buffers are numbered in the order in which a variant takes them, so that
-    the variants of a slot, which exclude each other, share them. takers: of all variants, which may outlive the slot.
+    """Host memory of a slot, or of eager work. Buffers are numbered in the order in which a variant
+    takes them, so that the variants of a slot, which exclude each other, share them. takers: of all
+    variants, which may outlive the slot.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
@@ -226,8 +241,8 @@ class HostMemories:
         self.let_go()
 
     def let_go(self) -> None:
-        """Begin anew: of a slot, when its graphs are gone; of eager work, when a capture is about to begin, which then
-        gets what earlier passes had. Who has host memory keeps it."""
+        """Begin anew: of a slot, when its graphs are gone; of eager work, when a capture is about
+        to begin, which then gets what earlier passes had. Who has host memory keeps it."""
         self.arenas = Arenas(self._make)
         self._buffers: list[tuple[torch.Tensor, ...]] = []
         for taker in self.takers:
@@ -244,8 +259,8 @@ class HostMemories:
 
 
 class FreeHost:
-    """Who takes host memory now: the smallest free buffer that is large enough, else the largest, which grows, else the
-    next number of `memories`."""
+    """Who takes host memory now: the smallest free buffer that is large enough, else the largest,
+    which grows, else the next number of `memories`."""
 
     def __init__(self, memories: HostMemories) -> None:
         self.memories = memories
@@ -260,7 +275,11 @@ class FreeHost:
     def take(self, nbytes: int) -> HostMemory:
         """Host memory of at least `nbytes`."""
         # What was taken before `let_go` has its number no more, so it cannot grow.
-        usable = [host for host in self._free if host.nbytes >= nbytes or host.arenas is self.memories.arenas]
+        usable = [
+            host
+            for host in self._free
+            if host.nbytes >= nbytes or host.arenas is self.memories.arenas
+        ]
         if usable:
             found = min(usable, key=lambda host: (host.nbytes < nbytes, abs(host.nbytes - nbytes)))
             if found.nbytes < nbytes:

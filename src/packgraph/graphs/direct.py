@@ -1,14 +1,18 @@
-"""Replaying a variant without autograd, for a schedule that knows itself when a microbatch's backward runs.
+"""Replaying a variant without autograd, for a schedule that knows itself when a microbatch's
+backward runs.
 
-A call that users write goes through autograd, region by region: their loss may hang on anything. A schedule calls a
-chunk forward and later backward, and hands over hidden states and their gradient itself. If every stage is captured and
-the gradients go from region to region by baked pointers, nothing is left for Python to do in between:
+A call that users write goes through autograd, region by region: their loss may hang on anything. A
+schedule calls a chunk forward and later backward, and hands over hidden states and their gradient
+itself. If every stage is captured and the gradients go from region to region by baked pointers,
+nothing is left for Python to do in between:
 
     forward    copy the inputs in, launch F1 F2 ... Fn
     backward   copy the gradient in, launch Bn ... B2 B1
 
-The invariant: `direct_replay` returns None unless these launches compute all that autograd would make of the call.
+The invariant: `direct_replay` returns None unless these launches compute all that autograd would
+make of the call.
 """
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,9 +34,9 @@ Ends = Sequence[tuple[int, int] | None]
 class Direct:
     """The launches of one variant.
 
-    copies: which of the call's tensors go into which memory of the slot, and its address. out: the call's only output.
-    incoming: where its gradient belongs. gradients: by number of the call's tensor, where the backward leaves its
-    gradient.
+    copies: which of the call's tensors go into which memory of the slot, and its address. out: the
+    call's only output. incoming: where its gradient belongs. gradients: by number of the call's
+    tensor, where the backward leaves its gradient.
     """
 
     forwards: list[Graph]
@@ -45,7 +49,8 @@ class Direct:
     attached: object = field(default=None)
 
     def forward(self, tensors: Sequence[torch.Tensor], ticket: SlotLease) -> torch.Tensor:
-        """Launch all forwards on the call's tensors; returns the output, static memory of the slot."""
+        """Launch all forwards on the call's tensors; returns the output, static memory of the
+        slot."""
         ticket.pending.add(0)
         with ticket.slots.launches:
             for number, buffer, address in self.copies:
@@ -58,7 +63,8 @@ class Direct:
     def backward(self, gradient: torch.Tensor | None, ticket: SlotLease, steady: object) -> None:
         """Launch all backwards. gradient: of the output, None = one.
 
-        steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once per block.
+        steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once
+        per block.
         """
         with ticket.slots.launches as launches:
             if not launches.shared:
@@ -87,19 +93,33 @@ class Direct:
         ticket.finish_backward(0)
 
 
-def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: Sequence[int | None]) -> Direct | None:
-    """How to replay a variant directly, or None when something has to go through eager code or autograd.
+def direct_replay(
+    regions: "dict[int, Region]", runs: int, ends: Ends, tensors: Sequence[int | None]
+) -> Direct | None:
+    """How to replay a variant directly, or None when something has to go through eager code or
+    autograd.
 
-    runs: how many runs the program has. tensors: for each static input of the slot the number of the call's tensor that
-    it takes in, None for one that the call does not have.
+    runs: how many runs the program has. tensors: for each static input of the slot the number of
+    the call's tensor that it takes in, None for one that the call does not have.
     """
-    if len(regions) != runs or len(ends) != 1 or ends[0] is None or any(number is None for number in tensors):
+    if (
+        len(regions) != runs
+        or len(ends) != 1
+        or ends[0] is None
+        or any(number is None for number in tensors)
+    ):
         return None
-    if any(region.returned or region.summed or len(region.backwards) > 1 for region in regions.values()):
+    if any(
+        region.returned or region.summed or len(region.backwards) > 1 for region in regions.values()
+    ):
         return None
     producer, output = ends[0]
     last, incoming = regions[producer].outputs[output], regions[producer].incoming(output)
-    backwards = [region.backward for _, region in sorted(regions.items(), reverse=True) if region.backward is not None]
+    backwards = [
+        region.backward
+        for _, region in sorted(regions.items(), reverse=True)
+        if region.backward is not None
+    ]
     if incoming is None or not backwards:
         return None
     copies: list[tuple[int, torch.Tensor, int]] = []
@@ -117,5 +137,12 @@ def direct_replay(regions: "dict[int, Region]", runs: int, ends: Ends, tensors: 
                 if number in gradients or not entry.lend:
                     return None
                 gradients[number] = gradient
-    return Direct([region.forward for region in regions.values()], [backward.graph for backward in backwards], copies,
-                  last.static, incoming, gradients, [buffer for backward in backwards for buffer in backward.owned])
+    return Direct(
+        [region.forward for region in regions.values()],
+        [backward.graph for backward in backwards],
+        copies,
+        last.static,
+        incoming,
+        gradients,
+        [buffer for backward in backwards for buffer in backward.owned],
+    )

@@ -1,4 +1,5 @@
 """What an eager run of captured code, before the capture, has shown of it."""
+
 from typing import NamedTuple
 
 import torch
@@ -12,14 +13,17 @@ class DryRun(NamedTuple):
     """What captured code uses and calls.
 
     Attributes:
-        read: Tensors that were there before; whoever keeps the graphs must keep them, since a graph knows only their
-            addresses. Empty where the backend needs no warm-up (it sees and keeps all itself), as is `written`.
+        read: Tensors that were there before; whoever keeps the graphs must keep them, since a graph
+            knows only their addresses. Empty where the backend needs no warm-up (it sees and keeps
+            all itself), as is `written`.
         written: Those that forwards write to, and buffers among them.
         constants: Tensors that forwards make of numbers.
         calls: The operations of forwards.
-        placements: Of gradients that are DTensors, by the number of their parameter among the module's.
+        placements: Of gradients that are DTensors, by the number of their parameter among the
+            module's.
         has_host_steps: Whether host functions run within.
-        unpacks: Whether forwards have hooks around that make saved tensors anew in backwards, as checkpoints do.
+        unpacks: Whether forwards have hooks around that make saved tensors anew in backwards, as
+            checkpoints do.
     """
 
     read: list[torch.Tensor]

@@ -1,16 +1,19 @@
-"""How the entries of a region's result are made: handed through from its state, or built from its outputs.
+"""How the entries of a region's result are made: handed through from its state, or built from its
+outputs.
 
-What a region hands through keeps its place in the caller's autograd graph: nothing is copied, and whatever reads it
-later is no business of the region's backward. One case is different: a differentiable tensor that the region hands
-through *and* reads twice or more. Autograd sums the gradients of a tensor in the order in which they arrive, the latest
-reader's first. If the region summed its own readers by itself, the same numbers would be added in another order:
+What a region hands through keeps its place in the caller's autograd graph: nothing is copied, and
+whatever reads it later is no business of the region's backward. One case is different: a
+differentiable tensor that the region hands through *and* reads twice or more. Autograd sums the
+gradients of a tensor in the order in which they arrive, the latest reader's first. If the region
+summed its own readers by itself, the same numbers would be added in another order:
 
     eager    ((later + second reader) + first reader)      by itself    later + (second reader + first reader)
 
-Such a tensor therefore leaves the region as an output, an alias of its input (`owned_aliases`). What is read later
-reaches the region's backward as the gradient of that output, and autograd adds there in its own order. With one reader
-two numbers are added, which is the same both ways.
-"""
+Such a tensor therefore leaves the region as an output, an alias of its input (`owned_aliases`).
+What is read later reaches the region's backward as the gradient of that output, and autograd adds
+there in its own order. With one reader two numbers are added, which is the same both ways.
+"""  # noqa: E501
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +29,8 @@ from packgraph.graphs.stages import State
 class PassThrough:
     """A state entry that the region hands through untouched, from entry `key`.
 
-    outputs: leaves of it (their places) that leave the region as its outputs (their numbers), with the same contents.
+    outputs: leaves of it (their places) that leave the region as its outputs (their numbers), with
+    the same contents.
     """
 
     key: str
@@ -42,21 +46,32 @@ class Produced:
 
 
 def owned_aliases(result: State, leaves: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """For `leaves` of a region's state that its `result` holds and that it reads twice or more: an alias of each.
+    """For `leaves` of a region's state that its `result` holds and that it reads twice or more: an
+    alias of each.
 
-    Returned by the leaf's identity; an alias has the leaf's memory, shape and dtype, and launches nothing. They must be
-    made when the region has run: autograd goes backwards through what was made last first.
+    Returned by the leaf's identity; an alias has the leaf's memory, shape and dtype, and launches
+    nothing. They must be made when the region has run: autograd goes backwards through what was
+    made last first.
     """
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    made = [
+        leaf
+        for leaf in tree_leaves(result)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
     handed = {id(leaf) for leaf in made}
     if not any(id(leaf) in handed for leaf in leaves):
         return {}
     readers = readers_of_leaves(made)
-    return {id(leaf): leaf.view_as(leaf) for leaf in leaves if id(leaf) in handed and readers.get(id(leaf), 0) > 1}
+    return {
+        id(leaf): leaf.view_as(leaf)
+        for leaf in leaves
+        if id(leaf) in handed and readers.get(id(leaf), 0) > 1
+    }
 
 
-def describe_entries(result: State, shown: State, aliases: dict[int, torch.Tensor]
-                     ) -> tuple[dict[str, PassThrough | Produced], list[torch.Tensor]]:
+def describe_entries(
+    result: State, shown: State, aliases: dict[int, torch.Tensor]
+) -> tuple[dict[str, PassThrough | Produced], list[torch.Tensor]]:
     """How each entry of a region's `result` is made of its state `shown`, and the region's outputs.
 
     aliases: what leaves as an output although it is a leaf of `shown` (`owned_aliases`).
@@ -79,7 +94,9 @@ def describe_entries(result: State, shown: State, aliases: dict[int, torch.Tenso
     for key, value in result.items():
         flat, spec = tree_flatten(value)
         if key in shown and value is shown[key]:
-            owned = [(place, number_of(leaf)) for place, leaf in enumerate(flat) if id(leaf) in aliases]
+            owned = [
+                (place, number_of(leaf)) for place, leaf in enumerate(flat) if id(leaf) in aliases
+            ]
             entries[key] = PassThrough(key, tuple(owned))
             continue
         leaves: list[tuple[str, Any]] = []

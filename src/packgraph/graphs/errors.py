@@ -1,8 +1,10 @@
 """Errors that name the user's line.
 
-A message says what happened, where in the user's code, and what to do. The user's line is the innermost frame that
-lies neither in torch nor in the capture machinery; packgraph's own models and ops count as user code.
+A message says what happened, where in the user's code, and what to do. The user's line is the
+innermost frame that lies neither in torch nor in the capture machinery; packgraph's own models and
+ops count as user code.
 """
+
 import os
 import re
 import sys
@@ -23,13 +25,15 @@ _TYPED_IN = ("<stdin>", "<ipython", "<input>", "<string>", "<console>")
 
 
 class PackgraphWarning(UserWarning):
-    """Something the user should know once: a fallback that nobody asked for, a failed capture, a recapture."""
+    """Something the user should know once: a fallback that nobody asked for, a failed capture, a
+    recapture."""
 
 
 class CaptureError(RuntimeError):
     """A region could not be captured.
 
-    what: the operation or fact. where: `file.py:LINE in function` of the user's code. remedy: what to do.
+    what: the operation or fact. where: `file.py:LINE in function` of the user's code. remedy: what
+    to do.
     """
 
     def __init__(self, what: str, where: str, remedy: str) -> None:
@@ -42,7 +46,10 @@ def described(given: Any) -> str:
     if isinstance(given, type):
         return f"the class {given.__name__}: pass an instance of it, {given.__name__}(...)"
     kind = "a function" if callable(given) else f"an object of type {type(given).__name__}"
-    return f"{kind} ({given!r:.80}): pass the module whose calls are to be captured, with this work in its forward"
+    return (
+        f"{kind} ({given!r:.80}): pass the module whose calls are to be captured, with this work "
+        "in its forward"
+    )
 
 
 def is_user_file(name: str) -> bool:
@@ -80,15 +87,16 @@ def user_line(frame: FrameType | None = None) -> str:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Let go of what the frames that an error has passed through hold: tensors, and contexts that are left half-way,
-    a checkpoint's hooks of saved tensors among them."""
+    """Let go of what the frames that an error has passed through hold: tensors, and contexts that
+    are left half-way, a checkpoint's hooks of saved tensors among them."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def warn(message: str, place: SourceLine | None = None) -> None:
-    """Warn at the user's line. Whoever warns sees to it that it is once: Python would take two modules for one."""
+    """Warn at the user's line. Whoever warns sees to it that it is once: Python would take two
+    modules for one."""
     place = place or user_place()
     if place is None:
         warnings.warn(message, PackgraphWarning, stacklevel=3)
@@ -106,7 +114,8 @@ def raised_line(trace: TracebackType | None) -> str:
 
 
 def traced_line(stack: str | None) -> str:
-    """`file.py:LINE in function` of the innermost user frame of a stack that torch has kept as text; empty if none."""
+    """`file.py:LINE in function` of the innermost user frame of a stack that torch has kept as
+    text; empty if none."""
     for name, line, function in reversed(_FRAME.findall(stack or "")):
         if is_user_file(name):
             return f"{name}:{line} in {function}"

@@ -1,16 +1,18 @@
 """What a dry run of captured code has made and called: tensors that leave it, numbers that vary.
 
-A replay hands out the outputs of forward and runs no Python. So a tensor that captured code has put anywhere else (a
-global list, an attribute of a plain object, a contextvar) would be there once, never again; and a number that Python
-computes anew at every call (a clock, an iterator) would be that of the capture for ever. Neither can be read off the
-code. Both show when it runs:
+A replay hands out the outputs of forward and runs no Python. So a tensor that captured code has put
+anywhere else (a global list, an attribute of a plain object, a contextvar) would be there once,
+never again; and a number that Python computes anew at every call (a clock, an iterator) would be
+that of the capture for ever. Neither can be read off the code. Both show when it runs:
 
     dry-run, forward and backward ─▶ drop all that it returned ─▶ whatever is alive yet has left
     dry-run again, forward alone  ─▶ the same operations with the same numbers, and nothing alive
 
-It is the dry run that is looked at, on every backend, not the capture: tensors are ordinary there, no machinery holds
-them, and a cache that code fills when it first runs is filled by then, with memory that no pool takes back.
+It is the dry run that is looked at, on every backend, not the capture: tensors are ordinary there,
+no machinery holds them, and a cache that code fills when it first runs is filled by then, with
+memory that no pool takes back.
 """
+
 import gc
 import sys
 import time
@@ -47,13 +49,16 @@ class _Made(NamedTuple):
     def is_alive(self) -> bool:
         if is_of_offloading(self.line):
             return False  # the engine's own memory, for the next pass
-        return self.tensor() is not None or (self.storage is not None and self.storage() is not None)
+        return self.tensor() is not None or (
+            self.storage is not None and self.storage() is not None
+        )
 
 
 class Observation:
     """One rehearsal: the tensors it made, its calls, and the constants it made of Python numbers.
 
-    is_first: it is the first of several, in which code may fill caches with values that are the same at every call.
+    is_first: it is the first of several, in which code may fill caches with values that are the
+    same at every call.
     """
 
     def __init__(self, constants: Constants, is_first: bool = False) -> None:
@@ -64,15 +69,23 @@ class Observation:
         self._tainted: set[int] = set()
 
     def hand(self, tensors: Iterable[torch.Tensor], line: str) -> None:
-        """Captured code is given these tensors, which live no longer than it runs. line: where it begins."""
+        """Captured code is given these tensors, which live no longer than it runs. line: where it
+        begins."""
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 self._tainted.add(_storage(tensor))
             self._made.append(_Made(weakref.ref(tensor), None, tuple(tensor.shape), line, True))
 
-    def made(self, operation: Operation, inputs: Set[int], operands: Sequence[Any],
-             written: Set[int], results: Sequence[Any]) -> None:
-        """An operation has run. inputs: the storages of its operands. written: those it has written to."""
+    def made(
+        self,
+        operation: Operation,
+        inputs: Set[int],
+        operands: Sequence[Any],
+        written: Set[int],
+        results: Sequence[Any],
+    ) -> None:
+        """An operation has run. inputs: the storages of its operands. written: those it has written
+        to."""
         tainted = operation.draws or not self._tainted.isdisjoint(inputs)
         if tainted:
             self._tainted.update(written)
@@ -82,7 +95,8 @@ class Observation:
                 continue
             line = line or self.calls.line()
             if is_of_offloading(line):
-                continue  # what a reload brings back belongs to its engine, and goes with the backward
+                # what a reload brings back belongs to its engine, and goes with the backward
+                continue
             storage = None
             if _is_plain(result) and (whole := result.untyped_storage())._cdata not in inputs:
                 storage = weakref.ref(whole)
@@ -92,11 +106,17 @@ class Observation:
             self._made.append(made)
 
     def returned(self, result: Any) -> None:
-        """Captured code has returned this. Raises CaptureError for an object in it that somebody keeps."""
+        """Captured code has returned this. Raises CaptureError for an object in it that somebody
+        keeps."""
         for opened in opened_in(result):
             if opened.is_kept() and gc.collect() >= 0 and opened.is_kept():
-                raise CaptureError(f"forward returns a {opened.build[1].__name__} that it keeps, too: a replay would "
-                                   "return another one", user_line(), _RETURN_FRESH)
+                raise CaptureError(
+                    f"forward returns a {opened.build[1].__name__} that it keeps, too: a replay "
+                    "would "
+                    "return another one",
+                    user_line(),
+                    _RETURN_FRESH,
+                )
             self.calls.note(("returns", repr(opened.build)))
 
     def has_made(self, tensor: torch.Tensor) -> bool:
@@ -110,15 +130,20 @@ class Observation:
         return {storage._cdata for storage in living if storage is not None}
 
     def check_gone(self) -> None:
-        """Raise CaptureError if a tensor of the dry run lives on, though nothing that it returned does."""
+        """Raise CaptureError if a tensor of the dry run lives on, though nothing that it returned
+        does."""
         left = self._left()
         if not left:
             return
         named = [made for made in left if isinstance(made.line, Line)]
         alive = [made for made in named if made.tensor() is not None]
         first, holder = _first_held(left[-_MOST_SHOWN:]) or ((alive or named or left)[-1], "")
-        raise CaptureError(f"a tensor of shape {list(first.shape)} leaves forward other than through its outputs"
-                           f"{holder}: a replay would not put it there again", str(first.line), _RETURN)
+        raise CaptureError(
+            f"a tensor of shape {list(first.shape)} leaves forward other than through its outputs"
+            f"{holder}: a replay would not put it there again",
+            str(first.line),
+            _RETURN,
+        )
 
     def has_called_as(self, other: "Observation") -> bool:
         """Whether both dry runs called the same operations with the same numbers."""
@@ -127,14 +152,21 @@ class Observation:
     def difference(self, other: "Observation") -> CaptureError:
         """The error that says where two dry runs differ."""
         return self.calls.difference(other.calls) or CaptureError(
-            "two runs of forward with the same arguments made tensors of other numbers: a graph would freeze them",
-            self.constants.first_difference(other.constants), VARIES)
+            "two runs of forward with the same arguments made tensors of other numbers: a graph "
+            "would freeze them",
+            self.constants.first_difference(other.constants),
+            VARIES,
+        )
 
     def _left(self) -> list[_Made]:
         """Who is alive yet."""
         ends = 0.0
         while True:
-            left = [made for made in self._made if made.is_alive() and (made.tainted or not self.is_first)]
+            left = [
+                made
+                for made in self._made
+                if made.is_alive() and (made.tainted or not self.is_first)
+            ]
             if not left:
                 return []
             if not ends:
@@ -149,9 +181,12 @@ class Observation:
 
 
 class ObservingChecker(CaptureChecker):
-    """A watch that tells `seen` what captured code does. forward: whether it is a forward, whose calls are compared."""
+    """A watch that tells `seen` what captured code does. forward: whether it is a forward, whose
+    calls are compared."""
 
-    def __init__(self, journal: Journal, device: str | None, seen: Observation, forward: bool) -> None:
+    def __init__(
+        self, journal: Journal, device: str | None, seen: Observation, forward: bool
+    ) -> None:
         super().__init__(journal, refuse=True, device=device)
         self.seen, self.forward = seen, forward
 
@@ -160,8 +195,14 @@ class ObservingChecker(CaptureChecker):
         if self.forward:
             self.seen.calls.called(operation, operands)
 
-    def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any], written: Set[int],
-                results: Sequence[Any]) -> None:
+    def has_run(
+        self,
+        operation: Operation,
+        inputs: Set[int],
+        operands: Sequence[Any],
+        written: Set[int],
+        results: Sequence[Any],
+    ) -> None:
         """See CaptureChecker."""
         if not shapes_only(map(type, results)):
             self.seen.made(operation, inputs, operands, written, results)
@@ -185,15 +226,20 @@ def _is_among(tensor: torch.Tensor, operands: Sequence[Any]) -> bool:
 def _first_held(left: Sequence[_Made]) -> tuple[_Made, str] | None:
     """The first tensor of which it can be told who holds it, and `, into ...`."""
     alive = {id(tensor): made for made in left if (tensor := made.tensor()) is not None}
-    globals_ = {id(value): f", into the global {name!r} of {module.__name__}"
-                for module in list(sys.modules.values()) if alive and isinstance(module, ModuleType)
-                for name, value in list(vars(module).items()) if id(value) in alive}
+    globals_ = {
+        id(value): f", into the global {name!r} of {module.__name__}"
+        for module in list(sys.modules.values())
+        if alive and isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if id(value) in alive
+    }
     held = ((made, globals_.get(key) or _holder(made.tensor())) for key, made in alive.items())
     return next(((made, holder) for made, holder in held if holder), None)
 
 
 def _holder(tensor: torch.Tensor | None) -> str:
-    """`, into ...` if it can be told what holds `tensor`, otherwise empty: frozen objects are not looked through."""
+    """`, into ...` if it can be told what holds `tensor`, otherwise empty: frozen objects are not
+    looked through."""
     for holder in gc.get_referrers(tensor):
         if isinstance(holder, dict):
             names = [name for name, value in holder.items() if value is tensor]
@@ -205,7 +251,8 @@ def _holder(tensor: torch.Tensor | None) -> str:
 
 
 def _let_engine_go() -> None:
-    """Give autograd's thread of the device another backward: it holds on to its last one until then."""
+    """Give autograd's thread of the device another backward: it holds on to its last one until
+    then."""
     if torch.cuda.is_initialized():
         with torch.enable_grad():
             torch.zeros(1, device="cuda", requires_grad=True).sum().backward()

@@ -1,8 +1,10 @@
-"""Running eagerly instead of replaying: asked for by the user, or forced by a fact; always counted with its reason.
+"""Running eagerly instead of replaying: asked for by the user, or forced by a fact; always counted
+with its reason.
 
-Every reason stands in one table, `REASONS`, with what to do about it. What the user did not ask for is said once
-(graphs/notices.py), or is an error in strict mode.
+Every reason stands in one table, `REASONS`, with what to do about it. What the user did not ask for
+is said once (graphs/notices.py), or is an error in strict mode.
 """
+
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +19,8 @@ _BYPASS: ContextVar[str | None] = ContextVar("packgraph_eager_reason", default=N
 class Reason:
     """Why a call runs eagerly.
 
-    text: its name in `Stats.fallbacks`. remedy: what to do about it. asked: whether the user asked for it.
+    text: its name in `Stats.fallbacks`. remedy: what to do about it. asked: whether the user asked
+    for it.
     """
 
     text: str
@@ -34,80 +37,173 @@ def _reason(text: str, remedy: str, *, asked: bool = False) -> str:
 
 
 # Asked for: by an option, a mode or a call of the user's.
-WARM_UP = _reason("warm-up", "nothing: the first calls run eagerly, as many as graph(warmup=...) says", asked=True)
-EVALUATION = _reason("evaluation mode", "call train() on the module: graphs are for training", asked=True)
+WARM_UP = _reason(
+    "warm-up", "nothing: the first calls run eagerly, as many as graph(warmup=...) says", asked=True
+)
+EVALUATION = _reason(
+    "evaluation mode", "call train() on the module: graphs are for training", asked=True
+)
 NO_GRAD = _reason("gradients are off", "leave torch.no_grad: graphs are for training", asked=True)
-INFERENCE = _reason("inference mode", "leave torch.inference_mode: graphs are for training", asked=True)
-FIRST_BACKWARD = _reason("the first backward, which no warm-up call has shown", "nothing: with warmup=0 the first "
-                         "backward shows which outputs get gradients, and is captured at the next call", asked=True)
-CLOSED = _reason("closed", "wrap the module again with packgraph.graph: close() has freed its graphs", asked=True)
-INSIDE = _reason("inside the capture of another module",
-                 "nothing: the other module's graphs hold this module's work", asked=True)
-OVER_BUDGET = _reason("over the memory budget", "give graphs more memory (graph.memory_budget), or fewer slots or "
-                      "capacities", asked=True)
+INFERENCE = _reason(
+    "inference mode", "leave torch.inference_mode: graphs are for training", asked=True
+)
+FIRST_BACKWARD = _reason(
+    "the first backward, which no warm-up call has shown",
+    "nothing: with warmup=0 the first "
+    "backward shows which outputs get gradients, and is captured at the next call",
+    asked=True,
+)
+CLOSED = _reason(
+    "closed", "wrap the module again with packgraph.graph: close() has freed its graphs", asked=True
+)
+INSIDE = _reason(
+    "inside the capture of another module",
+    "nothing: the other module's graphs hold this module's work",
+    asked=True,
+)
+OVER_BUDGET = _reason(
+    "over the memory budget",
+    "give graphs more memory (graph.memory_budget), or fewer slots or capacities",
+    asked=True,
+)
 
 # Not asked for: what the call is given.
-UNDECLARED = _reason("capacity not declared", "add this capacity to graph(capacities=...), or pack into one that is "
-                     "declared; capacities=None captures every shape that comes")
-DOCUMENTS = _reason("more documents than any capacity", "declare a capacity for more documents, or pack fewer into a "
-                    "microbatch")
-UNKNOWN_SHAPE = _reason("unknown shape", "pad the call's first tensor to the tokens of a declared capacity, or leave "
-                        "out graph(capacities=...) to capture every shape that comes")
-NO_KEY = _reason("an argument cannot be part of a key", "pass tensors on the module's device, packed batches, numbers, "
-                 "strings, None, and lists, tuples or dicts of these; keep other objects as attributes of the module")
-TOO_MANY_KEYS = _reason("too many different call signatures", "pad inputs to a few shapes, and pass numbers that "
-                        "change as 0-d tensors: every new shape and every new number is captured by itself")
+UNDECLARED = _reason(
+    "capacity not declared",
+    "add this capacity to graph(capacities=...), or pack into one that is "
+    "declared; capacities=None captures every shape that comes",
+)
+DOCUMENTS = _reason(
+    "more documents than any capacity",
+    "declare a capacity for more documents, or pack fewer into a microbatch",
+)
+UNKNOWN_SHAPE = _reason(
+    "unknown shape",
+    "pad the call's first tensor to the tokens of a declared capacity, or leave "
+    "out graph(capacities=...) to capture every shape that comes",
+)
+NO_KEY = _reason(
+    "an argument cannot be part of a key",
+    "pass tensors on the module's device, packed batches, numbers, "
+    "strings, None, and lists, tuples or dicts of these; keep other objects as attributes of the "
+    "module",
+)
+TOO_MANY_KEYS = _reason(
+    "too many different call signatures",
+    "pad inputs to a few shapes, and pass numbers that "
+    "change as 0-d tensors: every new shape and every new number is captured by itself",
+)
 
 # Not asked for: the loop around the call.
-UNDER_AUTOCAST = _reason("the backward runs under autocast", "leave the torch.autocast block before loss.backward(): "
-                         "such a backward runs eagerly, after its forward was run again")
-NO_SLOT = _reason("no free slot", "run the backward of earlier calls first or drop their outputs, or let "
-                  "graph(slots=...) be as many calls as wait for their backward at a time; slots=None follows the loop")
-BUSY = _reason("another thread is inside the module, which is to be captured", "let one thread call the module until "
-               "its graphs are captured, or keep calls short: a capture waits for other threads for some seconds")
-SAVED_TENSOR_HOOKS = _reason("saved-tensor hooks are active (checkpoint or offload around the module)",
-                             "put the checkpoint inside the module, or leave it out: graphs keep activations in memory "
-                             "of their own; packgraph.eager(...) around the call says that this is meant")
-ANOMALY = _reason("anomaly detection is on", "turn off torch.autograd.detect_anomaly once the line is found: it "
-                  "watches the module's operations, of which a replay launches none by itself")
-TANGENTS = _reason("forward-mode differentiation is active", "leave torch.autograd.forward_ad.dual_level before the "
-                   "call: graphs carry no tangents")
-TRANSFORMED = _reason("inside a transformation of torch.func", "transform the plain module: a replay knows nothing of "
-                      "vmap, grad or jvp around it")
-TRACED = _reason("the call is traced (torch.compile, torch.export or torch.jit)", "trace the plain module; for "
-                 "compiled code inside of graphs use packgraph.graph(module, compile=True)")
-MODES = _reason("a torch function or dispatch mode is active", "leave the mode before the call: it sees the module's "
-                "operations, and a replay has none; count FLOPs or profile operations under packgraph.eager(...)")
-CACHED = _reason("parametrizations are cached (torch.nn.utils.parametrize.cached)", "leave the block before the call, "
-                 "or put it inside the module: what a graph computes cannot be shared with other calls")
+UNDER_AUTOCAST = _reason(
+    "the backward runs under autocast",
+    "leave the torch.autocast block before loss.backward(): "
+    "such a backward runs eagerly, after its forward was run again",
+)
+NO_SLOT = _reason(
+    "no free slot",
+    "run the backward of earlier calls first or drop their outputs, or let "
+    "graph(slots=...) be as many calls as wait for their backward at a time; slots=None follows "
+    "the loop",
+)
+BUSY = _reason(
+    "another thread is inside the module, which is to be captured",
+    "let one thread call the module until "
+    "its graphs are captured, or keep calls short: a capture waits for other threads for some "
+    "seconds",
+)
+SAVED_TENSOR_HOOKS = _reason(
+    "saved-tensor hooks are active (checkpoint or offload around the module)",
+    "put the checkpoint inside the module, or leave it out: graphs keep activations in memory "
+    "of their own; packgraph.eager(...) around the call says that this is meant",
+)
+ANOMALY = _reason(
+    "anomaly detection is on",
+    "turn off torch.autograd.detect_anomaly once the line is found: it "
+    "watches the module's operations, of which a replay launches none by itself",
+)
+TANGENTS = _reason(
+    "forward-mode differentiation is active",
+    "leave torch.autograd.forward_ad.dual_level before the call: graphs carry no tangents",
+)
+TRANSFORMED = _reason(
+    "inside a transformation of torch.func",
+    "transform the plain module: a replay knows nothing of vmap, grad or jvp around it",
+)
+TRACED = _reason(
+    "the call is traced (torch.compile, torch.export or torch.jit)",
+    "trace the plain module; for "
+    "compiled code inside of graphs use packgraph.graph(module, compile=True)",
+)
+MODES = _reason(
+    "a torch function or dispatch mode is active",
+    "leave the mode before the call: it sees the module's "
+    "operations, and a replay has none; count FLOPs or profile operations under "
+    "packgraph.eager(...)",
+)
+CACHED = _reason(
+    "parametrizations are cached (torch.nn.utils.parametrize.cached)",
+    "leave the block before the call, "
+    "or put it inside the module: what a graph computes cannot be shared with other calls",
+)
 
 # Not asked for: the module, and its captures.
-NOT_LEAVES = _reason("parameters are not leaf parameters", "call the module itself, not by torch.func.functional_call "
-                     "or with a parametrization that computes its weights: graphs add to the .grad of leaf parameters")
-PATCHED = _reason("its forward was replaced, so stages no longer say what it does", "replace the forward before "
-                  "packgraph.graph, of a class without stages, or change what the stages do")
-HIDDEN_STATE = _reason("the module holds state that cannot be watched", "see the warning: it names the attribute; draw "
-                        "and count with torch, or say packgraph.assume_constant(object)")
-TWICE = _reason("gradients of the module are differentiated themselves (create_graph=True)", "nothing: a captured "
-                "backward has no graph of its own; run only calls whose gradients are differentiated under "
-                "packgraph.eager(...) to keep graphs for the others")
-SEEN_INSIDE = _reason("a hook or retain_grad on an output that other outputs were computed from", "put it on a tensor "
-                      "that nothing else is computed from, or run such calls under packgraph.eager(...): from a replay "
-                      "such an output gets only the gradients of your own code")
-NEW_PATTERN = _reason("another set of outputs got gradients than any captured backward starts from", "use the same "
-                      "outputs in the loss during warm-up; this backward ran eagerly, after its forward was run again, "
-                      "and is captured at the next call of this shape")
-OTHER_STATE = _reason("an eager stage made another state than at capture (one region)", "let the eager stage return "
-                      "tensors of the same shapes, dtypes and requires_grad at every call, and the same numbers")
-NO_MEMORY = _reason("no memory for its graphs, for the time being", "free memory, or declare fewer or smaller "
-                    "capacities or fewer slots: the capture is tried again later, a few times")
-CAPTURE_FAILED = _reason("capture failed", "see the first error of this call's capture: it names the line and what to "
-                         "do there")
+NOT_LEAVES = _reason(
+    "parameters are not leaf parameters",
+    "call the module itself, not by torch.func.functional_call "
+    "or with a parametrization that computes its weights: graphs add to the .grad of leaf "
+    "parameters",
+)
+PATCHED = _reason(
+    "its forward was replaced, so stages no longer say what it does",
+    "replace the forward before "
+    "packgraph.graph, of a class without stages, or change what the stages do",
+)
+HIDDEN_STATE = _reason(
+    "the module holds state that cannot be watched",
+    "see the warning: it names the attribute; draw "
+    "and count with torch, or say packgraph.assume_constant(object)",
+)
+TWICE = _reason(
+    "gradients of the module are differentiated themselves (create_graph=True)",
+    "nothing: a captured "
+    "backward has no graph of its own; run only calls whose gradients are differentiated under "
+    "packgraph.eager(...) to keep graphs for the others",
+)
+SEEN_INSIDE = _reason(
+    "a hook or retain_grad on an output that other outputs were computed from",
+    "put it on a tensor "
+    "that nothing else is computed from, or run such calls under packgraph.eager(...): from a "
+    "replay "
+    "such an output gets only the gradients of your own code",
+)
+NEW_PATTERN = _reason(
+    "another set of outputs got gradients than any captured backward starts from",
+    "use the same "
+    "outputs in the loss during warm-up; this backward ran eagerly, after its forward was run "
+    "again, "
+    "and is captured at the next call of this shape",
+)
+OTHER_STATE = _reason(
+    "an eager stage made another state than at capture (one region)",
+    "let the eager stage return "
+    "tensors of the same shapes, dtypes and requires_grad at every call, and the same numbers",
+)
+NO_MEMORY = _reason(
+    "no memory for its graphs, for the time being",
+    "free memory, or declare fewer or smaller "
+    "capacities or fewer slots: the capture is tried again later, a few times",
+)
+CAPTURE_FAILED = _reason(
+    "capture failed",
+    "see the first error of this call's capture: it names the line and what to do there",
+)
 _OTHER = Reason("", "see packgraph.control(graphed).stats.fallbacks")
 
 
 def reason_of(text: str) -> Reason:
-    """The entry of the table, or one that was not asked for. What `eager` gives around the caller is asked for."""
+    """The entry of the table, or one that was not asked for. What `eager` gives around the caller
+    is asked for."""
     if text == bypass_reason():
         return Reason(text, "leave packgraph.eager before the call", asked=True)
     return REASONS.get(text, _OTHER)
@@ -115,12 +211,15 @@ def reason_of(text: str) -> Reason:
 
 @contextlib.contextmanager
 def eager(reason: str) -> Iterator[None]:
-    """Run graphed modules eagerly inside this block; every call is counted under `reason` in their stats.
+    """Run graphed modules eagerly inside this block; every call is counted under `reason` in their
+    stats.
 
     Raises ValueError when `reason` is empty: a fallback without a reason cannot be explained later.
     """
     if not isinstance(reason, str) or not reason.strip():
-        raise ValueError("packgraph.eager needs a reason to count, for example packgraph.eager('debugging')")
+        raise ValueError(
+            "packgraph.eager needs a reason to count, for example packgraph.eager('debugging')"
+        )
     token = _BYPASS.set(reason)
     try:
         yield
@@ -137,13 +236,15 @@ def bypass_reason() -> str | None:
 class Stats:
     """What a graphed module has done so far.
 
-    captured: variants captured, counting every region of every slot and key. replayed: calls served by graphs.
-    fallbacks: calls served eagerly, by reason. recaptures: variants dropped and why (a larger bucket took their slot,
-    a parameter's storage was replaced). capture_seconds: time spent capturing. pool_bytes: memory that the pools of
-    all slots hold now. compiled: pieces of code that torch.compile made, each a forward and its backward. recompiles:
-    those of them that were made for stages that had code already: for other inputs (another bucket), or for other
-    constants. compile_seconds: time spent generating code. choices: by bucket, how it is run since graphs were timed
-    against eager (train/autotune.py), with the figures that say why; empty where nobody has timed them.
+    captured: variants captured, counting every region of every slot and key. replayed: calls served
+    by graphs. fallbacks: calls served eagerly, by reason. recaptures: variants dropped and why (a
+    larger bucket took their slot, a parameter's storage was replaced). capture_seconds: time spent
+    capturing. pool_bytes: memory that the pools of all slots hold now. compiled: pieces of code
+    that torch.compile made, each a forward and its backward. recompiles: those of them that were
+    made for stages that had code already: for other inputs (another bucket), or for other
+    constants. compile_seconds: time spent generating code. choices: by bucket, how it is run since
+    graphs were timed against eager (train/autotune.py), with the figures that say why; empty where
+    nobody has timed them.
     """
 
     captured: int = 0
@@ -156,12 +257,16 @@ class Stats:
     compile_seconds: float = 0.0
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)
     _pool_bytes: Callable[[], int] = field(default=int, repr=False)
-    _notice: Callable[[str, Callable[[], str]], None] = field(default=lambda reason, detail: None, repr=False)
+    _notice: Callable[[str, Callable[[], str]], None] = field(
+        default=lambda reason, detail: None, repr=False
+    )
 
     def fell_back(self, reason: str, detail: Callable[[], str] = str) -> None:
-        """Count a call, or a region of one, that runs eagerly; the user is told if that was not asked for.
+        """Count a call, or a region of one, that runs eagerly; the user is told if that was not
+        asked for.
 
-        detail: what it is about this time, in words. Raises CaptureError in strict mode, and counts nothing then.
+        detail: what it is about this time, in words. Raises CaptureError in strict mode, and counts
+        nothing then.
         """
         self._notice(reason, detail)
         self.fallbacks[reason] += 1

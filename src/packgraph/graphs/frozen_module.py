@@ -1,8 +1,10 @@
-"""A block of time in which nothing about a module changes but values, and what is remembered of calls within it.
+"""A block of time in which nothing about a module changes but values, and what is remembered of
+calls within it.
 
-A schedule makes the same few calls over and over. What a call is, is then read off a handful of facts instead of all
-that could have changed: microseconds instead of a tenth of a millisecond.
+A schedule makes the same few calls over and over. What a call is, is then read off a handful of
+facts instead of all that could have changed: microseconds instead of a tenth of a millisecond.
 """
+
 from collections.abc import Hashable
 from typing import Any
 
@@ -25,13 +27,19 @@ class FrozenModule:
         self._known: dict[Hashable, Signature] = {}
 
     def recall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | None:
-        """The signature of a call like one that was replayed in this block; None when it has to be looked at.
+        """The signature of a call like one that was replayed in this block; None when it has to be
+        looked at.
 
-        What the caller may change around a single call (modes, evaluation, hooks on what autograd saves) is no part of
-        the promise of a steady block.
+        What the caller may change around a single call (modes, evaluation, hooks on what autograd
+        saves) is no part of the promise of a steady block.
         """
-        if kwargs or fallback.bypass_reason() is not None or not torch.is_grad_enabled() or not self._module.training \
-                or reason_around() is not None:
+        if (
+            kwargs
+            or fallback.bypass_reason() is not None
+            or not torch.is_grad_enabled()
+            or not self._module.training
+            or reason_around() is not None
+        ):
             return None
         return self._known.get(self._facts(args))
 
@@ -58,6 +66,10 @@ class FrozenModule:
 
 def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors of a call, in the order of its pytree."""
-    if not kwargs and all(type(arg) is torch.Tensor or type(arg) is PackedBatch or type(arg) in PLAIN for arg in args):
-        return [arg.data if type(arg) is PackedBatch else arg for arg in args if type(arg) not in PLAIN]
+    if not kwargs and all(
+        type(arg) is torch.Tensor or type(arg) is PackedBatch or type(arg) in PLAIN for arg in args
+    ):
+        return [
+            arg.data if type(arg) is PackedBatch else arg for arg in args if type(arg) not in PLAIN
+        ]
     return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

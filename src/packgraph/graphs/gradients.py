@@ -1,7 +1,7 @@
 """Gradient buffers: the static memory that captured backwards add parameter gradients to.
 
-A backward graph adds to fixed addresses, while `.grad` belongs to the user, who may set it to None, replace it, or keep
-the tensor. So every replay begins by comparing `.grad` with the buffer:
+A backward graph adds to fixed addresses, while `.grad` belongs to the user, who may set it to None,
+replace it, or keep the tensor. So every replay begins by comparing `.grad` with the buffer:
 
     `.grad` is                            before the replay                      after the replay
     the buffer                            nothing                                nothing
@@ -11,14 +11,15 @@ the tensor. So every replay begins by comparing `.grad` with the buffer:
     any but the buffer, and somebody      the buffer's content is set aside      copied out; the content is put back
     else holds the buffer
 
-Somebody else is found by reference counts: of the Python object that was `.grad`, and of the storage behind it (views,
-aliases, saved tensors).
+Somebody else is found by reference counts: of the Python object that was `.grad`, and of the
+storage behind it (views, aliases, saved tensors).
 
-The gradient of a DTensor may have other placements than its parameter: that of a replicated parameter is each rank's
-share of a sum (`Partial`) where ranks have seen other tokens. A buffer has those of eager gradients, and copies are of
-local tensors: torch copies a share of a sum by way of the whole sum, which takes a collective and gives every rank
-another share.
-"""
+The gradient of a DTensor may have other placements than its parameter: that of a replicated
+parameter is each rank's share of a sum (`Partial`) where ranks have seen other tokens. A buffer has
+those of eager gradients, and copies are of local tensors: torch copies a share of a sum by way of
+the whole sum, which takes a collective and gives every rank another share.
+"""  # noqa: E501
+
 import operator
 import sys
 from collections.abc import Sequence
@@ -51,7 +52,8 @@ def _counts_of_a_gradient() -> tuple[int, int]:
     return _counts(grad)
 
 
-# What `_counts` says of a gradient that nobody but its parameter holds. Versions of torch and Python differ in it.
+# What `_counts` says of a gradient that nobody but its parameter holds. Versions of torch and
+# Python differ in it.
 _REFERENCES, _USES = _counts_of_a_gradient()
 
 
@@ -74,7 +76,9 @@ class GradientBuffer:
 
     def is_attached(self, grad: torch.Tensor | None) -> bool:
         """Whether `grad`, the parameter's, is this buffer."""
-        if self.shown.data_ptr() != self._address:  # its `.data` was replaced: it is the user's from here on
+        if (
+            self.shown.data_ptr() != self._address
+        ):  # its `.data` was replaced: it is the user's from here on
             self.shown = self.tensor.detach()
         return grad is self.shown
 
@@ -84,14 +88,16 @@ class GradientBuffer:
         return grad is not None and (grad is self.shown or _storage_of(grad) == self._storage)
 
     def is_held(self) -> bool:
-        """Whether somebody else holds the buffer. Meaningful while it is not the parameter's `.grad`."""
-        # The attribute and the argument are two references; `tensor` is one use of the storage more.
+        """Whether somebody else holds the buffer. Meaningful while it is not the parameter's
+        `.grad`."""
+        # The attribute and the argument are two references; `tensor` is one use of the storage
+        # more.
         return sys.getrefcount(self.shown) > 2 or _storage_uses(self._storage) > _USES + 1
 
 
 class _Aside(NamedTuple):
-    """A buffer that is not `.grad` for one replay. grad: the user's gradient, None = there was none. content: of the
-    buffer, to be put back; None = nobody needs it."""
+    """A buffer that is not `.grad` for one replay. grad: the user's gradient, None = there was
+    none. content: of the buffer, to be put back; None = nobody needs it."""
 
     buffer: GradientBuffer
     grad: torch.Tensor | None
@@ -113,10 +119,12 @@ class GradientBuffers:
         return list(self._buffers.values())
 
     @torch.no_grad()
-    def buffer(self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None) -> GradientBuffer:
-        """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the first backward. Where
-        several threads train, no `.grad` is a buffer (`shared_gradients.py`). placements: of eager gradients, if they
-        are DTensors."""
+    def buffer(
+        self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None
+    ) -> GradientBuffer:
+        """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the
+        first backward. Where several threads train, no `.grad` is a buffer (`shared_gradients.py`).
+        placements: of eager gradients, if they are DTensors."""
         if id(parameter) not in self._buffers:
             shared = self._launches is not None and self._launches.shared
             shown = None if shared else parameter.grad
@@ -128,7 +136,8 @@ class GradientBuffers:
 
 @torch.no_grad()
 def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
-    """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its replay."""
+    """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its
+    replay."""
     if _are_attached(buffers):
         return []
     cleared: list[torch.Tensor] = []
@@ -138,7 +147,9 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
         if buffer.is_attached(grad):
             continue
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
-        if held or (grad is not None and (_is_held(_counts(grad)) or not _placed_alike(grad, buffer.tensor))):
+        if held or (
+            grad is not None and (_is_held(_counts(grad)) or not _placed_alike(grad, buffer.tensor))
+        ):
             content = cloned(buffer.tensor) if held else None
             aside.append(_Aside(buffer, grad, content))
         else:
@@ -154,10 +165,12 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
 
 
 def _are_attached(buffers: Sequence[GradientBuffer]) -> bool:
-    """Whether all gradients are their buffers: asked before every replay, so it costs one pass in C for each fact."""
+    """Whether all gradients are their buffers: asked before every replay, so it costs one pass in C
+    for each fact."""
     shown = list(map(_SHOWN, buffers))
-    return all(map(operator.is_, map(_GRADIENT, buffers), shown)) \
-        and list(map(torch.Tensor.data_ptr, shown)) == list(map(_ADDRESS, buffers))
+    return all(map(operator.is_, map(_GRADIENT, buffers), shown)) and list(
+        map(torch.Tensor.data_ptr, shown)
+    ) == list(map(_ADDRESS, buffers))
 
 
 @torch.no_grad()
@@ -201,7 +214,11 @@ def _is_held(counts: tuple[int, int]) -> bool:
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = local_tensor(one), local_tensor(other)
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.stride() == other.stride()
+        and one.shape == other.shape
+    )
 
 
 def cloned(gradient: torch.Tensor) -> torch.Tensor:
@@ -209,12 +226,21 @@ def cloned(gradient: torch.Tensor) -> torch.Tensor:
     return with_local(gradient, local_tensor(gradient).clone())
 
 
-def with_local(like: torch.Tensor, local: torch.Tensor, placements: Sequence[Placement] | None = None) -> torch.Tensor:
-    """`local` as a tensor of the form of `like`. placements: if other than those of `like`, a DTensor."""
+def with_local(
+    like: torch.Tensor, local: torch.Tensor, placements: Sequence[Placement] | None = None
+) -> torch.Tensor:
+    """`local` as a tensor of the form of `like`. placements: if other than those of `like`, a
+    DTensor."""
     if not isinstance(like, DTensor):
         return local
-    return DTensor.from_local(local, like.device_mesh, like.placements if placements is None else placements,
-                              run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements if placements is None else placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

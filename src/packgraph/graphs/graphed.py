@@ -1,8 +1,10 @@
 """`packgraph.graph`: a module that replays captured graphs, and falls back to eager where it must.
 
-A call goes one way: is there a reason to run eagerly? which key is it? is a slot free, with this key captured? capture
-it if not; copy in, replay, clone out. Every branch that ends in eager execution is counted under its reason.
+A call goes one way: is there a reason to run eagerly? which key is it? is a slot free, with this
+key captured? capture it if not; copy in, replay, clone out. Every branch that ends in eager
+execution is counted under its reason.
 """
+
 import contextlib
 import threading
 import time
@@ -60,23 +62,27 @@ def graph(
 ) -> "GraphedModule":
     """Wrap `module` so that training calls replay captured graphs.
 
-    module: any nn.Module; a module with stages (see `graphs/stages.py`) can be captured in part. capacities: the shapes
-    that graphs are captured for, one or several; None captures every shape that comes. backend: `cuda`, `recorder`
-    (CPU) or `auto`. warmup: eager training calls before the first capture. slots: microbatches that may be in flight
-    (forward done, backward not); None follows what the loop does. strict: raise CaptureError instead of falling
-    back to eager. scope: names of the stages to capture (None = all). granularity: `layer` or `chunk`,
-    where graphs are cut. compile: whether the stages that are captured go through torch.compile first, one piece of
-    code per kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A mapping holds
-    options of Inductor, as torch.compile takes them; a string names another compiler (`aot_eager` for tests).
+    module: any nn.Module; a module with stages (see `graphs/stages.py`) can be captured in part.
+    capacities: the shapes that graphs are captured for, one or several; None captures every shape
+    that comes. backend: `cuda`, `recorder` (CPU) or `auto`. warmup: eager training calls before the
+    first capture. slots: microbatches that may be in flight (forward done, backward not); None
+    follows what the loop does. strict: raise CaptureError instead of falling back to eager. scope:
+    names of the stages to capture (None = all). granularity: `layer` or `chunk`, where graphs are
+    cut. compile: whether the stages that are captured go through torch.compile first, one piece of
+    code per kind of layer and bucket; calls of captured shapes that run eagerly run the same code.
+    A mapping holds options of Inductor, as torch.compile takes them; a string names another
+    compiler (`aot_eager` for tests).
 
-    Raises TypeError for what is no module; ValueError for an illegal scope, backend, compiler or count, with all
-    reasons; CaptureError if `strict` and the module cannot be captured at all (DistributedDataParallel, fully sharded
-    parameters, module hooks).
+    Raises TypeError for what is no module; ValueError for an illegal scope, backend, compiler or
+    count, with all reasons; CaptureError if `strict` and the module cannot be captured at all
+    (DistributedDataParallel, fully sharded parameters, module hooks).
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
-    return GraphedModule(module, Control(module, capacities, backend, warmup, slots, strict, scope, granularity,
-                                         compile))
+    return GraphedModule(
+        module,
+        Control(module, capacities, backend, warmup, slots, strict, scope, granularity, compile),
+    )
 
 
 def control(graphed: torch.nn.Module) -> "Control":
@@ -85,35 +91,51 @@ def control(graphed: torch.nn.Module) -> "Control":
     Raises TypeError for anything but what `graph` has returned.
     """
     if not isinstance(graphed, GraphedModule):
-        raise TypeError("packgraph.control wants the module that packgraph.graph returned, not "
-                        f"an object of type {type(graphed).__name__}")
+        raise TypeError(
+            "packgraph.control wants the module that packgraph.graph returned, not "
+            f"an object of type {type(graphed).__name__}"
+        )
     found: Control = control_of(graphed)
     return found
 
 
 class GraphedModule(Wrapper):
-    """What `packgraph.graph` returns: behaves as the module it wraps, whose names are its names; a call replays.
+    """What `packgraph.graph` returns: behaves as the module it wraps, whose names are its names; a
+    call replays.
 
-    Names that the module does not have are those of its `Control`: `graphed.stats`, `graphed.close()`. Setting and
-    deleting always reaches the module. `forward` is the module's own: replacing it takes effect at the next call,
-    calling it runs the module without graphs.
+    Names that the module does not have are those of its `Control`: `graphed.stats`,
+    `graphed.close()`. Setting and deleting always reaches the module. `forward` is the module's
+    own: replacing it takes effect at the next call, calling it runs the module without graphs.
     """
 
 
 class Control:
-    """What stands behind a graphed module: its slots, graphs and counts. Calling it is calling the graphed module.
+    """What stands behind a graphed module: its slots, graphs and counts. Calling it is calling the
+    graphed module.
 
-    stats: a `Stats`. close(): frees every graph and pool. lends: for a pipeline that owns its slots; outputs and the
-    gradients of inputs are then handed out as static memory, valid until the slot is released, instead of clones. vote:
-    asked after every capture of `build`, where other ranks must make the same ones; a failure of one is one of all.
+    stats: a `Stats`. close(): frees every graph and pool. lends: for a pipeline that owns its
+    slots; outputs and the gradients of inputs are then handed out as static memory, valid until the
+    slot is released, instead of clones. vote: asked after every capture of `build`, where other
+    ranks must make the same ones; a failure of one is one of all.
     """
 
-    def __init__(self, module: torch.nn.Module, capacities: Capacity | Iterable[Capacity] | None, backend: str,
-                 warmup: int, slots: int | None, strict: bool, scope: Iterable[str] | None, granularity: str,
-                 compile: bool | str | Mapping[str, Any] = False) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        capacities: Capacity | Iterable[Capacity] | None,
+        backend: str,
+        warmup: int,
+        slots: int | None,
+        strict: bool,
+        scope: Iterable[str] | None,
+        granularity: str,
+        compile: bool | str | Mapping[str, Any] = False,
+    ) -> None:
         self.module = module
         if warmup < 0 or (slots is not None and slots < 1):
-            raise ValueError(f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}")
+            raise ValueError(
+                f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}"
+            )
         self.capacities = () if capacities is None else read_capacities(capacities)
         self._notices = Notices(type(module).__name__, strict, warmup)
         self.stats = Stats(_notice=self._notices.fell_back)
@@ -126,7 +148,9 @@ class Control:
         self._fingerprint: ModuleState | None = None
         self._warm_calls_left = warmup
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
-        self._lock = threading.RLock()  # of what is written down here; nobody runs the module with it
+        self._lock = (
+            threading.RLock()
+        )  # of what is written down here; nobody runs the module with it
         self._calls = Calls(self.device, _weakly(self._slots.in_flight_elsewhere))
         self._rehearsed: dict[Hashable, DryRun] = {}
         self._failed: set[Hashable] = set()
@@ -138,13 +162,16 @@ class Control:
         self._forward_of_class = getattr(type(module), "forward", None)
         self._retries = Retries()
         weakref.finalize(self, self._notices.end)
-        self.stats.measure_pools(self._slots.nbytes)  # not by `self`: only the garbage collector would free it then
+        self.stats.measure_pools(
+            self._slots.nbytes
+        )  # not by `self`: only the garbage collector would free it then
         self._refusal: Unsupported | None = None
         self._ask_for_refusal()
 
     @property
     def strict(self) -> bool:
-        """Whether a call that would run eagerly, though nobody asked for that, raises CaptureError."""
+        """Whether a call that would run eagerly, though nobody asked for that, raises
+        CaptureError."""
         return self._notices.strict
 
     @strict.setter
@@ -177,9 +204,11 @@ class Control:
         return claim.run(args, kwargs)
 
     def claim(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
-        """A slot with graphs for a call with these arguments, or the reason why the call must run eagerly.
+        """A slot with graphs for a call with these arguments, or the reason why the call must run
+        eagerly.
 
-        Of tensors only the metadata is looked at, unless a capture is due. The claim counts as a replay.
+        Of tensors only the metadata is looked at, unless a capture is due. The claim counts as a
+        replay.
         """
         with self._calls:
             if self._calls.shared and not self._slots.launches.shared:
@@ -202,14 +231,17 @@ class Control:
             return found
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
-        """Within the block no other thread runs the module, for captures; gives False if they do not leave in time."""
+        """Within the block no other thread runs the module, for captures; gives False if they do
+        not leave in time."""
         return self._calls.capture()
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | str:
         call = signature(args, kwargs, self.device)
         if call is None:
             return fallback.NO_KEY
-        if call.key in self._failed and (self._retries.is_hopeless(call.key) or not self._may_capture_now()):
+        if call.key in self._failed and (
+            self._retries.is_hopeless(call.key) or not self._may_capture_now()
+        ):
             return fallback.CAPTURE_FAILED
         reason = self._check_fingerprint()
         if reason is not None:
@@ -222,7 +254,9 @@ class Control:
             self._notices.new_key(self.module.forward, args, kwargs, self.device)
         return call
 
-    def _take(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str | None:
+    def _take(
+        self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ReplayHandle | str | None:
         """None: a capture is due, which this thread may not make now."""
         ticket = self._slots.acquire(call.key)
         if ticket is None:
@@ -241,13 +275,24 @@ class Control:
             on_error.pop_all()
         self.stats.replayed += 1
         self._notices.replays = True
-        return ReplayHandle(self._program, variant, ticket, self.lends, self.stats, self._calls, self._steady)
+        return ReplayHandle(
+            self._program, variant, ticket, self.lends, self.stats, self._calls, self._steady
+        )
 
     def _give_up(self, call: Signature, error: CaptureError) -> str:
-        """The reason to run a call eagerly whose capture has failed: for good, or until there is more memory. Other
-        ranks would not try again with this one, so where captures are voted on it is for good."""
-        if self.vote is alone and is_out_of_memory(error.__cause__) and self._retries.wait(call.key):
-            self._complain(error, fallback.NO_MEMORY, "running eagerly for now, because a capture found no memory")
+        """The reason to run a call eagerly whose capture has failed: for good, or until there is
+        more memory. Other ranks would not try again with this one, so where captures are voted on
+        it is for good."""
+        if (
+            self.vote is alone
+            and is_out_of_memory(error.__cause__)
+            and self._retries.wait(call.key)
+        ):
+            self._complain(
+                error,
+                fallback.NO_MEMORY,
+                "running eagerly for now, because a capture found no memory",
+            )
             return fallback.NO_MEMORY
         self._failed.add(call.key)
         if self._retries.is_news(call.key, error) or self.strict:
@@ -256,10 +301,12 @@ class Control:
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
-        """For a schedule: promise that in this block nothing about the module changes but the values of its tensors.
+        """For a schedule: promise that in this block nothing about the module changes but the
+        values of its tensors.
 
-        What graphs have baked is then compared once, at the start, instead of at every call, and nobody replaces
-        `.grad` of its parameters in between, as another graphed module with the same parameters would.
+        What graphs have baked is then compared once, at the start, instead of at every call, and
+        nobody replaces `.grad` of its parameters in between, as another graphed module with the
+        same parameters would.
         """
         if self._fingerprint is not None and self._check_fingerprint() is None:
             self._steady = FrozenModule(self.module, self.device.type)
@@ -273,7 +320,8 @@ class Control:
         return self._slots.has_free()
 
     def hold_slot(self) -> SlotLease:
-        """A slot for a microbatch that runs eagerly under a schedule, so that slots are counted as in a replay.
+        """A slot for a microbatch that runs eagerly under a schedule, so that slots are counted as
+        in a replay.
 
         Raises RuntimeError when all are in flight.
         """
@@ -290,23 +338,33 @@ class Control:
         return len(self._failed)
 
     def build(self, samples: Sequence[tuple[Any, ...]], slots: int | None = None) -> None:
-        """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest first.
+        """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest
+        first.
 
-        samples: one tuple of call arguments per key; their values are not trained on. slots: how many, default the
-        module's `slots`, or one. Changes no training state. Failures are treated as in a call. Captures what training
-        will call: a module in evaluation mode is switched for the time, gradients are on.
+        samples: one tuple of call arguments per key; their values are not trained on. slots: how
+        many, default the module's `slots`, or one. Changes no training state. Failures are treated
+        as in a call. Captures what training will call: a module in evaluation mode is switched for
+        the time, gradients are on.
         """
         calls = []
         for args in samples:
             call = signature(args, {}, self.device)
             if call is None:
-                raise ValueError("a sample to build graphs for has an argument that cannot be part of a key: pass "
-                                 f"tensors on {self.device}, packed batches and constants")
+                raise ValueError(
+                    "a sample to build graphs for has an argument that cannot be part of a key: "
+                    "pass "
+                    f"tensors on {self.device}, packed batches and constants"
+                )
             calls.append((call, args))
         calls.sort(key=lambda pair: pair[0].nbytes, reverse=True)
         with as_in_training(self.module), contextlib.ExitStack() as held:
             self._ask_for_refusal()
-            if self._refusal is not None or reason_around() or self._is_patched() or self._check_fingerprint():
+            if (
+                self._refusal is not None
+                or reason_around()
+                or self._is_patched()
+                or self._check_fingerprint()
+            ):
                 return
             tickets = self._slots.reserve(slots or self._slots.limit or 1)
             for ticket in tickets:
@@ -329,26 +387,29 @@ class Control:
     def forget(self, args: tuple[Any, ...]) -> int:
         """Free the graphs of calls like `args` in all slots; how many variants there were.
 
-        The device must have ended what it was given. A later call captures again. The memory of a pool belongs to all
-        graphs in it, so it is free when the slot's last variant is gone. Raises RuntimeError when a slot is in flight.
+        The device must have ended what it was given. A later call captures again. The memory of a
+        pool belongs to all graphs in it, so it is free when the slot's last variant is gone. Raises
+        RuntimeError when a slot is in flight.
         """
         call = signature(args, {}, self.device)
         return 0 if call is None else self._slots.drop(call.key)
 
     def forget_all(self) -> int:
-        """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager calls."""
+        """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager
+        calls."""
         self._rehearsed.clear()  # the tensors that graphs use, kept for them
         return self._slots.clear()
 
     def forget_code(self) -> None:
-        """Whatever is compiled is tried out once more before the next capture: on another rank that has failed, and
-        ranks that exchange data in it must all begin at the same point again."""
+        """Whatever is compiled is tried out once more before the next capture: on another rank that
+        has failed, and ranks that exchange data in it must all begin at the same point again."""
         self._coded.clear()
 
     @contextlib.contextmanager
     def trial(self, args: tuple[Any, ...]) -> Iterator[tuple[Program, KeyGradients]]:
-        """Around a capture of a call like `args` that is thrown away: no other thread is inside the module, and it is
-        compiled, as before a capture. Gives what is captured, and what is known of gradients of its outputs.
+        """Around a capture of a call like `args` that is thrown away: no other thread is inside the
+        module, and it is compiled, as before a capture. Gives what is captured, and what is known
+        of gradients of its outputs.
 
         Raises CaptureError where a capture could not begin.
         """
@@ -356,14 +417,23 @@ class Control:
         if refused is not None:
             raise CaptureError(refused.what, user_line(), refused.remedy)
         if call is None:
-            raise CaptureError("an argument cannot be part of a key", user_line(),
-                               f"pass tensors on {self.device}, packed batches and constants")
+            raise CaptureError(
+                "an argument cannot be part of a key",
+                user_line(),
+                f"pass tensors on {self.device}, packed batches and constants",
+            )
         with as_in_training(self.module), self.alone() as free:
             if not free:
-                raise CaptureError("another thread is inside the module", user_line(), "trace memory before it begins")
+                raise CaptureError(
+                    "another thread is inside the module",
+                    user_line(),
+                    "trace memory before it begins",
+                )
             reason = self._check_fingerprint()
             if reason is not None:
-                raise CaptureError(reason, user_line(), "graphs add to the gradients of leaf parameters")
+                raise CaptureError(
+                    reason, user_line(), "graphs add to the gradients of leaf parameters"
+                )
             self._compile(call, args, {})  # first by itself, as before a capture
             yield self._program, self._output_gradients.of(call.key)
 
@@ -372,7 +442,11 @@ class Control:
         try:
             with self._calls.capture() as free:
                 if not free:
-                    raise CaptureError(fallback.BUSY, user_line(), "build graphs before other threads call the module")
+                    raise CaptureError(
+                        fallback.BUSY,
+                        user_line(),
+                        "build graphs before other threads call the module",
+                    )
                 self._variant(call, slot, args, {})
         except CaptureError as error:
             failed = error
@@ -402,8 +476,11 @@ class Control:
         reason = reason_around()
         if reason is not None:
             return reason
-        if self._steady is None and (self._refusal is not None or inside_data_parallel()
-                                     or (self._fingerprint and self._fingerprint.hooked())):
+        if self._steady is None and (
+            self._refusal is not None
+            or inside_data_parallel()
+            or (self._fingerprint and self._fingerprint.hooked())
+        ):
             self._ask_for_refusal()
         if self._refusal is not None:
             return self._refusal.reason
@@ -421,20 +498,30 @@ class Control:
 
     def _is_patched(self) -> bool:
         """Whether the module has stages, and another forward than the one that these stand for."""
-        return self._program.staged and ("forward" in vars(self.module)
-                                         or getattr(type(self.module), "forward", None) is not self._forward_of_class)
+        return self._program.staged and (
+            "forward" in vars(self.module)
+            or getattr(type(self.module), "forward", None) is not self._forward_of_class
+        )
 
     def _ask_for_refusal(self) -> None:
-        """Whether the module can be captured at all now; what was refused before may be fine again."""
+        """Whether the module can be captured at all now; what was refused before may be fine
+        again."""
         known, self._refusal = self._refusal, find_unsupported(self.module)
         if self._refusal is not None and (self.strict or self._refusal != known):
-            self._complain(CaptureError(self._refusal.what, user_line(), self._refusal.remedy), self._refusal.reason)
+            self._complain(
+                CaptureError(self._refusal.what, user_line(), self._refusal.remedy),
+                self._refusal.reason,
+            )
 
     def fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly that could not be claimed, counted under `reason`."""
         with self._calls, self._lock:
-            self.stats.fell_back(reason, lambda: detail(reason, self.module.forward, args, kwargs, self.device,
-                                                        self.capacities))
+            self.stats.fell_back(
+                reason,
+                lambda: detail(
+                    reason, self.module.forward, args, kwargs, self.device, self.capacities
+                ),
+            )
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
             call = signature(args, kwargs, self.device)
@@ -442,25 +529,37 @@ class Control:
         return result
 
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
-        """The call without graphs, uncounted: by compiled code where a replay runs that, else by the module itself."""
+        """The call without graphs, uncounted: by compiled code where a replay runs that, else by
+        the module itself."""
         if self._program.compiler is None or not self._has_code(args, kwargs):
             with self._calls:
                 return self.module(*args, **kwargs)
-        # Within a whole step this may be the first call, which nothing has compiled ahead and counted.
-        with self._calls, self._program.compiler.counting() if capturing() else contextlib.nullcontext():
+        # Within a whole step this may be the first call, which nothing has compiled ahead and
+        # counted.
+        with (
+            self._calls,
+            self._program.compiler.counting() if capturing() else contextlib.nullcontext(),
+        ):
             return self._program.call(args, kwargs)
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call's stages are compiled, which they are now if a replay of this call is possible at all."""
-        if self._closed or self._refusal is not None or self._is_patched() \
-                or not (torch.is_grad_enabled() and self.module.training) \
-                or undeclared(args, kwargs, self.capacities) is not None:
+        """Whether the call's stages are compiled, which they are now if a replay of this call is
+        possible at all."""
+        if (
+            self._closed
+            or self._refusal is not None
+            or self._is_patched()
+            or not (torch.is_grad_enabled() and self.module.training)
+            or undeclared(args, kwargs, self.capacities) is not None
+        ):
             return False
         with self._lock:
             call = signature(args, kwargs, self.device)
             if call is None or call.key in self._failed:
                 return False
-            if capturing():  # of a whole step: the module has aliases for parameters now, and nothing can be tried out
+            # of a whole step: the module has aliases for parameters now, and nothing can be tried
+            # out
+            if capturing():
                 return True
             if self._check_fingerprint() is not None:
                 return False
@@ -480,15 +579,21 @@ class Control:
     def _compile(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile what this key needs, unless that was done. Raises CaptureError."""
         if self._program.compiler is not None and call.key not in self._coded:
-            compile_ahead(self._program, self._backend, self._output_gradients.of(call.key), args, kwargs)
+            compile_ahead(
+                self._program, self._backend, self._output_gradients.of(call.key), args, kwargs
+            )
             self._coded.add(call.key)
 
     def _check_fingerprint(self) -> str | None:
-        """Drop all graphs when a fact they baked about the module has changed; the call then captures again, or runs
-        eagerly for the returned reason."""
+        """Drop all graphs when a fact they baked about the module has changed; the call then
+        captures again, or runs eagerly for the returned reason."""
         if self._steady is not None:
             return None
-        change, before = (self._fingerprint.changed(), self._fingerprint.refused) if self._fingerprint else (None, None)
+        change, before = (
+            (self._fingerprint.changed(), self._fingerprint.refused)
+            if self._fingerprint
+            else (None, None)
+        )
         if self._fingerprint is None or change is not None:
             if not are_leaves(self.module):
                 return fallback.NOT_LEAVES
@@ -498,14 +603,19 @@ class Control:
             self._fingerprint = ModuleState(self.module, self._program.volatile)
         refused = self._fingerprint.refused
         if refused is not None and (self.strict or refused != before):
-            self._complain(CaptureError(refused.what, user_line(), refused.remedy), fallback.HIDDEN_STATE,
-                           "running eagerly, because the module's state cannot be watched")
+            self._complain(
+                CaptureError(refused.what, user_line(), refused.remedy),
+                fallback.HIDDEN_STATE,
+                "running eagerly, because the module's state cannot be watched",
+            )
         return None if refused is None else fallback.HIDDEN_STATE
 
     def _start_again(self, change: Change) -> None:
         self._refuse_another_device()
         if any(slot.variants for slot in self._slots.all):
-            error = CaptureError(f"{change} after the graphs were captured", user_line(), change.remedy)
+            error = CaptureError(
+                f"{change} after the graphs were captured", user_line(), change.remedy
+            )
             if self.strict:
                 raise error
             warn(f"capturing again: {error}")
@@ -518,21 +628,32 @@ class Control:
         self._coded.clear()
 
     def _may_capture_now(self) -> bool:
-        """Whether something about the module has changed that its own forward does not change in every call."""
-        return self._fingerprint is None or self._fingerprint.changed(self._program.assigned) is not None
+        """Whether something about the module has changed that its own forward does not change in
+        every call."""
+        return (
+            self._fingerprint is None
+            or self._fingerprint.changed(self._program.assigned) is not None
+        )
 
     def _refuse_another_device(self) -> None:
         tensor = next(iter([*self.module.parameters(), *self.module.buffers()]), None)
         if tensor is not None and tensor.device != self.device:
-            raise RuntimeError(f"the module was moved from {self.device} to {tensor.device} after packgraph.graph "
-                               "wrapped it: move it first, then wrap it")
+            raise RuntimeError(
+                f"the module was moved from {self.device} to {tensor.device} after packgraph.graph "
+                "wrapped it: move it first, then wrap it"
+            )
 
     def _is_captured(self, call: Signature, slot: Slot) -> bool:
-        """Whether the slot has graphs for this key, with a backward for all that is known of its gradients."""
+        """Whether the slot has graphs for this key, with a backward for all that is known of its
+        gradients."""
         variant = slot.variants.get(call.key)
-        return variant is not None and variant.version == self._output_gradients.of(call.key).version
+        return (
+            variant is not None and variant.version == self._output_gradients.of(call.key).version
+        )
 
-    def _variant(self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+    def _variant(
+        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Variant:
         """The slot's graphs for this key, captured now if it has none. Raises CaptureError."""
         gradients = self._output_gradients.of(call.key)
         if not self._is_captured(call, slot):
@@ -544,14 +665,29 @@ class Control:
                 free_memory(self.device)
             self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
             executes = self._backend.guard_device is None
-            if executes and self._slots.launches.shared:  # backwards of others may be adding to `.grad`
+            if (
+                executes and self._slots.launches.shared
+            ):  # backwards of others may be adding to `.grad`
                 let_go(self._buffers_of_gradients.all(), self._slots.launches)
             with self._slots.launches.during_capture(executes):
                 self._compile(call, args, kwargs)
-                rehearsal = self._rehearsed[call.key] = self._rehearse(call, gradients, args, kwargs)
+                rehearsal = self._rehearsed[call.key] = self._rehearse(
+                    call, gradients, args, kwargs
+                )
                 changed = self._fingerprint.changed if self._fingerprint is not None else _nothing
-                variant = capture_variant(self._program, self._backend, slot, self._buffers_of_gradients, gradients,
-                                          changed, self._calls, self.lends, args, kwargs, rehearsal)
+                variant = capture_variant(
+                    self._program,
+                    self._backend,
+                    slot,
+                    self._buffers_of_gradients,
+                    gradients,
+                    changed,
+                    self._calls,
+                    self.lends,
+                    args,
+                    kwargs,
+                    rehearsal,
+                )
                 rehearsal.calls.shorten()
             slot.variants[call.key] = variant
             self.stats.dropped("a larger variant took the slot", slot.forget_smaller(call.key))
@@ -559,15 +695,24 @@ class Control:
             self.stats.capture_seconds += time.perf_counter() - started
         return slot.variants[call.key]
 
-    def _rehearse(self, call: Signature, gradients: KeyGradients, args: tuple[Any, ...], kwargs: dict[str, Any]
-                  ) -> DryRun:
+    def _rehearse(
+        self,
+        call: Signature,
+        gradients: KeyGradients,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> DryRun:
         earlier = self._rehearsed.get(call.key)
         if earlier is None:
             return dry_run(self._program, self._backend, gradients, args, kwargs)
         return dry_run_again(self._program, self._backend, gradients, args, kwargs, earlier)
 
-    def _complain(self, error: CaptureError, reason: str = fallback.CAPTURE_FAILED,
-                  so: str = "running eagerly from here on, because a capture failed") -> None:
+    def _complain(
+        self,
+        error: CaptureError,
+        reason: str = fallback.CAPTURE_FAILED,
+        so: str = "running eagerly from here on, because a capture failed",
+    ) -> None:
         """Raise in strict mode; otherwise warn, and calls run eagerly for `reason`."""
         forget_frames(error)
         if self.strict:
@@ -577,7 +722,8 @@ class Control:
 
 
 def _counting(fallbacks: Counter[str], notices: Notices) -> Callable[[str], None]:
-    """`Stats.fell_back` of a module, without the rest of its stats, which hold the graphs' memory."""
+    """`Stats.fell_back` of a module, without the rest of its stats, which hold the graphs'
+    memory."""
 
     def fell_back(reason: str) -> None:
         notices.fell_back(reason)

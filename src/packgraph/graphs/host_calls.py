@@ -1,13 +1,15 @@
 """What the Python code of one thread calls, seen without replacing anything.
 
-Some effects of captured code pass by torch's dispatcher: seeding a generator, drawing from Python's `random`, moving
-the state of a random generator, resizing a storage. All of them end in a C function, or in one of a few functions of
-`torch.random`. `sys.setprofile` tells of every such call, in the thread that asks for it and in no other: what other
-threads do is neither seen nor slowed down, and no function has to be replaced for the whole process.
+Some effects of captured code pass by torch's dispatcher: seeding a generator, drawing from Python's
+`random`, moving the state of a random generator, resizing a storage. All of them end in a C
+function, or in one of a few functions of `torch.random`. `sys.setprofile` tells of every such call,
+in the thread that asks for it and in no other: what other threads do is neither seen nor slowed
+down, and no function has to be replaced for the whole process.
 
-A watcher that raises stops the call before it happens. Python takes the profile function off then, so code that
-swallows the error would go on unseen: it is raised again when the block ends.
+A watcher that raises stops the call before it happens. Python takes the profile function off then,
+so code that swallows the error would go on unseen: it is raised again when the block ends.
 """
+
 import contextlib
 import os
 import sys
@@ -22,17 +24,27 @@ import torch.utils._pytree
 
 from packgraph.graphs.errors import CaptureError, user_line
 
-# Before Python 3.13 a frame that a profile function has seen keeps a copy of its variables as they were then, and so
-# tensors that the code has let go of. Looking at a caller's variables makes that copy anew.
+# Before Python 3.13 a frame that a profile function has seen keeps a copy of its variables as they
+# were then, and so tensors that the code has let go of. Looking at a caller's variables makes that
+# copy anew.
 _SNAPSHOTS = sys.version_info < (3, 13)
-# Python 3.12 gives a module's frame that a profile function has seen a copy of its variables after a comprehension, so
-# that `vars()[name] = value` of modules (torch._numpy) is lost: imports are not looked at.
+# Python 3.12 gives a module's frame that a profile function has seen a copy of its variables after
+# a comprehension, so that `vars()[name] = value` of modules (torch._numpy) is lost: imports are not
+# looked at.
 _BREAKS_IMPORTS = sys.version_info[:2] == (3, 12)
-_CHEAP = sys.version_info < (3, 12)  # to change the profile function: later, all code is rewritten for it
-_MACHINERY = (str(Path(__file__).parent), str(Path(torch.utils._pytree.__file__)), contextlib.__file__)
+_CHEAP = sys.version_info < (
+    3,
+    12,
+)  # to change the profile function: later, all code is rewritten for it
+_MACHINERY = (
+    str(Path(__file__).parent),
+    str(Path(torch.utils._pytree.__file__)),
+    contextlib.__file__,
+)
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _HOOKS_OF = (os.path.join("torch", "autograd", "graph.py"), "contextlib.py")
-# (calling frame, C function, whether it is done), and (frame of the function, its result, whether it is done)
+# (calling frame, C function, whether it is done), and (frame of the function, its result, whether
+# it is done)
 SeesBuiltin = Callable[[FrameType, Any, bool], None]
 SeesFunction = Callable[[FrameType, Any, bool], None]
 
@@ -58,7 +70,8 @@ class Watcher:
 
 
 class SavedTensorHooks(Watcher):
-    """Whether code of others puts hooks around what autograd saves, which then run in backwards (a checkpoint's do).
+    """Whether code of others puts hooks around what autograd saves, which then run in backwards (a
+    checkpoint's do).
 
     Attributes:
         are_there: Whether any were put up.
@@ -90,7 +103,8 @@ _THREAD = _Thread()
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Within the block nobody watches: the same code was watched before. Watching makes Python several times slower."""
+    """Within the block nobody watches: the same code was watched before. Watching makes Python
+    several times slower."""
     before, _THREAD.quiet = _THREAD.quiet, True
     try:
         yield
@@ -102,8 +116,9 @@ def unwatched() -> Iterator[None]:
 def watched_calls(watcher: Watcher) -> Iterator[None]:
     """Within the block `watcher` sees the calls of this thread.
 
-    Raises CaptureError when another profiler has the thread's only place for one and cannot share it, or takes it in
-    the block; and again what a watcher has raised, if the code around has swallowed it.
+    Raises CaptureError when another profiler has the thread's only place for one and cannot share
+    it, or takes it in the block; and again what a watcher has raised, if the code around has
+    swallowed it.
     """
     if _THREAD.quiet:
         yield
@@ -124,13 +139,18 @@ def watched_calls(watcher: Watcher) -> Iterator[None]:
         if done and hook.told.refused is not None:
             raise hook.told.refused
         if done and replaced:
-            raise CaptureError("a profiler begins or ends inside a captured stage: what the stage does to random "
-                               "generators could not be seen", user_line(), "profile from outside of the call")
+            raise CaptureError(
+                "a profiler begins or ends inside a captured stage: what the stage does to random "
+                "generators could not be seen",
+                user_line(),
+                "profile from outside of the call",
+            )
 
 
 @contextlib.contextmanager
 def unwatched_calls() -> Iterator[None]:
-    """Within the block this thread's calls are not looked at: a frame that is seen may keep tensors for longer."""
+    """Within the block this thread's calls are not looked at: a frame that is seen may keep tensors
+    for longer."""
     hook = _THREAD.hook
     if hook is not None:
         sys.setprofile(None)
@@ -142,9 +162,10 @@ def unwatched_calls() -> Iterator[None]:
 
 
 class Unseen:
-    """Within a block of the machinery, which watches nothing, this thread's calls are not looked at: to save time. A
-    profiler that captured code has begun stays, and is found. From Python 3.12 on all are looked at: to take the
-    profile function off and put it back costs more there than the function does."""
+    """Within a block of the machinery, which watches nothing, this thread's calls are not looked
+    at: to save time. A profiler that captured code has begun stays, and is found. From Python 3.12
+    on all are looked at: to take the profile function off and put it back costs more there than the
+    function does."""
 
     __slots__ = ("_see",)
 
@@ -152,7 +173,9 @@ class Unseen:
         hook = _THREAD.hook
         if hook is not None and hook.told.importing is not None:
             hook.go_on()
-        self._see = hook.see if _CHEAP and hook is not None and sys.getprofile() is hook.see else None
+        self._see = (
+            hook.see if _CHEAP and hook is not None and sys.getprofile() is hook.see else None
+        )
         if self._see is not None:
             sys.setprofile(None)
 
@@ -162,8 +185,9 @@ class Unseen:
 
 
 def watch_also() -> Callable[[object], None]:
-    """What another thread has to call that works for the present block: autograd's, which runs backwards on CUDA. It
-    may be used as a hook of a tensor. The thread is looked at until the block ends."""
+    """What another thread has to call that works for the present block: autograd's, which runs
+    backwards on CUDA. It may be used as a hook of a tensor. The thread is looked at until the block
+    ends."""
     hook = _THREAD.hook
 
     def watch(_: object) -> None:
@@ -178,8 +202,13 @@ def _other_profiler() -> Any:
     other = sys.getprofile()
     if other is None or callable(other) or hasattr(other, "enable"):
         return other
-    raise CaptureError(f"a profiler ({type(other).__name__}) watches the Python calls of this thread, which a capture "
-                       "has to watch itself", user_line(), "begin to profile when all graphs are captured")
+    raise CaptureError(
+        f"a profiler ({type(other).__name__}) watches the Python calls of this thread, which a "
+        "capture "
+        "has to watch itself",
+        user_line(),
+        "begin to profile when all graphs are captured",
+    )
 
 
 def _put_back(profiler: Any) -> None:
@@ -192,8 +221,8 @@ def _put_back(profiler: Any) -> None:
 
 @dataclass
 class _Told:
-    """What a profile function is told and tells. over: its block has ended. refused: what a watcher has raised.
-    importing: the frame of a module whose code it does not look at."""
+    """What a profile function is told and tells. over: its block has ended. refused: what a watcher
+    has raised. importing: the frame of a module whose code it does not look at."""
 
     over: bool = False
     refused: CaptureError | None = None
@@ -218,9 +247,11 @@ class _Hook:
                 sys.setprofile(self.see)
 
 
-def _profile_function(watchers: Sequence[Watcher], other: Callable[[FrameType, str, Any], Any] | None, told: _Told
-                      ) -> Callable[[FrameType, str, Any], None]:
-    """It is called a million times in the capture of a large model: hence the order of its tests."""
+def _profile_function(
+    watchers: Sequence[Watcher], other: Callable[[FrameType, str, Any], Any] | None, told: _Told
+) -> Callable[[FrameType, str, Any], None]:
+    """It is called a million times in the capture of a large model: hence the order of its
+    tests."""
     builtins: dict[str, list[SeesBuiltin]] = {}
     functions: dict[CodeType, list[SeesFunction]] = {}
     for watcher in watchers:

@@ -1,12 +1,14 @@
 """What a captured region must not do, found while its code runs.
 
-Two modes watch the code of a region. The dispatch mode sees every tensor operation: those whose result or shape
-depends on data (they wait for the device), boolean masks, resized storages. The function mode sees host reads that
-never reach the dispatcher for CPU tensors (`float(t)`, `t.tolist()`, `if t:`). Both raise at the user's line, before
-the operation runs. The dispatch mode also keeps a journal: the old contents of every tensor that existed before and
-is written to, so that running a region for capture can be undone. Random generators are a fact of the capture too:
+Two modes watch the code of a region. The dispatch mode sees every tensor operation: those whose
+result or shape depends on data (they wait for the device), boolean masks, resized storages. The
+function mode sees host reads that never reach the dispatcher for CPU tensors (`float(t)`,
+`t.tolist()`, `if t:`). Both raise at the user's line, before the operation runs. The dispatch mode
+also keeps a journal: the old contents of every tensor that existed before and is written to, so
+that running a region for capture can be undone. Random generators are a fact of the capture too:
 those that it knows are advanced by replays; drawing from any other is refused.
 """
+
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -21,16 +23,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.host_calls import Unseen
 from packgraph.graphs.memory.peak import most_allocated
-from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages, tensors_of
+from packgraph.graphs.operations import (
+    PLAIN_TENSORS,
+    Operation,
+    flat,
+    operands_of,
+    operation_of,
+    storages,
+    tensors_of,
+)
 from packgraph.graphs.random_state import Draws
 
 _BOOLEAN = (torch.bool, torch.uint8)
 
 
 def shapes_only(types: Iterable[type]) -> bool:
-    """Whether an operation on tensors of these types computes shapes and no numbers, so that nobody need see it.
+    """Whether an operation on tensors of these types computes shapes and no numbers, so that nobody
+    need see it.
 
-    DTensor runs an operation that is new to it on fake tensors once, to learn the shape of the result.
+    DTensor runs an operation that is new to it on fake tensors once, to learn the shape of the
+    result.
     """
     for kind in types:  # noqa: SIM110  # no generator: this is asked twice for every operation
         if kind not in PLAIN_TENSORS and issubclass(kind, FakeTensor):
@@ -42,7 +54,10 @@ _KEEP = "keep the value on the device, or read it after the step"
 _PRINT = "print it after the step, or run the call under packgraph.eager(...)"
 _SHAPE = "use a static shape: torch.where or masked_fill instead of selecting rows"
 _HOST_READS = {
-    "__bool__": ("a Python branch on a tensor", "use torch.where, or take the branch outside the captured stage"),
+    "__bool__": (
+        "a Python branch on a tensor",
+        "use torch.where, or take the branch outside the captured stage",
+    ),
     "item": ("Tensor.item()", _KEEP),
     "tolist": ("Tensor.tolist()", _KEEP),
     "numpy": ("Tensor.numpy()", _KEEP),
@@ -50,15 +65,22 @@ _HOST_READS = {
     "__int__": ("int(tensor)", _KEEP),
     "__float__": ("float(tensor)", _KEEP),
     "__complex__": ("complex(tensor)", _KEEP),
-    "__index__": ("a tensor used as a Python index", "index with the tensor itself (index_select, gather)"),
+    "__index__": (
+        "a tensor used as a Python index",
+        "index with the tensor itself (index_select, gather)",
+    ),
     "__array__": ("numpy reading a tensor", _KEEP),
     "__repr__": ("printing a tensor", _PRINT),
     "__format__": ("a tensor in a formatted string", _PRINT),
     "__contains__": ("`in` on a tensor", "compare on the device: (tensor == value).any()"),
 }
-# transformers looks at a mask's values to see whether it can go without, but not at those of a complete mask.
+# transformers looks at a mask's values to see whether it can go without, but not at those of a
+# complete mask.
 _MASKS_OF = os.path.join("transformers", "masking_utils.py")
-_MASKS = "pass a complete attention_mask, boolean and of shape [batch, 1, queries, keys]: its values are not looked at"
+_MASKS = (
+    "pass a complete attention_mask, boolean and of shape [batch, 1, queries, keys]: its values "
+    "are not looked at"
+)
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
 _REPEAT = "pass output_size= (a static number) to repeat_interleave"
 _WAYS_OUT = {
@@ -74,7 +96,11 @@ _WAYS_OUT = {
     "equal": "compare on the device: (a == b).all()",
     "is_nonzero": _KEEP,
 }
-_SPARSE = {"_sparse_coo_tensor_with_dims_and_tensors", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_unsafe"}
+_SPARSE = {
+    "_sparse_coo_tensor_with_dims_and_tensors",
+    "_sparse_coo_tensor_with_dims",
+    "_sparse_coo_tensor_unsafe",
+}
 _FIXED: ContextVar[bool] = ContextVar("packgraph_compiled_before", default=False)
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
@@ -88,8 +114,9 @@ def way_out(name: str) -> str:
 
 
 class Journal:
-    """Old contents of tensors that were written to, restored on request. They wait on the host where the device has no
-    memory for them: a step's graph writes to all gradients, which may be more than is free.
+    """Old contents of tensors that were written to, restored on request. They wait on the host
+    where the device has no memory for them: a step's graph writes to all gradients, which may be
+    more than is free.
 
     draws: what the same capture does to random generators, if it is watched.
     """
@@ -102,12 +129,19 @@ class Journal:
         """Save the whole storage behind `tensor` unless it is saved already."""
         key = tensor.untyped_storage()._cdata
         if key not in self._saved:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+                tensor.untyped_storage()
+            )
             self._saved[key] = (whole, _copied(whole))
 
     def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation of the capture's code that may draw, with random numbers that nobody else gets."""
-        return operation.function(*args, **kwargs) if self.draws is None else self.draws.call(operation, args, kwargs)
+        """Run an operation of the capture's code that may draw, with random numbers that nobody
+        else gets."""
+        return (
+            operation.function(*args, **kwargs)
+            if self.draws is None
+            else self.draws.call(operation, args, kwargs)
+        )
 
     def restore(self) -> None:
         """Put the saved contents back, unseen by autograd, and forget them."""
@@ -129,8 +163,8 @@ def _copied(whole: torch.Tensor) -> torch.Tensor:
 
 
 def _has_room(whole: torch.Tensor) -> bool:
-    """Whether a copy leaves the device what the process has needed beyond what it holds now: it stays there while the
-    rest of a step is dry-run. Small ones do anyway."""
+    """Whether a copy leaves the device what the process has needed beyond what it holds now: it
+    stays there while the rest of a step is dry-run. Small ones do anyway."""
     if whole.device.type != "cuda" or whole.numel() < LARGE:
         return True
     free, _ = torch.cuda.mem_get_info(whole.device)
@@ -155,12 +189,14 @@ def capturing() -> bool:
 
 
 class FunctionWatcher(TorchFunctionMode):
-    """A function mode that is not shown to torch.compile, which would take its Python for the user's."""
+    """A function mode that is not shown to torch.compile, which would take its Python for the
+    user's."""
 
 
 class HostSyncCheck(FunctionWatcher):
-    """Refuses host reads of tensors. device: only reads of tensors on this device type count (None = all).
-    constants_too: whether tensors made of Python numbers are refused; not where somebody remembers them.
+    """Refuses host reads of tensors. device: only reads of tensors on this device type count (None
+    = all). constants_too: whether tensors made of Python numbers are refused; not where somebody
+    remembers them.
     """
 
     def __init__(self, device: str | None, constants_too: bool = True) -> None:
@@ -169,16 +205,32 @@ class HostSyncCheck(FunctionWatcher):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _HOST_READS and args and isinstance(args[0], torch.Tensor) and self._counts(args[0].device.type):
+        if (
+            name in _HOST_READS
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and self._counts(args[0].device.type)
+        ):
             (what, remedy), where = _HOST_READS[name], user_line()
-            raise CaptureError(f"{what} waits for the device inside a captured stage", where,
-                               _MASKS if _MASKS_OF in where else remedy)
-        if self.constants_too and name in _FROM_PYTHON and kwargs and kwargs.get("device") is not None \
-                and self._counts(torch.device(kwargs["device"]).type) \
-                and not (args and isinstance(args[0], torch.Tensor)):
-            raise CaptureError(f"torch.{name}(..., device=...) copies host values inside a captured stage, "
-                               "and a graph would freeze them", user_line(),
-                               "make the tensor once outside, or use torch.full / new_zeros / arange")
+            raise CaptureError(
+                f"{what} waits for the device inside a captured stage",
+                where,
+                _MASKS if _MASKS_OF in where else remedy,
+            )
+        if (
+            self.constants_too
+            and name in _FROM_PYTHON
+            and kwargs
+            and kwargs.get("device") is not None
+            and self._counts(torch.device(kwargs["device"]).type)
+            and not (args and isinstance(args[0], torch.Tensor))
+        ):
+            raise CaptureError(
+                f"torch.{name}(..., device=...) copies host values inside a captured stage, "
+                "and a graph would freeze them",
+                user_line(),
+                "make the tensor once outside, or use torch.full / new_zeros / arange",
+            )
         return func(*args, **(kwargs or {}))
 
     def _counts(self, device: str) -> bool:
@@ -187,11 +239,12 @@ class HostSyncCheck(FunctionWatcher):
 
 @contextlib.contextmanager
 def compiled_stages(fixed: bool = False) -> Iterator[None]:
-    """Within the block torch.compile works under the modes that watch captured code. fixed: see `all_is_compiled`.
+    """Within the block torch.compile works under the modes that watch captured code. fixed: see
+    `all_is_compiled`.
 
-    Otherwise it gives way to them, and a function that the user has compiled runs operation by operation: its kernels
-    would be no operations that a watcher sees. Our own compiled code tells the watchers itself
-    (graphs/compiled/opaque.py).
+    Otherwise it gives way to them, and a function that the user has compiled runs operation by
+    operation: its kernels would be no operations that a watcher sees. Our own compiled code tells
+    the watchers itself (graphs/compiled/opaque.py).
     """
     token, all_token = _COMPILED.set(True), _FIXED.set(fixed)
     try:
@@ -202,7 +255,8 @@ def compiled_stages(fixed: bool = False) -> Iterator[None]:
 
 
 def all_is_compiled() -> bool:
-    """Whether this thread captures compiled code, all of which was compiled before: a capture cannot hold compiling."""
+    """Whether this thread captures compiled code, all of which was compiled before: a capture
+    cannot hold compiling."""
     return _FIXED.get()
 
 
@@ -215,10 +269,12 @@ class CodeWatcher(TorchDispatchMode):
 
 
 class CaptureChecker(CodeWatcher):
-    """Runs code for a capture: journals writes to what existed before, and refuses what a graph cannot hold.
+    """Runs code for a capture: journals writes to what existed before, and refuses what a graph
+    cannot hold.
 
-    refuse: False only journals (stages that stay eager may do what they like). device: as in HostReadGuard.
-    external, written: the tensors from outside that the code has read and written to, by storage.
+    refuse: False only journals (stages that stay eager may do what they like). device: as in
+    HostReadGuard. external, written: the tensors from outside that the code has read and written
+    to, by storage.
     """
 
     def __init__(self, journal: Journal, *, refuse: bool, device: str | None) -> None:
@@ -240,15 +296,20 @@ class CaptureChecker(CodeWatcher):
                 operands, inputs, written = self._before(operation, args, kwargs)
         if operation is None:
             return func(*args, **kwargs)
-        result = self.journal.call(operation, args, kwargs) if operation.may_draw else func(*args, **kwargs)
+        result = (
+            self.journal.call(operation, args, kwargs)
+            if operation.may_draw
+            else func(*args, **kwargs)
+        )
         with Unseen():
             results = flat((result,))
             self._own.update(storages(results).keys() - inputs)
             self.has_run(operation, inputs, operands, written, results)
         return result
 
-    def _before(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
-                ) -> tuple[list[Any], Set[int], Set[int]]:
+    def _before(
+        self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], Set[int], Set[int]]:
         """What an operation is called with, and the storages that it reads and writes."""
         operands = operands_of(args, kwargs)
         self.begins(operation, operands)
@@ -259,66 +320,115 @@ class CaptureChecker(CodeWatcher):
             if key not in self._own:
                 self.journal.before_write(tensor)
                 self.written[key] = tensor
-        self.external.update((key, tensor) for key, tensor in inputs.items() if key not in self._own)
+        self.external.update(
+            (key, tensor) for key, tensor in inputs.items() if key not in self._own
+        )
         return operands, inputs.keys(), written.keys()
 
     def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
         """Called before an operation runs."""
 
-    def has_run(self, operation: Operation, inputs: Set[int], operands: Sequence[Any], written: Set[int],
-                results: Sequence[Any]) -> None:
-        """Called when an operation has run. inputs: the storages of its operands. written: those it has written to."""
+    def has_run(
+        self,
+        operation: Operation,
+        inputs: Set[int],
+        operands: Sequence[Any],
+        written: Set[int],
+        results: Sequence[Any],
+    ) -> None:
+        """Called when an operation has run. inputs: the storages of its operands. written: those it
+        has written to."""
 
 
-def refuse_unsafe(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any],
-                  device: str | None) -> None:
-    """Raise CaptureError when an operation does what a graph cannot: wait for the device, change a storage's size, make
-    a sparse tensor, draw from a random generator that replays would not advance, or compute otherwise than eager
-    calls.
+def refuse_unsafe(
+    operation: Operation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[Any],
+    device: str | None,
+) -> None:
+    """Raise CaptureError when an operation does what a graph cannot: wait for the device, change a
+    storage's size, make a sparse tensor, draw from a random generator that replays would not
+    advance, or compute otherwise than eager calls.
     """
     name, tensors = operation.name, tensors_of(operands)
     sparse = name in _SPARSE
     for tensor in tensors:
         sparse = sparse or tensor.layout is not torch.strided
     if sparse:
-        raise CaptureError(f"a sparse tensor ({name}) inside a captured stage: its size depends on data", user_line(),
-                           "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT)
+        raise CaptureError(
+            f"a sparse tensor ({name}) inside a captured stage: its size depends on data",
+            user_line(),
+            "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT,
+        )
     _refuse_random(operation, operands, tensors, kwargs.get("device"), device)
     if operation.is_product and args[0].requires_grad and torch.is_grad_enabled():
-        raise CaptureError("the backward of torch.prod looks for zeros on the host, and computes otherwise inside of a "
-                           "capture", user_line(), "multiply slices of the tensor instead. " + LEAVE_OUT)
+        raise CaptureError(
+            "the backward of torch.prod looks for zeros on the host, and computes otherwise inside "
+            "of a "
+            "capture",
+            user_line(),
+            "multiply slices of the tensor instead. " + LEAVE_OUT,
+        )
     if operation.resizes:
-        raise CaptureError(f"{name} changes a tensor's storage inside a captured stage", user_line(), LEAVE_OUT)
+        raise CaptureError(
+            f"{name} changes a tensor's storage inside a captured stage", user_line(), LEAVE_OUT
+        )
     if device is not None and not any(t.device.type == device for t in tensors):
         return
     if operation.maskable:
         if any(isinstance(i, torch.Tensor) and i.dtype in _BOOLEAN for i in args[1]):
-            raise CaptureError("indexing with a boolean mask waits for the device: its size depends on data",
-                               user_line(), _SHAPE)
+            raise CaptureError(
+                "indexing with a boolean mask waits for the device: its size depends on data",
+                user_line(),
+                _SHAPE,
+            )
         return
     if name == "_to_copy" and device is not None:
         _refuse_transfer(args[0], kwargs)
     if operation.waits and kwargs.get("output_size") is None:
-        shown = "reading a number out of a tensor (Tensor.item())" if name == "_local_scalar_dense" else f"torch.{name}"
-        raise CaptureError(f"{shown} waits for the device: its result is needed on the host",
-                           user_line(), way_out(name))
+        shown = (
+            "reading a number out of a tensor (Tensor.item())"
+            if name == "_local_scalar_dense"
+            else f"torch.{name}"
+        )
+        raise CaptureError(
+            f"{shown} waits for the device: its result is needed on the host",
+            user_line(),
+            way_out(name),
+        )
 
 
-def _refuse_random(operation: Operation, operands: Sequence[Any], tensors: list[torch.Tensor],
-                   target: torch.device | None, device: str | None) -> None:
+def _refuse_random(
+    operation: Operation,
+    operands: Sequence[Any],
+    tensors: list[torch.Tensor],
+    target: torch.device | None,
+    device: str | None,
+) -> None:
     """Refuse an operation whose random numbers would be frozen."""
-    known = _KNOWN.get()  # by address: the dispatcher makes a new Python object for the same generator
+    known = (
+        _KNOWN.get()
+    )  # by address: the dispatcher makes a new Python object for the same generator
     for operand in operands if known is not None and operation.takes_generator else ():
         if isinstance(operand, torch.Generator) and operand._cdata not in known:  # type: ignore[attr-defined,operator]
-            raise CaptureError("a random generator that the module does not hold is used inside a captured stage: "
-                               "graphs advance only those they know", user_line(),
-                               "make it an attribute of the module, or use the default generator")
+            raise CaptureError(
+                "a random generator that the module does not hold is used inside a captured stage: "
+                "graphs advance only those they know",
+                user_line(),
+                "make it an attribute of the module, or use the default generator",
+            )
     if device is None or not operation.draws:
         return
     place = target or (tensors[0].device if tensors else torch.device("cpu"))
     if place.type != device:
-        raise CaptureError(f"random numbers are drawn on the {place.type} inside a captured stage on {device}: a graph "
-                           "would freeze them", user_line(), f"draw them on the device: pass device={device!r}")
+        raise CaptureError(
+            f"random numbers are drawn on the {place.type} inside a captured stage on {device}: a "
+            "graph "
+            "would freeze them",
+            user_line(),
+            f"draw them on the device: pass device={device!r}",
+        )
 
 
 def _refuse_transfer(source: torch.Tensor, kwargs: dict[str, Any]) -> None:
@@ -326,5 +436,8 @@ def _refuse_transfer(source: torch.Tensor, kwargs: dict[str, Any]) -> None:
     if target is None or target.type == source.device.type:
         return
     if target.type == "cpu" or not source.is_pinned():
-        raise CaptureError(f"a copy from {source.device.type} to {target.type} waits for the device", user_line(),
-                           "make the tensor on the device, or copy it before the captured stage")
+        raise CaptureError(
+            f"a copy from {source.device.type} to {target.type} waits for the device",
+            user_line(),
+            "make the tensor on the device, or copy it before the captured stage",
+        )

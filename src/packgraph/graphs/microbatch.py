@@ -1,9 +1,11 @@
 """Forward and backward of one microbatch in one go, by the shortest way there is.
 
-A loop that does nothing between a microbatch's forward and its backward needs no autograd graph: the graphs of the
-chunk are launched one after another. Where that cannot be (an eager stage, a fallback, someone who wants to look at the
-autograd graph) the call is made and differentiated as usual; the numbers are the same bit by bit.
+A loop that does nothing between a microbatch's forward and its backward needs no autograd graph:
+the graphs of the chunk are launched one after another. Where that cannot be (an eager stage, a
+fallback, someone who wants to look at the autograd graph) the call is made and differentiated as
+usual; the numbers are the same bit by bit.
 """
+
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +15,14 @@ from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.replay_handle import ReplayHandle
 
 
-def forward_backward(graphed: GraphedModule, *args: Any, before: Callable[[torch.Tensor], None] | None = None
-                     ) -> torch.Tensor:
-    """Call `graphed` on `args` and differentiate its only output, a 0-d loss. Gradients are added to `.grad`.
+def forward_backward(
+    graphed: GraphedModule, *args: Any, before: Callable[[torch.Tensor], None] | None = None
+) -> torch.Tensor:
+    """Call `graphed` on `args` and differentiate its only output, a 0-d loss. Gradients are added
+    to `.grad`.
 
-    before: called with the loss before its backward; it sees an autograd graph. Returns the loss, detached; it may be
-    memory of the slot, so it holds its value only until the next call.
+    before: called with the loss before its backward; it sees an autograd graph. Returns the loss,
+    detached; it may be memory of the slot, so it holds its value only until the next call.
     """
     own = control(graphed)
     claim = own.claim(args, {}) if before is None else None

@@ -1,9 +1,12 @@
 """What a graphed module tells its user: each thing once, at the user's line, with what to do.
 
-    a call ran eagerly though nobody asked for that     once per reason, after warm-up; in strict mode an error
-    a number among the arguments takes ever new values  once per argument: each is captured by itself
-    no call was ever replayed                           when the module is closed, deleted, or the process ends
+a call ran eagerly though nobody asked for that     once per reason, after warm-up; in strict mode
+                                                    an error
+a number among the arguments takes ever new values  once per argument: each is captured by itself
+no call was ever replayed                           when the module is closed, deleted, or the
+                                                    process ends
 """
+
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +17,16 @@ from packgraph.graphs import fallback
 from packgraph.graphs.arguments import named_leaves
 from packgraph.graphs.errors import CaptureError, user_line, user_place, warn
 
-MOST_FLOATS, MOST_OTHERS = 3, 8  # values of an argument when its user is told; integers are often a few sizes
+MOST_FLOATS, MOST_OTHERS = (
+    3,
+    8,
+)  # values of an argument when its user is told; integers are often a few sizes
 _SHOWN = 4
 
 
 class Notices:
-    """What was told about one graphed module. It holds nothing of the module, so that it can outlive it.
+    """What was told about one graphed module. It holds nothing of the module, so that it can
+    outlive it.
 
     name: of the module's class. warmup: calls that are still expected to run eagerly.
     """
@@ -34,16 +41,23 @@ class Notices:
         self.replays = False
 
     def fell_back(self, reason: str, detail: Callable[[], str] = str) -> None:
-        """A call runs eagerly. Raises CaptureError in strict mode if nobody asked for that, after warm-up."""
+        """A call runs eagerly. Raises CaptureError in strict mode if nobody asked for that, after
+        warm-up."""
         # Of code that is traced nobody can tell what `eager` block it will run in.
-        found = fallback.REASONS[reason] if reason == fallback.TRACED else fallback.reason_of(reason)
+        found = (
+            fallback.REASONS[reason] if reason == fallback.TRACED else fallback.reason_of(reason)
+        )
         if self._quiet and (reason == fallback.WARM_UP or not found.asked):
             self._quiet -= 1
             return
         if found.asked:
             return
         if self.strict:
-            raise CaptureError(f"{self._name} would run eagerly: {_with(reason, detail)}", user_line(), found.remedy)
+            raise CaptureError(
+                f"{self._name} would run eagerly: {_with(reason, detail)}",
+                user_line(),
+                found.remedy,
+            )
         self._unasked[reason] += 1
         if reason not in self._told:
             self._told[reason] = found.remedy
@@ -53,9 +67,15 @@ class Notices:
         """Somebody else has told the user about `reason`, in more words."""
         self._told[reason] = remedy
 
-    def new_key(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-                ) -> None:
-        """A call of `forward` is going to be captured whose like has not been: do its numbers change at every call?"""
+    def new_key(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        """A call of `forward` is going to be captured whose like has not been: do its numbers
+        change at every call?"""
         for name, leaf in named_leaves(forward, args, kwargs):
             if type(leaf) not in (float, complex, int, str, bytes):
                 continue
@@ -64,12 +84,20 @@ class Notices:
             if len(values) == (MOST_FLOATS if type(leaf) in (float, complex) else MOST_OTHERS):
                 shown = ", ".join([*values][:_SHOWN]) + (", ..." if len(values) > _SHOWN else "")
                 is_number = type(leaf) in (float, complex, int)
-                _tell(f"{name} of {self._name} has had {len(values)} values ({shown}): graphs hold "
-                      f"{'Python numbers' if is_number else 'strings'} as constants, so calls are captured again for "
-                      "every new value, and run eagerly when there are too many",
-                      f"pass a 0-d tensor, torch.tensor(value, device={str(device)!r})" +
-                      ("" if type(leaf) in (float, complex) else "; if it is one of a few sizes, nothing") if is_number
-                      else "pass what changes as a tensor; if it is one of a few words, nothing")
+                _tell(
+                    f"{name} of {self._name} has had {len(values)} values ({shown}): graphs hold "
+                    f"{'Python numbers' if is_number else 'strings'} as constants, so calls are "
+                    "captured again for "
+                    "every new value, and run eagerly when there are too many",
+                    f"pass a 0-d tensor, torch.tensor(value, device={str(device)!r})"
+                    + (
+                        ""
+                        if type(leaf) in (float, complex)
+                        else "; if it is one of a few sizes, nothing"
+                    )
+                    if is_number
+                    else "pass what changes as a tensor; if it is one of a few words, nothing",
+                )
 
     def end(self) -> None:
         """No call will come any more: say so if none was ever replayed though that was wanted."""
@@ -78,8 +106,12 @@ class Notices:
         self._ended = True
         counts = ", ".join(f"{reason}: {count}" for reason, count in self._unasked.most_common())
         remedy = self._told[self._unasked.most_common(1)[0][0]]
-        warn(f"{self._name} was graphed, but none of its calls was replayed: all ran eagerly after warm-up ({counts})"
-             f"\n  where: {self._made or 'packgraph.graph'}\n  to do: {remedy}", self._made)
+        warn(
+            f"{self._name} was graphed, but none of its calls was replayed: all ran eagerly after "
+            f"warm-up ({counts})"
+            f"\n  where: {self._made or 'packgraph.graph'}\n  to do: {remedy}",
+            self._made,
+        )
 
 
 def _with(reason: str, detail: Callable[[], str]) -> str:
@@ -91,5 +123,6 @@ def _tell(what: str, remedy: str) -> None:
     warn(f"{what}\n  where: {user_line()}\n  to do: {remedy}")
 
 
-# To torch.compile a call whose result is known: made while it traces, and no part of what is traced.
+# To torch.compile a call whose result is known: made while it traces, and no part of what is
+# traced.
 _tell._dynamo_marked_constant = True  # type: ignore[attr-defined]

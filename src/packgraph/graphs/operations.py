@@ -1,8 +1,9 @@
 """What watchers of tensor operations ask of each: facts of its schema, read once, and its operands.
 
-All of this runs for every operation of a capture, several times, and a profile function sees what it calls: hence plain
-loops, and tests of exact types before those that call a function.
+All of this runs for every operation of a capture, several times, and a profile function sees what
+it calls: hence plain loops, and tests of exact types before those that call a function.
 """
+
 from collections.abc import Iterable
 from types import NoneType
 from typing import Any, NamedTuple
@@ -12,27 +13,55 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_MASKABLE = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+_MASKABLE = {
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+}
 _PRODUCTS = {aten.prod.default, aten.prod.dim_int}
 # Running averages are written to, in training at least, and no argument is marked so.
-_UNDECLARED = {operation.default for operation in (
-    aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm, aten.batch_norm_update_stats,
-    aten.batch_norm_gather_stats, aten.batch_norm_gather_stats_with_counts)}
-_RESIZING = {aten.resize_.default, aten.set_.source_Storage, aten.set_.source_Tensor, aten.set_.default}
+_UNDECLARED = {
+    operation.default
+    for operation in (
+        aten.native_batch_norm,
+        aten.cudnn_batch_norm,
+        aten.miopen_batch_norm,
+        aten.batch_norm_update_stats,
+        aten.batch_norm_gather_stats,
+        aten.batch_norm_gather_stats_with_counts,
+    )
+}
+_RESIZING = {
+    aten.resize_.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Tensor,
+    aten.set_.default,
+}
 # Namespaces whose operations draw only if they are tagged so.
 _KNOWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
-PLAIN_VALUES = {NoneType, bool, int, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+PLAIN_VALUES = {
+    NoneType,
+    bool,
+    int,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+}
 _LEAVES = {*PLAIN_TENSORS, *PLAIN_VALUES, float, complex, torch.Generator}
 
 
 class Operation(NamedTuple):
     """Facts about `function`, an operation of torch or compiled code that presents itself as one.
 
-    written: index and name of the arguments that it changes in place by its schema. undeclared: it changes running
-    averages, too. is_view: it reads no values, its results are
-    other views of its inputs. waits: the host needs a result. draws: random numbers. moves: it may draw from default
-    generators, which cannot be told. may_draw: either. maskable: a boolean mask among its indices makes it wait.
+    written: index and name of the arguments that it changes in place by its schema. undeclared: it
+    changes running averages, too. is_view: it reads no values, its results are other views of its
+    inputs. waits: the host needs a result. draws: random numbers. moves: it may draw from default
+    generators, which cannot be told. may_draw: either. maskable: a boolean mask among its indices
+    makes it wait.
     """
 
     function: Any
@@ -55,16 +84,25 @@ class Operation(NamedTuple):
         """The tensors among the arguments that a call changes in place."""
         if self.undeclared:
             return self.uncounted_of(args, kwargs)
-        values = [args[index] if index < len(args) else kwargs.get(name) for index, name in self.written]
+        values = [
+            args[index] if index < len(args) else kwargs.get(name) for index, name in self.written
+        ]
         return tensors_of(flat(values)) if values else []
 
     def uncounted_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Those that a call changes though the schema does not say so: their versions do not count that."""
+        """Those that a call changes though the schema does not say so: their versions do not count
+        that."""
         if not self.undeclared:
             return []
         arguments = self.function._schema.arguments
-        given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-        means = [given.get("running_mean"), given.get("running_var")] if given.get("training", True) else []
+        given = {
+            argument.name: value for argument, value in zip(arguments, args, strict=False)
+        } | kwargs
+        means = (
+            [given.get("running_mean"), given.get("running_var")]
+            if given.get("training", True)
+            else []
+        )
         return [tensor for tensor in means if tensor is not None]
 
 
@@ -86,19 +124,36 @@ def operation_of(function: Any) -> Operation | None:
 def _facts(function: Any) -> Operation:
     schema, tags = function._schema, function.tags
     overload = isinstance(function, torch._ops.OpOverload)
-    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
-    aliases = [result.alias_info for result in getattr(schema, "returns", ())]  # compiled code has none
+    writes = [
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in schema.arguments
+    ]
+    aliases = [
+        result.alias_info for result in getattr(schema, "returns", ())
+    ]  # compiled code has none
     draws = torch.Tag.nondeterministic_seeded in tags
     moves = not overload or (not draws and function.namespace not in _KNOWN_NAMESPACES)
     return Operation(
-        function, function.overloadpacket.__name__, str(function), schema.is_mutable,
-        tuple((index, schema.arguments[index].name) for index, is_written in enumerate(writes) if is_written),
+        function,
+        function.overloadpacket.__name__,
+        str(function),
+        schema.is_mutable,
+        tuple(
+            (index, schema.arguments[index].name)
+            for index, is_written in enumerate(writes)
+            if is_written
+        ),
         overload and function in _UNDECLARED,
         bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
-        waits=not DATA_DEPENDENT.isdisjoint(tags), draws=draws, moves=moves, may_draw=draws or moves,
-        maskable=overload and function in _MASKABLE, resizes=overload and function in _RESIZING,
+        waits=not DATA_DEPENDENT.isdisjoint(tags),
+        draws=draws,
+        moves=moves,
+        may_draw=draws or moves,
+        maskable=overload and function in _MASKABLE,
+        resizes=overload and function in _RESIZING,
         is_product=overload and function in _PRODUCTS,
-        takes_generator=not overload or "Generator" in str(schema))
+        takes_generator=not overload or "Generator" in str(schema),
+    )
 
 
 def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -107,7 +162,8 @@ def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def flat(values: Iterable[Any]) -> list[Any]:
-    """The leaves of an operation's arguments or results, in order: `tree_leaves` of torch takes ten times as long."""
+    """The leaves of an operation's arguments or results, in order: `tree_leaves` of torch takes ten
+    times as long."""
     found: list[Any] = []
     for value in values:
         kind = type(value)
@@ -122,10 +178,18 @@ def flat(values: Iterable[Any]) -> list[Any]:
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among `values`."""
-    return [value for value in values if type(value) in PLAIN_TENSORS
-            or (type(value) not in PLAIN_VALUES and isinstance(value, torch.Tensor))]
+    return [
+        value
+        for value in values
+        if type(value) in PLAIN_TENSORS
+        or (type(value) not in PLAIN_VALUES and isinstance(value, torch.Tensor))
+    ]
 
 
 def storages(values: Iterable[Any]) -> dict[int, torch.Tensor]:
     """The tensors among `values` by storage; without those that have none."""
-    return {tensor.untyped_storage()._cdata: tensor for tensor in tensors_of(values) if tensor.layout is torch.strided}
+    return {
+        tensor.untyped_storage()._cdata: tensor
+        for tensor in tensors_of(values)
+        if tensor.layout is torch.strided
+    }

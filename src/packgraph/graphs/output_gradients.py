@@ -1,10 +1,12 @@
 """Which outputs get gradients, and in which memory layout: what a backward is captured for.
 
-An output that gets no gradient is not an output with a gradient of zeros: parameters behind it keep `.grad` as it is
-(None stays None), and 0 * inf is never computed. Kernels choose by the layout of what they read. So both are facts that
-a captured backward bakes, its *pattern*. Warm-up calls show what to expect. A pattern that was not expected runs once
-eagerly (`recompute.py`), is learned, and is captured at the next call.
+An output that gets no gradient is not an output with a gradient of zeros: parameters behind it keep
+`.grad` as it is (None stays None), and 0 * inf is never computed. Kernels choose by the layout of
+what they read. So both are facts that a captured backward bakes, its *pattern*. Warm-up calls show
+what to expect. A pattern that was not expected runs once eagerly (`recompute.py`), is learned, and
+is captured at the next call.
 """
+
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -21,7 +23,9 @@ from packgraph.graphs.strides import Layout, layout_of
 
 MAX_PATTERNS = 8  # per segment and key; beyond them such a backward runs eagerly
 FellBack = Callable[[str], None]
-Pattern = tuple[Layout | None, ...]  # for each output of a segment the layout of its gradient, None = it gets none
+Pattern = tuple[
+    Layout | None, ...
+]  # for each output of a segment the layout of its gradient, None = it gets none
 
 
 def pattern_of(gradients: Sequence[torch.Tensor | None]) -> Pattern:
@@ -31,8 +35,8 @@ def pattern_of(gradients: Sequence[torch.Tensor | None]) -> Pattern:
 
 @dataclass
 class _Shared:
-    """What all keys know. latest: by the number of outputs what the last call did. twice, seen_inside: see
-    OutputGradients."""
+    """What all keys know. latest: by the number of outputs what the last call did. twice,
+    seen_inside: see OutputGradients."""
 
     latest: dict[int, dict[int, Layout]] = field(default_factory=dict)
     twice: bool = False
@@ -55,7 +59,11 @@ class KeyGradients:
 
     def expected(self, leaves: Sequence[Any]) -> dict[int, Layout]:
         """The outputs of a call that will get gradients, by number, and the layouts of those."""
-        able = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        able = [
+            n
+            for n, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         seen = self.seen
         if seen is None:  # strides hold for one shape only
             seen = dict.fromkeys(self._shared.latest.get(len(leaves), {}), ())
@@ -64,11 +72,13 @@ class KeyGradients:
         return found or dict.fromkeys(able, ())
 
     def known(self, segment: int) -> list[Pattern]:
-        """The patterns that were learned for a segment, oldest first; empty = what is expected will do."""
+        """The patterns that were learned for a segment, oldest first; empty = what is expected will
+        do."""
         return list(self._patterns.get(segment, ()))
 
     def learn(self, segment: int, captured: Sequence[Pattern], pattern: Pattern) -> None:
-        """Note a pattern for which a segment has no backward. captured: those for which it has one."""
+        """Note a pattern for which a segment has no backward. captured: those for which it has
+        one."""
         first = self._guessed and segment not in self._patterns
         self._fell_back(fallback.FIRST_BACKWARD if first else fallback.NEW_PATTERN)
         known = self._patterns.setdefault(segment, {} if first else dict.fromkeys(captured))
@@ -89,12 +99,14 @@ class KeyGradients:
         self._shared.twice = True
 
     def refuse_seen_inside(self) -> None:
-        """Note that somebody wants to see the gradient of an output that others were computed from."""
+        """Note that somebody wants to see the gradient of an output that others were computed
+        from."""
         self._shared.seen_inside = True
 
 
 class OutputGradients:
-    """What is known of all calls of one module. fell_back: told of backwards that run eagerly; it holds no graphs."""
+    """What is known of all calls of one module. fell_back: told of backwards that run eagerly; it
+    holds no graphs."""
 
     def __init__(self, fell_back: FellBack) -> None:
         self._fell_back, self._shared = fell_back, _Shared()
@@ -117,19 +129,24 @@ class OutputGradients:
         return self._keys[key]
 
     def forget(self) -> None:
-        """Forget the patterns that were learned for segments: the module has changed, and they with it."""
+        """Forget the patterns that were learned for segments: the module has changed, and they with
+        it."""
         for known in self._keys.values():
             known.forget()
 
     def watch(self, key: Hashable, result: Any) -> None:
-        """Watch which outputs of an eager call get gradients from its caller. key: None = the call has none.
+        """Watch which outputs of an eager call get gradients from its caller. key: None = the call
+        has none.
 
-        An output that others were computed from (logits, beside a loss) gets a gradient through them, too: what it gets
-        from the caller is what it gets beyond that.
+        An output that others were computed from (logits, beside a loss) gets a gradient through
+        them, too: what it gets from the caller is what it gets beyond that.
         """
         leaves = tree_leaves(result)
-        able = {number: leaf for number, leaf in enumerate(leaves)
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf}
+        able = {
+            number: leaf
+            for number, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf
+        }
         numbers = list(able)
         through: dict[int, list[torch.Tensor]] = defaultdict(list)
         inner = dict[int, weakref.ref[torch.Tensor]]()
@@ -155,9 +172,14 @@ class OutputGradients:
             leaf.register_hook(lambda gradient, number=number: note(gradient, number))
 
 
-def _keep(found: dict[int, list[torch.Tensor]], read: list[tuple[int, int]], passed_on: Sequence[torch.Tensor | None],
-          arrived: object) -> None:
-    """A hook of an autograd node: keep what it passes on to outputs. Autograd adds to none of that while it is kept."""
+def _keep(
+    found: dict[int, list[torch.Tensor]],
+    read: list[tuple[int, int]],
+    passed_on: Sequence[torch.Tensor | None],
+    arrived: object,
+) -> None:
+    """A hook of an autograd node: keep what it passes on to outputs. Autograd adds to none of that
+    while it is kept."""
     for place, number in read:
         gradient = passed_on[place]
         if gradient is not None:

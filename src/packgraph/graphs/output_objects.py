@@ -1,13 +1,15 @@
 """Objects among a call's outputs: taken apart for graphs, and made anew at every replay.
 
-Language models of transformers return a cache of keys and values unless told otherwise: an object of a class of its
-own, with tensors in it. A graph makes tensors. So such an object becomes a node of the tree of outputs, which knows how
-to build an object of the same class with other tensors:
+Language models of transformers return a cache of keys and values unless told otherwise: an object
+of a class of its own, with tensors in it. A graph makes tensors. So such an object becomes a node
+of the tree of outputs, which knows how to build an object of the same class with other tensors:
 
-    forward ─▶ {"loss": tensor, "cache": Cache} ─▶ {"loss": tensor, "cache": Opened([tensor, tensor])} ─▶ {..., Cache}
+    forward ─▶ {"loss": tensor, "cache": Cache} ─▶ {"loss": tensor, "cache": Opened([tensor,
+    tensor])} ─▶ {..., Cache}
 
 Only objects that forward makes, and nobody keeps, are taken apart: the dry run sees to that.
 """
+
 import sys
 import types
 import weakref
@@ -31,7 +33,9 @@ class _Closed(Exception):
 class Opened:
     """An object taken apart. build: how it is made, nested tuples with places in `tensors`."""
 
-    def __init__(self, tensors: list[Any], build: Any, origins: tuple["weakref.ref[Any]", ...] = ()) -> None:
+    def __init__(
+        self, tensors: list[Any], build: Any, origins: tuple["weakref.ref[Any]", ...] = ()
+    ) -> None:
         self.tensors, self.build, self.origins = tensors, build, origins
 
     def is_kept(self) -> bool:
@@ -43,8 +47,12 @@ class Opened:
         return _make(self.build, self.tensors, [])
 
 
-register_pytree_node(Opened, lambda opened: (opened.tensors, opened.build),
-                     lambda tensors, build: Opened(list(tensors), build), serialized_type_name=f"{__name__}.Opened")
+register_pytree_node(
+    Opened,
+    lambda opened: (opened.tensors, opened.build),
+    lambda tensors, build: Opened(list(tensors), build),
+    serialized_type_name=f"{__name__}.Opened",
+)
 
 
 def open_objects(tree: Any) -> Any:
@@ -54,15 +62,21 @@ def open_objects(tree: Any) -> Any:
 
 def close_objects(tree: Any) -> Any:
     """The tree, with the objects that were taken apart."""
-    return tree_map(lambda leaf: leaf.close() if isinstance(leaf, Opened) else leaf, tree,
-                    is_leaf=lambda leaf: isinstance(leaf, Opened))
+    return tree_map(
+        lambda leaf: leaf.close() if isinstance(leaf, Opened) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, Opened),
+    )
 
 
 def opened_in(tree: Any) -> list[Opened]:
     """The objects of a tree that were taken apart."""
     found: list[Opened] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Opened) else None, tree,
-             is_leaf=lambda leaf: isinstance(leaf, Opened))
+    tree_map(
+        lambda leaf: found.append(leaf) if isinstance(leaf, Opened) else None,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, Opened),
+    )
     return found
 
 
@@ -81,10 +95,15 @@ def _opened(leaf: Any) -> Any:
 def _is_simple(value: Any) -> bool:
     """Whether the value is an object whose whole state is in its attributes."""
     kind = type(value)
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, torch.nn.Module) \
-        and all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__) \
-        and not any(vars(base).get("__slots__") for base in kind.__mro__) and "__del__" not in dir(kind) \
-        and kind.__new__ is object.__new__ and is_user_file(_file_of(kind))
+    return (
+        isinstance(getattr(value, "__dict__", None), dict)
+        and not isinstance(value, torch.nn.Module)
+        and all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__)
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+        and "__del__" not in dir(kind)
+        and kind.__new__ is object.__new__
+        and is_user_file(_file_of(kind))
+    )
 
 
 def _file_of(kind: type) -> str:
@@ -101,19 +120,27 @@ def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], origins
     if isinstance(value, _FIXED):
         return "value", value
     if type(value) in (list, tuple):
-        return ("list" if type(value) is list else "tuple", tuple(_take(v, tensors, seen, origins) for v in value))
+        return (
+            "list" if type(value) is list else "tuple",
+            tuple(_take(v, tensors, seen, origins) for v in value),
+        )
     if type(value) is dict:
         if not all(isinstance(key, PLAIN) for key in value):
             raise _Closed
-        return "dict", tuple((key, _take(entry, tensors, seen, origins)) for key, entry in value.items())
+        return "dict", tuple(
+            (key, _take(entry, tensors, seen, origins)) for key, entry in value.items()
+        )
     if not _is_simple(value):
         raise _Closed
     if id(value) in seen:
         return "again", seen[id(value)]
     seen[id(value)] = len(seen)
     origins.append(value)
-    return "object", type(value), tuple((name, _take(entry, tensors, seen, origins))
-                                        for name, entry in vars(value).items())
+    return (
+        "object",
+        type(value),
+        tuple((name, _take(entry, tensors, seen, origins)) for name, entry in vars(value).items()),
+    )
 
 
 def _make(build: Any, tensors: list[Any], made: list[Any]) -> Any:

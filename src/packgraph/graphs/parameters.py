@@ -1,11 +1,13 @@
 """Parameters under capture.
 
-While a region is captured the module's parameters are replaced by fresh aliases of the same storages. Their autograd
-accumulators are then new, so they belong to the capture stream; hooks and `.grad` of the real parameters are not
-touched; and gradients are accumulated as they are produced (`gradients.py`), so no second copy of them is ever needed.
+While a region is captured the module's parameters are replaced by fresh aliases of the same
+storages. Their autograd accumulators are then new, so they belong to the capture stream; hooks and
+`.grad` of the real parameters are not touched; and gradients are accumulated as they are produced
+(`gradients.py`), so no second copy of them is ever needed.
 
 A DTensor has no memory of its own: what is baked, compared or zeroed is its local tensor.
 """
+
 import contextlib
 import operator
 import threading
@@ -20,13 +22,22 @@ from torch.distributed.tensor import DTensor, Placement
 
 from packgraph.graphs.backend import Static, Window
 
-_COMMON = {bool, int, float, str, NoneType, torch.Tensor, torch.nn.Parameter}  # torch asks for a Generator in Python
+_COMMON = {
+    bool,
+    int,
+    float,
+    str,
+    NoneType,
+    torch.Tensor,
+    torch.nn.Parameter,
+}  # torch asks for a Generator in Python
 _HOOKS, _TRAINED = operator.attrgetter("_backward_hooks"), operator.attrgetter("requires_grad")
 _LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory behind `tensor` on this rank: of a DTensor its local part, otherwise the tensor itself."""
+    """The memory behind `tensor` on this rank: of a DTensor its local part, otherwise the tensor
+    itself."""
     # Not `to_local()`, which waits, keeps autograd's view and may return another object.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -34,7 +45,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 class Aliases:
     """The aliases that stand for a module's parameters during one build.
 
-    memory: by storage, where each parameter begins and ends. numbers: of aliases, in the order of the parameters.
+    memory: by storage, where each parameter begins and ends. numbers: of aliases, in the order of
+    the parameters.
     """
 
     def __init__(self) -> None:
@@ -57,7 +69,8 @@ class Aliases:
             local = local_tensor(parameter)
             start = local.data_ptr()
             self.memory.setdefault(local.untyped_storage()._cdata, []).append(
-                (start, start + max(1, local.numel() * local.element_size()), parameter))
+                (start, start + max(1, local.numel() * local.element_size()), parameter)
+            )
         return self.alias_of[id(parameter)]
 
     def close(self) -> None:
@@ -66,8 +79,9 @@ class Aliases:
 
 
 class _Use:
-    """Tells gradients of a build from those of another thread, which has called the module itself meanwhile and has
-    found aliases. (On CUDA backwards of all threads run in one, so there a build's end alone tells.)"""
+    """Tells gradients of a build from those of another thread, which has called the module itself
+    meanwhile and has found aliases. (On CUDA backwards of all threads run in one, so there a
+    build's end alone tells.)"""
 
     def __init__(self, thread: int | None) -> None:
         self.thread = thread
@@ -76,10 +90,15 @@ class _Use:
         """The hook of an alias. None: there is no gradient to lose."""
         if gradient is None:
             return
-        if self.thread is None or (gradient.device.type == "cpu" and threading.get_ident() != self.thread):
-            raise RuntimeError("a module was called in one thread while another thread captured graphs of it: the "
-                               "gradient of its parameters is lost. Call what packgraph.graph returned, which waits, "
-                               "not the module inside, or begin threads when graphs are captured")
+        if self.thread is None or (
+            gradient.device.type == "cpu" and threading.get_ident() != self.thread
+        ):
+            raise RuntimeError(
+                "a module was called in one thread while another thread captured graphs of it: the "
+                "gradient of its parameters is lost. Call what packgraph.graph returned, which "
+                "waits, "
+                "not the module inside, or begin threads when graphs are captured"
+            )
 
 
 @contextlib.contextmanager
@@ -101,8 +120,8 @@ def aliased_parameters(module: torch.nn.Module) -> Iterator[Aliases]:
 
 
 def are_leaves(module: torch.nn.Module) -> bool:
-    """Whether what stands in the tables of parameters are parameters: `torch.func.functional_call` puts other tensors
-    there, whose gradients belong elsewhere.
+    """Whether what stands in the tables of parameters are parameters: `torch.func.functional_call`
+    puts other tensors there, whose gradients belong elsewhere.
     """
     found = (p for owner in module.modules() for p in owner._parameters.values() if p is not None)
     return all(isinstance(p, torch.nn.Parameter) and p.is_leaf for p in found)
@@ -118,12 +137,17 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 def are_quiet(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether no parameter has hooks of any kind, and none is frozen: quick, for many."""
-    return not any(map(_HOOKS, parameters)) and not any(map(_LATE_HOOKS, parameters)) and all(map(_TRAINED, parameters))
+    return (
+        not any(map(_HOOKS, parameters))
+        and not any(map(_LATE_HOOKS, parameters))
+        and all(map(_TRAINED, parameters))
+    )
 
 
 @dataclass(frozen=True)
 class DistributedStatic:
-    """A DTensor in a pool, in the form of `Static`: the memory of its local tensor, and how it lies on the mesh."""
+    """A DTensor in a pool, in the form of `Static`: the memory of its local tensor, and how it lies
+    on the mesh."""
 
     local: Static
     mesh: DeviceMesh
@@ -133,8 +157,14 @@ class DistributedStatic:
 
     @property
     def tensor(self) -> torch.Tensor:
-        return DTensor.from_local(self.local.tensor, self.mesh, self.placements, run_check=False, shape=self.shape,
-                                  stride=self.stride)
+        return DTensor.from_local(
+            self.local.tensor,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
 
 
 def static_gradient(window: Window, gradient: torch.Tensor) -> Static:
@@ -142,11 +172,14 @@ def static_gradient(window: Window, gradient: torch.Tensor) -> Static:
     local = window.static(local_tensor(gradient))
     if not isinstance(gradient, DTensor):
         return local
-    return DistributedStatic(local, gradient.device_mesh, gradient.placements, gradient.shape, gradient.stride())
+    return DistributedStatic(
+        local, gradient.device_mesh, gradient.placements, gradient.shape, gradient.stride()
+    )
 
 
 def module_generators(module: torch.nn.Module) -> list[torch.Generator]:
-    """The random generators that the module or its submodules hold, as attributes or in containers, each once."""
+    """The random generators that the module or its submodules hold, as attributes or in containers,
+    each once."""
     found: dict[int, torch.Generator] = {}
     for owner in module.modules():
         _look(found, vars(owner), ())

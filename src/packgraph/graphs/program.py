@@ -1,7 +1,9 @@
 """A module seen as stages cut into runs: what is captured, what stays eager, and how to run either.
 
-A module without stages is one stage called `module`: its arguments are the first state, its result the last.
+A module without stages is one stage called `module`: its arguments are the first state, its result
+the last.
 """
+
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +22,8 @@ from packgraph.packing.batch import PackedBatch
 
 
 class StageCompiler(Protocol):
-    """Runs stages as compiled code (graphs/compiled/compiler.py, loaded only where it is needed: torch takes long)."""
+    """Runs stages as compiled code (graphs/compiled/compiler.py, loaded only where it is needed:
+    torch takes long)."""
 
     adds_products: bool
 
@@ -32,30 +35,45 @@ class StageCompiler(Protocol):
 class Program:
     """The runs of one module under one scope and granularity.
 
-    compiler: what compiles the stages of captured runs; None runs them as they are. volatile: attributes of modules
-    (id of the module, name) that eager stages were seen to assign. assigned: those that captured code would assign, for
-    which a capture was refused.
+    compiler: what compiles the stages of captured runs; None runs them as they are. volatile:
+    attributes of modules (id of the module, name) that eager stages were seen to assign. assigned:
+    those that captured code would assign, for which a capture was refused.
     """
 
-    def __init__(self, module: torch.nn.Module, scope: Iterable[str] | None, granularity: str,
-                 compiler: StageCompiler | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        scope: Iterable[str] | None,
+        granularity: str,
+        compiler: StageCompiler | None = None,
+    ) -> None:
         self.module, self.compiler = module, compiler
         self.scope = scope if scope is None or isinstance(scope, str) else tuple(scope)
         self.granularity = granularity
         self.volatile: set[tuple[int, str]] = set()
         self.assigned: set[tuple[int, str]] = set()
-        self._staged: Staged | None = module if isinstance(module, Staged) else None  # asking takes 10 us
+        self._staged: Staged | None = (
+            module if isinstance(module, Staged) else None
+        )  # asking takes 10 us
         self.staged = self._staged is not None
-        stages = list(module.stages()) if isinstance(module, Staged) else [Stage("module", 0, partial(_call, module))]
+        stages = (
+            list(module.stages())
+            if isinstance(module, Staged)
+            else [Stage("module", 0, partial(_call, module))]
+        )
         self.stages = stages
         self.runs: tuple[Run, ...] = cut_runs(stages, self.scope, granularity)
         if compiler is not None:
             compiler.adds_products = all(run.captured for run in self.runs)
-        self.pieces = {run: compile_units_of(stages[run.start : run.stop])
-                       for run in self.runs if compiler and run.captured}
+        self.pieces = {
+            run: compile_units_of(stages[run.start : run.stop])
+            for run in self.runs
+            if compiler and run.captured
+        }
 
     def rebuilt(self) -> "Program":
-        """The program of the module as it is now: stages are bound to the submodules that were there when asked."""
+        """The program of the module as it is now: stages are bound to the submodules that were
+        there when asked."""
         program = Program(self.module, self.scope, self.granularity, self.compiler)
         program.volatile, program.assigned = self.volatile, self.assigned
         return program
@@ -68,7 +86,9 @@ class Program:
 
     def end(self, state: State) -> Any:
         """The call's outputs; objects among them are `Opened`."""
-        return open_objects(self._staged.end(state)) if self._staged is not None else state["outputs"]
+        return (
+            open_objects(self._staged.end(state)) if self._staged is not None else state["outputs"]
+        )
 
     def run(self, run: Run, state: State) -> State:
         """Run the stages of `run` on `state`."""
@@ -103,9 +123,10 @@ def _call(module: torch.nn.Module, state: State) -> State:
 
 
 def _as_in_graphs(state: State) -> State:
-    """What compiled code is given, in eager calls as in graphs, since it is for one layout of memory: a tensor with
-    gaps, sliced or expanded, is copied row-major (see `own_strides`), and one without gradient has an object of its
-    own in every place (graphs hold memory for each that an eager stage has made, see `detached_state`)."""
+    """What compiled code is given, in eager calls as in graphs, since it is for one layout of
+    memory: a tensor with gaps, sliced or expanded, is copied row-major (see `own_strides`), and one
+    without gradient has an object of its own in every place (graphs hold memory for each that an
+    eager stage has made, see `detached_state`)."""
     seen, copies = set[int](), dict[int, torch.Tensor]()
 
     def own(leaf: Any) -> Any:
@@ -127,9 +148,12 @@ def _as_in_graphs(state: State) -> State:
 
 
 def with_lengths(state: State, shown: State, result: State) -> State:
-    """What captured code has made of `shown`, which was made of `state` by `hide_lengths`: what came through is as it
-    was."""
-    return {key: state[key] if key in shown and shown[key] is value else value for key, value in result.items()}
+    """What captured code has made of `shown`, which was made of `state` by `hide_lengths`: what
+    came through is as it was."""
+    return {
+        key: state[key] if key in shown and shown[key] is value else value
+        for key, value in result.items()
+    }
 
 
 def hide_lengths(state: State) -> State:

@@ -1,10 +1,12 @@
-"""What captured code changes in Python: globals, closures, plain objects, whatever the module can reach.
+"""What captured code changes in Python: globals, closures, plain objects, whatever the module can
+reach.
 
     COUNTS.append(1)        self.config.step += 1        global last; last = 7
 
-A replay does none of it. What can be reached is what is watched before every call (state_walk.py): here it is looked at
-before and after captured code runs, and can be put back.
+A replay does none of it. What can be reached is what is watched before every call (state_walk.py):
+here it is looked at before and after captured code runs, and can be put back.
 """
+
 from collections import OrderedDict, deque
 from types import FunctionType
 from typing import Any
@@ -18,17 +20,30 @@ from packgraph.graphs.state_tables import MISSING, Form, Pairs, Table, differing
 from packgraph.graphs.state_walk import SUBMODULE, Walk
 
 _RETURN = "return what changes from forward, or keep it in a buffer that is written in place"
-_OF_RNN = ("_flat_weights", "_flat_weight_refs")  # made anew when a parameter is another one, as aliases are
+_OF_RNN = (
+    "_flat_weights",
+    "_flat_weight_refs",
+)  # made anew when a parameter is another one, as aliases are
 
 
 def refuse_changes(module: torch.nn.Module, before: ModuleState, where: str) -> None:
-    """Raise CaptureError if captured code has changed what the module can reach. where: the line of its forward."""
-    lists: set[Mark] = {(id(owner), name) for owner in module.modules() if isinstance(owner, torch.nn.RNNBase)
-                        for name in _OF_RNN}
+    """Raise CaptureError if captured code has changed what the module can reach. where: the line of
+    its forward."""
+    lists: set[Mark] = {
+        (id(owner), name)
+        for owner in module.modules()
+        if isinstance(owner, torch.nn.RNNBase)
+        for name in _OF_RNN
+    }
     change = before.changed(lists)
     if change is not None:
-        raise CaptureError(f"{change} while forward or backward ran: that would happen at capture only, never at a "
-                           "replay", where, _RETURN)
+        raise CaptureError(
+            f"{change} while forward or backward ran: that would happen at capture only, never at "
+            "a "
+            "replay",
+            where,
+            _RETURN,
+        )
 
 
 class Remembered:
@@ -39,8 +54,11 @@ class Remembered:
 
     def moved(self) -> set[Mark]:
         """The attributes, variables and globals that are other ones now."""
-        return {table.mark_of(key) for table, entries in self._tables for key in differing(table.read(), entries)} \
-            - {SUBMODULE}
+        return {
+            table.mark_of(key)
+            for table, entries in self._tables
+            for key in differing(table.read(), entries)
+        } - {SUBMODULE}
 
     def restore(self) -> None:
         """Put back what was changed in containers, attributes, globals and closures."""
@@ -52,7 +70,8 @@ class Remembered:
 def _same(now: Pairs, before: Pairs) -> bool:
     return len(now) == len(before) and all(
         (key is other or same_value(key, other)) and (value is held or same_value(value, held))
-        for (key, value), (other, held) in zip(now, before, strict=True))
+        for (key, value), (other, held) in zip(now, before, strict=True)
+    )
 
 
 def _put_back(table: Table, entries: Pairs) -> None:
@@ -77,7 +96,8 @@ def _put_back(table: Table, entries: Pairs) -> None:
 
 
 def _put_back_entries(holder: dict[Any, Any], now: list[Any], entries: Pairs) -> None:
-    """Past the methods of a subclass: a Counter's update would add. An ordered one keeps its order beside."""
+    """Past the methods of a subclass: a Counter's update would add. An ordered one keeps its order
+    beside."""
     before, kind = dict(entries), OrderedDict if isinstance(holder, OrderedDict) else dict
     for key in now:
         if key not in before:

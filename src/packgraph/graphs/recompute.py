@@ -1,11 +1,14 @@
-"""The gradients of a region without a captured backward: its forward is run again, eagerly, and differentiated.
+"""The gradients of a region without a captured backward: its forward is run again, eagerly, and
+differentiated.
 
-That equals what was replayed as long as the forward does the same again: its inputs lie in the slot until its backward
-has run, nothing that it reads has changed, it runs under the modes of its call (autocast), and it draws the same random
-numbers. What it writes to (the statistics of a batch norm) is put back afterwards. Its outputs must be those of the
-replay, bit by bit: it might read what it writes, or something that was changed behind autograd's back (`.data`).
-Whatever is not known to be so is an error.
+That equals what was replayed as long as the forward does the same again: its inputs lie in the slot
+until its backward has run, nothing that it reads has changed, it runs under the modes of its call
+(autocast), and it draws the same random numbers. What it writes to (the statistics of a batch norm)
+is put back afterwards. Its outputs must be those of the replay, bit by bit: it might read what it
+writes, or something that was changed behind autograd's back (`.data`). Whatever is not known to be
+so is an error.
 """
+
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,21 +26,29 @@ from packgraph.graphs.region import Region, Token
 from packgraph.graphs.stages import State
 
 
-def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None], versions: tuple[int, ...],
-                        draws: PastDraws) -> tuple[Any, list[Any]]:
-    """The gradients of a region's parameters, inputs and returned parameters for these gradients of its outputs.
+def recompute_gradients(
+    region: Region,
+    gradients: Sequence[torch.Tensor | None],
+    versions: tuple[int, ...],
+    draws: PastDraws,
+) -> tuple[Any, list[Any]]:
+    """The gradients of a region's parameters, inputs and returned parameters for these gradients of
+    its outputs.
 
     versions: As they were when the forward was replayed. draws: Of that replay.
 
     Returns:
-        What autograd is to be given for the parameters' edge, and gradients of inputs and returned parameters.
+        What autograd is to be given for the parameters' edge, and gradients of inputs and returned
+        parameters.
 
     Raises:
         RuntimeError: The forward could not be run again with the same result.
     """
     leaves: dict[Token, torch.Tensor] = {}
     # Code that torch does not see the operations of may write to what it reads.
-    written = [tensor for tensor in region.context.reads if not isinstance(tensor, torch.nn.Parameter)]
+    written = [
+        tensor for tensor in region.context.reads if not isinstance(tensor, torch.nn.Parameter)
+    ]
 
     def run() -> dict[int, torch.Tensor]:
         with _unwritten([*region.context.writes, *written]):
@@ -49,17 +60,29 @@ def recompute_gradients(region: Region, gradients: Sequence[torch.Tensor | None]
     with region.context.calls:  # a capture by another thread changes the module meanwhile
         _check(region, versions)
         made = _drawing_again(region, draws, run) if draws.generators else run()
-    starts = [(made[number], gradient) for number, gradient in enumerate(gradients) if gradient is not None]
+    starts = [
+        (made[number], gradient)
+        for number, gradient in enumerate(gradients)
+        if gradient is not None
+    ]
     inputs = [leaves[entry.token] for entry in region.inputs if entry.differentiable]
     parameters = region.parameters.parameters
     with _without_hooks([*region.returned, *parameters]):  # they fire where these gradients arrive
-        found = torch.autograd.grad([out for out, _ in starts], [*inputs, *region.returned, *parameters],
-                                    [gradient for _, gradient in starts], allow_unused=True)
+        found = torch.autograd.grad(
+            [out for out, _ in starts],
+            [*inputs, *region.returned, *parameters],
+            [gradient for _, gradient in starts],
+            allow_unused=True,
+        )
     owned = found[len(found) - len(parameters) :]
     signal = region.parameters.deliver(owned) if region.parameters.is_wanted() else None
     given, results = set[Token](), list[Any]()
-    for entry, gradient in zip([entry for entry in region.inputs if entry.differentiable], found, strict=False):
-        results.append(None if entry.token in given else gradient)  # one leaf for all places of a tensor
+    for entry, gradient in zip(
+        [entry for entry in region.inputs if entry.differentiable], found, strict=False
+    ):
+        results.append(
+            None if entry.token in given else gradient
+        )  # one leaf for all places of a tensor
         given.add(entry.token)
     return signal, [*results, *found[len(inputs) : len(inputs) + len(region.returned)]]
 
@@ -68,7 +91,10 @@ def _check(region: Region, versions: tuple[int, ...]) -> None:
     written = {tensor.untyped_storage()._cdata for tensor in region.context.writes}
     for tensor, now, before in zip(region.context.reads, region.versions(), versions, strict=True):
         if now != before and tensor.untyped_storage()._cdata not in written:
-            raise _cannot(region, f"a tensor of shape {tuple(tensor.shape)} that its forward reads was changed since")
+            raise _cannot(
+                region,
+                f"a tensor of shape {tuple(tensor.shape)} that its forward reads was changed since",
+            )
     if region.context.changed():
         raise _cannot(region, "the module was changed since its forward")
 
@@ -77,8 +103,11 @@ def _compare(region: Region, made: dict[int, torch.Tensor]) -> None:
     """Raise RuntimeError unless the outputs are those of the replay."""
     for number, output in enumerate(region.outputs):
         if number in made and not _equal(made[number].detach(), output.static.tensor):
-            raise _cannot(region, "it makes other outputs now: something that it reads was changed, or it reads what "
-                          "it writes")
+            raise _cannot(
+                region,
+                "it makes other outputs now: something that it reads was changed, or it reads what "
+                "it writes",
+            )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -87,9 +116,12 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _cannot(region: Region, why: str) -> RuntimeError:
     return RuntimeError(
-        f"another set of outputs of {region.name} got gradients than any captured backward starts from, or gradients "
-        f"of another memory layout, and the forward cannot be run again for it: {why}. Use the same outputs in the "
-        "loss during warm-up, or run such calls under packgraph.eager(...)")
+        f"another set of outputs of {region.name} got gradients than any captured backward starts "
+        "from, or gradients "
+        f"of another memory layout, and the forward cannot be run again for it: {why}. Use the "
+        "same outputs in the "
+        "loss during warm-up, or run such calls under packgraph.eager(...)"
+    )
 
 
 @contextlib.contextmanager
@@ -118,19 +150,25 @@ class _Redrawing(CodeWatcher):
         return self._redraw.call(operation, args, kwargs or {})
 
 
-def _drawing_again(region: Region, draws: PastDraws, run: Callable[[], dict[int, torch.Tensor]]
-                   ) -> dict[int, torch.Tensor]:
+def _drawing_again(
+    region: Region, draws: PastDraws, run: Callable[[], dict[int, torch.Tensor]]
+) -> dict[int, torch.Tensor]:
     """What `run` returns, with the random numbers of the replay.
 
-    Other threads may draw from the same generators meanwhile: so operations draw from private ones. Left are
-    operations that take no generator, each of which moves the real ones for itself (`Redraw`); and compiled code and
-    code that looks at the state of a generator (a checkpoint), for which the real ones are moved as long as it runs. A
-    thread that draws just then gets numbers that were drawn before, and its draws are taken back. Numbers that are not
-    those of the replay, because another thread has drawn during it or now, are an error.
+    Other threads may draw from the same generators meanwhile: so operations draw from private ones.
+    Left are operations that take no generator, each of which moves the real ones for itself
+    (`Redraw`); and compiled code and code that looks at the state of a generator (a checkpoint),
+    for which the real ones are moved as long as it runs. A thread that draws just then gets numbers
+    that were drawn before, and its draws are taken back. Numbers that are not those of the replay,
+    because another thread has drawn during it or now, are an error.
     """
     made, redraw = None, Redraw(draws)
     if not region.context.compiled:
-        with contextlib.suppress(CaptureError), watched_calls(redraw), _Redrawing(redraw):  # a profiler is in the way
+        with (
+            contextlib.suppress(CaptureError),
+            watched_calls(redraw),
+            _Redrawing(redraw),
+        ):  # a profiler is in the way
             made = run()
     states = redraw.states()
     if made is None or redraw.missed:
@@ -163,7 +201,8 @@ def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _state(region: Region, leaves: dict[Token, torch.Tensor]) -> State:
-    """The state that the region was captured for, on the slot's memory. leaves: gets the tensors."""
+    """The state that the region was captured for, on the slot's memory. leaves: gets the
+    tensors."""
     inputs = iter(region.inputs)
     state: State = {}
     for key, (spec, facts) in region.facts.items():
@@ -181,13 +220,19 @@ def _state(region: Region, leaves: dict[Token, torch.Tensor]) -> State:
 
 
 def _outputs(region: Region, result: State) -> dict[int, torch.Tensor]:
-    """The region's outputs by number, found in the result of a run as they were found at capture."""
+    """The region's outputs by number, found in the result of a run as they were found at
+    capture."""
     made: dict[int, torch.Tensor] = {}
     for key, entry in region.entries.items():
         leaves = tree_leaves(result[key])
         if isinstance(entry, PassThrough):
-            made.update((number, leaves[place].view_as(leaves[place])) for place, number in entry.outputs)
+            made.update(
+                (number, leaves[place].view_as(leaves[place])) for place, number in entry.outputs
+            )
         else:
-            made.update((what, leaf) for leaf, (kind, what) in zip(leaves, entry.leaves, strict=True)
-                        if kind == "output")
+            made.update(
+                (what, leaf)
+                for leaf, (kind, what) in zip(leaves, entry.leaves, strict=True)
+                if kind == "output"
+            )
     return made

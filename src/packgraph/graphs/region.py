@@ -1,10 +1,12 @@
 """One captured region: its static tensors, and how a replay reads and writes them.
 
-A region's forward is one graph; it has a backward graph for every pattern of gradients that its outputs get. An
-autograd function (`replay.py`) ties them into the user's autograd graph. Inputs that an earlier region of the same slot
-has produced are baked pointers: nothing is copied. Everything that comes from eager code is copied into slot buffers
-first. Outputs are aliases of static memory; the caller clones those that leave for eager code.
+A region's forward is one graph; it has a backward graph for every pattern of gradients that its
+outputs get. An autograd function (`replay.py`) ties them into the user's autograd graph. Inputs
+that an earlier region of the same slot has produced are baked pointers: nothing is copied.
+Everything that comes from eager code is copied into slot buffers first. Outputs are aliases of
+static memory; the caller clones those that leave for eager code.
 """
+
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -31,10 +33,10 @@ Token = tuple[Any, ...]
 class Input:
     """A tensor that a region reads: leaf `leaf` of `state[key]`.
 
-    token: names its static memory, which is `memory`. buffer: slot memory it is copied into at every replay, or None
-    when its pointer is baked (an earlier region made or received it). differentiable: it needs a gradient. lend: hand
-    the gradient out as an alias of static memory (its only reader is an earlier region of this slot) instead of a
-    clone.
+    token: names its static memory, which is `memory`. buffer: slot memory it is copied into at
+    every replay, or None when its pointer is baked (an earlier region made or received it).
+    differentiable: it needs a gradient. lend: hand the gradient out as an alias of static memory
+    (its only reader is an earlier region of this slot) instead of a clone.
     """
 
     key: str
@@ -48,7 +50,8 @@ class Input:
 
 @dataclass(frozen=True)
 class StaticAlias:
-    """Where a tensor of the running call lives in static memory, as of its version then. alias: it is that memory."""
+    """Where a tensor of the running call lives in static memory, as of its version then. alias: it
+    is that memory."""
 
     tensor: torch.Tensor
     token: Token
@@ -56,8 +59,12 @@ class StaticAlias:
     alias: bool
 
 
-Version = tuple["weakref.ref[torch.Tensor]", int]  # a tensor with its version when it was read, or given away
-Inner = tuple["weakref.ref[torch.Tensor]", int]  # an output that others were computed from, and hooks of our own on it
+Version = tuple[
+    "weakref.ref[torch.Tensor]", int
+]  # a tensor with its version when it was read, or given away
+Inner = tuple[
+    "weakref.ref[torch.Tensor]", int
+]  # an output that others were computed from, and hooks of our own on it
 
 
 class StaticAliases:
@@ -102,15 +109,22 @@ class StaticAliases:
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` may be a view of static memory."""
         storage = tensor.untyped_storage().data_ptr()
-        return any(h.alias and h.tensor.untyped_storage().data_ptr() == storage for h in self._homes.values())
+        return any(
+            h.alias and h.tensor.untyped_storage().data_ptr() == storage
+            for h in self._homes.values()
+        )
 
 
 def _refuse_alone(node: Any, gradient: torch.Tensor) -> None:
-    """A hook of an inner output. Raises RuntimeError if the backward ends there: what comes from others is missing."""
+    """A hook of an inner output. Raises RuntimeError if the backward ends there: what comes from
+    others is missing."""
     if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
         raise RuntimeError(
-            "torch.autograd.grad asks for the gradient of an output that other outputs were computed from: a replay "
-            "gives it the gradients of your own code only. Run such calls under packgraph.eager(...)")
+            "torch.autograd.grad asks for the gradient of an output that other outputs were "
+            "computed from: a replay "
+            "gives it the gradients of your own code only. Run such calls under "
+            "packgraph.eager(...)"
+        )
 
 
 @dataclass
@@ -125,9 +139,10 @@ class Output:
 class Backward:
     """A backward graph, for one pattern of gradients.
 
-    incoming: by output, where the graph expects the gradient. gradients: for every input of the region where the graph
-    leaves the gradient, None = it has none. owned: parameters whose gradient the graph adds to a buffer. returned: for
-    every returned parameter of the region where its gradient is, None = it has none.
+    incoming: by output, where the graph expects the gradient. gradients: for every input of the
+    region where the graph leaves the gradient, None = it has none. owned: parameters whose gradient
+    the graph adds to a buffer. returned: for every returned parameter of the region where its
+    gradient is, None = it has none.
     """
 
     graph: Graph
@@ -139,16 +154,17 @@ class Backward:
 
 @dataclass
 class Context:
-    """What surrounds a captured region: what it reads and writes from outside, and how to run it without graphs.
+    """What surrounds a captured region: what it reads and writes from outside, and how to run it
+    without graphs.
 
-    reads: tensors whose values it uses, those that backwards read first. read_later: those that backwards read.
-    addresses: of their memory at capture.
-    writes: tensors that its forward writes to. counted: those whose versions count that, which the running averages of
-    a batch norm do not. generators: those whose numbers it draws. run: its stages, eagerly, within `calls`, since
-    another thread may capture the module.
-    inputs: numbers of the inputs that backwards read. changed: whether facts that the graphs have baked about the
-    module hold no longer. gradients: what is known of the gradients that its outputs get. compiled: the stages run
-    compiled code. asks_later: Python code of others runs in backwards, and reads what it may then.
+    reads: tensors whose values it uses, those that backwards read first. read_later: those that
+    backwards read. addresses: of their memory at capture. writes: tensors that its forward writes
+    to. counted: those whose versions count that, which the running averages of a batch norm do not.
+    generators: those whose numbers it draws. run: its stages, eagerly, within `calls`, since
+    another thread may capture the module. inputs: numbers of the inputs that backwards read.
+    changed: whether facts that the graphs have baked about the module hold no longer. gradients:
+    what is known of the gradients that its outputs get. compiled: the stages run compiled code.
+    asks_later: Python code of others runs in backwards, and reads what it may then.
     """
 
     run: Callable[[State], State]
@@ -170,12 +186,13 @@ class Context:
 class Region:
     """The graphs of one region in one variant.
 
-    facts: what captured code could see of the state it was captured with. entries: per key of the result state, how
-    to make its value. parameters: those that only this region differentiates: their gradients are added to buffers.
-    returned: other parameters, whose gradients go through autograd. settings: of torch, by
-    which kernels compute, at capture. modes: of the call. inner: numbers of the outputs that other outputs
-    were computed from. saved: numbers of those that backwards read. summed: an output's gradient comes from several
-    places, and autograd has to add them up.
+    facts: what captured code could see of the state it was captured with. entries: per key of the
+    result state, how to make its value. parameters: those that only this region differentiates:
+    their gradients are added to buffers. returned: other parameters, whose gradients go through
+    autograd. settings: of torch, by which kernels compute, at capture. modes: of the call. inner:
+    numbers of the outputs that other outputs were computed from. saved: numbers of those that
+    backwards read. summed: an output's gradient comes from several places, and autograd has to add
+    them up.
     """
 
     number: int
@@ -202,7 +219,9 @@ class Region:
 
     def incoming(self, number: int) -> Static | None:
         """Where the first backward expects the gradient of an output."""
-        return next((b.incoming[number] for b in self.backwards.values() if number in b.incoming), None)
+        return next(
+            (b.incoming[number] for b in self.backwards.values() if number in b.incoming), None
+        )
 
     def versions(self) -> tuple[int, ...]:
         """The versions of what the region reads: they grow whenever somebody writes to it."""
@@ -216,15 +235,17 @@ class Region:
 
 
 class ParameterEdge:
-    """The parameters of a region as one node of the user's autograd graph, made once and used by every call.
+    """The parameters of a region as one node of the user's autograd graph, made once and used by
+    every call.
 
-    Autograd thereby reaches the parameters from a call's outputs, as it must for `backward(inputs=...)`,
-    `autograd.grad` and hooks. Their gradients come here only when somebody asks for them: what flows through the node
-    otherwise is None, since the graph has added to `.grad` itself.
+    Autograd thereby reaches the parameters from a call's outputs, as it must for
+    `backward(inputs=...)`, `autograd.grad` and hooks. Their gradients come here only when somebody
+    asks for them: what flows through the node otherwise is None, since the graph has added to
+    `.grad` itself.
 
     Attributes:
-        anchor: A leaf that needs a gradient: whether autograd goes there tells `loss.backward()` from a call that asks
-            for the gradients of some tensors only.
+        anchor: A leaf that needs a gradient: whether autograd goes there tells `loss.backward()`
+            from a call that asks for the gradients of some tensors only.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -238,7 +259,11 @@ class ParameterEdge:
         """A tensor that depends on all the parameters."""
         if self._tensor is None:
             # Not at capture: the nodes of parameters belong to the stream on which they are made.
-            self._tensor = _AllParameters.apply(self._delivered, *self.parameters) if self.parameters else self.anchor
+            self._tensor = (
+                _AllParameters.apply(self._delivered, *self.parameters)
+                if self.parameters
+                else self.anchor
+            )
         return self._tensor
 
     def is_wanted(self) -> bool:
@@ -262,12 +287,15 @@ class ParameterEdge:
 class _Delivery:
     """Gradients on their way to autograd, and the stream on which they are made.
 
-    Autograd takes them to be made on the stream of the thread that calls `backward`, which may be another one.
+    Autograd takes them to be made on the stream of the thread that calls `backward`, which may be
+    another one.
     """
 
     def __init__(self, gradients: list[torch.Tensor | None]) -> None:
         self._gradients = gradients
-        self._device = next((g.device for g in gradients if g is not None and g.device.type == "cuda"), None)
+        self._device = next(
+            (g.device for g in gradients if g is not None and g.device.type == "cuda"), None
+        )
         self._stream = None if self._device is None else torch.cuda.current_stream(self._device)
 
     def take(self) -> list[torch.Tensor | None]:
@@ -296,7 +324,9 @@ class _AllParameters(torch.autograd.Function):
     """The node of a `ParameterEdge`."""
 
     @staticmethod
-    def forward(ctx: Any, delivered: dict[int, _Delivery], *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, delivered: dict[int, _Delivery], *parameters: torch.Tensor
+    ) -> torch.Tensor:
         ctx.delivered, ctx.parameters = delivered, parameters
         ctx.set_materialize_grads(False)
         return torch.empty(0)
@@ -311,9 +341,12 @@ class _AllParameters(torch.autograd.Function):
 
 
 def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
-    """Everything but values that captured code can see of a state: structure, tensors' metadata, constants."""
-    return {key: (spec, [_fact(leaf) for leaf in leaves])
-            for key, (leaves, spec) in ((key, tree_flatten(value)) for key, value in state.items())}
+    """Everything but values that captured code can see of a state: structure, tensors' metadata,
+    constants."""
+    return {
+        key: (spec, [_fact(leaf) for leaf in leaves])
+        for key, (leaves, spec) in ((key, tree_flatten(value)) for key, value in state.items())
+    }
 
 
 def _fact(leaf: Any) -> Any:
@@ -325,8 +358,9 @@ def _fact(leaf: Any) -> Any:
 def accepts(region: Region, state: State, homes: StaticAliases) -> bool:
     """Whether a state that came through eager code is what the region was captured for.
 
-    An eager stage may do what it likes, so its results are compared in all that is baked: structure, constants, shapes,
-    and the identity of tensors whose pointer is baked, be it that another entry of this state is copied there.
+    An eager stage may do what it likes, so its results are compared in all that is baked:
+    structure, constants, shapes, and the identity of tensors whose pointer is baked, be it that
+    another entry of this state is copied there.
     """
     if shown_facts(state) != region.facts:
         return False
@@ -338,5 +372,3 @@ def accepts(region: Region, state: State, homes: StaticAliases) -> bool:
         elif copied.get(entry.token) is not tensor and homes.token(tensor) != entry.token:
             return False
     return True
-
-

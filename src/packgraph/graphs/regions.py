@@ -6,8 +6,10 @@ Pure decisions on names and layer numbers; the only place where scope and granul
     layer            [------]   [------]                 two regions, cut at every layer
     chunk            [-----------------]                 one region; embed and head stay eager
 
-A stage that can never be captured says why (`Stage.eager`): without a scope it stays eager, naming it is an error.
+A stage that can never be captured says why (`Stage.eager`): without a scope it stays eager, naming
+it is an error.
 """
+
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,8 @@ GRANULARITIES = ("layer", "chunk")
 
 
 class NamedStage(Protocol):
-    """What this module needs of a stage: its name, the layer it belongs to, and why it cannot be captured, if so."""
+    """What this module needs of a stage: its name, the layer it belongs to, and why it cannot be
+    captured, if so."""
 
     @property
     def name(self) -> str: ...
@@ -46,7 +49,8 @@ class NamedStage(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive stages `start` to `stop` (exclusive) that are captured together, or run eagerly together."""
+    """Consecutive stages `start` to `stop` (exclusive) that are captured together, or run eagerly
+    together."""
 
     start: int
     stop: int
@@ -61,39 +65,64 @@ def expand_scope(scope: Iterable[str] | None) -> frozenset[str]:
     return names - {"moe"} | frozenset(MOE_STAGES) if "moe" in names else names
 
 
-def scope_errors(stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str) -> list[str]:
-    """Every reason why this scope and granularity cannot be captured for these stages; empty when legal."""
+def scope_errors(
+    stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str
+) -> list[str]:
+    """Every reason why this scope and granularity cannot be captured for these stages; empty when
+    legal."""
     errors = []
     if granularity == "step":
-        errors.append("granularity 'step' captures a whole optimizer step, of which packgraph.graph sees one call: use "
-                      "'chunk' here, or `packgraph train --graph.granularity step`")
+        errors.append(
+            "granularity 'step' captures a whole optimizer step, of which packgraph.graph sees one "
+            "call: use "
+            "'chunk' here, or `packgraph train --graph.granularity step`"
+        )
     elif granularity not in GRANULARITIES:
-        errors.append(f"unknown granularity {granularity!r}: use one of {', '.join(map(repr, GRANULARITIES))}")
+        errors.append(
+            f"unknown granularity {granularity!r}: use one of {', '.join(map(repr, GRANULARITIES))}"
+        )
     if scope is None:
         return errors
     if isinstance(scope, str):
-        return [*errors, f"scope is a collection of stage names, not the string {scope!r}: write [{scope!r}]"]
+        return [
+            *errors,
+            f"scope is a collection of stage names, not the string {scope!r}: write [{scope!r}]",
+        ]
     asked, present = set(scope), {stage.name for stage in stages}
     if not asked:
-        errors.append("scope is empty: nothing would be captured; leave it out to capture every stage")
+        errors.append(
+            "scope is empty: nothing would be captured; leave it out to capture every stage"
+        )
     for name in sorted(asked - set(SCOPE_NAMES)):
         near = difflib.get_close_matches(name, SCOPE_NAMES, n=1)
-        errors.append(f"unknown stage {name!r} in scope" + (f": did you mean {near[0]!r}?" if near else ""))
+        errors.append(
+            f"unknown stage {name!r} in scope" + (f": did you mean {near[0]!r}?" if near else "")
+        )
     for name in sorted(asked & set(SCOPE_NAMES)):
         if not present & expand_scope([name]):
-            errors.append(f"scope names {name!r}, but the model has only the stages {', '.join(sorted(present))}")
+            errors.append(
+                f"scope names {name!r}, but the model has only the stages "
+                f"{', '.join(sorted(present))}"
+            )
     if "moe" in asked and asked & set(MOE_STAGES):
-        errors.append("'moe' already means every moe_* stage: give either 'moe' or the single stages")
+        errors.append(
+            "'moe' already means every moe_* stage: give either 'moe' or the single stages"
+        )
     if "moe_preprocess" in asked and "moe_router" not in asked:
         errors.append("'moe_preprocess' needs 'moe_router': it reads the router's captured outputs")
     for name in sorted(asked & set(SCOPE_NAMES)):
-        reasons = dict.fromkeys(f"{stage.name}: {stage.eager}" for stage in stages
-                                if stage.eager and stage.name in expand_scope([name]))
+        reasons = dict.fromkeys(
+            f"{stage.name}: {stage.eager}"
+            for stage in stages
+            if stage.eager and stage.name in expand_scope([name])
+        )
         errors.extend(f"{name!r} cannot be captured here: {reason}" for reason in reasons)
     return errors
 
 
-def cut_runs(stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str) -> tuple[Run, ...]:
+def cut_runs(
+    stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str
+) -> tuple[Run, ...]:
     """Cut `stages` into runs, in order and without gaps.
 
     Raises ValueError with all reasons at once when the combination is illegal.

@@ -3,9 +3,10 @@
     forward     copy inputs in ─▶ forward graph ─▶ outputs, aliases of static memory
     backward    the outputs' gradients ─▶ copy in ─▶ the backward graph of their pattern ─▶ inputs' gradients, .grad
 
-A backward that nobody has captured (a new pattern, or under autocast) runs eagerly: the region's inputs lie in the slot
-yet, so its forward is run again (`recompute.py`).
-"""
+A backward that nobody has captured (a new pattern, or under autocast) runs eagerly: the region's
+inputs lie in the slot yet, so its forward is run again (`recompute.py`).
+"""  # noqa: E501
+
 import operator
 import weakref
 from collections.abc import Sequence
@@ -33,9 +34,11 @@ _VERSION = operator.attrgetter("_version")
 Gradients = Sequence[torch.Tensor | None]
 
 
-def stage_inputs(region: Region, state: State, homes: StaticAliases) -> tuple[list[torch.Tensor], list[Version]]:
-    """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in order, and those
-    that backwards read."""
+def stage_inputs(
+    region: Region, state: State, homes: StaticAliases
+) -> tuple[list[torch.Tensor], list[Version]]:
+    """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in
+    order, and those that backwards read."""
     wanted: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
     key: str | None = None
@@ -59,14 +62,17 @@ def stage_inputs(region: Region, state: State, homes: StaticAliases) -> tuple[li
 
 
 def replay_region(region: Region, state: State, ticket: SlotLease, homes: StaticAliases) -> State:
-    """Replay the forward graph and return the next state; its outputs alias static memory and are noted in `homes`."""
+    """Replay the forward graph and return the next state; its outputs alias static memory and are
+    noted in `homes`."""
     edge = region.parameters
     with ticket.slots.launches:
         wanted, read = stage_inputs(region, state, homes)
         if any(output.differentiable for output in region.outputs):
             ticket.pending.add(region.number)
             inner: list[Inner] = []
-            made = _Replay.apply(edge.anchor, edge.tensor, region, ticket, read, inner, *wanted, *region.returned)
+            made = _Replay.apply(
+                edge.anchor, edge.tensor, region, ticket, read, inner, *wanted, *region.returned
+            )
             for number in region.inner:
                 homes.note_inner(made[number], inner)
             for number in region.saved:
@@ -80,18 +86,28 @@ def replay_region(region: Region, state: State, ticket: SlotLease, homes: Static
 
 
 def replay_forward(region: Region) -> None:
-    """Replay the forward graph. What it writes to counts as changed, as it would by an eager call."""
+    """Replay the forward graph. What it writes to counts as changed, as it would by an eager
+    call."""
     region.forward.replay()
     if region.context.counted:
         torch.autograd.graph.increment_version(region.context.counted)
 
 
 class _Replay(torch.autograd.Function):
-    """The node of one call of a region. It takes the anchor and the edge of its parameters (`ParameterEdge`)."""
+    """The node of one call of a region. It takes the anchor and the edge of its parameters
+    (`ParameterEdge`)."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, edge: torch.Tensor, region: Region, ticket: SlotLease,
-                read: list[Version], inner: list[Inner], *inputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        edge: torch.Tensor,
+        region: Region,
+        ticket: SlotLease,
+        read: list[Version],
+        inner: list[Inner],
+        *inputs: torch.Tensor,
+    ) -> Any:
         ctx.region, ctx.ticket, ctx.read, ctx.inner = region, ticket, read, inner
         ctx.set_materialize_grads(False)
         ctx.draws = PastDraws(region.context.generators)
@@ -99,14 +115,16 @@ class _Replay(torch.autograd.Function):
         ctx.draws.end()
         ctx.versions = region.versions()
         made = tuple(output.static.tensor.detach() for output in region.outputs)
-        ctx.mark_non_differentiable(*[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable])
+        ctx.mark_non_differentiable(
+            *[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable]
+        )
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         region, ticket = ctx.region, ctx.ticket
         inputs = sum(entry.differentiable for entry in region.inputs)
-        returned = ctx.next_functions[len(ctx.next_functions) - len(region.returned):]
+        returned = ctx.next_functions[len(ctx.next_functions) - len(region.returned) :]
         if all(gradient is None for gradient in gradients):
             expect_visits(returned, region.returned, [None] * len(returned))
             return (None,) * (6 + inputs + len(region.returned))
@@ -125,16 +143,20 @@ class _Replay(torch.autograd.Function):
             else:
                 signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
                 known = region.context.gradients
-                known.runs_under_autocast() if casts else known.learn(region.number, list(region.backwards), pattern)
+                known.runs_under_autocast() if casts else known.learn(
+                    region.number, list(region.backwards), pattern
+                )
         with ticket.slots.launches:
             ticket.finish_backward(region.number)
         expect_visits(returned, region.returned, results[inputs:])
         return None, signal, None, None, None, None, *results
 
 
-def _replay_backward(region: Region, backward: Backward, gradients: Gradients, ticket: SlotLease
-                     ) -> tuple[Any, list[Any]]:
-    """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned parameters."""
+def _replay_backward(
+    region: Region, backward: Backward, gradients: Gradients, ticket: SlotLease
+) -> tuple[Any, list[Any]]:
+    """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned
+    parameters."""
     launches = ticket.slots.launches
     # What is wanted by itself: of some tensors only, or to be seen by a hook.
     whole = region.parameters.is_whole()
@@ -142,8 +164,11 @@ def _replay_backward(region: Region, backward: Backward, gradients: Gradients, t
     owned = [buffer.parameter for buffer in backward.owned]
     if not whole or not are_quiet(owned):
         # One that was frozen since its forward gets none, which autograd knows.
-        asked = [buffer for buffer in backward.owned if not whole or not buffer.parameter.requires_grad
-                 or has_hooks(buffer.parameter)]
+        asked = [
+            buffer
+            for buffer in backward.owned
+            if not whole or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)
+        ]
     with launches:
         if not launches.shared:
             found, results = _launch_backward(region, backward, gradients, asked)
@@ -154,10 +179,11 @@ def _replay_backward(region: Region, backward: Backward, gradients: Gradients, t
     return _delivered(region, backward.owned, found), results
 
 
-def _launch_backward(region: Region, backward: Backward, gradients: Gradients, asked: Sequence[GradientBuffer]
-                     ) -> tuple[list[torch.Tensor], list[Any]]:
-    """Within `launches`: replay; gradients of `asked`, which are not added to `.grad`, and those of inputs and returned
-    parameters."""
+def _launch_backward(
+    region: Region, backward: Backward, gradients: Gradients, asked: Sequence[GradientBuffer]
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Within `launches`: replay; gradients of `asked`, which are not added to `.grad`, and those of
+    inputs and returned parameters."""
     for number, static in backward.incoming.items():
         given, target = gradients[number], static.tensor
         assert given is not None
@@ -174,53 +200,81 @@ def _launch_backward(region: Region, backward: Backward, gradients: Gradients, a
     results: list[Any] = []
     for entry, gradient in zip(region.inputs, backward.gradients, strict=True):
         if entry.differentiable:
-            results.append(None if gradient is None else gradient.tensor if entry.lend else gradient.tensor.clone())
+            results.append(
+                None
+                if gradient is None
+                else gradient.tensor
+                if entry.lend
+                else gradient.tensor.clone()
+            )
     results += [None if static is None else static.tensor.clone() for static in backward.returned]
     return found, results
 
 
-def _delivered(region: Region, buffers: Sequence[GradientBuffer], gradients: Sequence[torch.Tensor]) -> Any:
+def _delivered(
+    region: Region, buffers: Sequence[GradientBuffer], gradients: Sequence[torch.Tensor]
+) -> Any:
     """Hand gradients over that are not added to `.grad` here, if autograd wants them at all."""
     if not region.parameters.is_wanted():
         return None
-    found = {id(buffer.parameter): gradient for buffer, gradient in zip(buffers, gradients, strict=True)}
-    return region.parameters.deliver([found.get(id(parameter)) for parameter in region.parameters.parameters])
+    found = {
+        id(buffer.parameter): gradient for buffer, gradient in zip(buffers, gradients, strict=True)
+    }
+    return region.parameters.deliver(
+        [found.get(id(parameter)) for parameter in region.parameters.parameters]
+    )
 
 
 def _refuse_second_derivatives(region: Region) -> None:
     if torch.is_grad_enabled():
         region.context.gradients.refuse_twice()
         raise RuntimeError(
-            f"create_graph=True through {region.name}: a captured backward has no graph of its own that could be "
-            "differentiated again. Calls after this one run eagerly. To keep graphs for other calls, run those whose "
-            "gradients are differentiated under packgraph.eager(...)")
+            f"create_graph=True through {region.name}: a captured backward has no graph of its own "
+            "that could be "
+            "differentiated again. Calls after this one run eagerly. To keep graphs for other "
+            "calls, run those whose "
+            "gradients are differentiated under packgraph.eager(...)"
+        )
 
 
 def _refuse_hooks_inside(region: Region, inner: Sequence[Inner]) -> None:
-    """Raise RuntimeError when somebody has seen the gradient of an output that others were computed from: it lacked
-    what comes from those. inner: such outputs."""
-    if any(output is not None and is_seen(output, hooks) for output, hooks in ((given(), own) for given, own in inner)):
+    """Raise RuntimeError when somebody has seen the gradient of an output that others were computed
+    from: it lacked what comes from those. inner: such outputs."""
+    if any(
+        output is not None and is_seen(output, hooks)
+        for output, hooks in ((given(), own) for given, own in inner)
+    ):
         region.context.gradients.refuse_seen_inside()
         raise RuntimeError(
-            f"an output of {region.name} that other outputs were computed from has a hook, or keeps its gradient "
-            "(retain_grad): a replay gives it the gradients of your own code only. Calls after this one run eagerly. "
-            "Do it during warm-up, or run such calls under packgraph.eager(...)")
+            f"an output of {region.name} that other outputs were computed from has a hook, or "
+            "keeps its gradient "
+            "(retain_grad): a replay gives it the gradients of your own code only. Calls after "
+            "this one run eagerly. "
+            "Do it during warm-up, or run such calls under packgraph.eager(...)"
+        )
 
 
 def _check_settings(region: Region) -> None:
-    """Raise RuntimeError when torch's settings are not those under which the backward was captured."""
+    """Raise RuntimeError when torch's settings are not those under which the backward was
+    captured."""
     if kernel_settings(region.settings[0]) != region.settings:
         raise RuntimeError(
-            "precision, determinism or another global setting of torch was changed between forward and backward of "
-            f"{region.name}: its backward was captured with those of the forward. Run the backward with them, too, or "
-            "such calls under packgraph.eager(...)")
+            "precision, determinism or another global setting of torch was changed between forward "
+            "and backward of "
+            f"{region.name}: its backward was captured with those of the forward. Run the backward "
+            "with them, too, or "
+            "such calls under packgraph.eager(...)"
+        )
     if not region.context.asks_later:
         return
     if torch.get_default_dtype() != region.modes.dtype or region.context.changed():
         raise RuntimeError(
-            f"{region.name} runs Python code in its backward (a custom function, a checkpoint), and the module, or "
-            "something else that its code reads, was changed between forward and backward. Change it after the "
-            "backward, or run such calls under packgraph.eager(...)")
+            f"{region.name} runs Python code in its backward (a custom function, a checkpoint), "
+            "and the module, or "
+            "something else that its code reads, was changed between forward and backward. Change "
+            "it after the "
+            "backward, or run such calls under packgraph.eager(...)"
+        )
 
 
 def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[Version]) -> None:
@@ -229,15 +283,23 @@ def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[
         tensor = reference()
         if tensor is not None and tensor._version != version:
             raise RuntimeError(
-                f"an argument or output of shape {tuple(tensor.shape)} that {region.name} reads in its backward was "
-                "changed in place between forward and backward. Write to a new tensor, or run the backward first")
+                f"an argument or output of shape {tuple(tensor.shape)} that {region.name} reads in "
+                "its backward was "
+                "changed in place between forward and backward. Write to a new tensor, or run the "
+                "backward first"
+            )
     later, addresses = region.context.read_later, region.context.addresses
-    if list(map(_VERSION, later)) == list(versions[: len(later)]) \
-            and list(map(torch.Tensor.data_ptr, later)) == addresses:
+    if (
+        list(map(_VERSION, later)) == list(versions[: len(later)])
+        and list(map(torch.Tensor.data_ptr, later)) == addresses
+    ):
         return
     for tensor, address, version in zip(later, addresses, versions, strict=False):
         if tensor._version != version or tensor.data_ptr() != address:
             raise RuntimeError(
-                f"a parameter or buffer of shape {tuple(tensor.shape)} that {region.name} reads in its backward was "
-                "changed in place, or given other memory, between forward and backward. Step the optimizer after the "
-                "last backward, and write to a new tensor otherwise")
+                f"a parameter or buffer of shape {tuple(tensor.shape)} that {region.name} reads in "
+                "its backward was "
+                "changed in place, or given other memory, between forward and backward. Step the "
+                "optimizer after the "
+                "last backward, and write to a new tensor otherwise"
+            )

@@ -1,8 +1,11 @@
-"""A claim: one call's right to replay, with its slot, its graphs and the static memory it may write into directly.
+"""A claim: one call's right to replay, with its slot, its graphs and the static memory it may write
+into directly.
 
-An ordinary call claims, runs and forgets. A pipeline holds claims: it receives activations straight into the slot's
-input buffer, gradients straight into its gradient buffer, and keeps the slot until its sends are done.
+An ordinary call claims, runs and forgets. A pipeline holds claims: it receives activations straight
+into the slot's input buffer, gradients straight into its gradient buffer, and keeps the slot until
+its sends are done.
 """
+
 import contextlib
 from typing import Any
 
@@ -25,15 +28,30 @@ from packgraph.graphs.stages import State
 class ReplayHandle:
     """A slot held for one microbatch, and the variant captured in it for this call.
 
-    lends: outputs are aliases of static memory, valid until the slot is released, instead of clones.
+    lends: outputs are aliases of static memory, valid until the slot is released, instead of
+    clones.
     """
 
-    def __init__(self, program: Program, variant: Variant, ticket: SlotLease, lends: bool, stats: Stats, calls: Calls,
-                 steady: object = None) -> None:
-        """calls: of the module. steady: stands for a block of time in which nothing about the module but values
-        changes; None = no such."""
+    def __init__(
+        self,
+        program: Program,
+        variant: Variant,
+        ticket: SlotLease,
+        lends: bool,
+        stats: Stats,
+        calls: Calls,
+        steady: object = None,
+    ) -> None:
+        """calls: of the module. steady: stands for a block of time in which nothing about the
+        module but values changes; None = no such."""
         self.calls = calls
-        self.program, self.variant, self.ticket, self.lends, self.stats = program, variant, ticket, lends, stats
+        self.program, self.variant, self.ticket, self.lends, self.stats = (
+            program,
+            variant,
+            ticket,
+            lends,
+            stats,
+        )
         self.steady = steady
 
     @property
@@ -48,10 +66,11 @@ class ReplayHandle:
         return self.variant.direct.out.tensor.numel() == 1
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Replay the forward alone: the call's output, an alias of the slot's memory that autograd knows nothing of.
+        """Replay the forward alone: the call's output, an alias of the slot's memory that autograd
+        knows nothing of.
 
-        What the module says of the arguments as a call begins is heard here, too: graphs cannot look at what the host
-        alone knows. Raises what its `begin` raises.
+        What the module says of the arguments as a call begins is heard here, too: graphs cannot
+        look at what the host alone knows. Raises what its `begin` raises.
         """
         assert self.variant.direct is not None
         launched = False
@@ -72,13 +91,15 @@ class ReplayHandle:
         self.variant.direct.backward(gradient, self.ticket, self.steady)
 
     def input_gradient(self, tensor: int) -> torch.Tensor | None:
-        """Where `backward` leaves the gradient of the call's tensor number `tensor`: an alias of the slot's memory."""
+        """Where `backward` leaves the gradient of the call's tensor number `tensor`: an alias of
+        the slot's memory."""
         assert self.variant.direct is not None
         static = self.variant.direct.gradients.get(tensor)
         return None if static is None else static.tensor
 
     def buffer(self, key: str) -> torch.Tensor | None:
-        """The slot's memory for the state's entry `key`, if a region reads it from there: filling it saves a copy."""
+        """The slot's memory for the state's entry `key`, if a region reads it from there: filling
+        it saves a copy."""
         for region in self.variant.regions.values():
             for entry in region.inputs:
                 if entry.key == key and entry.buffer is not None:
@@ -86,7 +107,8 @@ class ReplayHandle:
         return None
 
     def gradient_buffer(self, number: int = 0) -> torch.Tensor | None:
-        """The slot's memory for the incoming gradient of the call's output `number`, if a region reads it there."""
+        """The slot's memory for the incoming gradient of the call's output `number`, if a region
+        reads it there."""
         end = self.variant.ends[number]
         if end is None:
             return None
@@ -124,7 +146,8 @@ class ReplayHandle:
 
 
 def _left(result: Any, homes: StaticAliases) -> Any:
-    """What leaves the call: never static memory, nor a view of it. One tensor in several places stays one."""
+    """What leaves the call: never static memory, nor a view of it. One tensor in several places
+    stays one."""
     clones: dict[int, torch.Tensor] = {}
 
     def own(leaf: Any) -> Any:
@@ -139,7 +162,8 @@ def _left(result: Any, homes: StaticAliases) -> Any:
 
 
 def _own_copies(state: State, homes: StaticAliases) -> State:
-    """The state for an eager stage: differentiable static tensors are cloned, since autograd may keep them."""
+    """The state for an eager stage: differentiable static tensors are cloned, since autograd may
+    keep them."""
     clones: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:

@@ -1,15 +1,16 @@
 """What autograd saves for backward: whose it is, and who asks for it.
 
-What autograd saves is not ours to move where a backward is running, which computes it again for itself and needs it
-next, nor where somebody else has hooks around (a checkpoint drops what ours would keep), nor in a transformation of
-torch.func, whose tensors stand for others.
+What autograd saves is not ours to move where a backward is running, which computes it again for
+itself and needs it next, nor where somebody else has hooks around (a checkpoint drops what ours
+would keep), nor in a transformation of torch.func, whose tensors stand for others.
 
-What stands for a saved tensor, and brings it back, may be asked for it several times by one backward. Autograd unpacks
-a tensor whenever somebody looks at it: `ctx.saved_tensors` read twice in one backward is two times. The invariant: what
-was given goes when autograd lets go of its node, which is when that has run, and where the graph is kept
-(`retain_graph`) when the backward ends. Who looks outside of a backward (a debugger at `grad_fn._saved_self`) takes
-nothing from it.
+What stands for a saved tensor, and brings it back, may be asked for it several times by one
+backward. Autograd unpacks a tensor whenever somebody looks at it: `ctx.saved_tensors` read twice in
+one backward is two times. The invariant: what was given goes when autograd lets go of its node,
+which is when that has run, and where the graph is kept (`retain_graph`) when the backward ends. Who
+looks outside of a backward (a debugger at `grad_fn._saved_self`) takes nothing from it.
 """
+
 import weakref
 from typing import Any
 
@@ -46,9 +47,10 @@ class Given:
 
 
 class Staying:
-    """What autograd holds in place of a tensor that stays where it is, in a block with hooks: of what passes hooks it
-    counts no changes itself. A leaf is held itself, since `.data` may give it other memory; others without their graph,
-    in which this may lie. owner: whose block that is, in words."""
+    """What autograd holds in place of a tensor that stays where it is, in a block with hooks: of
+    what passes hooks it counts no changes itself. A leaf is held itself, since `.data` may give it
+    other memory; others without their graph, in which this may lie. owner: whose block that is, in
+    words."""
 
     def __init__(self, tensor: Tensor, owner: str) -> None:
         if tensor.is_leaf:
@@ -66,15 +68,18 @@ class Staying:
 
 
 def staying(tensor: Tensor, owner: str) -> Staying | Tensor:
-    """`tensor`, which stays where it is, so that its changes are counted; not those of what a subclass has computed,
-    which might not let go of its graph."""
+    """`tensor`, which stays where it is, so that its changes are counted; not those of what a
+    subclass has computed, which might not let go of its graph."""
     return Staying(tensor, owner) if tensor.is_leaf or type(tensor) is Tensor else tensor
 
 
 def was_changed(shape: tuple[int, ...], owner: str) -> RuntimeError:
     """What a backward says that wants a tensor which is another one now."""
-    return RuntimeError(f"a tensor of shape {shape} that {owner} saved for backward was changed in place afterwards: "
-                        "write to a new tensor, and run every backward before the optimizer's step")
+    return RuntimeError(
+        f"a tensor of shape {shape} that {owner} saved for backward was changed in place "
+        "afterwards: "
+        "write to a new tensor, and run every backward before the optimizer's step"
+    )
 
 
 def are_watched() -> bool:
@@ -99,7 +104,11 @@ def in_backward() -> bool:
 
 def are_others() -> bool:
     """Whether what autograd saves now is not ours to move."""
-    return in_backward() or torch._C._functorch.peek_interpreter_stack() is not None or are_watched_by_others()
+    return (
+        in_backward()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or are_watched_by_others()
+    )
 
 
 def _backward() -> int:

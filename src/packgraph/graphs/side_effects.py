@@ -1,9 +1,12 @@
-"""What running a module for a capture does to Python: found, undone, and refused where a replay would not do it.
+"""What running a module for a capture does to Python: found, undone, and refused where a replay
+would not do it.
 
-A replay runs no Python. So a forward that counts its calls, keeps a loss on the module, or draws from Python's random
-generator does that once, when it is captured, and never again. Captured stages must not; stages that stay eager may,
-since they run at every replay. In all cases what the capture did is undone: a capture changes nothing.
+A replay runs no Python. So a forward that counts its calls, keeps a loss on the module, or draws
+from Python's random generator does that once, when it is captured, and never again. Captured stages
+must not; stages that stay eager may, since they run at every replay. In all cases what the capture
+did is undone: a capture changes nothing.
 """
+
 import contextlib
 import dis
 import operator
@@ -27,13 +30,15 @@ from packgraph.graphs.stages import State
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()
 _CONTAINERS = (list, dict, set, deque)
-# An RNN keeps its parameters in lists too, and makes them anew when it meets aliases. Undone like all else.
+# An RNN keeps its parameters in lists too, and makes them anew when it meets aliases. Undone like
+# all else.
 _LISTS_OF_RNN = ("_flat_weights", "_flat_weight_refs")
 _RETURN = "return it from forward, or register a buffer and write to it in place"
 
 
 class _Content(NamedTuple):
-    """A container that `owner` (called `prefix`) holds as `attribute` (None: the attributes themselves), and a copy."""
+    """A container that `owner` (called `prefix`) holds as `attribute` (None: the attributes
+    themselves), and a copy."""
 
     container: Any
     copy: Any
@@ -45,8 +50,11 @@ class _Content(NamedTuple):
         """The attributes whose value or content is another one now."""
         if self.attribute in _LISTS_OF_RNN and isinstance(self.owner, torch.nn.RNNBase):
             return []
-        entries = [entry for entry in _differences(self.container, self.copy)
-                   if entry not in _LISTS_OF_RNN or not isinstance(self.owner, torch.nn.RNNBase)]
+        entries = [
+            entry
+            for entry in _differences(self.container, self.copy)
+            if entry not in _LISTS_OF_RNN or not isinstance(self.owner, torch.nn.RNNBase)
+        ]
         if entries and self.attribute is not None and self.attribute not in _TABLES:
             return [self.attribute]
         return [str(entry) for entry in entries]
@@ -58,7 +66,8 @@ class _Content(NamedTuple):
         if isinstance(self.container, list):
             self.container[:] = self.copy
         elif isinstance(self.container, dict):
-            # Not the methods of a subclass: a Counter's update would add. An ordered one keeps its order beside.
+            # Not the methods of a subclass: a Counter's update would add. An ordered one keeps its
+            # order beside.
             kind = OrderedDict if isinstance(self.container, OrderedDict) else dict
             kind.clear(self.container)
             kind.update(self.container, self.copy)
@@ -73,16 +82,22 @@ class _Content(NamedTuple):
 class SideEffects:
     """The Python side of one capture of `module`.
 
-    volatile: attributes assigned by eager stages are added to it. assigned: those refused, because captured code
-    assigns them.
+    volatile: attributes assigned by eager stages are added to it. assigned: those refused, because
+    captured code assigns them.
     """
 
-    def __init__(self, module: torch.nn.Module, volatile: set[Mark] | None = None,
-                 assigned: set[Mark] | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        volatile: set[Mark] | None = None,
+        assigned: set[Mark] | None = None,
+    ) -> None:
         self.module = module
         self.volatile: set[Mark] = set() if volatile is None else volatile
         self.assigned: set[Mark] = set() if assigned is None else assigned
-        self._state = ModuleState(module)  # what eager code may change beside the module's own attributes
+        self._state = ModuleState(
+            module
+        )  # what eager code may change beside the module's own attributes
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
         """Remember everything. generators: those that captured code may draw from."""
@@ -90,8 +105,14 @@ class SideEffects:
         self.draws = Draws(generators)
 
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers of the module, and of modules that it holds without having them registered."""
-        return [buffer for owner in self._state.owners for buffer in owner._buffers.values() if buffer is not None]
+        """The buffers of the module, and of modules that it holds without having them
+        registered."""
+        return [
+            buffer
+            for owner in self._state.owners
+            for buffer in owner._buffers.values()
+            if buffer is not None
+        ]
 
     def undo(self) -> None:
         """Put back what Python code has changed."""
@@ -101,7 +122,8 @@ class SideEffects:
         self.draws.undo()
 
     def check(self, parameters_too: bool = True) -> None:
-        """Raise CaptureError when captured code has changed something that a replay would not change.
+        """Raise CaptureError when captured code has changed something that a replay would not
+        change.
 
         parameters_too: False while aliases stand in for the parameters.
         """
@@ -110,17 +132,26 @@ class SideEffects:
             if parameters_too:
                 expected = expected + self._before.parameters
             changes = [(content, names) for content in expected if (names := content.changed())]
-        self.assigned.update((id(content.owner), name) for content, names in changes for name in names)
+        self.assigned.update(
+            (id(content.owner), name) for content, names in changes for name in names
+        )
         if changes:
             content, names = changes[0]
-            what = f"{type(content.owner).__name__}.forward" + (f" ({content.prefix})" if content.prefix else "")
-            raise CaptureError(f"{what} assigns or changes self.{names[0]}: that would happen at capture only, "
-                               "never at a replay", _assignment_line(content.owner, names[0]), _RETURN)
+            what = f"{type(content.owner).__name__}.forward" + (
+                f" ({content.prefix})" if content.prefix else ""
+            )
+            raise CaptureError(
+                f"{what} assigns or changes self.{names[0]}: that would happen at capture only, "
+                "never at a replay",
+                _assignment_line(content.owner, names[0]),
+                _RETURN,
+            )
         self.draws.check(forward_line(self.module))
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Eager code runs in this block, at every replay too: it may do what it likes. Checks what went before."""
+        """Eager code runs in this block, at every replay too: it may do what it likes. Checks what
+        went before."""
         with Unseen():
             self.check(parameters_too=False)
             if not self._latest.is_same():
@@ -137,33 +168,50 @@ class SideEffects:
 
 
 class _Looked:
-    """What the containers of a module's attributes hold now: tables of parameters, and all others."""
+    """What the containers of a module's attributes hold now: tables of parameters, and all
+    others."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         found: dict[int, _Content] = {}
         for prefix, owner in owners(module):
             _note(found, vars(owner), prefix, owner, None)
-        self.parameters = [content for content in found.values() if content.attribute == "_parameters"]
+        self.parameters = [
+            content for content in found.values() if content.attribute == "_parameters"
+        ]
         self.others = [content for content in found.values() if content.attribute != "_parameters"]
-        self._held = [(containers, _held(containers)) for containers in (
-            [content.container for content in contents] for contents in (self.others, self.parameters))]
+        self._held = [
+            (containers, _held(containers))
+            for containers in (
+                [content.container for content in contents]
+                for contents in (self.others, self.parameters)
+            )
+        ]
 
     def is_same(self, parameters_too: bool = True) -> bool:
         """Whether all of them hold the same objects as then. It errs on the safe side."""
-        return all(len(now := _held(containers)) == len(before) and all(map(operator.is_, now, before))
-                   for containers, before in self._held[: 2 if parameters_too else 1])
+        return all(
+            len(now := _held(containers)) == len(before) and all(map(operator.is_, now, before))
+            for containers, before in self._held[: 2 if parameters_too else 1]
+        )
 
 
 def _held(containers: list[Any]) -> list[Any]:
     """All that is in them, in order."""
-    values = map(dict.values, (container for container in containers if isinstance(container, dict)))
+    values = map(
+        dict.values, (container for container in containers if isinstance(container, dict))
+    )
     return [*map(len, containers), *chain.from_iterable(containers), *chain.from_iterable(values)]
 
 
-def _note(found: dict[int, _Content], container: Any, prefix: str, owner: torch.nn.Module, attribute: str | None
-          ) -> None:
-    """Add `container` and those in it. No function of a method: one that calls itself is a cycle, which would keep all
-    that was found, parameters with it, until Python collects garbage."""
+def _note(
+    found: dict[int, _Content],
+    container: Any,
+    prefix: str,
+    owner: torch.nn.Module,
+    attribute: str | None,
+) -> None:
+    """Add `container` and those in it. No function of a method: one that calls itself is a cycle,
+    which would keep all that was found, parameters with it, until Python collects garbage."""
     if id(container) in found:
         return
     copy = _copy(container)
@@ -179,7 +227,8 @@ def _note(found: dict[int, _Content], container: Any, prefix: str, owner: torch.
 
 
 class ObservedProgram(Program):
-    """A program whose run for a capture is watched by `effects`; numbers that a graph would freeze are refused."""
+    """A program whose run for a capture is watched by `effects`; numbers that a graph would freeze
+    are refused."""
 
     def __init__(self, program: Program, effects: SideEffects) -> None:
         self.__dict__.update(vars(program))
@@ -217,20 +266,33 @@ class ObservedProgram(Program):
             frozen = _numbers(state)
             for number in _numbers(result):
                 if number in frozen and number not in self._given:
-                    raise CaptureError(f"the module returns the number {number[1]!r}: every replay would return the "
-                                       "same", forward_line(self.module), "return a tensor instead. " + LEAVE_OUT)
+                    raise CaptureError(
+                        f"the module returns the number {number[1]!r}: every replay would return "
+                        "the "
+                        "same",
+                        forward_line(self.module),
+                        "return a tensor instead. " + LEAVE_OUT,
+                    )
         return result
 
 
 def _numbers(tree: Any) -> list[tuple[type, Any]]:
     """The Python numbers in `tree`, with their type: True, 1 and 1.0 are equal in Python."""
-    return [(type(leaf), leaf) for leaf in tree_leaves(tree)
-            if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)]
+    return [
+        (type(leaf), leaf)
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, int | float | complex) and not isinstance(leaf, bool)
+    ]
 
 
 def _copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else set(container) if isinstance(container, set) \
+    return (
+        dict(container)
+        if isinstance(container, dict)
+        else set(container)
+        if isinstance(container, set)
         else list(container)
+    )
 
 
 def _differences(now: Any, old: Any, exact: bool = False) -> list[Any]:
@@ -238,25 +300,36 @@ def _differences(now: Any, old: Any, exact: bool = False) -> list[Any]:
     if isinstance(now, set):
         return [True] if now != old else []
     if not isinstance(now, dict):
-        same = len(now) == len(old) and all(_same(a, b, exact) for a, b in zip(now, old, strict=True))
+        same = len(now) == len(old) and all(
+            _same(a, b, exact) for a, b in zip(now, old, strict=True)
+        )
         return [] if same else [True]
-    changed = [key for key, value in old.items() if not _same(dict.get(now, key, _MISSING), value, exact)]
+    changed = [
+        key for key, value in old.items() if not _same(dict.get(now, key, _MISSING), value, exact)
+    ]
     return changed + [key for key in now if key not in old]
 
 
 def _same(now: Any, old: Any, exact: bool) -> bool:
-    return now is old or (not exact and isinstance(now, PLAIN) and type(now) is type(old) and bool(now == old))
+    return now is old or (
+        not exact and isinstance(now, PLAIN) and type(now) is type(old) and bool(now == old)
+    )
 
 
 def _assignment_line(module: torch.nn.Module, name: str) -> str:
-    """The line in the methods of the module's class that assigns the attribute, or the one where forward begins."""
+    """The line in the methods of the module's class that assigns the attribute, or the one where
+    forward begins."""
     for kind in type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]:
         for method, function in vars(kind).items():
             code = getattr(function, "__code__", None)
             if code is None or method == "__init__":
                 continue
             for step in dis.get_instructions(code):
-                if step.opname == "STORE_ATTR" and step.argval == name and step.positions is not None:
+                if (
+                    step.opname == "STORE_ATTR"
+                    and step.argval == name
+                    and step.positions is not None
+                ):
                     return f"{code.co_filename}:{step.positions.lineno} in {code.co_name}"
     return forward_line(module)
 

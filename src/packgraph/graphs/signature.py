@@ -1,8 +1,10 @@
 """The key of a call: everything that Python branches on or that a launch bakes.
 
-Tensors count by shape, dtype, memory layout and whether they need a gradient; their values are data and never part of
-the key. Constants among the arguments (numbers, strings, capacities, optional arguments left out) count by value.
+Tensors count by shape, dtype, memory layout and whether they need a gradient; their values are data
+and never part of the key. Constants among the arguments (numbers, strings, capacities, optional
+arguments left out) count by value.
 """
+
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +20,20 @@ from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size,
-             Capacity)
+CONSTANTS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    Capacity,
+)
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor})
 
 
@@ -30,56 +44,84 @@ class _Structure:
         self.spec = spec
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and self.spec == other.spec and _alike(self.spec, other.spec)
+        return (
+            isinstance(other, _Structure)
+            and self.spec == other.spec
+            and _alike(self.spec, other.spec)
+        )
 
     def __hash__(self) -> int:
         return hash((self.spec.num_leaves, self.spec.num_nodes))
 
 
 def _alike(one: TreeSpec, other: TreeSpec) -> bool:
-    """Whether keys of dicts are of the same types in two specs that are equal: 1, 1.0 and True are equal in Python."""
-    if isinstance(one.type, type) and issubclass(one.type, dict) \
-            and list(map(type, _keys(one.context))) != list(map(type, _keys(other.context))):
+    """Whether keys of dicts are of the same types in two specs that are equal: 1, 1.0 and True are
+    equal in Python."""
+    if (
+        isinstance(one.type, type)
+        and issubclass(one.type, dict)
+        and list(map(type, _keys(one.context))) != list(map(type, _keys(other.context)))
+    ):
         return False
     return all(map(_alike, one.children(), other.children()))
 
 
 def _keys(context: Any) -> Any:
-    """The keys of a dict, of whose spec `context` is: of a defaultdict they come after its factory."""
+    """The keys of a dict, of whose spec `context` is: of a defaultdict they come after its
+    factory."""
     return context[1] if context and isinstance(context[-1], list) else context
 
 
 @dataclass(frozen=True)
 class Signature:
-    """key: hashable identity of a call's variant. nbytes: bytes of its tensor arguments, the size of its bucket."""
+    """key: hashable identity of a call's variant. nbytes: bytes of its tensor arguments, the size
+    of its bucket."""
 
     key: tuple[Any, ...]
     nbytes: int
 
 
 def kernel_settings(device_type: str) -> tuple[Any, ...]:
-    """The device's type, and global settings by which kernels of forwards and backwards compute otherwise."""
+    """The device's type, and global settings by which kernels of forwards and backwards compute
+    otherwise."""
     backend = "mkldnn" if device_type == "cpu" else "cuda"
-    # torch.get_float32_matmul_precision raises an error where a user has set the precision of one backend.
+    # torch.get_float32_matmul_precision raises an error where a user has set the precision of one
+    # backend.
     found: list[Any] = [device_type, torch.are_deterministic_algorithms_enabled()]
-    found += [torch._C._get_fp32_precision_getter(backend, operation) for operation in ("matmul", "conv", "rnn")]
+    found += [
+        torch._C._get_fp32_precision_getter(backend, operation)
+        for operation in ("matmul", "conv", "rnn")
+    ]
     found += [getter() for getter in (_OF_CUDA if device_type == "cuda" else _OF_CPU)]
     return tuple(found)
 
 
 _OF_CPU = (torch._C._get_mkldnn_enabled,)
-_OF_CUDA = (torch._C._get_cudnn_benchmark, torch._C._get_cudnn_deterministic,
-            torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-            torch._C._get_cublas_allow_bf16_reduced_precision_reduction, torch._C._get_cublas_allow_fp16_accumulation,
-            torch._C._get_blas_preferred_backend, torch._C._get_linalg_preferred_backend)
-_SDP = (torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled,
-        torch._C._get_cudnn_sdp_enabled, torch._C._get_math_sdp_allow_fp16_bf16_reduction)
+_OF_CUDA = (
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_fp16_accumulation,
+    torch._C._get_blas_preferred_backend,
+    torch._C._get_linalg_preferred_backend,
+)
+_SDP = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+)
 
 
 def modes(device_type: str) -> tuple[Any, ...]:
     """Global settings that change which kernels run, or that code may ask for."""
     return (
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        *(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ),
         torch.is_autocast_cache_enabled(),
         kernel_settings(device_type),
         torch.get_default_dtype(),
@@ -90,20 +132,36 @@ def modes(device_type: str) -> tuple[Any, ...]:
     )
 
 
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Signature | None:
+def signature(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Signature | None:
     """The signature of a call, or None when an argument cannot be part of a key.
 
-    Only tensors on `device` and plain constants can: the contents of any other object could change unseen.
+    Only tensors on `device` and plain constants can: the contents of any other object could change
+    unseen.
     """
     leaves, spec = tree_flatten((args, kwargs))
     facts: list[Any] = []
     nbytes = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            if leaf.device != device or leaf.layout != torch.strided or type(leaf) not in TENSORS or _attributes(leaf):
+            if (
+                leaf.device != device
+                or leaf.layout != torch.strided
+                or type(leaf) not in TENSORS
+                or _attributes(leaf)
+            ):
                 return None
-            facts.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, own_strides(leaf), leaf.is_conj(),
-                          leaf.is_neg()))
+            facts.append(
+                (
+                    tuple(leaf.shape),
+                    leaf.dtype,
+                    leaf.requires_grad,
+                    own_strides(leaf),
+                    leaf.is_conj(),
+                    leaf.is_neg(),
+                )
+            )
             nbytes += leaf.numel() * leaf.element_size()
         elif isinstance(leaf, CONSTANTS):
             facts.append((type(leaf), _value(leaf)))
@@ -128,8 +186,15 @@ def unfit(leaf: Any, device: torch.device) -> str | None:
     if leaf.layout != torch.strided:
         return f"a tensor of layout {leaf.layout}"
     if _attributes(leaf):
-        return f"a tensor with the attribute {_attributes(leaf)[0]!r}, which a graph's copy would not have"
-    return f"a tensor on {leaf.device}, and the module is on {device}" if leaf.device != device else None
+        return (
+            f"a tensor with the attribute {_attributes(leaf)[0]!r}, which a graph's copy would not "
+            "have"
+        )
+    return (
+        f"a tensor on {leaf.device}, and the module is on {device}"
+        if leaf.device != device
+        else None
+    )
 
 
 def _attributes(leaf: torch.Tensor) -> list[str]:
@@ -145,8 +210,11 @@ def packed_batches(args: Any) -> list[PackedBatch]:
     return [leaf for leaf in tree_leaves(args, is_leaf=is_batch) if is_batch(leaf)]
 
 
-def undeclared(args: tuple[Any, ...], kwargs: dict[str, Any], capacities: Sequence[Capacity]) -> str | None:
-    """Why this call lies outside the declared capacities, or None. Without declared capacities every shape may be."""
+def undeclared(
+    args: tuple[Any, ...], kwargs: dict[str, Any], capacities: Sequence[Capacity]
+) -> str | None:
+    """Why this call lies outside the declared capacities, or None. Without declared capacities
+    every shape may be."""
     if not capacities:
         return None
     batches = packed_batches((args, kwargs))
@@ -159,9 +227,10 @@ def undeclared(args: tuple[Any, ...], kwargs: dict[str, Any], capacities: Sequen
             return fallback.DOCUMENTS if batch.capacity.documents > most else fallback.UNDECLARED
     if batches:
         return None
-    first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+    first = next(
+        (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None
+    )
     tokens = {capacity.tokens for capacity in capacities}
     if first is None or first.dim() == 0 or not set(first.shape[:2]) & tokens:
         return fallback.UNKNOWN_SHAPE
     return None
-

@@ -1,18 +1,22 @@
 """Slots: the static memory of one in-flight microbatch, and the ticket that owns it.
 
-    acquire -> forward replays -> ... other microbatches in their own slots ... -> backward replays -> release
+    acquire -> forward replays -> ... other microbatches in their own slots ... -> backward replays
+    -> release
 
-A slot has one private pool for what its forwards leave to its backwards, and buffers outside it for what is copied in
-from eager code. Its variants exclude each other, because one microbatch owns the slot from its first forward to its
-last backward; so all variants share the pool and the buffers, and memory is that of the largest. A larger variant than
-any before makes room by dropping the others: they are captured again at their next use.
+A slot has one private pool for what its forwards leave to its backwards, and buffers outside it for
+what is copied in from eager code. Its variants exclude each other, because one microbatch owns the
+slot from its first forward to its last backward; so all variants share the pool and the buffers,
+and memory is that of the largest. A larger variant than any before makes room by dropping the
+others: they are captured again at their next use.
 
     slot 0   [what forwards leave]       shared by all slots   [what backwards use while they run]
     slot 1   [what forwards leave]
 
-Backwards run one after another on one stream, so their temporary memory, gradients of whole weight matrices among it,
-is needed once. A single slot keeps it in its own pool, where it can reuse what its forwards have freed.
+Backwards run one after another on one stream, so their temporary memory, gradients of whole weight
+matrices among it, is needed once. A single slot keeps it in its own pool, where it can reuse what
+its forwards have freed.
 """
+
 import threading
 from collections.abc import Hashable
 from typing import Any
@@ -27,8 +31,11 @@ from packgraph.graphs.strides import Layout, contiguous_strides, own_strides, wi
 class Slot:
     """Static buffers, one pool, and the variants captured into them."""
 
-    def __init__(self, index: int, backend: Backend, device: torch.device, shared: Pool | None = None) -> None:
-        """shared: where backwards keep what they need while they run; None = in the slot's own pool."""
+    def __init__(
+        self, index: int, backend: Backend, device: torch.device, shared: Pool | None = None
+    ) -> None:
+        """shared: where backwards keep what they need while they run; None = in the slot's own
+        pool."""
         self.index, self.backend, self.device, self._shared = index, backend, device, shared
         self.pool: Pool = backend.new_pool()
         self.variants: dict[Hashable, Any] = {}
@@ -43,13 +50,17 @@ class Slot:
         """The pool for memory that nobody reads after the replay that wrote it."""
         return self.pool if self._shared is None else self._shared
 
-    def buffer(self, role: Hashable, like: torch.Tensor, layout: Layout | None = None) -> torch.Tensor:
-        """A static tensor of `like`'s shape and dtype for `role`, shared by all variants of the slot.
+    def buffer(
+        self, role: Hashable, like: torch.Tensor, layout: Layout | None = None
+    ) -> torch.Tensor:
+        """A static tensor of `like`'s shape and dtype for `role`, shared by all variants of the
+        slot.
 
-        layout: of the tensor; None = as `own_strides` says of `like`, with its conjugate and negative bits.
+        layout: of the tensor; None = as `own_strides` says of `like`, with its conjugate and
+        negative bits.
 
-        When the memory kept for `role` is too small it is replaced and `outgrown` is set: variants bound to the old
-        memory must go.
+        When the memory kept for `role` is too small it is replaced and `outgrown` is set: variants
+        bound to the old memory must go.
         """
         nbytes = like.numel() * like.element_size()
         kept = self._buffers.get(role)
@@ -58,7 +69,11 @@ class Slot:
             kept = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=self.device)
             self._buffers[role] = kept
         whole = torch.empty(0, dtype=like.dtype, device=self.device)
-        strides = layout or (own_strides(like) if layout is None else None) or contiguous_strides(like.shape)
+        strides = (
+            layout
+            or (own_strides(like) if layout is None else None)
+            or contiguous_strides(like.shape)
+        )
         whole.set_(kept.untyped_storage(), 0, tuple(like.shape), strides)
         return whole if layout is not None else with_bits(whole, like.is_conj(), like.is_neg())
 
@@ -67,14 +82,16 @@ class Slot:
         return sum(kept.numel() for kept in self._buffers.values())
 
     def make_room(self, nbytes: int) -> int:
-        """Drop all variants if `nbytes` of arguments are more than the slot has ever held; how many were dropped."""
+        """Drop all variants if `nbytes` of arguments are more than the slot has ever held; how many
+        were dropped."""
         if nbytes <= self.largest:
             return 0
         self.largest = nbytes
         return self.clear() if self.variants else 0
 
     def forget_smaller(self, key: Hashable) -> int:
-        """After building `key`: drop the variants whose buffers were replaced meanwhile; how many were dropped."""
+        """After building `key`: drop the variants whose buffers were replaced meanwhile; how many
+        were dropped."""
         if not self.outgrown:
             return 0
         self.outgrown = False
@@ -84,7 +101,8 @@ class Slot:
         return len(others)
 
     def clear(self) -> int:
-        """Free all variants, buffers and the pool, with its host memory; how many variants were dropped."""
+        """Free all variants, buffers and the pool, with its host memory; how many variants were
+        dropped."""
         dropped = len(self.variants)
         for variant in self.variants.values():
             variant.reset()
@@ -117,7 +135,8 @@ class Slots:
         self._free: list[Slot] = []
 
     def acquire(self, key: Hashable) -> "SlotLease | None":
-        """Claim a slot, one that has `key` captured if there is one; None when all are in flight."""
+        """Claim a slot, one that has `key` captured if there is one; None when all are in
+        flight."""
         slot = next((s for s in reversed(self._free) if key in s.variants), None)
         if slot is None and self._free:
             slot = self._free[-1]
@@ -132,7 +151,8 @@ class Slots:
         return SlotLease(self, slot)
 
     def release(self, slot: Slot) -> None:
-        """Return a slot. Raises RuntimeError when it is free already: two microbatches believed they owned it."""
+        """Return a slot. Raises RuntimeError when it is free already: two microbatches believed
+        they owned it."""
         if slot.retired:
             slot.clear()
             return
@@ -141,7 +161,8 @@ class Slots:
         self._free.append(slot)
 
     def clear(self) -> int:
-        """Free all slots; those in flight when their microbatch is done. How many variants are gone."""
+        """Free all slots; those in flight when their microbatch is done. How many variants are
+        gone."""
         dropped = sum(len(slot.variants) for slot in self.all)
         for slot in self.all:  # first: another thread may give one back now
             slot.retired = True
@@ -157,7 +178,9 @@ class Slots:
         Raises RuntimeError while a slot is in flight: its graphs may be needed yet.
         """
         if self.in_flight():
-            raise RuntimeError(f"{self.in_flight()} slots are in flight: graphs can be given up between steps only")
+            raise RuntimeError(
+                f"{self.in_flight()} slots are in flight: graphs can be given up between steps only"
+            )
         found = [slot.variants.pop(key) for slot in self.all if key in slot.variants]
         for variant in found:
             variant.reset()
@@ -181,7 +204,10 @@ class Slots:
     def in_flight_elsewhere(self) -> bool:
         """Whether microbatches of other threads that live own slots now."""
         others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
-        return any(slot.thread in others and not any(free is slot for free in self._free) for slot in list(self.all))
+        return any(
+            slot.thread in others and not any(free is slot for free in self._free)
+            for slot in list(self.all)
+        )
 
     def reserve(self, count: int) -> list["SlotLease"]:
         """Claim `count` slots at once, to build them. Raises RuntimeError when fewer can be had."""
@@ -189,7 +215,9 @@ class Slots:
         for _ in range(count):
             ticket = self.acquire(None)
             if ticket is None:
-                raise RuntimeError(f"{count} slots were asked for, but only {len(tickets)} are free")
+                raise RuntimeError(
+                    f"{count} slots were asked for, but only {len(tickets)} are free"
+                )
             tickets.append(ticket)
         return tickets
 
@@ -197,8 +225,9 @@ class Slots:
 class SlotLease:
     """One microbatch's claim on a slot, owned by its autograd nodes.
 
-    The slot goes back when the last of `pending` backwards has run, or when the nodes are gone without a backward.
-    kept: somebody else (a pipeline with sends under way) says when, by `release`.
+    The slot goes back when the last of `pending` backwards has run, or when the nodes are gone
+    without a backward. kept: somebody else (a pipeline with sends under way) says when, by
+    `release`.
     """
 
     def __init__(self, slots: Slots, slot: Slot) -> None:
@@ -208,13 +237,19 @@ class SlotLease:
         self.kept = False
 
     def start_backward(self, region: int) -> None:
-        """Check that `region` may run its backward now: once, and while the slot is still this microbatch's."""
+        """Check that `region` may run its backward now: once, and while the slot is still this
+        microbatch's."""
         if self.released or region not in self.pending:
             raise RuntimeError(
-                "backward through a captured region a second time: its saved activations are gone after the first "
-                "(retain_graph=True has no effect on graphs, and outputs of one call need one common backward). Add "
-                "the losses before backward, call the module again, or run it under packgraph.eager(...)")
-        # Later regions were captured to go first: what follows here may reuse their saved activations.
+                "backward through a captured region a second time: its saved activations are gone "
+                "after the first "
+                "(retain_graph=True has no effect on graphs, and outputs of one call need one "
+                "common backward). Add "
+                "the losses before backward, call the module again, or run it under "
+                "packgraph.eager(...)"
+            )
+        # Later regions were captured to go first: what follows here may reuse their saved
+        # activations.
         self.pending = {other for other in self.pending if other <= region}
 
     def finish_backward(self, region: int) -> None:

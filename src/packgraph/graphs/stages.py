@@ -1,11 +1,13 @@
 """Stages: how a model says what it is made of, without knowing about graphs.
 
-A model is a list of named stages over an explicit state (a dict, used as a pytree of tensors, packed batches and
-constants). Each stage returns a new dict; nothing is stashed on modules between stages. Whoever runs the stages may
-run some of them eagerly and replay the others.
+A model is a list of named stages over an explicit state (a dict, used as a pytree of tensors,
+packed batches and constants). Each stage returns a new dict; nothing is stashed on modules between
+stages. Whoever runs the stages may run some of them eagerly and replay the others.
 
-    begin(args) -> state -> embed -> attn 0 -> mlp 0 -> attn 1 -> ... -> head -> end(state) -> outputs
+    begin(args) -> state -> embed -> attn 0 -> mlp 0 -> attn 1 -> ... -> head -> end(state) ->
+    outputs
 """
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -17,9 +19,10 @@ State = dict[str, Any]
 class Stage:
     """One named piece of a layer.
 
-    name: one of the glossary's stage names. layer: index of the layer it belongs to (-1 before the first layer, the
-    number of layers after the last). run: maps the state to the next state; it must not change the dict it is given.
-    eager: why the stage can never be captured, such as a wait for the host; empty when it can be.
+    name: one of the glossary's stage names. layer: index of the layer it belongs to (-1 before the
+    first layer, the number of layers after the last). run: maps the state to the next state; it
+    must not change the dict it is given. eager: why the stage can never be captured, such as a wait
+    for the host; empty when it can be.
     """
 
     name: str

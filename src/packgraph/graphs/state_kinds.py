@@ -94,57 +94,57 @@ _SCALARS = (
 
 WATCHED: tuple[KindRule, ...] = (
     KindRule(
-             "tensors, parameters and buffers",
-             (torch.Tensor,),
-             Treatment.TENSOR,
-             "a graph reads the storage it was captured with: another tensor, storage, shape, stride, "
-             "dtype or requires_grad, a first or last hook and Python attributes are noticed; values "
-             "are read at every replay",
+        "tensors, parameters and buffers",
+        (torch.Tensor,),
+        Treatment.TENSOR,
+        "a graph reads the storage it was captured with: another tensor, storage, shape, stride, "
+        "dtype or requires_grad, a first or last hook and Python attributes are noticed; values "
+        "are read at every replay",
     ),
     KindRule(
-             "modules, also in lists, objects and closures",
-             (torch.nn.Module,),
-             Treatment.MODULE,
-             "training flags, submodules, parameters, buffers, hooks and attributes are baked",
+        "modules, also in lists, objects and closures",
+        (torch.nn.Module,),
+        Treatment.MODULE,
+        "training flags, submodules, parameters, buffers, hooks and attributes are baked",
     ),
     KindRule(
-             "torch generators",
-             (torch.Generator,),
-             Treatment.IDENTITY,
-             "replays advance them as eager calls do",
+        "torch generators",
+        (torch.Generator,),
+        Treatment.IDENTITY,
+        "replays advance them as eager calls do",
     ),
     KindRule(
-             "random generators of Python and numpy",
-             (
+        "random generators of Python and numpy",
+        (
             random.Random,
             "numpy.random.Generator",
             "numpy.random.RandomState",
             "numpy.random.BitGenerator",
         ),
-             Treatment.REFUSED,
-             "a replay would neither see nor advance its hidden state",
+        Treatment.REFUSED,
+        "a replay would neither see nor advance its hidden state",
     ),
     # A proxy has __next__, whatever it refers to: before iterators.
     KindRule(
-             "weak references and context variables",
-             (
+        "weak references and context variables",
+        (
             weakref.ReferenceType,
             weakref.ProxyType,
             weakref.CallableProxyType,
             contextvars.ContextVar,
         ),
-             Treatment.REFERENT,
-             "forward reads what they refer to now",
+        Treatment.REFERENT,
+        "forward reads what they refer to now",
     ),
     KindRule(
-             "iterators, generators and files",
-             (Iterator, AsyncIterator, Coroutine, io.IOBase),
-             Treatment.REFUSED,
-             "a replay would not advance it",
+        "iterators, generators and files",
+        (Iterator, AsyncIterator, Coroutine, io.IOBase),
+        Treatment.REFUSED,
+        "a replay would not advance it",
     ),
     KindRule(
-             "queues and connections",
-             (
+        "queues and connections",
+        (
             queue.Queue,
             queue.SimpleQueue,
             "asyncio.Queue",
@@ -152,43 +152,43 @@ WATCHED: tuple[KindRule, ...] = (
             "multiprocessing.queues.SimpleQueue",
             "multiprocessing.connection._ConnectionBase",
         ),
-             Treatment.REFUSED,
-             "a replay would not take from it",
+        Treatment.REFUSED,
+        "a replay would not take from it",
     ),
     KindRule(
-             "events of processes",
-             ("multiprocessing.synchronize.Event",),
-             Treatment.REFERENT,
-             "whether they are set is baked",
+        "events of processes",
+        ("multiprocessing.synchronize.Event",),
+        Treatment.REFERENT,
+        "whether they are set is baked",
     ),
     KindRule(
-             "other state shared by processes, and pointers",
-             (
+        "other state shared by processes, and pointers",
+        (
             "multiprocessing.synchronize.Semaphore",
             "multiprocessing.synchronize.Condition",
             "multiprocessing.synchronize.Barrier",
             "multiprocessing.managers.BaseProxy",
             "_ctypes._Pointer",
         ),
-             Treatment.REFUSED,
-             "what is behind it cannot be compared before a replay",
+        Treatment.REFUSED,
+        "what is behind it cannot be compared before a replay",
     ),
     KindRule(
-             "numpy scalars",
-             ("numpy.generic",),
-             Treatment.VALUE,
-             "they are baked as constants, bit by bit",
+        "numpy scalars",
+        ("numpy.generic",),
+        Treatment.VALUE,
+        "they are baked as constants, bit by bit",
     ),
     KindRule(
-             "numbers, strings and other plain values",
-             _SCALARS,
-             Treatment.VALUE,
-             "they are baked as constants: 1, True and 1.0 are three values, and so are 0.0 and -0.0; "
-             "NaN equals itself",
+        "numbers, strings and other plain values",
+        _SCALARS,
+        Treatment.VALUE,
+        "they are baked as constants: 1, True and 1.0 are three values, and so are 0.0 and -0.0; "
+        "NaN equals itself",
     ),
     KindRule(
-             "arrays and byte buffers",
-             (
+        "arrays and byte buffers",
+        (
             "numpy.ndarray",
             "array.array",
             bytearray,
@@ -197,12 +197,12 @@ WATCHED: tuple[KindRule, ...] = (
             "_ctypes.Structure",
             "_ctypes.Array",
         ),
-             Treatment.BYTES,
-             "their contents are baked; beyond 1 MiB they are refused unless numpy has them read-only",
+        Treatment.BYTES,
+        "their contents are baked; beyond 1 MiB they are refused unless numpy has them read-only",
     ),
     KindRule(
-             "lists, tuples, sets, deques, dictionaries and views of them",
-             (
+        "lists, tuples, sets, deques, dictionaries and views of them",
+        (
             list,
             tuple,
             set,
@@ -212,12 +212,12 @@ WATCHED: tuple[KindRule, ...] = (
             types.MappingProxyType,
             *VIEWS,
         ),
-             Treatment.CONTENTS,
-             "what they hold is baked, of whatever length, in the order they give it",
+        Treatment.CONTENTS,
+        "what they hold is baked, of whatever length, in the order they give it",
     ),
     KindRule(
-             "functions, methods, partial calls and contexts made of functions",
-             (
+        "functions, methods, partial calls and contexts made of functions",
+        (
             types.FunctionType,
             types.MethodType,
             types.BuiltinMethodType,
@@ -231,49 +231,53 @@ WATCHED: tuple[KindRule, ...] = (
             functools._lru_cache_wrapper,
             "contextlib._GeneratorContextManagerBase",
         ),
-             Treatment.FUNCTION,
-             "their operations are baked, with every constant that their code reads, by a name in a string, "
-             "too (`globals()`, `eval`, `sys.modules`); where your code computes the name, with all that "
-             "begins like it in the Python module; `exec` and `eval` of a computed string: all globals; where it "
-             "computes the Python module's name as well, the module runs eagerly",
+        Treatment.FUNCTION,
+        "their operations are baked, with every constant that their code reads, by a name in a "
+        "string, "
+        "too (`globals()`, `eval`, `sys.modules`); where your code computes the name, with all "
+        "that "
+        "begins like it in the Python module; `exec` and `eval` of a computed string: all globals; "
+        "where it "
+        "computes the Python module's name as well, the module runs eagerly",
     ),
     KindRule(
-             "classes",
-             (type,),
-             Treatment.CLASS,
-             "methods and class attributes are baked; not of library classes",
+        "classes",
+        (type,),
+        Treatment.CLASS,
+        "methods and class attributes are baked; not of library classes",
     ),
     KindRule(
-             "Python modules",
-             (types.ModuleType,),
-             Treatment.NAMESPACE,
-             "the functions and constants that the code names are baked; of torch, what its own layers call",
+        "Python modules",
+        (types.ModuleType,),
+        Treatment.NAMESPACE,
+        "the functions and constants that the code names are baked; of torch, what its own layers "
+        "call",
     ),
     KindRule(
-             "state of a thread",
-             ("_thread._local",),
-             Treatment.ATTRIBUTES,
-             "its attributes in the thread that calls are baked",
+        "state of a thread",
+        ("_thread._local",),
+        Treatment.ATTRIBUTES,
+        "its attributes in the thread that calls are baked",
     ),
     KindRule(
-             "loggers",
-             ("logging.Logger",),
-             Treatment.REFERENT,
-             "whether they are disabled and their effective level are baked, not what they write",
+        "loggers",
+        ("logging.Logger",),
+        Treatment.REFERENT,
+        "whether they are disabled and their effective level are baked, not what they write",
     ),
     KindRule(
-             "operators, contexts and data sets made of users' objects",
-             (
+        "operators, contexts and data sets made of users' objects",
+        (
             "torch._library.custom_ops.CustomOpDef",
             "torch.utils.data.dataset.*",
             "contextlib.nullcontext",
         ),
-             Treatment.ATTRIBUTES,
-             "attributes are baked, and the functions and constants among them",
+        Treatment.ATTRIBUTES,
+        "attributes are baked, and the functions and constants among them",
     ),
     KindRule(
-             "internals of torch, numpy, packgraph and of the interpreter",
-             (
+        "internals of torch, numpy, packgraph and of the interpreter",
+        (
             "torch._*",
             "torch.distributed.*",
             "torch.cuda.*",
@@ -292,16 +296,17 @@ WATCHED: tuple[KindRule, ...] = (
             types.CellType,
             types.FrameType,
         ),
-             Treatment.IDENTITY,
-             "they keep caches of their own",
+        Treatment.IDENTITY,
+        "they keep caches of their own",
     ),
     KindRule(
-             "other objects",
-             (object,),
-             Treatment.ATTRIBUTES,
-             f"attributes and slots are baked, to {DEPTH} objects deep; below that, and of objects without "
-             "attributes, "
-             "identity is watched",
+        "other objects",
+        (object,),
+        Treatment.ATTRIBUTES,
+        f"attributes and slots are baked, to {DEPTH} objects deep; below that, and of objects "
+        "without "
+        "attributes, "
+        "identity is watched",
     ),
 )
 

@@ -1,7 +1,7 @@
 """What torch's own layers call by name. Nobody walks their code, so all of it is compared.
 
-`nn.Linear` reads `torch.nn.functional.linear` in every call, and every module and tensor looks up its methods in a
-class of torch: who replaces one of them changes what layers compute.
+`nn.Linear` reads `torch.nn.functional.linear` in every call, and every module and tensor looks up
+its methods in a class of torch: who replaces one of them changes what layers compute.
 """
 
 import dis
@@ -18,12 +18,16 @@ from packgraph.graphs.state_kinds import Treatment, row_of
 from packgraph.graphs.state_tables import Place, Table, class_table, names_table
 
 _GLOBAL, _CLASS = "the global ", "the class attribute "
-_FILES = {torch.nn.Module: "torch.nn.modules.module", torch.Tensor: "torch._tensor"}  # where their bodies are
+_FILES = {
+    torch.nn.Module: "torch.nn.modules.module",
+    torch.Tensor: "torch._tensor",
+}  # where their bodies are
 _KNOWN: dict[int, Any] = {}  # by identity: what is not foreign, which stays so
 
 
 def layer_tables() -> list[Table]:
-    """Functions and methods that torch's layers find by name. Each is compared by the version of one dictionary."""
+    """Functions and methods that torch's layers find by name. Each is compared by the version of
+    one dictionary."""
     found = [
         names_table(vars(module), names, Place(module.__name__, _GLOBAL), settled=True)
         for module, names in _functions_of_layers()
@@ -48,8 +52,8 @@ def _functions_of_layers() -> list[tuple[types.ModuleType, list[str]]]:
 
 
 def is_of_torch(holder: Any, name: str) -> bool:
-    """Whether torch itself has `name` in this class or module of its own. Nobody in torch calls what others have added,
-    as transformers adds `torch.nn.Module.smart_apply`."""
+    """Whether torch itself has `name` in this class or module of its own. Nobody in torch calls
+    what others have added, as transformers adds `torch.nn.Module.smart_apply`."""
     return not isinstance(holder, type) or name in _own_names(holder)
 
 
@@ -61,10 +65,17 @@ def _own_names(kind: type) -> frozenset[str]:
     assert isinstance(loader, importlib.abc.InspectLoader)
     code = loader.get_code(file)
     assert code is not None
-    bodies = [part for part in code.co_consts
-              if isinstance(part, types.CodeType) and part.co_name == kind.__name__]
-    found = {step.argval for body in bodies for step in dis.get_instructions(body)
-             if step.opname == "STORE_NAME"}
+    bodies = [
+        part
+        for part in code.co_consts
+        if isinstance(part, types.CodeType) and part.co_name == kind.__name__
+    ]
+    found = {
+        step.argval
+        for body in bodies
+        for step in dis.get_instructions(body)
+        if step.opname == "STORE_NAME"
+    }
     return frozenset(found.union(*map(vars, kind.__mro__[1:])))
 
 

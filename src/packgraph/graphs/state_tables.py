@@ -209,7 +209,9 @@ def class_table(kind: type, place: Place, methods_only: bool) -> Table:
     library's class."""
     read = partial(_class_entries, kind, methods_only)
     # Of ctypes it is a subclass of dict.
-    behind = next((found for found in gc.get_referents(vars(kind)) if isinstance(found, dict)), None)
+    behind = next(
+        (found for found in gc.get_referents(vars(kind)) if isinstance(found, dict)), None
+    )
     form = Form.CALL if behind is None else Form.DICT
     return Table(
         kind,
@@ -389,7 +391,6 @@ def shown(value: Any) -> str:
 
 
 def _level(logger: logging.Logger) -> str:
-    """What decides whether a logger lets a message through, the same object while it is the same."""
-    return sys.intern(
-        f"{logger.getEffectiveLevel()} {logger.manager.disable} {logger.disabled}"
-    )
+    """What decides whether a logger lets a message through, the same object while it is the
+    same."""
+    return sys.intern(f"{logger.getEffectiveLevel()} {logger.manager.disable} {logger.disabled}")

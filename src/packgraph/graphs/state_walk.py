@@ -63,9 +63,14 @@ from packgraph.graphs.tensor_state import OF_TORCH, TensorState
 from packgraph.graphs.wrapper import Wrapper, wrapped
 
 INTERNAL = frozenset(vars(torch.nn.Module()))
-SUBMODULE: Mark = (0, "")  # entries in tables of submodules: no attribute that an eager stage may assign
+SUBMODULE: Mark = (
+    0,
+    "",
+)  # entries in tables of submodules: no attribute that an eager stage may assign
 _READ_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
-_OPERATORS: Mapping[str, Any] = getattr(torch._library.custom_ops, "OPDEFS", {})  # no public interface
+_OPERATORS: Mapping[str, Any] = getattr(
+    torch._library.custom_ops, "OPDEFS", {}
+)  # no public interface
 _GLOBAL, _VARIABLE, _CLASS = "the global ", "the closure variable ", "the class attribute "
 
 
@@ -93,7 +98,9 @@ class Walk:
         self._functions: dict[int, types.FunctionType] = {}
         self._pending: list[types.FunctionType] = []
         self._classes: dict[type, bool] = {}
-        self._unread: dict[type, dict[str, Any]] = {}  # attributes of classes that no code has named yet
+        self._unread: dict[
+            type, dict[str, Any]
+        ] = {}  # attributes of classes that no code has named yet
         self._names = set(CALLED_BY_MACHINERY)
         self._prefixes = set[str]()  # how names begin that code computes
         self._whole = set[tuple[int, str]]()
@@ -334,7 +341,8 @@ class Walk:
             if isinstance(value, type):
                 self._note_class(value, made=True)
             elif isinstance(value, itertools.count) and is_installed(label):
-                # Such as a lock's, which forward can reach but never calls: refused if a dry run moves it.
+                # Such as a lock's, which forward can reach but never calls: refused if a dry run
+                # moves it.
                 place = Place(f"{label}.{name}", _GLOBAL)
                 read = functools.partial(shown, value)
                 self.tables.append(referent_table(read, value, place, (id(namespace), name)))
@@ -368,7 +376,8 @@ class Walk:
                 pending += self._note_namespace(module, names)
 
     def _note_held_namespaces(self) -> None:
-        """What any code may read of the modules that objects hold, and of those in them: each name once."""
+        """What any code may read of the modules that objects hold, and of those in them: each name
+        once."""
         names = frozenset(self._names)
         new, self._looked_for = names - self._looked_for, names
         pending = [(module, new) for module in self._reached.values()] if new else []
@@ -420,7 +429,8 @@ class Walk:
     def _refuse_any_global(self, function: types.FunctionType) -> None:
         if self.refused is None:
             self.refused = Refused(
-                f"{function.__qualname__} computes the name of a Python module and of what it reads "
+                f"{function.__qualname__} computes the name of a Python module and of what it "
+                "reads "
                 "there: any global of the program",
                 "import the module by its name, or look the value up before the call",
             )
@@ -475,16 +485,22 @@ class Walk:
                     self._added.append((name, value, table))
 
     def _note_added(self) -> None:
-        """What installed packages have put into classes of torch under names that torch does not use: walked where
-        code names it or computes such a name, and where Python calls it without one (`len(module)`)."""
+        """What installed packages have put into classes of torch under names that torch does not
+        use: walked where code names it or computes such a name, and where Python calls it without
+        one (`len(module)`)."""
         begun = tuple(self._prefixes)
         for name, value, table in self._added:
-            named = name in self._names or (begun and name.startswith(begun)) or name[:2] == name[-2:] == "__"
+            named = (
+                name in self._names
+                or (begun and name.startswith(begun))
+                or name[:2] == name[-2:] == "__"
+            )
             if named or not is_installed(_module_of(value)):
                 self._note(value, table.place_of(name), table.mark_of(name), 0)
 
     def _namespaces(self) -> list[tuple[str, types.ModuleType]]:
-        """Python modules that objects hold: code may read any name of them that it mentions at all."""
+        """Python modules that objects hold: code may read any name of them that it mentions at
+        all."""
         return [
             (module.__name__, module)
             for module in self._held_namespaces.values()

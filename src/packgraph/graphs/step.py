@@ -1,13 +1,17 @@
-"""A whole optimizer step in one graph: forward and backward of all microbatches, in the order of the schedule.
+"""A whole optimizer step in one graph: forward and backward of all microbatches, in the order of
+the schedule.
 
     eager   F0 B0 F1 B1 ... optimizer        every one a row of launches
-    step    [F0 B0 F1 B1 ... optimizer]      one launch; a small bank over the shapes of the microbatches
+    step    [F0 B0 F1 B1 ... optimizer]      one launch; a small bank over the shapes of the
+                                             microbatches
 
-The function that runs the step is captured as it stands: it calls forward and backward as a training loop does, sends
-and receives where there is a pipeline, and leaves gradients in `.grad`. Unlike region graphs nothing of autograd is
-left outside, so gradients of shared parameters are summed exactly as in eager. The price is that the number of
-microbatches and the shape of each are part of the key.
+The function that runs the step is captured as it stands: it calls forward and backward as a
+training loop does, sends and receives where there is a pipeline, and leaves gradients in `.grad`.
+Unlike region graphs nothing of autograd is left outside, so gradients of shared parameters are
+summed exactly as in eager. The price is that the number of microbatches and the shape of each are
+part of the key.
 """
+
 import contextlib
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -39,9 +43,21 @@ Step = Callable[..., torch.Tensor]
 class StepVariant:
     """One captured step."""
 
-    def __init__(self, graph: Graph, inputs: list[torch.Tensor], result: Static,
-                 owned: list[GradientBuffer], read: list[torch.Tensor]) -> None:
-        self.graph, self.inputs, self.result, self.owned, self.read = graph, inputs, result, owned, read
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: list[torch.Tensor],
+        result: Static,
+        owned: list[GradientBuffer],
+        read: list[torch.Tensor],
+    ) -> None:
+        self.graph, self.inputs, self.result, self.owned, self.read = (
+            graph,
+            inputs,
+            result,
+            owned,
+            read,
+        )
 
     def reset(self) -> None:
         """Free the graph."""
@@ -51,16 +67,29 @@ class StepVariant:
 class GraphedStep:
     """Runs `run(*args)` as one graph, or eagerly with a counted reason.
 
-    modules: everything whose parameters the step trains. run: forward and backward of a step; takes tensors and packed
-    batches, returns one tensor (the loss). It is called eagerly in warm-up, and captured once per key: the shapes of
-    all arguments. limit: keys that may be captured, beyond them steps run eagerly. compiled: whether `run` calls
-    compiled stages, by `GraphedModule.run_eagerly`. lanes: of eager work of `run`, None = the backend's.
+    modules: everything whose parameters the step trains. run: forward and backward of a step; takes
+    tensors and packed batches, returns one tensor (the loss). It is called eagerly in warm-up, and
+    captured once per key: the shapes of all arguments. limit: keys that may be captured, beyond
+    them steps run eagerly. compiled: whether `run` calls compiled stages, by
+    `GraphedModule.run_eagerly`. lanes: of eager work of `run`, None = the backend's.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], run: Step, backend: Backend, device: torch.device,
-                 limit: int = MAX_STEP_KEYS, compiled: bool = False, lanes: Sequence[CopyStreams] | None = None
-                 ) -> None:
-        self.modules, self.run, self.limit, self.compiled = torch.nn.ModuleList(modules), run, limit, compiled
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        run: Step,
+        backend: Backend,
+        device: torch.device,
+        limit: int = MAX_STEP_KEYS,
+        compiled: bool = False,
+        lanes: Sequence[CopyStreams] | None = None,
+    ) -> None:
+        self.modules, self.run, self.limit, self.compiled = (
+            torch.nn.ModuleList(modules),
+            run,
+            limit,
+            compiled,
+        )
         self._backend, self._device = backend, device
         self._eager_lanes = [backend.lanes] if lanes is None else list(lanes)
         self.vote: Vote = alone  # asked after every capture, as in GraphedModule
@@ -78,7 +107,11 @@ class GraphedStep:
         if reason is None and call is None:
             reason = fallback.NO_KEY
         if reason is None and not self.ready(*args):
-            reason = fallback.CAPTURE_FAILED if call and call.key in self._failed else fallback.TOO_MANY_KEYS
+            reason = (
+                fallback.CAPTURE_FAILED
+                if call and call.key in self._failed
+                else fallback.TOO_MANY_KEYS
+            )
         if reason is not None or call is None:
             self.stats.fallbacks[reason or fallback.NO_KEY] += 1
             return self.run(*args)
@@ -113,7 +146,9 @@ class GraphedStep:
         failed: CaptureError | None = None
         try:
             if self._fingerprint.refused is not None:
-                raise CaptureError(self._fingerprint.refused.what, user_line(), self._fingerprint.refused.remedy)
+                raise CaptureError(
+                    self._fingerprint.refused.what, user_line(), self._fingerprint.refused.remedy
+                )
             self._slot.variants[call.key] = self._capture(args)
         except CaptureError as error:
             failed = error
@@ -142,7 +177,11 @@ class GraphedStep:
                 inputs.append(buffer)
                 leaves[position] = buffer
         shown = tree_unflatten(leaves, spec)
-        with explained(), undone(self.modules, self._backend) as journal, contextlib.ExitStack() as stack:
+        with (
+            explained(),
+            undone(self.modules, self._backend) as journal,
+            contextlib.ExitStack() as stack,
+        ):
             aliases = stack.enter_context(aliased_parameters(self.modules))
             owned = []
             for parameter in [p for p in self.modules.parameters() if p.requires_grad]:
@@ -161,8 +200,12 @@ class GraphedStep:
 
     def _buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
         if parameter.grad is None and isinstance(parameter, DTensor):
-            raise CaptureError("a parameter that is a DTensor has no gradient yet: the first backward decides its "
-                               "placements", user_line(), "run a step eagerly, and set gradients to zero in place")
+            raise CaptureError(
+                "a parameter that is a DTensor has no gradient yet: the first backward decides its "
+                "placements",
+                user_line(),
+                "run a step eagerly, and set gradients to zero in place",
+            )
         return self._buffers.buffer(parameter)
 
     def _rehearse(self, shown: Sequence[Any], journal: Any) -> list[torch.Tensor]:
@@ -170,10 +213,15 @@ class GraphedStep:
 
         def watched() -> None:
             device = self._backend.guard_device
-            with HostSyncCheck(device), CaptureChecker(journal, refuse=True, device=device) as watch:
+            with (
+                HostSyncCheck(device),
+                CaptureChecker(journal, refuse=True, device=device) as watch,
+            ):
                 self.run(*shown)
             read.extend(tensor.detach() for tensor in watch.external.values())
 
-        if self.compiled or self._backend.guard_device is not None:  # else nothing has to be there before a capture
+        if (
+            self.compiled or self._backend.guard_device is not None
+        ):  # else nothing has to be there before a capture
             self._backend.warm_up(watched)
         return read

@@ -1,9 +1,11 @@
 """What is around a call, whatever module it is of: why nothing can be replayed here and now.
 
-A replay launches the module's operations as one. Whoever wants to see each of them (a mode, a tracer, anomaly
-detection, hooks of saved tensors, a transformation) sees nothing then, and the result may lack what that adds to
-tensors. Looked at before every call, so each check is one call into C.
+A replay launches the module's operations as one. Whoever wants to see each of them (a mode, a
+tracer, anomaly detection, hooks of saved tensors, a transformation) sees nothing then, and the
+result may lack what that adds to tensors. Looked at before every call, so each check is one call
+into C.
 """
+
 import torch
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
@@ -14,12 +16,14 @@ from packgraph.graphs import fallback, saved_tensors
 
 
 def is_traced() -> bool:
-    """Whether torch.compile, torch.export or torch.jit reads the caller's code instead of running it."""
+    """Whether torch.compile, torch.export or torch.jit reads the caller's code instead of running
+    it."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def reason_around() -> str | None:
-    """Why a call made here must run eagerly, or None. Whether it is traced has been asked before."""
+    """Why a call made here must run eagerly, or None. Whether it is traced has been asked
+    before."""
     if torch.is_inference_mode_enabled():
         return fallback.INFERENCE
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -30,7 +34,9 @@ def reason_around() -> str | None:
         return fallback.SAVED_TENSOR_HOOKS
     if torch.is_anomaly_enabled():
         return fallback.ANOMALY
-    if torch._C._len_torch_dispatch_stack() or (torch._C._len_torch_function_stack() and _function_modes()):
+    if torch._C._len_torch_dispatch_stack() or (
+        torch._C._len_torch_function_stack() and _function_modes()
+    ):
         return fallback.MODES
     if parametrize._cache_enabled:
         return fallback.CACHED
@@ -38,5 +44,6 @@ def reason_around() -> str | None:
 
 
 def _function_modes() -> bool:
-    """Whether a function mode is active besides torch.set_default_device, which captured code has obeyed."""
+    """Whether a function mode is active besides torch.set_default_device, which captured code has
+    obeyed."""
     return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())

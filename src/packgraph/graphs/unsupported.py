@@ -1,5 +1,6 @@
-"""Modules that cannot be captured as they are: they work through hooks that a replay would skip, or hold tensors whose
-memory torch does not show."""
+"""Modules that cannot be captured as they are: they work through hooks that a replay would skip, or
+hold tensors whose memory torch does not show."""
+
 from typing import NamedTuple
 
 import torch
@@ -19,21 +20,42 @@ def find_unsupported(module: torch.nn.Module) -> Unsupported | None:
     """Why `module` cannot be captured at all, or None."""
     wrapper = _data_parallel(module)
     if wrapper is not None:
-        return Unsupported(f"{wrapper} hooks",
-                           f"the module is or holds a {wrapper}: it works through hooks, which graphs would skip",
-                           "graph the plain module and reduce its .grad after the last backward of the step")
+        return Unsupported(
+            f"{wrapper} hooks",
+            f"the module is or holds a {wrapper}: it works through hooks, which graphs would skip",
+            "graph the plain module and reduce its .grad after the last backward of the step",
+        )
     hooks = module_hooks(module)
     if hooks is not None:
-        remedy = "remove the hooks, or do their work in forward; hooks on outputs and parameters are fine"
-        if "require_grad" in hooks:  # of transformers and its kin, when it is not the one that is known
-            remedy = ("call disable_input_require_grads() of the model: checkpoints need no such hook with "
-                      "gradient_checkpointing_kwargs={'use_reentrant': False}")
-        return Unsupported("module hooks", f"{hooks}, which would run at capture only, never at a replay", remedy)
-    nested = next((name for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-                   if tensor.is_nested), None)
+        remedy = (
+            "remove the hooks, or do their work in forward; hooks on outputs and parameters are "
+            "fine"
+        )
+        if (
+            "require_grad" in hooks
+        ):  # of transformers and its kin, when it is not the one that is known
+            remedy = (
+                "call disable_input_require_grads() of the model: checkpoints need no such hook "
+                "with "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        return Unsupported(
+            "module hooks", f"{hooks}, which would run at capture only, never at a replay", remedy
+        )
+    nested = next(
+        (
+            name
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+            if tensor.is_nested
+        ),
+        None,
+    )
     if nested is not None:  # torch crashes where its memory is asked for
-        return Unsupported("a nested tensor", f"{nested!r} is a nested tensor, whose memory cannot be looked at",
-                           "hold its values and offsets as two tensors, and make it of them in forward")
+        return Unsupported(
+            "a nested tensor",
+            f"{nested!r} is a nested tensor, whose memory cannot be looked at",
+            "hold its values and offsets as two tensors, and make it of them in forward",
+        )
     return None
 
 

@@ -1,4 +1,5 @@
 """What a captured graph uses of the world outside its capture."""
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,14 @@ import torch
 from packgraph.graphs.calls import OperationLog
 from packgraph.graphs.host_calls import Unseen
 from packgraph.graphs.host_sync import CodeWatcher, shapes_only
-from packgraph.graphs.operations import PLAIN_TENSORS, flat, operands_of, operation_of, storages, tensors_of
+from packgraph.graphs.operations import (
+    PLAIN_TENSORS,
+    flat,
+    operands_of,
+    operation_of,
+    storages,
+    tensors_of,
+)
 
 Place = tuple[int, int]  # storage and address
 
@@ -16,7 +24,8 @@ class Uses(CodeWatcher):
     """Watches the operations of one captured graph.
 
     Attributes:
-        reads: Tensors from outside that operations read or write, without their autograd graph, by storage and address.
+        reads: Tensors from outside that operations read or write, without their autograd graph, by
+            storage and address.
         writes: Those that operations write to.
         uncounted: The places of those whose versions do not count that.
         storages: Of all that operations read or write, the window's own among them.
@@ -55,9 +64,13 @@ class Uses(CodeWatcher):
                 self._note(self.reads, operands)
             if written := operation.written_of(args, kwargs):
                 self._note(self.writes, written)
-                self.uncounted.update((tensor.untyped_storage()._cdata, tensor.data_ptr())
-                                      for tensor in operation.uncounted_of(args, kwargs))
-                self.addresses.update(tensor.data_ptr() for tensor in written if tensor.layout is torch.strided)
+                self.uncounted.update(
+                    (tensor.untyped_storage()._cdata, tensor.data_ptr())
+                    for tensor in operation.uncounted_of(args, kwargs)
+                )
+                self.addresses.update(
+                    tensor.data_ptr() for tensor in written if tensor.layout is torch.strided
+                )
         result = func(*args, **kwargs)
         with Unseen():
             self._made.update(storages(flat((result,))).keys() - storages(operands).keys())
@@ -65,11 +78,16 @@ class Uses(CodeWatcher):
 
     def _note(self, found: dict[Place, torch.Tensor], values: Sequence[Any]) -> None:
         for tensor in tensors_of(values):
-            if tensor.layout is not torch.strided or (cdata := tensor.untyped_storage()._cdata) in self._made:
+            if (
+                tensor.layout is not torch.strided
+                or (cdata := tensor.untyped_storage()._cdata) in self._made
+            ):
                 continue
             if (place := (cdata, tensor.data_ptr())) in found:
                 continue
             found[place] = tensor
-            if tensor.requires_grad:  # below autograd, so that it has a version of its own; parameters stand for those
+            if (
+                tensor.requires_grad
+            ):  # below autograd, so that it has a version of its own; parameters stand for those
                 with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
                     found[place] = tensor.detach()

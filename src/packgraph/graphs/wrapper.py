@@ -1,9 +1,10 @@
 """A module that stands for another one: the same parameters, buffers, names, state and attributes.
 
-The tables of `nn.Module` are shared, so that names carry no prefix and a registration on either side is seen by
-both. The wrapped module's own names win: what wraps it keeps its state in an object of its own, the control, and is
-asked for a name only where the module has none.
+The tables of `nn.Module` are shared, so that names carry no prefix and a registration on either
+side is seen by both. The wrapped module's own names win: what wraps it keeps its state in an object
+of its own, the control, and is asked for a name only where the module has none.
 """
+
 import contextlib
 import copy
 import functools
@@ -15,8 +16,16 @@ from typing import Any, Self
 import torch
 from torch.nn.modules import module as torch_module
 
-_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
-           "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_OF_ALL = [getattr(torch_module, f"_global{kind}") for kind in _HOOKS]
 _OWN = frozenset({*vars(torch.nn.Module()), "_compiled_call_impl"}) - {*_SHARED, "training"}
@@ -26,15 +35,21 @@ _CALLED: ContextVar["Wrapper | None"] = ContextVar("packgraph_called_wrapper", d
 
 @contextlib.contextmanager
 def as_in_training(module: torch.nn.Module) -> Iterator[None]:
-    """Gradients are on, anomaly detection is off, and a module in evaluation mode is in training mode for the block.
+    """Gradients are on, anomaly detection is off, and a module in evaluation mode is in training
+    mode for the block.
 
-    In a module that is in training mode already, submodules that somebody left in evaluation mode stay so.
+    In a module that is in training mode already, submodules that somebody left in evaluation mode
+    stay so.
     """
     flags = [(owner, owner.training) for owner in module.modules()]
     if not module.training:
         module.train()
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False),
+        ):
             yield
     finally:
         for owner, mode in flags:
@@ -42,8 +57,9 @@ def as_in_training(module: torch.nn.Module) -> Iterator[None]:
 
 
 class _Forward:
-    """`forward` of a wrapper: the wrapped module's own, so that a replacement takes effect and may call what it has
-    replaced. Only the call that `nn.Module.__call__` makes after its hooks goes to what wraps the module."""
+    """`forward` of a wrapper: the wrapped module's own, so that a replacement takes effect and may
+    call what it has replaced. Only the call that `nn.Module.__call__` makes after its hooks goes to
+    what wraps the module."""
 
     def __get__(self, wrapper: "Wrapper | None", owner: type) -> Any:
         if wrapper is None:  # some trainers read names of arguments off the class
@@ -66,10 +82,12 @@ def _forward(self: "Wrapper", *args: Any, **kwargs: Any) -> Any:
 
 
 class Wrapper(torch.nn.Module):
-    """Behaves as `module`, except for calls, and for forward and backward hooks, of which it has its own.
+    """Behaves as `module`, except for calls, and for forward and backward hooks, of which it has
+    its own.
 
-    Every name that the module has is the module's: to read, to set and to delete. A method of `nn.Module` that the
-    module overrides is the module's, too. Other names are looked up in `control`, which also makes the calls.
+    Every name that the module has is the module's: to read, to set and to delete. A method of
+    `nn.Module` that the module overrides is the module's, too. Other names are looked up in
+    `control`, which also makes the calls.
     """
 
     forward: Any = _Forward()
@@ -84,7 +102,11 @@ class Wrapper(torch.nn.Module):
         own = vars(self)
         if "forward" in own:  # put there past `__setattr__`
             self.forward = own.pop("forward")
-        if not (any(own[kind] for kind in _HOOKS) or any(_HOOKS_OF_ALL) or own.get("_compiled_call_impl")):
+        if not (
+            any(own[kind] for kind in _HOOKS)
+            or any(_HOOKS_OF_ALL)
+            or own.get("_compiled_call_impl")
+        ):
             return own[_CONTROL](*args, **kwargs)
         token = _CALLED.set(self)
         try:
@@ -100,12 +122,18 @@ class Wrapper(torch.nn.Module):
         try:
             return getattr(module, name)
         except AttributeError:  # of the module's own property, perhaps
-            if hasattr(type(module), name) or (name[:2] == name[-2:] == "__") or not hasattr(own[_CONTROL], name):
+            if (
+                hasattr(type(module), name)
+                or (name[:2] == name[-2:] == "__")
+                or not hasattr(own[_CONTROL], name)
+            ):
                 raise
         return getattr(own[_CONTROL], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, types.MethodType) and value.__self__ is self:  # as if it had been made for the module
+        if (
+            isinstance(value, types.MethodType) and value.__self__ is self
+        ):  # as if it had been made for the module
             value = types.MethodType(value.__func__, wrapped(self))
         if name in _OWN or name[:2] == name[-2:] == "__":
             object.__setattr__(self, name, value)
@@ -177,7 +205,8 @@ class Wrapper(torch.nn.Module):
 
 
 class _Overridable:
-    """A method of every module: the wrapped module's where that has one of its own, or some value of that name."""
+    """A method of every module: the wrapped module's where that has one of its own, or some value
+    of that name."""
 
     def __init__(self, name: str, own: Callable[..., Any]) -> None:
         self._name, self._own = name, own
@@ -201,7 +230,11 @@ class _Overridable:
 
 
 for _name, _method in vars(torch.nn.Module).items():
-    if not _name.startswith("_") and _name not in vars(Wrapper) and isinstance(_method, types.FunctionType):
+    if (
+        not _name.startswith("_")
+        and _name not in vars(Wrapper)
+        and isinstance(_method, types.FunctionType)
+    ):
         setattr(Wrapper, _name, _Overridable(_name, _method))
 
 

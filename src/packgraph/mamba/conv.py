@@ -1,14 +1,16 @@
-"""Depthwise causal convolution of packed documents, with bias and SiLU: the short convolution of Mamba-2.
+"""Depthwise causal convolution of packed documents, with bias and SiLU: the short convolution of
+Mamba-2.
 
     z[t, c] = bias[c] + sum over k < K of weight[c, k] * x[t - (K - 1 - k), c]      y = silu(z) or z
 
-A tap whose row is of another document, or before the first row, adds nothing, so documents may be shorter than K.
-Rows of padding (document id -1) are 0 in y and in the gradient of x, whatever stands there in x and in the gradient
-of y. Sums are float32 (float64 in float64) and rounded once.
+A tap whose row is of another document, or before the first row, adds nothing, so documents may be
+shorter than K. Rows of padding (document id -1) are 0 in y and in the gradient of x, whatever
+stands there in x and in the gradient of y. Sums are float32 (float64 in float64) and rounded once.
 
-On CUDA forward and backward are one kernel each (mamba/conv_kernel.py); elsewhere, and for what the kernels do not
-take (`conv_problems`), the operations below.
+On CUDA forward and backward are one kernel each (mamba/conv_kernel.py); elsewhere, and for what the
+kernels do not take (`conv_problems`), the operations below.
 """
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,18 +20,20 @@ from packgraph.ops.loss.api import HAS_TRITON
 MOST_TAPS = 4  # Mamba-2 has four
 
 
-def packed_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor,
-                       activation: bool = True) -> Tensor:
+def packed_causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool = True
+) -> Tensor:
     """Convolve every channel along its document: [T, C], dtype of x.
 
-    x: [T, C], a float dtype, any stride between rows. weight: [C, K]; weight[:, K - 1] is for the row itself. bias:
-    [C] or None. document_ids: int32 [T], -1 = padding, the rows of a document one after another (see
-    mamba/documents.py). activation: SiLU on top. No host sync; a changed document leaves the bits of all others.
-    Raises ValueError for shapes that do not fit together.
+    x: [T, C], a float dtype, any stride between rows. weight: [C, K]; weight[:, K - 1] is for the
+    row itself. bias: [C] or None. document_ids: int32 [T], -1 = padding, the rows of a document one
+    after another (see mamba/documents.py). activation: SiLU on top. No host sync; a changed
+    document leaves the bits of all others. Raises ValueError for shapes that do not fit together.
     """
     _check(x, weight, bias, document_ids)
     if not conv_problems(x.device, x.dtype, weight.shape[1]):
         from packgraph.mamba.conv_kernel import convolve
+
         return convolve(x, weight, bias, document_ids, activation)
     return plain_packed_causal_conv(x, weight, bias, document_ids, activation)
 
@@ -48,8 +52,9 @@ def conv_problems(device: torch.device, dtype: torch.dtype, taps: int) -> list[s
     return found
 
 
-def plain_packed_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor,
-                             activation: bool = True) -> Tensor:
+def plain_packed_causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool = True
+) -> Tensor:
     """As `packed_causal_conv`, by one shifted product per tap."""
     wide = torch.promote_types(x.dtype, torch.float32)
     live = (document_ids >= 0)[:, None]
@@ -65,8 +70,9 @@ def plain_packed_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, doc
     return torch.where(live, F.silu(z) if activation else z, 0).to(x.dtype)
 
 
-def naive_packed_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor,
-                             activation: bool = True) -> Tensor:
+def naive_packed_causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool = True
+) -> Tensor:
     """The specification: row after row, tap after tap. Reads the ids on the host."""
     ids, taps = document_ids.tolist(), weight.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -86,10 +92,19 @@ def naive_packed_causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, doc
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor) -> None:
     channels = x.shape[1] if x.dim() == 2 else -1
-    fits = (x.dim() == 2 and weight.dim() == 2 and weight.shape[0] == channels and weight.shape[1] >= 1
-            and (bias is None or tuple(bias.shape) == (channels,)) and tuple(document_ids.shape) == (x.shape[0],))
+    fits = (
+        x.dim() == 2
+        and weight.dim() == 2
+        and weight.shape[0] == channels
+        and weight.shape[1] >= 1
+        and (bias is None or tuple(bias.shape) == (channels,))
+        and tuple(document_ids.shape) == (x.shape[0],)
+    )
     if not fits:
         raise ValueError(
-            "packed_causal_conv needs x [T, C], weight [C, K], bias [C] or None and document_ids [T], got "
-            f"{list(x.shape)}, {list(weight.shape)}, {None if bias is None else list(bias.shape)} and "
-            f"{list(document_ids.shape)}; a Conv1d weight [C, 1, K] goes in as weight[:, 0]")
+            "packed_causal_conv needs x [T, C], weight [C, K], bias [C] or None and document_ids "
+            "[T], got "
+            f"{list(x.shape)}, {list(weight.shape)}, {None if bias is None else list(bias.shape)} "
+            "and "
+            f"{list(document_ids.shape)}; a Conv1d weight [C, 1, K] goes in as weight[:, 0]"
+        )

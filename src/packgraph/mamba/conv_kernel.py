@@ -1,10 +1,13 @@
-"""Packed causal convolution with SiLU as one kernel forward and one backward; what they compute is mamba/conv.py's.
+"""Packed causal convolution with SiLU as one kernel forward and one backward; what they compute is
+mamba/conv.py's.
 
-Forward: a program has a tile of a few rows, and loads the K - 1 rows before them again, from the cache. Backward: a
-program goes over SPAN rows and the three behind them, row after row, and every row is loaded once, its sum before the
-activation made again once. Gradients of weights and bias are float32 sums over SPAN rows each, added up afterwards in
-their order: nothing is atomic. Tiles are fixed; offsets are 64-bit.
+Forward: a program has a tile of a few rows, and loads the K - 1 rows before them again, from the
+cache. Backward: a program goes over SPAN rows and the three behind them, row after row, and every
+row is loaded once, its sum before the activation made again once. Gradients of weights and bias are
+float32 sums over SPAN rows each, added up afterwards in their order: nothing is atomic. Tiles are
+fixed; offsets are 64-bit.
 """
+
 from typing import Any
 
 import torch
@@ -18,7 +21,8 @@ SPAN, SPAN_COLUMNS, SPAN_WARPS = 64, 256, 2
 
 @triton.jit
 def _value(x, ids, row, back, row_ids, column, start, rows, stride, channels):  # type: ignore[no-untyped-def]
-    """x of `back` rows before `row`, float32 [rows, columns]; 0 where that row is of another document than row_ids.
+    """x of `back` rows before `row`, float32 [rows, columns]; 0 where that row is of another
+    document than row_ids.
 
     row counts from the row `start`; only `start`, in 64 bits, may be large.
     """
@@ -26,27 +30,59 @@ def _value(x, ids, row, back, row_ids, column, start, rows, stride, channels):  
     inside = (source >= 0) & (source < rows)
     source_ids = tl.load(ids + source, mask=inside, other=-1)
     here = x + start * stride + ((row - back)[:, None] * stride + column[None, :])
-    taken = tl.load(here, mask=(source_ids >= 0)[:, None] & (column < channels)[None, :], other=0.0).to(tl.float32)
+    taken = tl.load(
+        here, mask=(source_ids >= 0)[:, None] & (column < channels)[None, :], other=0.0
+    ).to(tl.float32)
     return tl.where((source_ids == row_ids)[:, None], taken, 0.0)
 
 
 @triton.jit
-def _sum(x, weight, bias, ids, row, row_ids, column, start, rows, stride, channels, TAPS: tl.constexpr,  # type: ignore[no-untyped-def]
-         BIAS: tl.constexpr):
+def _sum(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    ids,
+    row,
+    row_ids,
+    column,
+    start,
+    rows,
+    stride,
+    channels,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """What the activation is applied to: float32 [rows, columns]."""
     inside = column < channels
     total = row[:, None].to(tl.float32) * 0.0 + column[None, :].to(tl.float32) * 0.0
     if BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     for back in tl.static_range(TAPS):
-        factor = tl.load(weight + column * TAPS + (TAPS - 1 - back), mask=inside, other=0.0).to(tl.float32)
-        total += factor[None, :] * _value(x, ids, row, back, row_ids, column, start, rows, stride, channels)
+        factor = tl.load(weight + column * TAPS + (TAPS - 1 - back), mask=inside, other=0.0).to(
+            tl.float32
+        )
+        total += factor[None, :] * _value(
+            x, ids, row, back, row_ids, column, start, rows, stride, channels
+        )
     return total
 
 
 @triton.jit
-def _forward(x, weight, bias, ids, y, rows, stride, channels, TAPS: tl.constexpr, BIAS: tl.constexpr,  # type: ignore[no-untyped-def]
-             ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _forward(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    ids,
+    y,
+    rows,
+    stride,
+    channels,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     start = tl.program_id(0).to(tl.int64) * ROWS
     row, column = tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row_ids = tl.load(ids + start + row, mask=start + row < rows, other=-1)
@@ -55,12 +91,17 @@ def _forward(x, weight, bias, ids, y, rows, stride, channels, TAPS: tl.constexpr
         z = z / (1.0 + tl.exp(-z))
     z = tl.where((row_ids >= 0)[:, None], z, 0.0)
     inside = (start + row < rows)[:, None] & (column < channels)[None, :]
-    tl.store(y + start * channels + (row[:, None] * channels + column[None, :]), z.to(y.dtype.element_ty), mask=inside)
+    tl.store(
+        y + start * channels + (row[:, None] * channels + column[None, :]),
+        z.to(y.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
 def _row(x, dy, ids, row, column, start, rows, x_stride, dy_stride, channels):  # type: ignore[no-untyped-def]
-    """One row of x and dy, float32 [columns], 0 in padding and outside, and its id. row counts from `start`."""
+    """One row of x and dy, float32 [columns], 0 in padding and outside, and its id. row counts from
+    `start`."""
     place = start + row
     exists = (place >= 0) & (place < rows)
     inside = (column < channels) & exists
@@ -72,8 +113,19 @@ def _row(x, dy, ids, row, column, start, rows, x_stride, dy_stride, channels):  
 
 
 @triton.jit
-def _activated(value, value_1, value_2, value_3, grad, factor_0, factor_1, factor_2, factor_3, bias,  # type: ignore[no-untyped-def]
-               ACTIVATION: tl.constexpr):
+def _activated(  # type: ignore[no-untyped-def]
+    value,
+    value_1,
+    value_2,
+    value_3,
+    grad,
+    factor_0,
+    factor_1,
+    factor_2,
+    factor_3,
+    bias,
+    ACTIVATION: tl.constexpr,
+):
     """Gradient of the sum before the activation; the values are of this row and those before it."""
     if ACTIVATION:
         z = bias + factor_0 * value + factor_1 * value_1 + factor_2 * value_2 + factor_3 * value_3
@@ -83,17 +135,36 @@ def _activated(value, value_1, value_2, value_3, grad, factor_0, factor_1, facto
 
 
 @triton.jit
-def _backward(dy, x, weight, bias, ids, dx, partial, rows, dy_stride, x_stride, channels, TAPS: tl.constexpr,  # type: ignore[no-untyped-def]
-              BIAS: tl.constexpr, ACTIVATION: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr):
-    """dx [T, C], and of SPAN rows: gradients of weights, tap by tap, and of bias. partial: [spans, K + 1, C].
+def _backward(  # type: ignore[no-untyped-def]
+    dy,
+    x,
+    weight,
+    bias,
+    ids,
+    dx,
+    partial,
+    rows,
+    dy_stride,
+    x_stride,
+    channels,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SPAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """dx [T, C], and of SPAN rows: gradients of weights, tap by tap, and of bias. partial: [spans,
+    K + 1, C].
 
-    Row after row, with the last three in registers: value_1 is x of the row before, z_1 the gradient of its sum. The
-    gradient of a row of x is complete three rows later.
+    Row after row, with the last three in registers: value_1 is x of the row before, z_1 the
+    gradient of its sum. The gradient of a row of x is complete three rows later.
     """
     start = tl.program_id(0).to(tl.int64) * SPAN
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < channels
-    tap = weight + column * TAPS + (TAPS - 1)  # taps are counted back from the row itself; those that lack are 0
+    tap = (
+        weight + column * TAPS + (TAPS - 1)
+    )  # taps are counted back from the row itself; those that lack are 0
     factor_0 = tl.load(tap, mask=inside, other=0.0).to(tl.float32)
     factor_1 = tl.load(tap - 1, mask=inside & (TAPS > 1), other=0.0).to(tl.float32)
     factor_2 = tl.load(tap - 2, mask=inside & (TAPS > 2), other=0.0).to(tl.float32)
@@ -102,24 +173,55 @@ def _backward(dy, x, weight, bias, ids, dx, partial, rows, dy_stride, x_stride, 
     shift = zero
     if BIAS:
         shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    of_bias, of_tap_0, of_tap_1, of_tap_2, of_tap_3, z_1, z_2, z_3 = zero, zero, zero, zero, zero, zero, zero, zero
+    of_bias, of_tap_0, of_tap_1, of_tap_2, of_tap_3, z_1, z_2, z_3 = (
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+    )
     value_1, _, id_1 = _row(x, dy, ids, -1, column, start, rows, x_stride, dy_stride, channels)
     value_2, _, id_2 = _row(x, dy, ids, -2, column, start, rows, x_stride, dy_stride, channels)
     value_3, _, id_3 = _row(x, dy, ids, -3, column, start, rows, x_stride, dy_stride, channels)
     for group in range(SPAN // 4 + 1):  # four rows are loaded before the first is worked on
         first = group * 4
-        value_a, grad_a, id_a = _row(x, dy, ids, first, column, start, rows, x_stride, dy_stride, channels)
-        value_b, grad_b, id_b = _row(x, dy, ids, first + 1, column, start, rows, x_stride, dy_stride, channels)
-        value_c, grad_c, id_c = _row(x, dy, ids, first + 2, column, start, rows, x_stride, dy_stride, channels)
-        value_d, grad_d, id_d = _row(x, dy, ids, first + 3, column, start, rows, x_stride, dy_stride, channels)
+        value_a, grad_a, id_a = _row(
+            x, dy, ids, first, column, start, rows, x_stride, dy_stride, channels
+        )
+        value_b, grad_b, id_b = _row(
+            x, dy, ids, first + 1, column, start, rows, x_stride, dy_stride, channels
+        )
+        value_c, grad_c, id_c = _row(
+            x, dy, ids, first + 2, column, start, rows, x_stride, dy_stride, channels
+        )
+        value_d, grad_d, id_d = _row(
+            x, dy, ids, first + 3, column, start, rows, x_stride, dy_stride, channels
+        )
         values, grads = (value_a, value_b, value_c, value_d), (grad_a, grad_b, grad_c, grad_d)
         row_ids = (id_a, id_b, id_c, id_d)
         for turn in tl.static_range(4):
             value, row_id = values[turn], row_ids[turn]
-            seen_1, seen_2 = tl.where(id_1 == row_id, value_1, 0.0), tl.where(id_2 == row_id, value_2, 0.0)
+            seen_1, seen_2 = (
+                tl.where(id_1 == row_id, value_1, 0.0),
+                tl.where(id_2 == row_id, value_2, 0.0),
+            )
             seen_3 = tl.where(id_3 == row_id, value_3, 0.0)
-            z = _activated(value, seen_1, seen_2, seen_3, grads[turn], factor_0, factor_1, factor_2, factor_3, shift,
-                           ACTIVATION)
+            z = _activated(
+                value,
+                seen_1,
+                seen_2,
+                seen_3,
+                grads[turn],
+                factor_0,
+                factor_1,
+                factor_2,
+                factor_3,
+                shift,
+                ACTIVATION,
+            )
             own = tl.where(first < SPAN, z, 0.0)
             of_bias += own
             of_tap_0 += own * value
@@ -127,10 +229,15 @@ def _backward(dy, x, weight, bias, ids, dx, partial, rows, dy_stride, x_stride, 
             of_tap_2 += own * seen_2
             of_tap_3 += own * seen_3
             found = factor_0 * z_3 + tl.where(id_3 == id_2, factor_1 * z_2, 0.0)
-            found += tl.where(id_3 == id_1, factor_2 * z_1, 0.0) + tl.where(id_3 == row_id, factor_3 * z, 0.0)
+            found += tl.where(id_3 == id_1, factor_2 * z_1, 0.0) + tl.where(
+                id_3 == row_id, factor_3 * z, 0.0
+            )
             row = first + turn - 3
-            tl.store(dx + (start + row) * channels + column, tl.where(id_3 >= 0, found, 0.0).to(dx.dtype.element_ty),
-                     mask=inside & (row >= 0) & (row < SPAN) & (start + row < rows))
+            tl.store(
+                dx + (start + row) * channels + column,
+                tl.where(id_3 >= 0, found, 0.0).to(dx.dtype.element_ty),
+                mask=inside & (row >= 0) & (row < SPAN) & (start + row < rows),
+            )
             value_3, value_2, value_1 = value_2, value_1, value
             z_3, z_2, z_1 = z_2, z_1, z
             id_3, id_2, id_1 = id_2, id_1, row_id
@@ -142,50 +249,99 @@ def _backward(dy, x, weight, bias, ids, dx, partial, rows, dy_stride, x_stride, 
     tl.store(here + (TAPS - 4) * channels, of_tap_3, mask=inside & (TAPS > 3))
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool) -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool
+) -> Tensor:
     """As `packed_causal_conv` in mamba/conv.py, for what `conv_problems` has no objection to."""
     return _conv(x, weight, bias, document_ids, activation)
 
 
 @torch.library.custom_op("packgraph::packed_causal_conv", mutates_args=())
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool) -> Tensor:
+def _conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool
+) -> Tensor:
     """y [T, C]."""
     x, weight = _by_rows(x), weight.contiguous()
     (rows, channels), taps = x.shape, weight.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _forward[(triton.cdiv(rows, FORWARD_ROWS), triton.cdiv(channels, FORWARD_COLUMNS))](
-        x, weight, weight if bias is None else bias.contiguous(), document_ids.contiguous(), y, rows,
-        x.stride(0), channels, TAPS=taps, BIAS=bias is not None, ACTIVATION=activation, ROWS=FORWARD_ROWS,
-        COLUMNS=FORWARD_COLUMNS)
+        x,
+        weight,
+        weight if bias is None else bias.contiguous(),
+        document_ids.contiguous(),
+        y,
+        rows,
+        x.stride(0),
+        channels,
+        TAPS=taps,
+        BIAS=bias is not None,
+        ACTIVATION=activation,
+        ROWS=FORWARD_ROWS,
+        COLUMNS=FORWARD_COLUMNS,
+    )
     return y
 
 
 @torch.library.custom_op("packgraph::packed_causal_conv_backward", mutates_args=())
-def _conv_backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor,
-                   activation: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x [T, C], weight [C, K] and bias [C], the last in the weight's dtype if there is none."""
+def _conv_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    document_ids: Tensor,
+    activation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x [T, C], weight [C, K] and bias [C], the last in the weight's dtype if there is
+    none."""
     grad, x, weight = _by_rows(grad), _by_rows(x), weight.contiguous()
     (rows, channels), taps = x.shape, weight.shape[1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     spans = triton.cdiv(rows, SPAN)
     partial = torch.empty(spans, taps + 1, channels, dtype=torch.float32, device=x.device)
     _backward[(spans, triton.cdiv(channels, SPAN_COLUMNS))](
-        grad, x, weight, weight if bias is None else bias.contiguous(), document_ids.contiguous(), dx, partial, rows,
-        grad.stride(0), x.stride(0), channels, TAPS=taps, BIAS=bias is not None, ACTIVATION=activation, SPAN=SPAN,
-        COLUMNS=SPAN_COLUMNS, num_warps=SPAN_WARPS)
+        grad,
+        x,
+        weight,
+        weight if bias is None else bias.contiguous(),
+        document_ids.contiguous(),
+        dx,
+        partial,
+        rows,
+        grad.stride(0),
+        x.stride(0),
+        channels,
+        TAPS=taps,
+        BIAS=bias is not None,
+        ACTIVATION=activation,
+        SPAN=SPAN,
+        COLUMNS=SPAN_COLUMNS,
+        num_warps=SPAN_WARPS,
+    )
     sums = partial.sum(0)
     of_bias = sums[taps].to(weight.dtype if bias is None else bias.dtype, copy=True)
-    return dx, sums[:taps].t().to(weight.dtype, copy=True, memory_format=torch.contiguous_format), of_bias
+    return (
+        dx,
+        sums[:taps].t().to(weight.dtype, copy=True, memory_format=torch.contiguous_format),
+        of_bias,
+    )
 
 
 @_conv.register_fake
-def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool) -> Tensor:
+def _shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor, activation: bool
+) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @_conv_backward.register_fake
-def _shapes(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, document_ids: Tensor,
-            activation: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _shapes(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    document_ids: Tensor,
+    activation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     of_bias = weight.new_empty(weight.shape[0]) if bias is None else bias.new_empty(bias.shape)
     return x.new_empty(x.shape), weight.new_empty(weight.shape), of_bias
 

@@ -1,14 +1,17 @@
-"""The state space of Mamba-2 over rows spread over ranks: exchange rows for heads before it, and back after it.
+"""The state space of Mamba-2 over rows spread over ranks: exchange rows for heads before it, and
+back after it.
 
     rank 0   tokens 0 1 of heads a b c d   --parts to all ranks-->   tokens 0 1 2 3 of heads a b
     rank 1   tokens 2 3 of heads a b c d   <--and back----------     tokens 0 1 2 3 of heads c d
 
-As attention does it (ops/attention/context.py): convolution and recurrence work on whole documents, of some heads, so
-neither their metadata nor their numbers depend on the ranks. What heads of a group have in common (the projections
-into and out of the state) goes to every rank that has some of these heads. The invariant: gradients of what was sent
-to several ranks are summed in the order of ranks, nothing is atomic. Parameters are whole on every rank; each uses
-its part of them, and the sum of their gradients over ranks is the gradient.
+As attention does it (ops/attention/context.py): convolution and recurrence work on whole documents,
+of some heads, so neither their metadata nor their numbers depend on the ranks. What heads of a
+group have in common (the projections into and out of the state) goes to every rank that has some of
+these heads. The invariant: gradients of what was sent to several ranks are summed in the order of
+ranks, nothing is atomic. Parameters are whole on every rank; each uses its part of them, and the
+sum of their gradients over ranks is the gradient.
 """
+
 import math
 from typing import NamedTuple
 
@@ -19,7 +22,8 @@ from packgraph.ops.attention.context import ContextGroup, swap_parts
 
 
 class ScanShape(NamedTuple):
-    """heads, head_dim: of the state space. groups: of heads, each with two projections of `state` columns."""
+    """heads, head_dim: of the state space. groups: of heads, each with two projections of `state`
+    columns."""
 
     heads: int
     head_dim: int
@@ -31,22 +35,29 @@ def ranks_problem(shape: ScanShape, ranks: int) -> str | None:
     """Why the heads of a state space cannot be shared by `ranks`, None if they can."""
     parts = math.lcm(shape.groups, ranks)
     if shape.heads % parts:
-        return (f"{shape.heads} heads in {shape.groups} groups cannot be shared by {ranks} ranks; the heads must be a "
-                f"multiple of {parts}, so that every rank has as many heads of every group that it needs")
+        return (
+            f"{shape.heads} heads in {shape.groups} groups cannot be shared by {ranks} ranks; the "
+            "heads must be a "
+            f"multiple of {parts}, so that every rank has as many heads of every group that it "
+            "needs"
+        )
     return None
 
 
-def whole_scan_rows(columns: Tensor, steps: Tensor, shape: ScanShape, context: ContextGroup
-                    ) -> tuple[Tensor, Tensor, ScanShape]:
+def whole_scan_rows(
+    columns: Tensor, steps: Tensor, shape: ScanShape, context: ContextGroup
+) -> tuple[Tensor, Tensor, ScanShape]:
     """All rows of this rank's heads of all heads of this rank's rows, in one exchange. Collective.
 
-    columns: [T / size, heads * head_dim + 2 * groups * state], of all heads, then both projections of all groups;
-    steps: [T / size, heads], of the same dtype. Returns both for this rank's heads, [T, ...], and the shape of those.
-    Raises ValueError where the ranks cannot share the heads.
+    columns: [T / size, heads * head_dim + 2 * groups * state], of all heads, then both projections
+    of all groups; steps: [T / size, heads], of the same dtype. Returns both for this rank's heads,
+    [T, ...], and the shape of those. Raises ValueError where the ranks cannot share the heads.
     """
     if problem := ranks_problem(shape, context.size):
         raise ValueError(problem)
-    parts = [part.transpose(1, 2) for part in _by_rank(columns.t(), shape, context.size)]  # [size, T / size, part]
+    parts = [
+        part.transpose(1, 2) for part in _by_rank(columns.t(), shape, context.size)
+    ]  # [size, T / size, part]
     parts.append(steps.unflatten(1, (context.size, -1)).transpose(0, 1))
     found = swap_parts(torch.cat(parts, dim=-1), context.name).flatten(0, 1)
     own = own_shape(shape, context.size)
@@ -60,7 +71,8 @@ def own_shape(shape: ScanShape, ranks: int) -> ScanShape:
 
 
 def own_channels(x: Tensor, shape: ScanShape, context: ContextGroup) -> Tensor:
-    """This rank's part of x [channels, ...]: a weight with an entry for each of `columns`, in the order of its own."""
+    """This rank's part of x [channels, ...]: a weight with an entry for each of `columns`, in the
+    order of its own."""
     return torch.cat([part[context.place] for part in _by_rank(x, shape, context.size)])
 
 
@@ -71,11 +83,16 @@ def own_heads(x: Tensor, context: ContextGroup) -> Tensor:
 
 
 def _by_rank(x: Tensor, shape: ScanShape, ranks: int) -> list[Tensor]:
-    """x [channels, ...] as what each rank gets of the heads and of the two projections: three of [ranks, part, ...]."""
+    """x [channels, ...] as what each rank gets of the heads and of the two projections: three of
+    [ranks, part, ...]."""
     heads, shared = shape.heads * shape.head_dim, shape.groups * shape.state
     copies = math.lcm(shape.groups, ranks) // shape.groups
     parts = list(x.split((heads, shared, shared)))
     if copies > 1:
-        parts[1:] = [part.unflatten(0, (shape.groups, 1, -1)).expand(-1, copies, *(-1,) * x.dim()).flatten(0, 2)
-                     for part in parts[1:]]
+        parts[1:] = [
+            part.unflatten(0, (shape.groups, 1, -1))
+            .expand(-1, copies, *(-1,) * x.dim())
+            .flatten(0, 2)
+            for part in parts[1:]
+        ]
     return [part.unflatten(0, (ranks, -1)) for part in parts]

@@ -1,31 +1,46 @@
-r"""Backward kernels of mamba/ssd.py. Nothing but the inputs is kept from the forward: what it made is made again.
+r"""Backward kernels of mamba/ssd.py. Nothing but the inputs is kept from the forward: what it made
+is made again.
 
 With w_ij the weight of row j in row i (score, decay between them, step of j), per head and chunk:
 
-    _pairs     dy_i . x_j of every pair of rows, times decay and step: summed over heads the gradient of the score, and
+    _pairs     dy_i . x_j of every pair of rows, times decay and step: summed over heads the
+               gradient of the score, and
                times the score that of the log of every decay between the two rows
-    carry      the forward's kernel, backwards through the chunks: gradients of the states that leave each chunk
-    _shared    gradients of c and b, for all heads of a group together: from scores, then what the states add
+    carry      the forward's kernel, backwards through the chunks: gradients of the states that
+               leave each chunk
+    _shared    gradients of c and b, for all heads of a group together: from scores, then what the
+               states add
     values     gradients of x, and of the step as a factor of x (mamba/ssd_values_kernel.py)
     _steps     gradients of decays of a chunk's rows, put together, and with them those of dt and a
 
-The gradient of the log of row k's decay is the sum over all pairs i >= k > j. It is added up from these pairs alone,
-tile by tile; as a difference of sums over rows (gradient of the decay up to i, minus that up to j) it would drown in
-the rounding of pairs that do not straddle k. A state that enters is one more row before the chunk, the gradient of one
-that leaves is one more behind it:
+The gradient of the log of row k's decay is the sum over all pairs i >= k > j. It is added up from
+these pairs alone, tile by tile; as a difference of sums over rows (gradient of the decay up to i,
+minus that up to j) it would drown in the rounding of pairs that do not straddle k. A state that
+enters is one more row before the chunk, the gradient of one that leaves is one more behind it:
 
           j  1 2 3 4 | 5 6 7 8
     i 1..4   \ tile             columns[I, j]  of a tile: sum of pairs (i', j') with j' <= j < i', for k = j + 1
-      5..8   tile | \           rowsums[J, i]  of a tile below the diagonal: sum over its columns, for later k
+      5..8   tile | \           rowsums[J, i]  of a tile below the diagonal: sum over its columns,
+                                               for later k
 
-Where a group's heads are shared out among programs, sums over parts follow in a fixed order; nothing is atomic.
-"""
+Where a group's heads are shared out among programs, sums over parts follow in a fixed order;
+nothing is atomic.
+"""  # noqa: E501
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.mamba.ssd_configs import EVERYWHERE, KernelConfigs, Pairs, Steps, Summed, launched, share_of
+from packgraph.mamba.ssd_configs import (
+    EVERYWHERE,
+    KernelConfigs,
+    Pairs,
+    Steps,
+    Summed,
+    launched,
+    share_of,
+)
 from packgraph.mamba.ssd_kernel import (
     Sizes,
     carry,
@@ -46,10 +61,14 @@ ENOUGH_PROGRAMS = 256  # about two for every multiprocessor
 
 
 @triton.jit
-def sums_along_rows(value, DTYPE: tl.constexpr, TILE: tl.constexpr, PRODUCTS: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Running sums of value [TILE, TILE], float32, along its rows: by shuffles, or by products with a triangle of ones.
+def sums_along_rows(  # type: ignore[no-untyped-def]
+    value, DTYPE: tl.constexpr, TILE: tl.constexpr, PRODUCTS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Running sums of value [TILE, TILE], float32, along its rows: by shuffles, or by products with
+    a triangle of ones.
 
-    Of bfloat16 there are two such products, of each number's first 8 bits and of the next 8; the ones are exact.
+    Of bfloat16 there are two such products, of each number's first 8 bits and of the next 8; the
+    ones are exact.
     """
     if PRODUCTS:
         until = tl.where(tl.arange(0, TILE)[:, None] <= tl.arange(0, TILE)[None, :], 1.0, 0.0)
@@ -66,9 +85,29 @@ def sums_along_rows(value, DTYPE: tl.constexpr, TILE: tl.constexpr, PRODUCTS: tl
 
 
 @triton.jit
-def _pairs(x, dy, ids, tables, scores, of_scores, columns, rowsums, rows, x_stride, dy_stride, width,  # type: ignore[no-untyped-def]
-           Q: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, SHARE: tl.constexpr,
-           TILE: tl.constexpr, WIDE: tl.constexpr, PRODUCTS: tl.constexpr, PRECISION: tl.constexpr):
+def _pairs(  # type: ignore[no-untyped-def]
+    x,
+    dy,
+    ids,
+    tables,
+    scores,
+    of_scores,
+    columns,
+    rowsums,
+    rows,
+    x_stride,
+    dy_stride,
+    width,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHARE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Tile (I, J) of one chunk for SHARE heads of a group; of_scores: [parts, N, G, Q, Q]."""
     row_tile, column_tile = tl.program_id(1) // (Q // TILE), tl.program_id(1) % (Q // TILE)
     if column_tile <= row_tile:
@@ -77,7 +116,11 @@ def _pairs(x, dy, ids, tables, scores, of_scores, columns, rowsums, rows, x_stri
         i, j = row_tile * TILE + tl.arange(0, TILE), column_tile * TILE + tl.arange(0, TILE)
         p = tl.arange(0, WIDE)
         row_ids, column_ids = load_ids(ids, first + i, rows), load_ids(ids, first + j, rows)
-        same = (row_ids[:, None] == column_ids[None, :]) & (row_ids >= 0)[:, None] & (i[:, None] >= j[None, :])
+        same = (
+            (row_ids[:, None] == column_ids[None, :])
+            & (row_ids >= 0)[:, None]
+            & (i[:, None] >= j[None, :])
+        )
         place = i[:, None] * Q + j[None, :]
         score = tl.load(scores + tl.program_id(0).to(tl.int64) * Q * Q + place).to(tl.float32)
         score = tl.where(same & (i[:, None] > j[None, :]), score, 0.0)
@@ -94,7 +137,8 @@ def _pairs(x, dy, ids, tables, scores, of_scores, columns, rowsums, rows, x_stri
             total += product
             straddling = product * score
             sums = sums_along_rows(straddling, x.dtype.element_ty, TILE, PRODUCTS, PRECISION)
-            # `turn` on both sides: what is the same for all heads would be kept, a register for every pair
+            # `turn` on both sides: what is the same for all heads would be kept, a register for
+            # every pair
             of_columns = tl.sum(tl.where((i + turn)[:, None] > (j + turn)[None, :], sums, 0.0), 0)
             tl.store(columns + row_tile * size + table + j, of_columns)
             tl.store(rowsums + column_tile * size + table + i, tl.sum(straddling, 1))
@@ -104,14 +148,39 @@ def _pairs(x, dy, ids, tables, scores, of_scores, columns, rowsums, rows, x_stri
 
 
 @triton.jit
-def _shared(value, key, of_scores, states, ids, tables, out, products, rows, value_stride, key_stride, query,  # type: ignore[no-untyped-def]
-            query_stride, width, Q: tl.constexpr, P: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
-            GROUPS: tl.constexpr, SHARE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr, STATE: tl.constexpr,
-            QUERIES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradient of c (QUERIES: value = dy, key = b, query = c) or b (value = x, key = c): [parts, T, G, S].
+def _shared(  # type: ignore[no-untyped-def]
+    value,
+    key,
+    of_scores,
+    states,
+    ids,
+    tables,
+    out,
+    products,
+    rows,
+    value_stride,
+    key_stride,
+    query,
+    query_stride,
+    width,
+    Q: tl.constexpr,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHARE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    STATE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient of c (QUERIES: value = dy, key = b, query = c) or b (value = x, key = c): [parts, T,
+    G, S].
 
-    states: [N, H, P, S], what enters each chunk, or the gradient of what leaves it. With QUERIES also `products`
-    [H, N Q]: what each row takes from the state, times its gradient.
+    states: [N, H, P, S], what enters each chunk, or the gradient of what leaves it. With QUERIES
+    also `products` [H, N Q]: what each row takes from the state, times its gradient.
     """
     chunk, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
     tile, part = tl.program_id(1), tl.program_id(2)
@@ -124,8 +193,14 @@ def _shared(value, key, of_scores, states, ids, tables, out, products, rows, val
         for other in range(0 if QUERIES else tile, tile + 1 if QUERIES else Q // TILE):
             j = other * TILE + tl.arange(0, TILE)
             place = i[:, None] * Q + j[None, :] if QUERIES else j[None, :] * Q + i[:, None]
-            theirs = load_tile(key + first * key_stride + group * S, j, key_stride, s,
-                               load_ids(ids, first + j, rows) >= 0, S)
+            theirs = load_tile(
+                key + first * key_stride + group * S,
+                j,
+                key_stride,
+                s,
+                load_ids(ids, first + j, rows) >= 0,
+                S,
+            )
             of_score = tl.load(score + place)
             if MASKED:  # above the diagonal's own tiles of gradients nothing is written
                 below = i[:, None] >= j[None, :] if QUERIES else i[:, None] <= j[None, :]
@@ -141,23 +216,53 @@ def _shared(value, key, of_scores, states, ids, tables, out, products, rows, val
         else:
             weight = tl.load(table + 3 * size + i) * tl.load(table + i)
         own = load_tile(value + first * value_stride + head * P, i, value_stride, p, live, P)
-        state = tl.load(states + (chunk * HEADS + head) * (P * S) + (p[:, None] * S + s[None, :]),
-                        mask=(p < P)[:, None] & (s < S)[None, :], other=0.0)
+        state = tl.load(
+            states + (chunk * HEADS + head) * (P * S) + (p[:, None] * S + s[None, :]),
+            mask=(p < P)[:, None] & (s < S)[None, :],
+            other=0.0,
+        )
         found = tl.dot(own.to(state.dtype), state, input_precision=PRECISION) * weight[:, None]
         if QUERIES:
-            tl.store(products + head.to(tl.int64) * width + first + i, tl.sum(found * mine.to(tl.float32), 1))
+            tl.store(
+                products + head.to(tl.int64) * width + first + i,
+                tl.sum(found * mine.to(tl.float32), 1),
+            )
         total += found
     place = i[:, None] * (GROUPS * S) + s[None, :]
     here = out + ((part.to(tl.int64) * rows + first) * GROUPS + group) * S
-    tl.store(here + place, total.to(out.dtype.element_ty), mask=(first + i < rows)[:, None] & (s < S)[None, :])
+    tl.store(
+        here + place,
+        total.to(out.dtype.element_ty),
+        mask=(first + i < rows)[:, None] & (s < S)[None, :],
+    )
 
 
 @triton.jit
-def _steps(a, tables, columns, rowsums, entered, left, direct, carried, ddt, of_rate, rows, width, chunks, pieces,  # type: ignore[no-untyped-def]
-           Q: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+def _steps(  # type: ignore[no-untyped-def]
+    a,
+    tables,
+    columns,
+    rowsums,
+    entered,
+    left,
+    direct,
+    carried,
+    ddt,
+    of_rate,
+    rows,
+    width,
+    chunks,
+    pieces,
+    Q: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     """ddt [T, H] and of_rate [N, H], the chunk's share of the gradient of a, for BLOCK heads.
 
-    Sums over rows on either side of k are scans. For k in a tile, `later` has what rows have of all tiles before it.
+    Sums over rows on either side of k are scans. For k in a tile, `later` has what rows have of all
+    tiles before it.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first, size = chunk * Q, HEADS * width.to(tl.int64)
@@ -166,15 +271,27 @@ def _steps(a, tables, columns, rowsums, entered, left, direct, carried, ddt, of_
     here = head.to(tl.int64)[:, None] * width + first + k
     inside = known & (k >= 0)
     rate = tl.load(a + head, mask=head < HEADS, other=0.0).to(tl.float32)
-    whole = tl.sum(tl.load(carried + (head.to(tl.int64)[:, None] * chunks + chunk) * pieces + piece,
-                           mask=known & (piece < pieces), other=0.0), 1)
+    whole = tl.sum(
+        tl.load(
+            carried + (head.to(tl.int64)[:, None] * chunks + chunk) * pieces + piece,
+            mask=known & (piece < pieces),
+            other=0.0,
+        ),
+        1,
+    )
     later = tl.load(entered + here, mask=inside, other=0.0)
     total = whole[:, None] + tl.cumsum(tl.load(left + here - 1, mask=known & (k > 0), other=0.0), 1)
     for tile in tl.static_range(Q // TILE):
-        total += tl.load(columns + tile * size + here - 1, mask=known & (k % TILE > 0) & (k // TILE <= tile), other=0.0)
+        total += tl.load(
+            columns + tile * size + here - 1,
+            mask=known & (k % TILE > 0) & (k // TILE <= tile),
+            other=0.0,
+        )
         total += tl.where(k // TILE == tile, tl.cumsum(later, 1, reverse=True), 0.0)
         if tile + 1 < Q // TILE:
-            later += tl.load(rowsums + tile * size + here, mask=known & (k >= (tile + 1) * TILE), other=0.0)
+            later += tl.load(
+                rowsums + tile * size + here, mask=known & (k >= (tile + 1) * TILE), other=0.0
+            )
     step = tl.load(tables + here, mask=inside, other=0.0)
     of_step = tl.load(direct + here, mask=inside, other=0.0) + rate[:, None] * total
     tl.store(ddt + (first + k) * HEADS + head[:, None], of_step, mask=known & (first + k < rows))
@@ -182,7 +299,8 @@ def _steps(a, tables, columns, rowsums, entered, left, direct, carried, ddt, of_
 
 
 def parts_of(programs: int, heads: int) -> int:
-    """Into how many equal parts `heads` heads of a group are shared out, so that there are enough programs."""
+    """Into how many equal parts `heads` heads of a group are shared out, so that there are enough
+    programs."""
     divisors = [parts for parts in range(1, heads + 1) if heads % parts == 0]
     return next((parts for parts in divisors if programs * parts >= ENOUGH_PROGRAMS), heads)
 
@@ -192,12 +310,22 @@ def parts_for(share: int, programs: int, heads: int) -> int:
     return heads // share_of(share, heads) if share else parts_of(programs, heads)
 
 
-def backward(dy: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, ids: Tensor,
-             chunk: int, ways: KernelConfigs | None = None
-             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    ids: Tensor,
+    chunk: int,
+    ways: KernelConfigs | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of x [T, H, P], dt [T, H], a [H], b and c [T, G, S] and d [H], in their dtypes.
 
-    dy: [T, H, P], the gradient of y; the others as in `forward`; columns of dy, x, b and c lie side by side.
+    dy: [T, H, P], the gradient of y; the others as in `forward`; columns of dy, x, b and c lie side
+    by side.
     """
     ways = ways_of(x, b, chunk) if ways is None else ways
     sizes = sizes_of(x, b, chunk)
@@ -208,58 +336,161 @@ def backward(dy: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor,
     of_scores, columns, rowsums = pair_gradients(x, dy, ids, tables, scores, sizes, ways.pairs)
     dc, entered = shared_gradient(dy, b, of_scores, entering, ids, tables, sizes, c, ways.of_c)
     db, _ = shared_gradient(x, c, of_scores, of_leaving, ids, tables, sizes, None, ways.of_b)
-    dx, direct, left, of_skip = value_gradients(x, dy, b, c, d, ids, tables, scores, of_leaving, sizes, ways.values)
-    ddt, of_rate = step_gradients(a, tables, columns, rowsums, entered, left, direct, carried, sizes, dt.dtype,
-                                  ways.steps)
+    dx, direct, left, of_skip = value_gradients(
+        x, dy, b, c, d, ids, tables, scores, of_leaving, sizes, ways.values
+    )
+    ddt, of_rate = step_gradients(
+        a, tables, columns, rowsums, entered, left, direct, carried, sizes, dt.dtype, ways.steps
+    )
     dd = None if d is None else of_skip.sum((0, 1)).to(d.dtype)
     return dx, ddt, of_rate.sum(0).to(a.dtype), db, dc, dd
 
 
-def pair_gradients(x: Tensor, dy: Tensor, ids: Tensor, tables: Tensor, scores: Tensor, sizes: Sizes,
-                   way: Pairs = EVERYWHERE.pairs) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of the scores [N, G, Q, Q], dtype of x, and columns and rowsums, float32 [tiles, H, N Q]."""
+def pair_gradients(
+    x: Tensor,
+    dy: Tensor,
+    ids: Tensor,
+    tables: Tensor,
+    scores: Tensor,
+    sizes: Sizes,
+    way: Pairs = EVERYWHERE.pairs,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of the scores [N, G, Q, Q], dtype of x, and columns and rowsums, float32 [tiles, H,
+    N Q]."""
     tiles, per_group = sizes.tiles, sizes.heads // sizes.groups
     parts = parts_for(way.share, sizes.chunks * sizes.groups * tiles * (tiles + 1) // 2, per_group)
-    partial = torch.empty(parts, *scores.shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
-    columns, rowsums = torch.empty(2, tiles, *tables.shape[1:], dtype=torch.float32, device=x.device)
+    partial = torch.empty(
+        parts, *scores.shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device
+    )
+    columns, rowsums = torch.empty(
+        2, tiles, *tables.shape[1:], dtype=torch.float32, device=x.device
+    )
     _pairs[(sizes.chunks * sizes.groups, tiles * tiles, parts)](
-        x, dy, ids, tables, scores, partial, columns, rowsums, sizes.rows, x.stride(0), dy.stride(0), tables.shape[2],
-        Q=sizes.chunk, P=sizes.columns, HEADS=sizes.heads, GROUPS=sizes.groups, SHARE=per_group // parts,
-        TILE=sizes.tile, WIDE=padded(sizes.columns), PRODUCTS=way.products, PRECISION=precision_of(x.dtype),
-        **launched(way))
+        x,
+        dy,
+        ids,
+        tables,
+        scores,
+        partial,
+        columns,
+        rowsums,
+        sizes.rows,
+        x.stride(0),
+        dy.stride(0),
+        tables.shape[2],
+        Q=sizes.chunk,
+        P=sizes.columns,
+        HEADS=sizes.heads,
+        GROUPS=sizes.groups,
+        SHARE=per_group // parts,
+        TILE=sizes.tile,
+        WIDE=padded(sizes.columns),
+        PRODUCTS=way.products,
+        PRECISION=precision_of(x.dtype),
+        **launched(way),
+    )
     return _added(partial, x.dtype), columns, rowsums
 
 
-def shared_gradient(value: Tensor, key: Tensor, of_scores: Tensor, states: Tensor, ids: Tensor, tables: Tensor,
-                    sizes: Sizes, query: Tensor | None = None,
-                    way: Summed = EVERYWHERE.of_c) -> tuple[Tensor, Tensor]:
-    """Gradient of `query`, or without one of b: [T, G, S], dtype of key; and what `_shared` says of products."""
+def shared_gradient(
+    value: Tensor,
+    key: Tensor,
+    of_scores: Tensor,
+    states: Tensor,
+    ids: Tensor,
+    tables: Tensor,
+    sizes: Sizes,
+    query: Tensor | None = None,
+    way: Summed = EVERYWHERE.of_c,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of `query`, or without one of b: [T, G, S], dtype of key; and what `_shared` says of
+    products."""
     per_group = sizes.heads // sizes.groups
     tile = min(sizes.chunk, way.tile)
     parts = parts_for(way.share, sizes.chunks * sizes.groups * (sizes.chunk // tile), per_group)
-    out = torch.empty(parts, sizes.rows, sizes.groups, sizes.state, device=key.device,
-                      dtype=key.dtype if parts == 1 else torch.float32)
-    products = torch.empty(() if query is None else tables.shape[1:], dtype=torch.float32, device=key.device)
+    out = torch.empty(
+        parts,
+        sizes.rows,
+        sizes.groups,
+        sizes.state,
+        device=key.device,
+        dtype=key.dtype if parts == 1 else torch.float32,
+    )
+    products = torch.empty(
+        () if query is None else tables.shape[1:], dtype=torch.float32, device=key.device
+    )
     own = key if query is None else query
     _shared[(sizes.chunks * sizes.groups, sizes.chunk // tile, parts)](
-        value, key, of_scores, states, ids, tables, out, products, sizes.rows, value.stride(0), key.stride(0), own,
-        own.stride(0), tables.shape[2], Q=sizes.chunk, P=sizes.columns, S=sizes.state, HEADS=sizes.heads,
-        GROUPS=sizes.groups, SHARE=per_group // parts, TILE=tile, WIDE=padded(sizes.columns),
-        STATE=padded(sizes.state), QUERIES=query is not None, MASKED=tile > sizes.tile,
-        PRECISION=precision_of(key.dtype), **launched(way))
+        value,
+        key,
+        of_scores,
+        states,
+        ids,
+        tables,
+        out,
+        products,
+        sizes.rows,
+        value.stride(0),
+        key.stride(0),
+        own,
+        own.stride(0),
+        tables.shape[2],
+        Q=sizes.chunk,
+        P=sizes.columns,
+        S=sizes.state,
+        HEADS=sizes.heads,
+        GROUPS=sizes.groups,
+        SHARE=per_group // parts,
+        TILE=tile,
+        WIDE=padded(sizes.columns),
+        STATE=padded(sizes.state),
+        QUERIES=query is not None,
+        MASKED=tile > sizes.tile,
+        PRECISION=precision_of(key.dtype),
+        **launched(way),
+    )
     return _added(out, key.dtype), products
 
 
-def step_gradients(a: Tensor, tables: Tensor, columns: Tensor, rowsums: Tensor, entered: Tensor, left: Tensor,
-                   direct: Tensor, carried: Tensor, sizes: Sizes, dtype: torch.dtype,
-                   way: Steps = EVERYWHERE.steps) -> tuple[Tensor, Tensor]:
-    """ddt [T, H] in `dtype`, and of_rate, float32 [N, H], whose sum over chunks is the gradient of a."""
+def step_gradients(
+    a: Tensor,
+    tables: Tensor,
+    columns: Tensor,
+    rowsums: Tensor,
+    entered: Tensor,
+    left: Tensor,
+    direct: Tensor,
+    carried: Tensor,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    way: Steps = EVERYWHERE.steps,
+) -> tuple[Tensor, Tensor]:
+    """ddt [T, H] in `dtype`, and of_rate, float32 [N, H], whose sum over chunks is the gradient of
+    a."""
     ddt = torch.empty(sizes.rows, sizes.heads, dtype=dtype, device=tables.device)
     of_rate = torch.empty(sizes.chunks, sizes.heads, dtype=torch.float32, device=tables.device)
     _steps[(sizes.chunks, triton.cdiv(sizes.heads, way.heads))](
-        a, tables, columns, rowsums, entered, left, direct, carried, ddt, of_rate, sizes.rows, tables.shape[2],
-        sizes.chunks, carried.shape[2], Q=sizes.chunk, HEADS=sizes.heads, TILE=sizes.tile, BLOCK=way.heads,
-        PIECES=triton.next_power_of_2(carried.shape[2]), num_warps=way.warps)
+        a,
+        tables,
+        columns,
+        rowsums,
+        entered,
+        left,
+        direct,
+        carried,
+        ddt,
+        of_rate,
+        sizes.rows,
+        tables.shape[2],
+        sizes.chunks,
+        carried.shape[2],
+        Q=sizes.chunk,
+        HEADS=sizes.heads,
+        TILE=sizes.tile,
+        BLOCK=way.heads,
+        PIECES=triton.next_power_of_2(carried.shape[2]),
+        num_warps=way.warps,
+    )
     return ddt, of_rate
 
 

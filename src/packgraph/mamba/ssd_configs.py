@@ -1,12 +1,16 @@
-"""How the kernels of mamba/ssd.py are tiled, and which of several kernels does a piece of it: one table, by rows.
+"""How the kernels of mamba/ssd.py are tiled, and which of several kernels does a piece of it: one
+table, by rows.
 
-Figures come from `benchmarks/ssd_tiles.py`. Every way gives the same numbers but for rounding. What the table says
-holds for 16-bit numbers, states of at most [64, 128] and chunks of at most 128 rows; larger ones, and float32, might
-not fit into shared memory with its tiles, and take the ways that fit everywhere.
+Figures come from `benchmarks/ssd_tiles.py`. Every way gives the same numbers but for rounding. What
+the table says holds for 16-bit numbers, states of at most [64, 128] and chunks of at most 128 rows;
+larger ones, and float32, might not fit into shared memory with its tiles, and take the ways that
+fit everywhere.
 
-In all of them: warps of a program, stages of loads that are under way in its loop, registers of a thread at most (0: as
-many as there are), which decides how many programs run on a multiprocessor at once.
+In all of them: warps of a program, stages of loads that are under way in its loop, registers of a
+thread at most (0: as many as there are), which decides how many programs run on a multiprocessor at
+once.
 """
+
 import math
 from typing import NamedTuple
 
@@ -14,7 +18,8 @@ import torch
 
 
 class Tables(NamedTuple):
-    """Tables of decays. heads: of one program, a power of two that is at least 16; rows: summed over in one product."""
+    """Tables of decays. heads: of one program, a power of two that is at least 16; rows: summed
+    over in one product."""
 
     heads: int = 16
     rows: int = 64
@@ -28,7 +33,8 @@ class Scores(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """States through all chunks. columns: of a state [P, S] in one program; rows: added in one product."""
+    """States through all chunks. columns: of a state [P, S] in one program; rows: added in one
+    product."""
 
     columns: int = 32
     rows: int = 128
@@ -40,10 +46,10 @@ class Carry(NamedTuple):
 class Mix(NamedTuple):
     """y from scores and states.
 
-    kernel: "heads", a program for a tile of rows by one head, reads scores; "groups", a program for a tile by `share`
-    heads of a group, makes their scores itself, once; "through", a program carries `columns` of a head's P columns
-    through all chunks, so that no states are written. tile: rows ("heads", "groups"). chunk: rows of a chunk, 0 for
-    what the caller says.
+    kernel: "heads", a program for a tile of rows by one head, reads scores; "groups", a program for
+    a tile by `share` heads of a group, makes their scores itself, once; "through", a program
+    carries `columns` of a head's P columns through all chunks, so that no states are written. tile:
+    rows ("heads", "groups"). chunk: rows of a chunk, 0 for what the caller says.
     """
 
     kernel: str = "heads"
@@ -57,8 +63,9 @@ class Mix(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Gradients of scores and of decays between rows. share: heads of one program, 0 for as many as leave enough
-    programs. products: running sums along rows are products with a triangle of ones, in tf32 for 16-bit numbers."""
+    """Gradients of scores and of decays between rows. share: heads of one program, 0 for as many as
+    leave enough programs. products: running sums along rows are products with a triangle of ones,
+    in tf32 for 16-bit numbers."""
 
     share: int = 0
     products: bool = False
@@ -113,22 +120,59 @@ class KernelConfigs(NamedTuple):
 EVERYWHERE = KernelConfigs()
 HOPPER = 9  # major compute capability of what the table was measured on
 MOST_HEAD_SIZE, MOST_STATE_SIZE, MOST_CHUNK = 64, 128, 128  # of what the table is for
-# (from how many rows on, how): descending. The best at 16,384, 4,096 and 1,024 rows of 64 heads in 8 groups on an H200.
+# (from how many rows on, how): descending. The best at 16,384, 4,096 and 1,024 rows of 64 heads in
+# 8 groups on an H200.
 WAYS = (
-    (8192, KernelConfigs(tables=Tables(heads=32), scores=Scores(warps=8), mix=Mix("groups", 128, 8, warps=8),
-                         pairs=Pairs(products=True), of_c=Summed(128, 8), of_b=Summed(128, 8),
-                         values=Values("groups", share=8, stages=2))),
-    (2048, KernelConfigs(mix=Mix("groups", 128, 8, warps=8), pairs=Pairs(8, products=True), of_c=Summed(128, 8),
-                         of_b=Summed(128, 8), values=Values("groups", share=8, stages=2), steps=Steps(16, warps=8))),
-    (0, KernelConfigs(tables=Tables(rows=128), scores=Scores(warps=8), carry=Carry(stages=2),
-                      mix=Mix("groups", share=4, stages=2), back=Carry(columns=64), pairs=Pairs(8, products=True),
-                      of_c=Summed(share=8, stages=2), of_b=Summed(share=8, stages=2),
-                      values=Values("groups", 128, 4, warps=8))))
+    (
+        8192,
+        KernelConfigs(
+            tables=Tables(heads=32),
+            scores=Scores(warps=8),
+            mix=Mix("groups", 128, 8, warps=8),
+            pairs=Pairs(products=True),
+            of_c=Summed(128, 8),
+            of_b=Summed(128, 8),
+            values=Values("groups", share=8, stages=2),
+        ),
+    ),
+    (
+        2048,
+        KernelConfigs(
+            mix=Mix("groups", 128, 8, warps=8),
+            pairs=Pairs(8, products=True),
+            of_c=Summed(128, 8),
+            of_b=Summed(128, 8),
+            values=Values("groups", share=8, stages=2),
+            steps=Steps(16, warps=8),
+        ),
+    ),
+    (
+        0,
+        KernelConfigs(
+            tables=Tables(rows=128),
+            scores=Scores(warps=8),
+            carry=Carry(stages=2),
+            mix=Mix("groups", share=4, stages=2),
+            back=Carry(columns=64),
+            pairs=Pairs(8, products=True),
+            of_c=Summed(share=8, stages=2),
+            of_b=Summed(share=8, stages=2),
+            values=Values("groups", 128, 4, warps=8),
+        ),
+    ),
+)
 
 
-def ways_for(rows: int, head_size: int, state_size: int, chunk: int, dtype: torch.dtype) -> KernelConfigs:
+def ways_for(
+    rows: int, head_size: int, state_size: int, chunk: int, dtype: torch.dtype
+) -> KernelConfigs:
     """The ways for T rows of heads with P columns and states of S, in chunks of Q rows."""
-    if dtype.itemsize != 2 or head_size > MOST_HEAD_SIZE or state_size > MOST_STATE_SIZE or chunk > MOST_CHUNK:
+    if (
+        dtype.itemsize != 2
+        or head_size > MOST_HEAD_SIZE
+        or state_size > MOST_STATE_SIZE
+        or chunk > MOST_CHUNK
+    ):
         return EVERYWHERE
     return next(ways for least, ways in WAYS if rows >= least)
 

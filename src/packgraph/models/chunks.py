@@ -2,9 +2,10 @@
 
     2 ranks, 2 chunks each    rank 0: stages 0 and 2    rank 1: stages 1 and 3
 
-The invariant: every parameter has the name that it has in the whole decoder, so whatever is stored by name (fresh
-values, checkpoints, optimizer state) does not depend on how the decoder was cut.
+The invariant: every parameter has the name that it has in the whole decoder, so whatever is stored
+by name (fresh values, checkpoints, optimizer state) does not depend on how the decoder was cut.
 """
+
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
@@ -21,8 +22,11 @@ class ModelChunks:
         names = [name for name, _ in self.named_parameters()]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"two chunks of one rank both hold {', '.join(twice)}; cut the decoder into stages that "
-                             "share no parameter, or give them to different ranks")
+            raise ValueError(
+                f"two chunks of one rank both hold {', '.join(twice)}; cut the decoder into stages "
+                "that "
+                "share no parameter, or give them to different ranks"
+            )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters by their names in the whole decoder."""
@@ -37,5 +41,6 @@ class ModelChunks:
         return {name: value for chunk in self.chunks for name, value in chunk.state_dict().items()}
 
     def stored(self) -> dict[str, Tensor]:
-        """`state_dict` as checkpoints hold it and ranks compare it: experts shared with other ranks as `Pieces`."""
+        """`state_dict` as checkpoints hold it and ranks compare it: experts shared with other ranks
+        as `Pieces`."""
         return stored(self.state_dict(), self.named_parameters())

@@ -1,4 +1,5 @@
 """Shape of a decoder: everything that its parameters and numbers depend on."""
+
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,32 +11,38 @@ from packgraph.models.mamba_config import MambaConfig
 from packgraph.models.pattern import read_pattern
 from packgraph.ops.attention.api import BACKENDS
 
-# Larger numbers are mistakes: three of them multiplied are a size in bytes, which must stay below 2^63.
+# Larger numbers are mistakes: three of them multiplied are a size in bytes, which must stay below
+# 2^63.
 LARGEST_SIZE = 2**18
-LARGEST = {"vocab_size": 2**24, "num_layers": 2**14, "max_position_embeddings": 2**62,
-           "latent.scaling.original_positions": 2**62}
+LARGEST = {
+    "vocab_size": 2**24,
+    "num_layers": 2**14,
+    "max_position_embeddings": 2**62,
+    "latent.scaling.original_positions": 2**62,
+}
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder of the Qwen3 or DeepSeek-V3 family, or a hybrid of Mamba-2 and attention by a pattern.
+    """A decoder of the Qwen3 or DeepSeek-V3 family, or a hybrid of Mamba-2 and attention by a
+    pattern.
 
-    num_kv_heads: key and value heads, a divisor of num_heads. head_dim: need not be hidden_size / num_heads.
-    tie_embeddings: the head uses the embedding matrix. qk_norm: RMSNorm on queries and keys. attention_bias:
-    biases of the attention projections. dropout: on both residual branches, in training mode. initializer_range:
-    standard deviation of fresh matrices. attention_backend: a name of `packgraph.ops.attention.api.BACKENDS` or
-    `auto`.
-    max_position_embeddings: only recorded in checkpoints; rotary positions have no limit here.
-    merge_projections: form the products with the matrices of queries, keys and values as one, and those of gate
-    and up (ops/linear.py); parameters and their names stay as they are.
-    latent: multi-head latent attention instead of grouped queries; num_kv_heads and head_dim then mean nothing.
-    experts: which layers have experts instead of one feed-forward block, and how tokens are routed to them.
-    pattern: the branches of the layers in letters, such as M-M*-E or (M-)(*-), repeated over all layers
-    (models/pattern.py); empty = attention and a feed-forward branch in each, with experts from experts.first_dense on.
-    mamba: shape of the Mamba-2 layers that the pattern names.
-    activation: of feed-forward blocks and experts: swiglu has a gate, relu2 (the square of what is positive) has none.
-    rotary_share: part of a head's columns that the position turns, its first ones; 0 = none.
-    Raises ValueError that names every illegal value at once.
+    num_kv_heads: key and value heads, a divisor of num_heads. head_dim: need not be hidden_size /
+    num_heads. tie_embeddings: the head uses the embedding matrix. qk_norm: RMSNorm on queries and
+    keys. attention_bias: biases of the attention projections. dropout: on both residual branches,
+    in training mode. initializer_range: standard deviation of fresh matrices. attention_backend: a
+    name of `packgraph.ops.attention.api.BACKENDS` or `auto`. max_position_embeddings: only recorded
+    in checkpoints; rotary positions have no limit here. merge_projections: form the products with
+    the matrices of queries, keys and values as one, and those of gate and up (ops/linear.py);
+    parameters and their names stay as they are. latent: multi-head latent attention instead of
+    grouped queries; num_kv_heads and head_dim then mean nothing. experts: which layers have experts
+    instead of one feed-forward block, and how tokens are routed to them. pattern: the branches of
+    the layers in letters, such as M-M*-E or (M-)(*-), repeated over all layers (models/pattern.py);
+    empty = attention and a feed-forward branch in each, with experts from experts.first_dense on.
+    mamba: shape of the Mamba-2 layers that the pattern names. activation: of feed-forward blocks
+    and experts: swiglu has a gate, relu2 (the square of what is positive) has none. rotary_share:
+    part of a head's columns that the position turns, its first ones; 0 = none. Raises ValueError
+    that names every illegal value at once.
     """
 
     vocab_size: int
@@ -81,31 +88,59 @@ class DecoderConfig:
 
 def _illegal(config: DecoderConfig) -> list[str]:
     """Every reason why `config` describes no model."""
-    positive = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-                "head_dim", "rope_theta", "rms_norm_eps", "max_position_embeddings")
-    reasons = [f"{name} is {getattr(config, name)}, must be positive" for name in positive
-               if getattr(config, name) <= 0]
-    reasons += [f"{name} is {value}, must be at most {LARGEST.get(name, LARGEST_SIZE):,}"
-                for name, value in _whole_numbers(config) if value > LARGEST.get(name, LARGEST_SIZE)]
+    positive = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "rope_theta",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    )
+    reasons = [
+        f"{name} is {getattr(config, name)}, must be positive"
+        for name in positive
+        if getattr(config, name) <= 0
+    ]
+    reasons += [
+        f"{name} is {value}, must be at most {LARGEST.get(name, LARGEST_SIZE):,}"
+        for name, value in _whole_numbers(config)
+        if value > LARGEST.get(name, LARGEST_SIZE)
+    ]
     if config.num_kv_heads > 0 and config.num_heads % config.num_kv_heads:
-        reasons.append(f"num_heads {config.num_heads} is no multiple of num_kv_heads {config.num_kv_heads}")
+        reasons.append(
+            f"num_heads {config.num_heads} is no multiple of num_kv_heads {config.num_kv_heads}"
+        )
     if config.head_dim % 2 and not config.latent.enabled:
-        reasons.append(f"head_dim {config.head_dim} is odd; rotary embedding turns pairs of columns")
+        reasons.append(
+            f"head_dim {config.head_dim} is odd; rotary embedding turns pairs of columns"
+        )
     if not 0.0 <= config.dropout < 1.0:
         reasons.append(f"dropout is {config.dropout}, must be in [0, 1)")
     if config.initializer_range < 0.0:
         reasons.append(f"initializer_range is {config.initializer_range}, must not be negative")
     if config.merge_projections and config.attention_bias:
-        reasons.append("merge_projections needs projections without biases, but attention_bias is set")
+        reasons.append(
+            "merge_projections needs projections without biases, but attention_bias is set"
+        )
     if config.attention_backend != "auto" and config.attention_backend not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
-        reasons.append(f"attention_backend {config.attention_backend!r} is unknown; known are {known}")
+        reasons.append(
+            f"attention_backend {config.attention_backend!r} is unknown; known are {known}"
+        )
     share = config.rotary_share
     if not 0.0 <= share <= 1.0 or (share < 1.0 and share * config.head_dim % 2):
-        reasons.append(f"rotary_share is {share}: of head_dim {config.head_dim} it must leave an even "
-                       "number of columns, from none to all, to rotary embedding, which turns pairs")
+        reasons.append(
+            f"rotary_share is {share}: of head_dim {config.head_dim} it must leave an even "
+            "number of columns, from none to all, to rotary embedding, which turns pairs"
+        )
     if share != 1.0 and config.latent.enabled:
-        reasons.append("rotary_share means nothing with latent attention, whose latent.rope_dim says it")
+        reasons.append(
+            "rotary_share means nothing with latent attention, whose latent.rope_dim says it"
+        )
     return reasons + _illegal_pattern(config)
 
 
@@ -126,13 +161,18 @@ def _illegal_pattern(config: DecoderConfig) -> list[str]:
     except ValueError as error:
         return [str(error)]
     if not config.pattern:
-        return ["mamba.num_heads is set, but no pattern says which layers are Mamba-2"] if config.mamba.enabled else []
+        return (
+            ["mamba.num_heads is set, but no pattern says which layers are Mamba-2"]
+            if config.mamba.enabled
+            else []
+        )
     problems = {
         "pattern has M, but mamba.num_heads is 0": "mamba" in named and not config.mamba.enabled,
-        "mamba.num_heads is set, but pattern has no M": "mamba" not in named and config.mamba.enabled,
+        "mamba.num_heads is set, but pattern has no M": "mamba" not in named
+        and config.mamba.enabled,
         "pattern has E, but experts.count is 0": "moe" in named and not config.experts.enabled,
         "experts.count is set, but pattern has no E": "moe" not in named and config.experts.enabled,
-        "experts.first_dense means nothing with a pattern, which says where experts are":
-            config.experts.first_dense > 0,
+        "experts.first_dense means nothing with a pattern, which says where experts "
+        "are": config.experts.first_dense > 0,
     }
     return [text for text, wrong in problems.items() if wrong]

@@ -1,4 +1,5 @@
 """Decoders by their config: a stack of layers, whole or one pipeline stage of it."""
+
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -12,19 +13,28 @@ from packgraph.parallel.expert import keep_experts
 from packgraph.parallel.pieces import expert_part, mark_experts
 from packgraph.parallel.pipeline.chunks import split_layers
 
-__all__ = ["DecoderConfig", "DecoderModel", "named_stages", "parts_without", "stage_layers", "stage_weights"]
+__all__ = [
+    "DecoderConfig",
+    "DecoderModel",
+    "named_stages",
+    "parts_without",
+    "stage_layers",
+    "stage_weights",
+]
 
 TOKENS = 4096  # of a row, where nobody says it
 
 
 class DecoderModel(DecoderStack):
-    """Decoder with stages `embed`, those of every layer (such as `attn` and `mlp`), `head`; see DecoderStack for calls.
+    """Decoder with stages `embed`, those of every layer (such as `attn` and `mlp`), `head`; see
+    DecoderStack for calls.
 
-    stage, stages: which part of the decoder this is when it is cut into that many pipeline stages; a part has the
-    names and the fresh values that its parameters have in the whole. tokens: for which it is cut, see `stage_layers`.
-    experts: those of every layer that have memory here, default all; `split_experts` must follow with the same.
-    seed: of the fresh parameters; torch's own generators are not touched. device: torch's default one when
-    None. dtype: of the parameters, default float32.
+    stage, stages: which part of the decoder this is when it is cut into that many pipeline stages;
+    a part has the names and the fresh values that its parameters have in the whole. tokens: for
+    which it is cut, see `stage_layers`. experts: those of every layer that have memory here,
+    default all; `split_experts` must follow with the same. seed: of the fresh parameters; torch's
+    own generators are not touched. device: torch's default one when None. dtype: of the parameters,
+    default float32.
     """
 
     def __init__(
@@ -40,7 +50,9 @@ class DecoderModel(DecoderStack):
         experts: range | None = None,
     ) -> None:
         target = torch.get_default_device() if device is None else torch.device(device)
-        with torch.device("meta"):  # torch's own initialisation would draw from the global generator
+        with torch.device(
+            "meta"
+        ):  # torch's own initialisation would draw from the global generator
             indices = stage_layers(config, stages, tokens)[stage]
             layers = {index: DecoderLayer(config, index) for index in indices}
             super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
@@ -55,20 +67,29 @@ class DecoderModel(DecoderStack):
 
 
 def stage_layers(config: DecoderConfig, stages: int, tokens: int = TOKENS) -> tuple[range, ...]:
-    """The layers of each of so many pipeline stages, cut by what layers and head are estimated to cost.
+    """The layers of each of so many pipeline stages, cut by what layers and head are estimated to
+    cost.
 
-    tokens: that meet one copy of a layer's weights in a microbatch: those of a rank's row, times the ranks that share
-    experts. With few of them experts cost what reading them does; layers that are all alike are cut the same anyway.
+    tokens: that meet one copy of a layer's weights in a microbatch: those of a rank's row, times
+    the ranks that share experts. With few of them experts cost what reading them does; layers that
+    are all alike are cut the same anyway.
     """
     costs = [layer_cost(config, index, tokens) for index in range(config.num_layers)]
     return split_layers(costs, stages, head_cost(config, tokens))
 
 
-def stage_weights(config: DecoderConfig, stage: int, stages: int, tokens: int = TOKENS, experts: range | None = None
-                  ) -> tuple[int, int, int]:
-    """Elements of the parameters of one of so many stages, those of experts that ranks share apart, and its layers.
+def stage_weights(
+    config: DecoderConfig,
+    stage: int,
+    stages: int,
+    tokens: int = TOKENS,
+    experts: range | None = None,
+) -> tuple[int, int, int]:
+    """Elements of the parameters of one of so many stages, those of experts that ranks share apart,
+    and its layers.
 
-    experts: those of every layer that have memory here, None = all, and ranks share none. Allocates nothing.
+    experts: those of every layer that have memory here, None = all, and ranks share none. Allocates
+    nothing.
     """
     with torch.device("meta"):
         indices = stage_layers(config, stages, tokens)[stage]
@@ -81,18 +102,26 @@ def stage_weights(config: DecoderConfig, stage: int, stages: int, tokens: int = 
 
 
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:
-    """Every stage name that a decoder of `config` has, without its weights: those of one layer of each kind."""
+    """Every stage name that a decoder of `config` has, without its weights: those of one layer of
+    each kind."""
     with torch.device("meta"):
         indices = _one_of_each_kind(config, range(config.num_layers))
-        return DecoderStack(config, {index: DecoderLayer(config, index) for index in indices}).stages()
+        return DecoderStack(
+            config, {index: DecoderLayer(config, index) for index in indices}
+        ).stages()
 
 
-def parts_without(config: DecoderConfig, parts: int, names: Collection[str], tokens: int = TOKENS) -> list[int]:
-    """Which of `parts` pipeline stages of a decoder, cut for `tokens`, have no stage of these names; as above."""
+def parts_without(
+    config: DecoderConfig, parts: int, names: Collection[str], tokens: int = TOKENS
+) -> list[int]:
+    """Which of `parts` pipeline stages of a decoder, cut for `tokens`, have no stage of these
+    names; as above."""
     found = []
     with torch.device("meta"):
         for number, indices in enumerate(stage_layers(config, parts, tokens)):
-            layers = {index: DecoderLayer(config, index) for index in _one_of_each_kind(config, indices)}
+            layers = {
+                index: DecoderLayer(config, index) for index in _one_of_each_kind(config, indices)
+            }
             stack = DecoderStack(config, layers, first=number == 0, last=number == parts - 1)
             if not any(stage.name in names for stage in stack.stages()):
                 found.append(number)

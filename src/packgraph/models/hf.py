@@ -1,12 +1,13 @@
 """Reading and writing checkpoints in Hugging Face's layout: config.json and safetensors.
 
-Nothing in the folder is executed: JSON and safetensors are the only formats read, pickled weights are
-refused. What does not describe exactly this model is refused too, with the file and the tensor named; nothing
-is left at its random start silently.
+Nothing in the folder is executed: JSON and safetensors are the only formats read, pickled weights
+are refused. What does not describe exactly this model is refused too, with the file and the tensor
+named; nothing is left at its random start silently.
 
-Files are written under temporary names and renamed when whole, config.json last: a folder with a config.json
-holds a whole checkpoint.
+Files are written under temporary names and renamed when whole, config.json last: a folder with a
+config.json holds a whole checkpoint.
 """
+
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,10 +47,11 @@ def load_pretrained(
 ) -> tuple[DecoderModel, DecoderConfig]:
     """Load the checkpoint folder of an architecture that models/hf_families.py lists.
 
-    dtype: of the parameters; None takes the one named in config.json, else float32. Returns the model in training
-    mode and its config. Raises FileNotFoundError when config.json or the weights are missing, WeightsError when
-    the folder holds something else than one whole checkpoint of such a model. Experts are copied one by one into their
-    places: none is in memory twice but the one on its way.
+    dtype: of the parameters; None takes the one named in config.json, else float32. Returns the
+    model in training mode and its config. Raises FileNotFoundError when config.json or the weights
+    are missing, WeightsError when the folder holds something else than one whole checkpoint of such
+    a model. Experts are copied one by one into their places: none is in memory twice but the one on
+    its way.
     """
     folder = Path(path)
     config, stored = pretrained_config(folder)
@@ -59,8 +61,8 @@ def load_pretrained(
 
 
 def pretrained_config(path: str | Path) -> tuple[DecoderConfig, torch.dtype]:
-    """The config of the checkpoint folder `path` and the dtype that it names, else float32. Errors as in
-    `load_pretrained`."""
+    """The config of the checkpoint folder `path` and the dtype that it names, else float32. Errors
+    as in `load_pretrained`."""
     file = Path(path) / CONFIG
     description = read_json(file)
     try:
@@ -71,27 +73,35 @@ def pretrained_config(path: str | Path) -> tuple[DecoderConfig, torch.dtype]:
 
 @torch.no_grad()
 def fill_pretrained(models: Sequence[DecoderModel], path: str | Path) -> None:
-    """Copy the weights of the checkpoint folder `path` into `models`, a whole decoder of that config or pipeline
-    stages of it, with all experts or some, on any device and in any dtype.
+    """Copy the weights of the checkpoint folder `path` into `models`, a whole decoder of that
+    config or pipeline stages of it, with all experts or some, on any device and in any dtype.
 
-    One stored tensor is in memory at a time (two where a tied matrix is stored twice). A checkpoint must be whole,
-    whatever part of it is here. Errors as in `load_pretrained`.
+    One stored tensor is in memory at a time (two where a tied matrix is stored twice). A checkpoint
+    must be whole, whatever part of it is here. Errors as in `load_pretrained`.
     """
     _fill(models, _tensor_files(Path(path)), Path(path))
 
 
-def save_pretrained(model: DecoderModel, path: str | Path, *, max_shard_bytes: int | None = None) -> None:
-    """Write `model` as a checkpoint that transformers loads, in the architecture that its config has there.
+def save_pretrained(
+    model: DecoderModel, path: str | Path, *, max_shard_bytes: int | None = None
+) -> None:
+    """Write `model` as a checkpoint that transformers loads, in the architecture that its config
+    has there.
 
-    max_shard_bytes: bound of one weight file, None for a single file. The folder is made when missing.
-    Raises FileExistsError when it already holds a checkpoint, ValueError when transformers has no such model.
+    max_shard_bytes: bound of one weight file, None for a single file. The folder is made when
+    missing. Raises FileExistsError when it already holds a checkpoint, ValueError when transformers
+    has no such model.
     """
     description = config_to_json(model.config, next(model.parameters()).dtype)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    present = sorted(file.name for file in folder.iterdir() if file.name in (CONFIG, WEIGHTS, INDEX))
+    present = sorted(
+        file.name for file in folder.iterdir() if file.name in (CONFIG, WEIGHTS, INDEX)
+    )
     if present:
-        raise FileExistsError(f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder.")
+        raise FileExistsError(
+            f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder."
+        )
     tensors = {name: tensor.cpu().contiguous() for name, tensor in stored_tensors(model).items()}
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
@@ -110,7 +120,9 @@ def save_pretrained(model: DecoderModel, path: str | Path, *, max_shard_bytes: i
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in `file`. Raises FileNotFoundError or WeightsError naming it."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; a checkpoint folder holds {CONFIG} and {WEIGHTS}.")
+        raise FileNotFoundError(
+            f"{file} does not exist; a checkpoint folder holds {CONFIG} and {WEIGHTS}."
+        )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -131,8 +143,10 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         return _indexed_files(folder)
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickled:
-        raise WeightsError(f"{folder / pickled[0]} is a pickle, which can run code when loaded, and is refused. "
-                              f"Convert the checkpoint to {WEIGHTS} first.")
+        raise WeightsError(
+            f"{folder / pickled[0]} is a pickle, which can run code when loaded, and is refused. "
+            f"Convert the checkpoint to {WEIGHTS} first."
+        )
     raise FileNotFoundError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
 
 
@@ -143,9 +157,15 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
         raise WeightsError(f"{index} has no weight_map.")
     files: dict[str, Path] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors") \
-                or len(file) > LONGEST_NAME:
-            raise WeightsError(f"{index} puts {name} into {cut(file)}, no safetensors file of this folder.")
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or not file.endswith(".safetensors")
+            or len(file) > LONGEST_NAME
+        ):
+            raise WeightsError(
+                f"{index} puts {name} into {cut(file)}, no safetensors file of this folder."
+            )
         if not (folder / file).is_file():
             raise WeightsError(f"{index} puts {name} into {file}, which does not exist.")
         files[name] = folder / file
@@ -153,20 +173,29 @@ def _indexed_files(folder: Path) -> dict[str, Path]:
 
 
 def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Path) -> None:
-    """Copy every stored tensor into its parameters; refuse missing, unexpected and mis-shaped ones."""
+    """Copy every stored tensor into its parameters; refuse missing, unexpected and mis-shaped
+    ones."""
     config = models[0].config
     family = family_of(config)
-    prefix = next((prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in files)), None)
+    prefix = next(
+        (prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in files)),
+        None,
+    )
     embedding = family.tensor_name(EMBEDDING, prefix)
     whole = stored_tensors(DecoderModel(config, device="meta"), prefix)
     missing = [name for name in whole if name not in files]
     if missing:
         raise WeightsError(f"{folder} lacks {_named(missing)}, which its {CONFIG} asks for.")
     twice = config.tie_embeddings and HEAD in files  # some checkpoints store the tied matrix twice
-    unexpected = [f"{name} in {file.name}" for name, file in files.items()
-                  if name not in whole and not (twice and name == HEAD)]
+    unexpected = [
+        f"{name} in {file.name}"
+        for name, file in files.items()
+        if name not in whole and not (twice and name == HEAD)
+    ]
     if unexpected:
-        raise WeightsError(f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for.")
+        raise WeightsError(
+            f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for."
+        )
     targets = [stored_tensors(model, prefix) for model in models]
     for file in sorted(set(files.values())):
         names = [name for name, where in files.items() if where == file]
@@ -176,10 +205,18 @@ def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Pat
                 raise WeightsError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
             for name in names:
                 asked = whole[embedding if twice and name == HEAD else name]
-                _copy(stored, [tensors[name] for tensors in targets if name in tensors], asked, name, file)
+                _copy(
+                    stored,
+                    [tensors[name] for tensors in targets if name in tensors],
+                    asked,
+                    name,
+                    file,
+                )
     if twice and not torch.equal(_read(files, HEAD), _read(files, embedding)):
-        raise WeightsError(f"{files[HEAD]}: {HEAD} differs from {embedding}, but {CONFIG} ties the two. "
-                              "Set tie_word_embeddings to false there, or drop the tensor.")
+        raise WeightsError(
+            f"{files[HEAD]}: {HEAD} differs from {embedding}, but {CONFIG} ties the two. "
+            "Set tie_word_embeddings to false there, or drop the tensor."
+        )
 
 
 def _read(files: Mapping[str, Path], name: str) -> Tensor:
@@ -189,12 +226,17 @@ def _read(files: Mapping[str, Path], name: str) -> Tensor:
 
 
 def _copy(stored: Any, targets: Sequence[Tensor], asked: Tensor, name: str, file: Path) -> None:
-    """One tensor of an open file into all that it is for, which may be none here; `asked` has the shape that fits."""
+    """One tensor of an open file into all that it is for, which may be none here; `asked` has the
+    shape that fits."""
     part = stored.get_slice(name)
     if part.get_shape() != list(asked.shape):
-        raise WeightsError(f"{file}: {name} has shape {part.get_shape()}, {CONFIG} asks for {list(asked.shape)}.")
+        raise WeightsError(
+            f"{file}: {name} has shape {part.get_shape()}, {CONFIG} asks for {list(asked.shape)}."
+        )
     if part.get_dtype() not in FLOATS:
-        raise WeightsError(f"{file}: {name} is {part.get_dtype()}; only floating-point weights are supported.")
+        raise WeightsError(
+            f"{file}: {name} is {part.get_dtype()}; only floating-point weights are supported."
+        )
     if targets:
         tensor = stored.get_tensor(name)
         for target in targets:
@@ -211,13 +253,19 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def stored_tensors(model: DecoderModel, prefix: str | None = None) -> dict[str, Tensor]:
-    """The live tensors of `model` as a checkpoint names them; prefix: what names begin with there, None as they are
-    written here."""
+    """The live tensors of `model` as a checkpoint names them; prefix: what names begin with there,
+    None as they are written here."""
     family = family_of(model.config)
     parts = [(name, expert_part(parameter)) for name, parameter in model.named_parameters()]
-    first = {family.tensor_name(name, prefix): part.offsets[0] for name, part in parts if part is not None}
-    return split_experts({family.tensor_name(name, prefix): tensor for name, tensor in model.state_dict().items()},
-                         first)
+    first = {
+        family.tensor_name(name, prefix): part.offsets[0]
+        for name, part in parts
+        if part is not None
+    }
+    return split_experts(
+        {family.tensor_name(name, prefix): tensor for name, tensor in model.state_dict().items()},
+        first,
+    )
 
 
 def _named(names: list[str]) -> str:
@@ -254,12 +302,15 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _renamed_when_whole(file: Path) -> Iterator[Path]:
-    """A temporary name beside `file`; its content becomes `file` when the block ends without an error."""
+    """A temporary name beside `file`; its content becomes `file` when the block ends without an
+    error."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         with temporary.open("rb+") as written:
-            os.fsync(written.fileno())  # else a crash after the rename could leave an empty file of that name
+            os.fsync(
+                written.fileno()
+            )  # else a crash after the rename could leave an empty file of that name
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)

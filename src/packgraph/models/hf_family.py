@@ -1,7 +1,9 @@
-"""What an architecture of transformers is called, and what each field of a DecoderConfig is called in its config.json.
+"""What an architecture of transformers is called, and what each field of a DecoderConfig is called
+in its config.json.
 
 Fields are named with dots: `latent.kv_rank` is the field of a section.
 """
+
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,9 +15,11 @@ SHOWN = 80  # characters
 
 
 class Key(NamedTuple):
-    """A key of config.json. default: transformers' own where the key is absent; None = the key is required.
+    """A key of config.json. default: transformers' own where the key is absent; None = the key is
+    required.
 
-    null: our value where it is null; None = it must not be. other: a name that some versions write instead.
+    null: our value where it is null; None = it must not be. other: a name that some versions write
+    instead.
     """
 
     name: str
@@ -31,12 +35,13 @@ Description = Mapping[str, Any]
 class Family:
     """One architecture.
 
-    fields: keys by our fields. only: further keys with the one value that is known here, which is also their default
-    there. fixed: our fields that are the same in every model of the family. rotary: whether it has rotary positions.
-    complete: fills in, from a config.json, the fields that no single key says; the reasons why it makes no sense.
-    write: the keys that follow from several fields. refuse: why a config is none of this family.
-    renamed: what of our names of tensors is another there: patterns, replaced in order.
-    prefixes: what names begin with in files, but for the head's; the first one is written.
+    fields: keys by our fields. only: further keys with the one value that is known here, which is
+    also their default there. fixed: our fields that are the same in every model of the family.
+    rotary: whether it has rotary positions. complete: fills in, from a config.json, the fields that
+    no single key says; the reasons why it makes no sense. write: the keys that follow from several
+    fields. refuse: why a config is none of this family. renamed: what of our names of tensors is
+    another there: patterns, replaced in order. prefixes: what names begin with in files, but for
+    the head's; the first one is written.
     """
 
     architecture: str
@@ -52,7 +57,8 @@ class Family:
     prefixes: tuple[str, ...] = ("model.",)
 
     def tensor_name(self, name: str, prefix: str | None = None) -> str:
-        """What our tensor `name` (as in a state_dict) is called in a checkpoint whose names begin with `prefix`."""
+        """What our tensor `name` (as in a state_dict) is called in a checkpoint whose names begin
+        with `prefix`."""
         if name.startswith("lm_head."):
             return name
         for pattern, replacement in self.renamed:

@@ -1,4 +1,6 @@
-"""Rotary positions in a config.json: old files have rope_theta and rope_scaling, new ones one rope_parameters."""
+"""Rotary positions in a config.json: old files have rope_theta and rope_scaling, new ones one
+rope_parameters."""
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,10 +32,14 @@ class Rope:
 
 
 def read_rope(description: Mapping[str, Any], *, scaled: bool) -> Rope:
-    """What `description`, a parsed config.json, says. scaled: whether the architecture may scale positions (YaRN)."""
+    """What `description`, a parsed config.json, says. scaled: whether the architecture may scale
+    positions (YaRN)."""
     found = Rope()
-    scalings = [_scaling(description[place], place, description, scaled, found.reasons)
-                for place in PLACES if description.get(place)]
+    scalings = [
+        _scaling(description[place], place, description, scaled, found.reasons)
+        for place in PLACES
+        if description.get(place)
+    ]
     if len(set(scalings)) > 1:
         found.reasons.append(f"{' and '.join(PLACES)} scale positions differently")
     found.scaling = scalings[0] if scalings else found.scaling
@@ -48,30 +54,52 @@ def read_rope(description: Mapping[str, Any], *, scaled: bool) -> Rope:
 def write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
     """The keys of a config.json that old and new versions of transformers read."""
     if not scaling.enabled:
-        return {"rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-    values = {key: getattr(scaling, name) for name, (key, default) in _FIELDS.items()
-              if default != 0.0 or getattr(scaling, name)}
-    return {"rope_theta": theta, "rope_scaling": {"type": "yarn", **values},
-            "rope_parameters": {"rope_type": "yarn", "rope_theta": theta, **values}}
+        return {
+            "rope_theta": theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        }
+    values = {
+        key: getattr(scaling, name)
+        for name, (key, default) in _FIELDS.items()
+        if default != 0.0 or getattr(scaling, name)
+    }
+    return {
+        "rope_theta": theta,
+        "rope_scaling": {"type": "yarn", **values},
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": theta, **values},
+    }
 
 
-def _scaling(rope: Any, place: str, description: Mapping[str, Any], scaled: bool, reasons: list[str]) -> RopeScaling:
+def _scaling(
+    rope: Any, place: str, description: Mapping[str, Any], scaled: bool, reasons: list[str]
+) -> RopeScaling:
     """The scaling in one place, or none and reasons."""
     plain = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
     kind = rope.get("rope_type", rope.get("type", "default")) if plain else None
     if kind == "default":
         return RopeScaling()
     if kind != "yarn" or not scaled:
-        known = "unscaled rotary positions and yarn are" if scaled else "unscaled rotary positions are"
+        known = (
+            "unscaled rotary positions and yarn are" if scaled else "unscaled rotary positions are"
+        )
         reasons.append(f"{place} is {rope!r}, only {known} known")
         return RopeScaling()
-    unknown = [f"{place}.{key} is {value!r}, which is not known with yarn" for key, value in rope.items()
-               if key not in _KNOWN and (key not in _WITHOUT_EFFECT or value != _WITHOUT_EFFECT[key])]
+    unknown = [
+        f"{place}.{key} is {value!r}, which is not known with yarn"
+        for key, value in rope.items()
+        if key not in _KNOWN and (key not in _WITHOUT_EFFECT or value != _WITHOUT_EFFECT[key])
+    ]
     # As transformers has it: without a number of its own, the one of the whole model.
     rope = {"original_max_position_embeddings": description.get("max_position_embeddings"), **rope}
-    values = {name: default if rope.get(key) is None else rope[key] for name, (key, default) in _FIELDS.items()}
-    wrong = [f"{place}.{key} is {values[name]!r}, not a number" for name, (key, _) in _FIELDS.items()
-             if not _is_number(values[name])]
+    values = {
+        name: default if rope.get(key) is None else rope[key]
+        for name, (key, default) in _FIELDS.items()
+    }
+    wrong = [
+        f"{place}.{key} is {values[name]!r}, not a number"
+        for name, (key, _) in _FIELDS.items()
+        if not _is_number(values[name])
+    ]
     reasons += unknown + wrong
     return RopeScaling() if wrong else RopeScaling(**values)
 

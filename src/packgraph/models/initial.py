@@ -1,12 +1,16 @@
-"""First values of matrices: normal, the same on every device and in every layout, drawn by all cores at once.
+"""First values of matrices: normal, the same on every device and in every layout, drawn by all
+cores at once.
 
-    seed "0 layers.3.mlp.experts.down_proj 17"  ->  a generator of its own  ->  the matrix of expert 17 in float32
+    seed "0 layers.3.mlp.experts.down_proj 17"  ->  a generator of its own  ->  the matrix of expert
+    17 in float32
 
-Every matrix has a seed of its own, from its name, and so has every entry of a stack of matrices. So it does not matter
-which process draws it and when: a pipeline stage or a rank with some of the experts gets the values of the whole model,
-and threads may draw in any order. They draw on the host, because generators of devices give other values: ten seconds
-for a billion parameters on one core, as many times less as there are cores.
+Every matrix has a seed of its own, from its name, and so has every entry of a stack of matrices. So
+it does not matter which process draws it and when: a pipeline stage or a rank with some of the
+experts gets the values of the whole model, and threads may draw in any order. They draw on the
+host, because generators of devices give other values: ten seconds for a billion parameters on one
+core, as many times less as there are cores.
 """
+
 import os
 import zlib
 from collections.abc import Iterable, Iterator
@@ -26,10 +30,13 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 
 def draw_normal(parameters: Iterable[tuple[str, Tensor]], seed: int, scale: float) -> None:
-    """Fill matrices [I, J], and stacks of them [E, I, J], with normal values of mean 0 and deviation `scale`.
+    """Fill matrices [I, J], and stacks of them [E, I, J], with normal values of mean 0 and
+    deviation `scale`.
 
-    parameters: their names and themselves, on any device, in any dtype. Of a stack some entries may be here alone.
+    parameters: their names and themselves, on any device, in any dtype. Of a stack some entries may
+    be here alone.
     """
+
     def draw(entry: tuple[str, Tensor]) -> None:
         name, matrix = entry
         fresh = torch.empty(matrix.shape, dtype=torch.float32, device="cpu")
@@ -50,7 +57,10 @@ def _matrices(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
         else:
             part = expert_part(parameter)
             first = 0 if part is None else part.offsets[0]
-            yield from ((f"{name} {place}", entry) for place, entry in enumerate(values.unbind(0), start=first))
+            yield from (
+                (f"{name} {place}", entry)
+                for place, entry in enumerate(values.unbind(0), start=first)
+            )
 
 
 def _cores() -> int:

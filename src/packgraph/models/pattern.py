@@ -3,10 +3,13 @@
     M  Mamba-2    *  attention    -  feed-forward    E  experts
 
     M-M*-E            six layers of one branch each, as in Nemotron-H
-    (M-)(M-)(*-)      three layers of two branches, as in Bamba; a decoder of attention and feed-forward alone is (*-)
+    (M-)(M-)(*-)      three layers of two branches, as in Bamba; a decoder of attention and
+                      feed-forward alone is (*-)
 
-A pattern is repeated until there are as many layers as the decoder has, and what is beyond them is left out.
+A pattern is repeated until there are as many layers as the decoder has, and what is beyond them is
+left out.
 """
+
 from functools import cache
 
 BRANCHES = {"M": "mamba", "*": "attn", "-": "mlp", "E": "moe"}
@@ -17,16 +20,22 @@ MIXERS = ("M", "*")
 def read_pattern(text: str) -> tuple[tuple[str, ...], ...]:
     """The branches of each layer, by the names of their stages (`moe` for experts).
 
-    A layer is one letter, or a mixer (M or *) and a feed-forward branch (- or E) in parentheses. Raises ValueError.
+    A layer is one letter, or a mixer (M or *) and a feed-forward branch (- or E) in parentheses.
+    Raises ValueError.
     """
     layers: list[tuple[str, ...]] = []
     rest = text
     while rest:
-        letters, rest = (rest[1:3], rest[4:]) if rest[0] == "(" and rest[3:4] == ")" else (rest[0], rest[1:])
-        if any(letter not in BRANCHES for letter in letters) \
-                or (len(letters) == 2 and (letters[0] in MIXERS, letters[1] in MIXERS) != (True, False)):
-            raise ValueError(f"pattern {text!r} makes no sense from layer {len(layers)} on: a layer is one of "
-                             f"{' '.join(BRANCHES)}, or M or * followed by - or E in parentheses, as in (M-)(*E)")
+        letters, rest = (
+            (rest[1:3], rest[4:]) if rest[0] == "(" and rest[3:4] == ")" else (rest[0], rest[1:])
+        )
+        if any(letter not in BRANCHES for letter in letters) or (
+            len(letters) == 2 and (letters[0] in MIXERS, letters[1] in MIXERS) != (True, False)
+        ):
+            raise ValueError(
+                f"pattern {text!r} makes no sense from layer {len(layers)} on: a layer is one of "
+                f"{' '.join(BRANCHES)}, or M or * followed by - or E in parentheses, as in (M-)(*E)"
+            )
         layers.append(tuple(BRANCHES[letter] for letter in letters))
     return tuple(layers)
 

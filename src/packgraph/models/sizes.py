@@ -1,4 +1,6 @@
-"""Sizes of a decoder's parts by its config, for all who count with them; every kind of layer is known here alone."""
+"""Sizes of a decoder's parts by its config, for all who count with them; every kind of layer is
+known here alone."""
+
 from types import MappingProxyType
 
 from packgraph.models.config import DecoderConfig
@@ -8,12 +10,20 @@ from packgraph.models.work import SCAN_WEIGHTS, BranchWork
 def head_sizes(config: DecoderConfig) -> tuple[int, int]:
     """Columns of a head's queries and keys, and of its values."""
     latent = config.latent
-    return (latent.query_dim, latent.value_dim) if latent.enabled else (config.head_dim, config.head_dim)
+    return (
+        (latent.query_dim, latent.value_dim)
+        if latent.enabled
+        else (config.head_dim, config.head_dim)
+    )
 
 
 def rotary_width(config: DecoderConfig) -> int:
     """Columns of a head that are turned by the position."""
-    return config.latent.rope_dim if config.latent.enabled else round(config.rotary_share * config.head_dim)
+    return (
+        config.latent.rope_dim
+        if config.latent.enabled
+        else round(config.rotary_share * config.head_dim)
+    )
 
 
 def attention_weights(config: DecoderConfig) -> int:
@@ -22,9 +32,12 @@ def attention_weights(config: DecoderConfig) -> int:
     if not latent.enabled:
         return hidden * config.head_dim * (2 * heads + 2 * config.num_kv_heads)
     queries, rank = heads * latent.query_dim, latent.query_rank
-    return ((hidden * rank + rank * queries if rank else hidden * queries)
-            + hidden * (latent.kv_rank + latent.rope_dim)
-            + latent.kv_rank * heads * (latent.nope_dim + latent.value_dim) + heads * latent.value_dim * hidden)
+    return (
+        (hidden * rank + rank * queries if rank else hidden * queries)
+        + hidden * (latent.kv_rank + latent.rope_dim)
+        + latent.kv_rank * heads * (latent.nope_dim + latent.value_dim)
+        + heads * latent.value_dim * hidden
+    )
 
 
 def mamba_weights(config: DecoderConfig) -> int:
@@ -39,12 +52,14 @@ def feed_forward_weights(config: DecoderConfig) -> int:
 
 
 def expert_weights(config: DecoderConfig) -> int:
-    """Elements of the matrices that a token passes in one layer's experts: the router's and those of its own."""
+    """Elements of the matrices that a token passes in one layer's experts: the router's and those
+    of its own."""
     return _expert_weights(config, config.experts.per_token)
 
 
 def layer_cost(config: DecoderConfig, index: int, tokens: int) -> int:
-    """Cost of layer `index` as models/work.py has it. tokens: that meet one copy of its weights in a microbatch."""
+    """Cost of layer `index` as models/work.py has it. tokens: that meet one copy of its weights in
+    a microbatch."""
     return sum(_branch_work(config, branch).cost(tokens) for branch in config.branches(index))
 
 
@@ -76,7 +91,10 @@ def _feed_forward_matrices(config: DecoderConfig) -> int:
 
 def _expert_weights(config: DecoderConfig, experts: int) -> int:
     """Elements of the router's matrix, and of those of so many experts and the shared ones."""
-    settings, columns = config.experts, _feed_forward_matrices(config) * config.experts.intermediate_size
+    settings, columns = (
+        config.experts,
+        _feed_forward_matrices(config) * config.experts.intermediate_size,
+    )
     always = settings.count + columns * settings.shared + 2 * settings.latent_size
     return config.hidden_size * always + routed_width(config) * columns * experts
 
@@ -89,5 +107,11 @@ def _branch_work(config: DecoderConfig, branch: str) -> BranchWork:
     return BranchWork(weights, weights, scanned)
 
 
-_WEIGHTS = MappingProxyType({
-    "mamba": mamba_weights, "attn": attention_weights, "mlp": feed_forward_weights, "moe": expert_weights})
+_WEIGHTS = MappingProxyType(
+    {
+        "mamba": mamba_weights,
+        "attn": attention_weights,
+        "mlp": feed_forward_weights,
+        "moe": expert_weights,
+    }
+)

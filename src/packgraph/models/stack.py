@@ -2,18 +2,19 @@
 
     begin -> embed (-1) -> layer 0's stages -> ... -> layer L-1's stages -> head (L) -> end
 
-A pipeline stage is a stack of consecutive layers. Only the first has the embedding; the others begin with the hidden
-states of the stage before, and their `embed` makes just the tables that all layers share. Only the last has a head;
-the others end with hidden states.
+A pipeline stage is a stack of consecutive layers. Only the first has the embedding; the others
+begin with the hidden states of the stage before, and their `embed` makes just the tables that all
+layers share. Only the last has a head; the others end with hidden states.
 
-State: batch, tokens_in_step and, where the row is spread over ranks, context from `begin`; hidden [T, H] from `embed`,
-and for layers that read them rotary (cos, sin; empty where positions turn nothing), attention (metadata) and documents
-(int32 [T], -1 in padding, of all ranks' rows); the head leaves loss alone. Padding rows of hidden start as exact zeros,
-so that nothing a padding token holds reaches a result, and stay finite from there on; their gradients are zeros from
-the head on.
+State: batch, tokens_in_step and, where the row is spread over ranks, context from `begin`; hidden
+[T, H] from `embed`, and for layers that read them rotary (cos, sin; empty where positions turn
+nothing), attention (metadata) and documents (int32 [T], -1 in padding, of all ranks' rows); the
+head leaves loss alone. Padding rows of hidden start as exact zeros, so that nothing a padding token
+holds reaches a result, and stay finite from there on; their gradients are zeros from the head on.
 
 Where the row is cut in zigzag, `embed` adds rows, which say what of the row is this rank's.
 """
+
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -46,20 +47,35 @@ class StagedLayer(Protocol):
 
 
 class DecoderStack(nn.Module):
-    """Embedding, layers and head of a decoder over packed microbatches; implements `plan.stages.Staged`.
+    """Embedding, layers and head of a decoder over packed microbatches; implements
+    `plan.stages.Staged`.
 
-    config: sizes and options of the whole decoder. layers: modules that are StagedLayers, by their number in the
-    whole. first, last: whether this part has the embedding, and norm and head. Parameters are named as in Hugging Face
-    checkpoints without the leading `model.`; with tied embeddings there is no `lm_head`.
+    config: sizes and options of the whole decoder. layers: modules that are StagedLayers, by their
+    number in the whole. first, last: whether this part has the embedding, and norm and head.
+    Parameters are named as in Hugging Face checkpoints without the leading `model.`; with tied
+    embeddings there is no `lm_head`.
     """
 
-    def __init__(self, config: DecoderConfig, layers: Mapping[int, nn.Module], *,
-                 first: bool = True, last: bool = True) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Mapping[int, nn.Module],
+        *,
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
         super().__init__()
         self.config, self.first, self.last = config, first, last
-        self.split_rows = False  # whether hidden states are this rank's rows only (sequence parallelism)
-        self.context, self.contexts = 1, dict[int, ContextGroup]()  # set by parallel/context/rows.py
-        self.rank_tokens: int | None = None  # of any row; how many ranks share it then follows from its capacity
+        self.split_rows = (
+            False  # whether hidden states are this rank's rows only (sequence parallelism)
+        )
+        self.context, self.contexts = (
+            1,
+            dict[int, ContextGroup](),
+        )  # set by parallel/context/rows.py
+        self.rank_tokens: int | None = (
+            None  # of any row; how many ranks share it then follows from its capacity
+        )
         if first or (last and config.tie_embeddings):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
@@ -67,7 +83,9 @@ class DecoderStack(nn.Module):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             if not config.tie_embeddings:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = RotaryEmbedding(rotary_width(config), config.rope_theta, config.latent.scaling)
+        self.rotary = RotaryEmbedding(
+            rotary_width(config), config.rope_theta, config.latent.scaling
+        )
         branches = {branch for index in layers for branch in config.branches(index)}
         self.attends, self.scans = "attn" in branches, "mamba" in branches
 
@@ -76,15 +94,22 @@ class DecoderStack(nn.Module):
         """The [V, H] matrix of the head."""
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
 
-    def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None,
-              context: int | None = None) -> State:
+    def begin(
+        self,
+        batch: PackedBatch,
+        tokens_in_step: Tensor | None = None,
+        hidden: Tensor | None = None,
+        context: int | None = None,
+    ) -> State:
         if isinstance(batch, PackedBatch) and not torch.compiler.is_compiling():
             # Compiled code would be made again for every number that it has looked at.
             batch.check_words(self.config.vocab_size)
         size = self._ranks_of(batch) if context is None else context
         if size != 1 and size not in self.contexts:
-            raise ValueError(f"rows cannot be spread over {size} ranks: this model knows groups of "
-                             f"{sorted({1, *self.contexts})}; make others by packgraph.parallel.context.rows")
+            raise ValueError(
+                f"rows cannot be spread over {size} ranks: this model knows groups of "
+                f"{sorted({1, *self.contexts})}; make others by packgraph.parallel.context.rows"
+            )
         state: State = {"batch": batch, "tokens_in_step": tokens_in_step}
         if size != 1:
             spread = state["context"] = self.contexts[size]
@@ -95,7 +120,9 @@ class DecoderStack(nn.Module):
 
     def _ranks_of(self, batch: PackedBatch) -> int:
         """How many ranks share the row of `batch`."""
-        return self.context if self.rank_tokens is None else batch.capacity.tokens // self.rank_tokens
+        return (
+            self.context if self.rank_tokens is None else batch.capacity.tokens // self.rank_tokens
+        )
 
     def stages(self) -> Sequence[Stage]:
         inner = [stage for layer in self.layers.values() for stage in layer.stages()]  # type: ignore[operator]
@@ -105,43 +132,64 @@ class DecoderStack(nn.Module):
     def end(self, state: State) -> Tensor:
         return state["loss" if self.last else "hidden"]
 
-    def forward(self, batch: PackedBatch, tokens_in_step: Tensor | None = None, hidden: Tensor | None = None,
-                context: int | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: PackedBatch,
+        tokens_in_step: Tensor | None = None,
+        hidden: Tensor | None = None,
+        context: int | None = None,
+    ) -> Tensor:
         """Sum of the token losses of `batch` divided by `tokens_in_step`: 0-d float32.
 
-        tokens_in_step: 0-d int64 or float32 on the batch's device, the labels that count in the whole step;
-        None takes this batch's own count. A count of 0 divides by 1. hidden: [T, H] from the pipeline stage before,
-        for every stage but the first. A stage that is not the last returns its hidden states [T, H].
-        context: a host constant, the number of ranks that the row is spread over, all of which get the whole batch;
-        None = as many as the model was spread over. Hidden states are then this rank's rows [T / context, H], and the
-        loss is the sum over them. Raises ValueError for a number that the model has no group for or that does not
-        divide T, and for documents that do not fit in T when they are padded as zigzag needs it.
+        tokens_in_step: 0-d int64 or float32 on the batch's device, the labels that count in the
+        whole step; None takes this batch's own count. A count of 0 divides by 1. hidden: [T, H]
+        from the pipeline stage before, for every stage but the first. A stage that is not the last
+        returns its hidden states [T, H]. context: a host constant, the number of ranks that the row
+        is spread over, all of which get the whole batch; None = as many as the model was spread
+        over. Hidden states are then this rank's rows [T / context, H], and the loss is the sum over
+        them. Raises ValueError for a number that the model has no group for or that does not divide
+        T, and for documents that do not fit in T when they are padded as zigzag needs it.
         """
         return run_stages(self, batch, tokens_in_step, hidden, context)
 
     def logits(self, batch: PackedBatch) -> Tensor:
-        """Logits [T, V] of all rows (of this rank's, where rows are spread); those of padding mean nothing but are
-        finite."""
+        """Logits [T, V] of all rows (of this rank's, where rows are spread); those of padding mean
+        nothing but are finite."""
         state = self.begin(batch)
         for stage in self.stages()[:-1]:
             state = stage.run(state)
         return F.linear(self.norm(state["hidden"]), self.head_weight)
 
     def run_embed(self, state: State) -> State:
-        """Stage `embed`: token embeddings, zero in padding (first stage only); what all layers read of the batch."""
+        """Stage `embed`: token embeddings, zero in padding (first stage only); what all layers read
+        of the batch."""
         batch, context = state["batch"], state.get("context")
-        zigzag = zigzag_tables(batch, context) if context is not None and context.kind == "zigzag" else None
+        zigzag = (
+            zigzag_tables(batch, context)
+            if context is not None and context.kind == "zigzag"
+            else None
+        )
         if zigzag is not None:
             state = {**state, "rows": zigzag.rows}
-        tokens, padding, positions = (rank_rows(x, context, state.get("rows"), fill) for x, fill in (
-            (batch.tokens, 0), (batch.padding_mask, True), (batch.position_ids, 0)))
-        hidden: Tensor = state["hidden"] if not self.first else embed(
-            tokens, padding, self.embed_tokens.weight, split_rows=self.split_rows)
+        tokens, padding, positions = (
+            rank_rows(x, context, state.get("rows"), fill)
+            for x, fill in ((batch.tokens, 0), (batch.padding_mask, True), (batch.position_ids, 0))
+        )
+        hidden: Tensor = (
+            state["hidden"]
+            if not self.first
+            else embed(tokens, padding, self.embed_tokens.weight, split_rows=self.split_rows)
+        )
         found: State = {**state, "hidden": hidden}
         if self.attends:
             found["rotary"] = self.rotary(positions, hidden.dtype) if self.rotary.head_dim else ()
-            found["attention"] = attention_metadata(batch, self.attention_choice(hidden.dtype).name,
-                                                    finite_padding=True, context=context, tables=zigzag)
+            found["attention"] = attention_metadata(
+                batch,
+                self.attention_choice(hidden.dtype).name,
+                finite_padding=True,
+                context=context,
+                tables=zigzag,
+            )
         if self.scans:
             found["documents"] = live_document_ids(batch)
         return found
@@ -149,17 +197,28 @@ class DecoderStack(nn.Module):
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the loss is left in the state."""
         labels, rows = state["batch"].labels, state.get("rows")
-        total = head_cross_entropy(self.norm(state["hidden"]), self.head_weight,
-                                   rank_rows(labels, state.get("context"), rows, IGNORED))
+        total = head_cross_entropy(
+            self.norm(state["hidden"]),
+            self.head_weight,
+            rank_rows(labels, state.get("context"), rows, IGNORED),
+        )
         tokens = state["tokens_in_step"]
         tokens = token_count(labels) if tokens is None else tokens
         loss = total / tokens.clamp(min=1)
         return {"loss": loss if rows is None else loss + rows.excess}
 
     def reset_parameters(self, seed: int) -> None:
-        """Normal matrices, norms of one, biases of zero; the same for a seed on every device (`models/initial.py`)."""
-        draw_normal(((name, parameter) for name, parameter in self.named_parameters()
-                     if parameter.dim() >= 2 and ".conv1d." not in name), seed, self.config.initializer_range)
+        """Normal matrices, norms of one, biases of zero; the same for a seed on every device
+        (`models/initial.py`)."""
+        draw_normal(
+            (
+                (name, parameter)
+                for name, parameter in self.named_parameters()
+                if parameter.dim() >= 2 and ".conv1d." not in name
+            ),
+            seed,
+            self.config.initializer_range,
+        )
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, RMSNorm):
@@ -177,7 +236,8 @@ class DecoderStack(nn.Module):
     def attention_choice(self, dtype: torch.dtype | None = None) -> BackendChoice:
         """The attention backend of calls made now, and why it is no faster one.
 
-        dtype: of the hidden states, where autocast does not say another; None takes that of the parameters.
+        dtype: of the hidden states, where autocast does not say another; None takes that of the
+        parameters.
         """
         if self.config.attention_backend != "auto":
             return BackendChoice(self.config.attention_backend, "asked for")

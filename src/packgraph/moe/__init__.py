@@ -1,1 +1,2 @@
-"""Mixture of experts without host syncs: routing, rows by expert, grouped products, dispatch, paged stash."""
+"""Mixture of experts without host syncs: routing, rows by expert, grouped products, dispatch, paged
+stash."""

@@ -1,19 +1,24 @@
 """The experts' activation with the weights of the routing in it, per row, with or without a gate.
 
-    gated       h [R, 2I]  gate | up     silu(gate) * up * weight     SwiGLU (Shazeer 2020, arXiv:2002.05202)
-    ungated     h [R, I]                 relu(h) ** 2 * weight        squared ReLU (So et al. 2021, arXiv:2109.08668)
+    gated       h [R, 2I]  gate | up     silu(gate) * up * weight     SwiGLU (Shazeer 2020,
+                                                                      arXiv:2002.05202)
+    ungated     h [R, I]                 relu(h) ** 2 * weight        squared ReLU (So et al. 2021,
+                                                                      arXiv:2109.08668)
 
     forward     act [R, I], of h and weights float32 [R]
-    backward    act once more, and the gradients of h and of the weights: one pass over h and the incoming gradient
+    backward    act once more, and the gradients of h and of the weights: one pass over h and the
+                incoming gradient
 
-Everything is computed in float32 (float64 in float64) and rounded once. The backward makes the activation again
-because the gradient of the next matrix needs it: writing it costs less than keeping it from the forward on would cost
-in memory, a third of what an expert layer saves between its products (without a gate half of it).
+Everything is computed in float32 (float64 in float64) and rounded once. The backward makes the
+activation again because the gradient of the next matrix needs it: writing it costs less than
+keeping it from the forward on would cost in memory, a third of what an expert layer saves between
+its products (without a gate half of it).
 
-Rows from offsets[-1] on are empty: they may hold NaN, `act` and the gradient of h are undefined there (nothing reads
-them, see moe/grouped_gemm/products.py), the gradient of the weights is 0. On CUDA they cost nothing: kernels in
-moe/activation_kernel.py look up how many rows there are.
+Rows from offsets[-1] on are empty: they may hold NaN, `act` and the gradient of h are undefined
+there (nothing reads them, see moe/grouped_gemm/products.py), the gradient of the weights is 0. On
+CUDA they cost nothing: kernels in moe/activation_kernel.py look up how many rows there are.
 """
+
 import torch
 from torch import Tensor
 
@@ -22,9 +27,11 @@ from packgraph.ops.loss.api import HAS_TRITON
 
 @torch.library.custom_op("packgraph::expert_activation", mutates_args=())
 def activation(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) -> Tensor:
-    """act [R, I]. h: [R, 2I], gate first, or [R, I] without a gate; weights: float32 [R]; offsets: int32 [E]."""
+    """act [R, I]. h: [R, 2I], gate first, or [R, I] without a gate; weights: float32 [R]; offsets:
+    int32 [E]."""
     if HAS_TRITON and h.is_cuda and h.dtype != torch.float64:
         from packgraph.moe.activation_kernel import activate
+
         return activate(h, weights, offsets, gated)
     weight = weights[:, None]
     if not gated:
@@ -34,12 +41,14 @@ def activation(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True) 
 
 
 @torch.library.custom_op("packgraph::expert_activation_backward", mutates_args=())
-def activation_backward(grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
-                        ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of h, of its shape, and of weights [R], and the activation [R, I] itself. grad: [R, I], of the
-    activation."""
+def activation_backward(
+    grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of h, of its shape, and of weights [R], and the activation [R, I] itself. grad: [R,
+    I], of the activation."""
     if HAS_TRITON and h.is_cuda and h.dtype != torch.float64:
         from packgraph.moe.activation_kernel import activate_backward
+
         return activate_backward(grad, h, weights, offsets, gated)
     wide, weight = _wide(grad), weights[:, None]
     if gated:
@@ -64,8 +73,9 @@ def _activation_shape(h: Tensor, weights: Tensor, offsets: Tensor, gated: bool =
 
 
 @activation_backward.register_fake
-def _backward_shapes(grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
-                     ) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(
+    grad: Tensor, h: Tensor, weights: Tensor, offsets: Tensor, gated: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     return h.new_empty(h.shape), weights.new_empty(weights.shape), grad.new_empty(grad.shape)
 
 

@@ -1,12 +1,16 @@
-"""The experts of one rank: two grouped products and the activation between them, without a host sync.
+"""The experts of one rank: two grouped products and the activation between them, without a host
+sync.
 
-    values [R, H] -- @ gate_up^T --> h [R, 2I] -- silu(gate) * up * weight --> act [R, I] -- @ down^T --> [R, H]
-    values [R, H] -- @ up^T -------> h [R, I] --- relu(h) ** 2 * weight -----> act [R, I] -- @ down^T --> [R, H]
+    values [R, H] -- @ gate_up^T --> h [R, 2I] -- silu(gate) * up * weight --> act [R, I] -- @
+    down^T --> [R, H] values [R, H] -- @ up^T -------> h [R, I] --- relu(h) ** 2 * weight -----> act
+    [R, I] -- @ down^T --> [R, H]
 
-The weights of the routing enter before the second product. So its outputs need not be saved for the weights' gradient,
-and combining rows is a plain sum (Megatron-Core's technical report, arXiv 2603.07685). Kept for the backward: values
-and h; the activation is made again. Rows from offsets[-1] on are read nowhere, and undefined in the result.
+The weights of the routing enter before the second product. So its outputs need not be saved for the
+weights' gradient, and combining rows is a plain sum (Megatron-Core's technical report, arXiv
+2603.07685). Kept for the backward: values and h; the activation is made again. Rows from
+offsets[-1] on are read nowhere, and undefined in the result.
 """
+
 from typing import Any, Literal
 
 import torch
@@ -17,18 +21,23 @@ from packgraph.moe.grouped_gemm.products import autocast, matrices_gradient, pro
 
 
 class Experts(nn.Module):
-    """`count` experts. gate_up_proj: [count, 2I, H], gate rows first, or without a gate up_proj: [count, I, H];
-    down_proj: [count, H, I].
+    """`count` experts. gate_up_proj: [count, 2I, H], gate rows first, or without a gate up_proj:
+    [count, I, H]; down_proj: [count, H, I].
 
-    count: the experts of this rank. activation: swiglu has a gate, relu2 has none (moe/activation.py). Weights begin as
-    normal numbers of deviation 0.02.
+    count: the experts of this rank. activation: swiglu has a gate, relu2 has none
+    (moe/activation.py). Weights begin as normal numbers of deviation 0.02.
     """
 
     gate_up_proj: nn.Parameter
     up_proj: nn.Parameter
 
-    def __init__(self, count: int, hidden_size: int, intermediate_size: int,
-                 activation: Literal["swiglu", "relu2"] = "swiglu") -> None:
+    def __init__(
+        self,
+        count: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: Literal["swiglu", "relu2"] = "swiglu",
+    ) -> None:
         super().__init__()
         self.gated = activation == "swiglu"
         if self.gated:
@@ -49,17 +58,20 @@ class Experts(nn.Module):
             nn.init.normal_(parameter, std=0.02)
 
     def forward(self, values: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-        """Rows of experts: [R, H] -> [R, H], of values' dtype (autocast: of that); undefined from offsets[-1] on.
+        """Rows of experts: [R, H] -> [R, H], of values' dtype (autocast: of that); undefined from
+        offsets[-1] on.
 
-        values: [R, H], rows by expert. weights: float32 [R], of the routing. offsets: int32 [count], where the rows of
-        each expert end.
+        values: [R, H], rows by expert. weights: float32 [R], of the routing. offsets: int32
+        [count], where the rows of each expert end.
         """
         return self.second(self.first(values, offsets), weights, offsets)
 
     def first(self, values: Tensor, offsets: Tensor) -> Tensor:
         """The product before the activation: h [R, 2I], without a gate [R, I]."""
         values, matrices = autocast(values, self.first_proj)
-        return product(values, matrices, offsets, True)  # not by a view: the backward then reads the parameter itself
+        return product(
+            values, matrices, offsets, True
+        )  # not by a view: the backward then reads the parameter itself
 
     def second(self, h: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """What follows it: [R, H]."""
@@ -68,21 +80,33 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         count, hidden_size, intermediate_size = self.down_proj.shape
         gate = "" if self.gated else ", no gate"
-        return f"count={count}, hidden_size={hidden_size}, intermediate_size={intermediate_size}{gate}"
+        return (
+            f"count={count}, hidden_size={hidden_size}, intermediate_size={intermediate_size}{gate}"
+        )
 
 
-def activate_and_multiply(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool = True) -> Tensor:
+def activate_and_multiply(
+    h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool = True
+) -> Tensor:
     """`activation(h, weights, offsets, gated)` @ down[e]^T for the rows of every expert e: [R, H].
 
-    h: [R, 2I], gate first, or [R, I] without a gate. weights: float32 [R]. down: [E, H, I]. offsets: int32 [E].
+    h: [R, 2I], gate first, or [R, I] without a gate. weights: float32 [R]. down: [E, H, I].
+    offsets: int32 [E].
     """
     h, down = autocast(h, down)
     return _second_half(h, weights, down, offsets, gated)
 
 
-def naive_experts(values: Tensor, weights: Tensor, offsets: Tensor, matrices: Tensor, down: Tensor,
-                  gated: bool = True) -> Tensor:
-    """The specification: each expert an MLP on its rows; each output times its weight. Zero in the tail.
+def naive_experts(
+    values: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    matrices: Tensor,
+    down: Tensor,
+    gated: bool = True,
+) -> Tensor:
+    """The specification: each expert an MLP on its rows; each output times its weight. Zero in the
+    tail.
 
     matrices: [E, 2I, H], gate rows first, or [E, I, H] without a gate.
     """
@@ -106,7 +130,9 @@ def _second_half(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gate
 
 
 @_second_half.register_fake
-def _second_half_shape(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool) -> Tensor:
+def _second_half_shape(
+    h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool
+) -> Tensor:
     return h.new_empty(h.shape[0], down.shape[1])
 
 

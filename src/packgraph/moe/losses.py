@@ -1,16 +1,19 @@
-"""Auxiliary losses of the router as 0-d float32 tensors on the device; padding has no part in any of them.
+"""Auxiliary losses of the router as 0-d float32 tensors on the device; padding has no part in any
+of them.
 
-A balance loss is E * sum over experts of f * P: the fraction of tokens an expert gets times its mean share of scores.
-Only P has a gradient, and it is linear in the tokens' shares:
+A balance loss is E * sum over experts of f * P: the fraction of tokens an expert gets times its
+mean share of scores. Only P has a gradient, and it is linear in the tokens' shares:
 
     loss = sum over tokens t, experts e of share[t, e] * price[document of t, e]      price: from integer counts alone
 
-So nothing is summed per document but integers. The sum over tokens has a fixed order, the gradient of a token is its
-price: no atomics on floats, same bits in every run, and one document's scores never touch another's gradient.
+So nothing is summed per document but integers. The sum over tokens has a fixed order, the gradient
+of a token is its price: no atomics on floats, same bits in every run, and one document's scores
+never touch another's gradient.
 
-Where a row is spread over ranks (`context`), tokens are those of this rank, whose share of the loss comes out; counts
-are summed over the ranks.
-"""
+Where a row is spread over ranks (`context`), tokens are those of this rank, whose share of the loss
+comes out; counts are summed over the ranks.
+"""  # noqa: E501
+
 from typing import Any
 
 import torch
@@ -22,24 +25,37 @@ from packgraph.ops.attention.context import ContextGroup, total
 TINY = 1e-20
 
 
-def load_loss(scores: Tensor, experts: Tensor, valid: Tensor, context: ContextGroup | None = None) -> Tensor:
-    """Balance loss over all tokens of a microbatch (Switch Transformer, arXiv 2101.03961), 1 if balanced: 0-d float32.
+def load_loss(
+    scores: Tensor, experts: Tensor, valid: Tensor, context: ContextGroup | None = None
+) -> Tensor:
+    """Balance loss over all tokens of a microbatch (Switch Transformer, arXiv 2101.03961), 1 if
+    balanced: 0-d float32.
 
-    scores: float32 [T, E], not negative (softmax or sigmoid); a token's shares are its scores divided by their sum.
-    experts: int [T, k], the choice, -1 = none. valid: bool [T], False = padding. 0 with zero gradients if all is
-    padding. Differentiable in scores.
+    scores: float32 [T, E], not negative (softmax or sigmoid); a token's shares are its scores
+    divided by their sum. experts: int [T, k], the choice, -1 = none. valid: bool [T], False =
+    padding. 0 with zero gradients if all is padding. Differentiable in scores.
     """
     return _balance_loss(scores, experts, torch.where(valid, 0, 1), 1, context)
 
 
-def document_loss(scores: Tensor, experts: Tensor, document_ids: Tensor, valid: Tensor, documents: int,
-                  context: ContextGroup | None = None) -> Tensor:
-    """Balance loss of each document by itself, averaged over documents that have tokens: 0-d float32.
+def document_loss(
+    scores: Tensor,
+    experts: Tensor,
+    document_ids: Tensor,
+    valid: Tensor,
+    documents: int,
+    context: ContextGroup | None = None,
+) -> Tensor:
+    """Balance loss of each document by itself, averaged over documents that have tokens: 0-d
+    float32.
 
-    The sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437), with each document of the pack as a sequence.
-    document_ids: int [T], in [0, N) where valid. documents: N, a static bound. The rest as in `load_loss`.
+    The sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437), with each document of the pack as a
+    sequence. document_ids: int [T], in [0, N) where valid. documents: N, a static bound. The rest
+    as in `load_loss`.
     """
-    return _balance_loss(scores, experts, torch.where(valid, document_ids, documents).long(), documents, context)
+    return _balance_loss(
+        scores, experts, torch.where(valid, document_ids, documents).long(), documents, context
+    )
 
 
 def z_loss(logits: Tensor, valid: Tensor, context: ContextGroup | None = None) -> Tensor:
@@ -53,10 +69,12 @@ def z_loss(logits: Tensor, valid: Tensor, context: ContextGroup | None = None) -
 
 
 def attach(hidden: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-    """`hidden` unchanged, in whose backward `loss` gets the gradient `scale`, whatever gradient hidden gets.
+    """`hidden` unchanged, in whose backward `loss` gets the gradient `scale`, whatever gradient
+    hidden gets.
 
-    So the loss needs no way through the rest of the model. loss, scale: 0-d tensors; scale has no gradient, and is read
-    in the backward. The result must be used once or more on the way to what is differentiated.
+    So the loss needs no way through the rest of the model. loss, scale: 0-d tensors; scale has no
+    gradient, and is read in the backward. The result must be used once or more on the way to what
+    is differentiated.
     """
     return _Attach.apply(hidden, loss, scale)
 
@@ -67,12 +85,15 @@ def naive_load_loss(scores: Tensor, experts: Tensor, valid: Tensor) -> Tensor:
     if len(scores) == 0:
         return scores.sum()
     shares = scores / scores.sum(dim=-1, keepdim=True)
-    fractions = torch.stack([(experts == expert).sum() / experts.numel() for expert in range(scores.shape[1])])
+    fractions = torch.stack(
+        [(experts == expert).sum() / experts.numel() for expert in range(scores.shape[1])]
+    )
     return scores.shape[1] * (fractions * shares.mean(dim=0)).sum()
 
 
-def naive_document_loss(scores: Tensor, experts: Tensor, document_ids: Tensor, valid: Tensor,
-                        documents: int) -> Tensor:
+def naive_document_loss(
+    scores: Tensor, experts: Tensor, document_ids: Tensor, valid: Tensor, documents: int
+) -> Tensor:
     """The specification of `document_loss`: a loop over documents on the host."""
     masks = [valid & (document_ids == document) for document in range(documents)]
     losses = [naive_load_loss(scores, experts, mask) for mask in masks if mask.any()]
@@ -85,24 +106,35 @@ def naive_z_loss(logits: Tensor, valid: Tensor) -> Tensor:
     return torch.log(logits.exp().sum(dim=-1)).square().mean() if len(logits) else logits.sum()
 
 
-def _balance_loss(scores: Tensor, experts: Tensor, segments: Tensor, count: int, context: ContextGroup | None
-                  ) -> Tensor:
+def _balance_loss(
+    scores: Tensor, experts: Tensor, segments: Tensor, count: int, context: ContextGroup | None
+) -> Tensor:
     """segments: int64 [T], the segment of each token, `count` = none."""
-    return _PricedShares.apply(scores, _prices(experts, segments, count, scores.shape[1], context), segments)
+    return _PricedShares.apply(
+        scores, _prices(experts, segments, count, scores.shape[1], context), segments
+    )
 
 
 @torch.no_grad()
-def _prices(experts: Tensor, segments: Tensor, count: int, num_experts: int, context: ContextGroup | None) -> Tensor:
-    """What one unit of a token's share adds to the loss: float32 [count + 1, E], 0 in the last row (padding).
+def _prices(
+    experts: Tensor, segments: Tensor, count: int, num_experts: int, context: ContextGroup | None
+) -> Tensor:
+    """What one unit of a token's share adds to the loss: float32 [count + 1, E], 0 in the last row
+    (padding).
 
-    E * f / (tokens of the segment * segments with tokens), since P is a mean over the segment's tokens.
+    E * f / (tokens of the segment * segments with tokens), since P is a mean over the segment's
+    tokens.
     """
     inside = segments < count
     tokens = count_keys(segments, inside, count + 1)[:, None]
     keys = segments[:, None] * num_experts + experts
-    chosen = count_keys(keys, inside[:, None] & (experts >= 0), (count + 1) * num_experts).view(-1, num_experts)
+    chosen = count_keys(keys, inside[:, None] & (experts >= 0), (count + 1) * num_experts).view(
+        -1, num_experts
+    )
     if context is not None:
-        chosen, tokens = total(torch.cat((chosen, tokens), dim=1), context).split((num_experts, 1), dim=1)
+        chosen, tokens = total(torch.cat((chosen, tokens), dim=1), context).split(
+            (num_experts, 1), dim=1
+        )
     tokens = tokens.float()
     present = (tokens > 0).sum()
     fractions = chosen / (tokens * experts.shape[1]).clamp(min=1)
@@ -110,7 +142,8 @@ def _prices(experts: Tensor, segments: Tensor, count: int, num_experts: int, con
 
 
 class _PricedShares(torch.autograd.Function):
-    """Sum over t, e of scores[t, e] / sum(scores[t]) * prices[segments[t], e]; keeps no [T, E] tensor but scores."""
+    """Sum over t, e of scores[t, e] / sum(scores[t]) * prices[segments[t], e]; keeps no [T, E]
+    tensor but scores."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, prices: Tensor, segments: Tensor) -> Tensor:

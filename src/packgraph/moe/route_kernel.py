@@ -1,12 +1,16 @@
-"""The choice of experts as one kernel, and its backward as another; what they compute is `naive_route`'s.
+"""The choice of experts as one kernel, and its backward as another; what they compute is
+`naive_route`'s.
 
-    one row      scores, biased -> numbers that order as they do -> k times: the largest, of equal ones the first; out
+    one row      scores, biased -> numbers that order as they do -> k times: the largest, of equal
+                 ones the first; out
     in registers |<- group 0 ->|<- group 1 ->| ...      each group filled up to a power of two
 
-By single operations this sorts 64-bit keys, whose radix sort reads a row a dozen times, and writes every step between.
-Here a program takes some rows, 256 scores at a time or one row, and is one warp: finding the largest needs no memory.
-Padding rows are not read. Nothing is atomic, and a row's results depend on its own logits only.
+By single operations this sorts 64-bit keys, whose radix sort reads a row a dozen times, and writes
+every step between. Here a program takes some rows, 256 scores at a time or one row, and is one
+warp: finding the largest needs no memory. Padding rows are not read. Nothing is atomic, and a row's
+results depend on its own logits only.
 """
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +22,8 @@ LEFT_OUT = tl.constexpr(-(2**31) + 0x7FFFFF)  # minus infinity's
 
 @triton.jit
 def _swap(bits):  # type: ignore[no-untyped-def]
-    """Bits of a float32 to an int32 that orders as it does, and back (`ordered_bits` in moe/routing.py)."""
+    """Bits of a float32 to an int32 that orders as it does, and back (`ordered_bits` in
+    moe/routing.py)."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -40,9 +45,17 @@ def _first_best(ordered, place, SIZE: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _of_best_groups(ordered, GROUPS: tl.constexpr, KEPT: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
-                    WIDE_GROUPS: tl.constexpr, WIDE: tl.constexpr):
-    """[ROWS, WIDE_GROUPS * WIDE], minus infinity outside the KEPT groups whose two best sum up highest."""
+def _of_best_groups(  # type: ignore[no-untyped-def]
+    ordered,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    EACH: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE_GROUPS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """[ROWS, WIDE_GROUPS * WIDE], minus infinity outside the KEPT groups whose two best sum up
+    highest."""
     grouped = tl.reshape(ordered, (ROWS, WIDE_GROUPS, WIDE))
     best = tl.max(grouped, 2)
     total = _value(best)
@@ -73,10 +86,27 @@ def _scores(value, real, SOFTMAX: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _choose(logits, padding, bias, experts, weights, scores, tokens, scaling,  # type: ignore[no-untyped-def]
-            COUNT: tl.constexpr, PLACES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, SOFTMAX: tl.constexpr,
-            NORMALISE: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, WIDE_GROUPS: tl.constexpr,
-            WIDE: tl.constexpr, WIDE_PLACES: tl.constexpr):
+def _choose(  # type: ignore[no-untyped-def]
+    logits,
+    padding,
+    bias,
+    experts,
+    weights,
+    scores,
+    tokens,
+    scaling,
+    COUNT: tl.constexpr,
+    PLACES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BIASED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE_GROUPS: tl.constexpr,
+    WIDE: tl.constexpr,
+    WIDE_PLACES: tl.constexpr,
+):
     each: tl.constexpr = COUNT // GROUPS
     size: tl.constexpr = WIDE_GROUPS * WIDE
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -86,7 +116,9 @@ def _choose(logits, padding, bias, experts, weights, scores, tokens, scaling,  #
     inside = row < tokens
     routed = inside & (tl.load(padding + row, mask=inside, other=1) == 0)
     here = row[:, None] * COUNT + expert[None, :]
-    score = _scores(tl.load(logits + here, mask=routed[:, None] & real[None, :], other=0.0), real, SOFTMAX)
+    score = _scores(
+        tl.load(logits + here, mask=routed[:, None] & real[None, :], other=0.0), real, SOFTMAX
+    )
     tl.store(scores + here, score, mask=inside[:, None] & real[None, :])
     biased = score
     if BIASED:
@@ -112,11 +144,22 @@ def _choose(logits, padding, bias, experts, weights, scores, tokens, scaling,  #
     tl.store(weights + there, tl.where(routed[:, None], weight * scaling, 0.0), mask=wanted)
 
 
-def choose(logits: Tensor, padding: Tensor, bias: Tensor | None, outputs: tuple[Tensor, Tensor, Tensor], softmax: bool,
-           normalise: bool, scaling: float, groups: int, kept: int) -> None:
-    """Fill outputs: experts int32 [T, k], weights float32 [T, k] and scores float32 [T, E], all contiguous.
+def choose(
+    logits: Tensor,
+    padding: Tensor,
+    bias: Tensor | None,
+    outputs: tuple[Tensor, Tensor, Tensor],
+    softmax: bool,
+    normalise: bool,
+    scaling: float,
+    groups: int,
+    kept: int,
+) -> None:
+    """Fill outputs: experts int32 [T, k], weights float32 [T, k] and scores float32 [T, E], all
+    contiguous.
 
-    logits: float32 [T, E]. padding: bool [T]. bias: float32 [E] or None. The rest as `RouterSettings`.
+    logits: float32 [T, E]. padding: bool [T]. bias: float32 [E] or None. The rest as
+    `RouterSettings`.
     """
     experts, weights, scores = outputs
     (tokens, count), places = logits.shape, experts.shape[1]
@@ -124,20 +167,50 @@ def choose(logits: Tensor, padding: Tensor, bias: Tensor | None, outputs: tuple[
     rows = max(AT_ONCE // (wide_groups * wide), 1)
     if tokens:
         _choose[(triton.cdiv(tokens, rows),)](
-            logits.contiguous(), padding.contiguous(), scores if bias is None else bias.contiguous(), experts, weights,
-            scores, tokens, scaling, COUNT=count, PLACES=places, GROUPS=groups, KEPT=kept, SOFTMAX=softmax,
-            NORMALISE=normalise, BIASED=bias is not None, ROWS=rows, WIDE_GROUPS=wide_groups, WIDE=wide,
-            WIDE_PLACES=triton.next_power_of_2(places), num_warps=1)
+            logits.contiguous(),
+            padding.contiguous(),
+            scores if bias is None else bias.contiguous(),
+            experts,
+            weights,
+            scores,
+            tokens,
+            scaling,
+            COUNT=count,
+            PLACES=places,
+            GROUPS=groups,
+            KEPT=kept,
+            SOFTMAX=softmax,
+            NORMALISE=normalise,
+            BIASED=bias is not None,
+            ROWS=rows,
+            WIDE_GROUPS=wide_groups,
+            WIDE=wide,
+            WIDE_PLACES=triton.next_power_of_2(places),
+            num_warps=1,
+        )
 
 
 @triton.jit
-def _of_scores(of_weights, scores, experts, row, expert, number, scaling, PLACES: tl.constexpr,  # type: ignore[no-untyped-def]
-               COUNT: tl.constexpr, NORMALISE: tl.constexpr, WIDE_PLACES: tl.constexpr):
-    """Gradient of scores [ROWS, WIDE] that comes through the weights. number: experts of the rows [ROWS, WIDE_PLACES].
-    """
+def _of_scores(  # type: ignore[no-untyped-def]
+    of_weights,
+    scores,
+    experts,
+    row,
+    expert,
+    number,
+    scaling,
+    PLACES: tl.constexpr,
+    COUNT: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    WIDE_PLACES: tl.constexpr,
+):
+    """Gradient of scores [ROWS, WIDE] that comes through the weights. number: experts of the rows
+    [ROWS, WIDE_PLACES]."""
     turn = tl.arange(0, WIDE_PLACES)
     live = (number >= 0) & (number < COUNT)
-    grad = tl.load(of_weights + row[:, None] * PLACES + turn[None, :], mask=live, other=0.0) * scaling
+    grad = (
+        tl.load(of_weights + row[:, None] * PLACES + turn[None, :], mask=live, other=0.0) * scaling
+    )
     if NORMALISE:
         score = tl.load(scores + row[:, None] * COUNT + number, mask=live, other=0.0)
         total = (tl.sum(score, 1) + 1e-20)[:, None]
@@ -146,27 +219,58 @@ def _of_scores(of_weights, scores, experts, row, expert, number, scaling, PLACES
     for j in range(PLACES):
         own = turn[None, :] == j
         at = tl.sum(tl.where(own, number, 0), 1)
-        gradient = tl.where(expert[None, :] == at[:, None], tl.sum(tl.where(own, grad, 0.0), 1)[:, None], gradient)
+        gradient = tl.where(
+            expert[None, :] == at[:, None], tl.sum(tl.where(own, grad, 0.0), 1)[:, None], gradient
+        )
     return gradient
 
 
 @triton.jit
-def _differentiate(of_weights, of_scores, scores, experts, out, tokens, scaling, COUNT: tl.constexpr,  # type: ignore[no-untyped-def]
-                   PLACES: tl.constexpr, SOFTMAX: tl.constexpr, NORMALISE: tl.constexpr, BY_WEIGHTS: tl.constexpr,
-                   BY_SCORES: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, WIDE_PLACES: tl.constexpr):
+def _differentiate(  # type: ignore[no-untyped-def]
+    of_weights,
+    of_scores,
+    scores,
+    experts,
+    out,
+    tokens,
+    scaling,
+    COUNT: tl.constexpr,
+    PLACES: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BY_WEIGHTS: tl.constexpr,
+    BY_SCORES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    WIDE_PLACES: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     expert, turn = tl.arange(0, WIDE), tl.arange(0, WIDE_PLACES)
     inside = row < tokens
-    number = tl.load(experts + row[:, None] * PLACES + turn[None, :],
-                     mask=inside[:, None] & (turn < PLACES)[None, :], other=-1)
+    number = tl.load(
+        experts + row[:, None] * PLACES + turn[None, :],
+        mask=inside[:, None] & (turn < PLACES)[None, :],
+        other=-1,
+    )
     routed = (tl.max(number, 1) >= 0)[:, None]
     here = row[:, None] * COUNT + expert[None, :]
     real = (expert < COUNT)[None, :]
     score = tl.load(scores + here, mask=routed & real, other=0.0)
     gradient = tl.zeros([ROWS, WIDE], tl.float32)
     if BY_WEIGHTS:
-        gradient = _of_scores(of_weights, scores, experts, row, expert, number, scaling, PLACES, COUNT, NORMALISE,
-                              WIDE_PLACES)
+        gradient = _of_scores(
+            of_weights,
+            scores,
+            experts,
+            row,
+            expert,
+            number,
+            scaling,
+            PLACES,
+            COUNT,
+            NORMALISE,
+            WIDE_PLACES,
+        )
     if BY_SCORES:
         gradient += tl.load(of_scores + here, mask=routed & real, other=0.0)
     if SOFTMAX:
@@ -176,12 +280,19 @@ def _differentiate(of_weights, of_scores, scores, experts, out, tokens, scaling,
     tl.store(out + here, tl.where(routed, gradient, 0.0), mask=inside[:, None] & real)
 
 
-def differentiate(of_weights: Tensor | None, of_scores: Tensor | None, scores: Tensor, experts: Tensor, softmax: bool,
-                  normalise: bool, scaling: float) -> Tensor:
+def differentiate(
+    of_weights: Tensor | None,
+    of_scores: Tensor | None,
+    scores: Tensor,
+    experts: Tensor,
+    softmax: bool,
+    normalise: bool,
+    scaling: float,
+) -> Tensor:
     """Gradient of logits, float32 [T, E], 0 in padding rows, whatever their gradients hold.
 
-    of_weights: float32 [T, k], of_scores: float32 [T, E]: gradients, None where there is none. scores and experts: as
-    `choose` has made them.
+    of_weights: float32 [T, k], of_scores: float32 [T, E]: gradients, None where there is none.
+    scores and experts: as `choose` has made them.
     """
     (tokens, count), places = scores.shape, experts.shape[1]
     out, wide = scores.new_empty(scores.shape), triton.next_power_of_2(count)
@@ -189,8 +300,21 @@ def differentiate(of_weights: Tensor | None, of_scores: Tensor | None, scores: T
     if tokens:
         _differentiate[(triton.cdiv(tokens, rows),)](
             scores if of_weights is None else of_weights.contiguous(),
-            scores if of_scores is None else of_scores.contiguous(), scores, experts, out, tokens, scaling,
-            COUNT=count, PLACES=places, SOFTMAX=softmax, NORMALISE=normalise, BY_WEIGHTS=of_weights is not None,
-            BY_SCORES=of_scores is not None, ROWS=rows, WIDE=wide, WIDE_PLACES=triton.next_power_of_2(places),
-            num_warps=1)
+            scores if of_scores is None else of_scores.contiguous(),
+            scores,
+            experts,
+            out,
+            tokens,
+            scaling,
+            COUNT=count,
+            PLACES=places,
+            SOFTMAX=softmax,
+            NORMALISE=normalise,
+            BY_WEIGHTS=of_weights is not None,
+            BY_SCORES=of_scores is not None,
+            ROWS=rows,
+            WIDE=wide,
+            WIDE_PLACES=triton.next_power_of_2(places),
+            num_warps=1,
+        )
     return out

@@ -1,4 +1,6 @@
-"""Giving an engine to the layers of a chunk: every module with a mark `offload` gets one that knows its layer."""
+"""Giving an engine to the layers of a chunk: every module with a mark `offload` gets one that knows
+its layer."""
+
 import contextlib
 import weakref
 from collections import defaultdict
@@ -17,16 +19,18 @@ WHOLE = "layer"  # all that a compiled layer saves
 
 
 class OffloadedLayer:
-    """A layer with marked modules, which hold it and which it holds weakly, as marks do: a model that nobody has any
-    more goes at once."""
+    """A layer with marked modules, which hold it and which it holds weakly, as marks do: a model
+    that nobody has any more goes at once."""
 
     def __init__(self, number: int, module: nn.Module) -> None:
         self.number, self._module = number, weakref.ref(module)
-        self._users: defaultdict[str, list[int]] = defaultdict(list)  # of a name, in the order of their first blocks
+        self._users: defaultdict[str, list[int]] = defaultdict(
+            list
+        )  # of a name, in the order of their first blocks
 
     def called(self, name: str, user: int) -> str:
-        """The group's name of a block that marked module number `user` opens: another one for the second module that
-        does so (self-attention, and attention to the encoder)."""
+        """The group's name of a block that marked module number `user` opens: another one for the
+        second module that does so (self-attention, and attention to the encoder)."""
         users = self._users[name]
         if user not in users:
             users.append(user)
@@ -34,17 +38,20 @@ class OffloadedLayer:
         return f"{name} {place + 1}" if place else name
 
     def stays(self, part: nn.Module | None) -> Sequence[Tensor]:
-        """Parameters and buffers, of `part` alone where that was taken out of a layer that is gone."""
+        """Parameters and buffers, of `part` alone where that was taken out of a layer that is
+        gone."""
         module = self._module()
         module = part if module is None else module
         return [] if module is None else [*module.parameters(), *module.buffers()]
 
 
 class LayerMark:
-    """The mark of one module in a layer. Code that torch.compile traces passes it by: there the whole piece is one
-    group."""
+    """The mark of one module in a layer. Code that torch.compile traces passes it by: there the
+    whole piece is one group."""
 
-    def __init__(self, engine: OffloadRuntime, layer: OffloadedLayer, user: int, module: nn.Module) -> None:
+    def __init__(
+        self, engine: OffloadRuntime, layer: OffloadedLayer, user: int, module: nn.Module
+    ) -> None:
         self.engine, self.layer, self.user, self._module = engine, layer, user, weakref.ref(module)
 
     def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
@@ -58,7 +65,9 @@ class LayerMark:
             if are_watched_by_others():
                 self.engine.pass_by(name)
             return contextlib.nullcontext()
-        return self.engine.group(self.layer.called(name, self.user), self.layer.number, self._stays, leave)
+        return self.engine.group(
+            self.layer.called(name, self.user), self.layer.number, self._stays, leave
+        )
 
     def __reduce__(self) -> tuple[Callable[[], Mark], tuple[()]]:
         """A copy of a module has no engine, and neither has what is read from a file."""
@@ -73,23 +82,33 @@ def _unmarked() -> Mark:
 
 
 def attach(engine: OffloadRuntime | None, chunk: nn.Module) -> list[int]:
-    """Let `engine` move what the layers of `chunk` save; None = nobody. The numbers of the layers that it got.
+    """Let `engine` move what the layers of `chunk` save; None = nobody. The numbers of the layers
+    that it got.
 
-    A layer is what stands under a number in the names of modules (`layers.7`), beside others of its kind; everything in
-    it with an attribute `offload` gets a mark. Where they do not stand in one list (`encoder.layers.0`,
-    `decoder.layers.0`) all are numbered in the order of the chunk. Graphs of the chunk are captured again. A layer
-    that a forward uses several times begins a pass with each use. Raises ValueError when there is no such module.
+    A layer is what stands under a number in the names of modules (`layers.7`), beside others of its
+    kind; everything in it with an attribute `offload` gets a mark. Where they do not stand in one
+    list (`encoder.layers.0`, `decoder.layers.0`) all are numbered in the order of the chunk. Graphs
+    of the chunk are captured again. A layer that a forward uses several times begins a pass with
+    each use. Raises ValueError when there is no such module.
     """
     named = dict(owners(chunk))
-    marked = {name: module for name, module in named.items() if _is_mark(vars(module).get("offload", False))}
+    marked = {
+        name: module
+        for name, module in named.items()
+        if _is_mark(vars(module).get("offload", False))
+    }
     if not marked:
-        raise ValueError(f"{type(chunk).__name__} has no module with an attribute `offload` that marks blocks "
-                         "(packgraph.offloading.marks.nowhere): nothing says what could be moved")
+        raise ValueError(
+            f"{type(chunk).__name__} has no module with an attribute `offload` that marks blocks "
+            "(packgraph.offloading.marks.nowhere): nothing says what could be moved"
+        )
     names = layer_names(list(marked))
     numbers = layer_numbers(names)
     layers = {name: OffloadedLayer(number, named[name]) for name, number in numbers.items()}
     for user, (name, module) in enumerate(zip(names, marked.values(), strict=True)):
-        vars(module)["offload"] = nowhere if engine is None else LayerMark(engine, layers[name], user, module)
+        vars(module)["offload"] = (
+            nowhere if engine is None else LayerMark(engine, layers[name], user, module)
+        )
     return sorted(numbers.values())
 
 
@@ -112,8 +131,9 @@ def _is_mark(value: Any) -> bool:
 
 
 def layer_names(names: Sequence[str]) -> list[str]:
-    """For each of these modules the name of its layer: up to the last number that others of them stand beside under
-    another one, or else the first number at all; without a number the whole, ''."""
+    """For each of these modules the name of its layer: up to the last number that others of them
+    stand beside under another one, or else the first number at all; without a number the whole,
+    ''."""
     beside: dict[str, set[str]] = defaultdict(set)
     for name in names:
         for parent, number in _numbers_in(name):
@@ -121,13 +141,17 @@ def layer_names(names: Sequence[str]) -> list[str]:
     found = []
     for name in names:
         places = _numbers_in(name)
-        chosen = next((place for place in reversed(places) if len(beside[place[0]]) > 1), places[0] if places else None)
+        chosen = next(
+            (place for place in reversed(places) if len(beside[place[0]]) > 1),
+            places[0] if places else None,
+        )
         found.append("" if chosen is None else ".".join(filter(None, chosen)))
     return found
 
 
 def layer_numbers(layers: Sequence[str]) -> dict[str, int]:
-    """The number of each layer: its own where all stand in one list, else that of its place among all."""
+    """The number of each layer: its own where all stand in one list, else that of its place among
+    all."""
     parts = {layer: layer.rpartition(".") for layer in layers}
     if len({parent for parent, _, _ in parts.values()}) == 1:
         return {layer: int(number or 0) for layer, (_, _, number) in parts.items()}

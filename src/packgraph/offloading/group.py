@@ -1,22 +1,28 @@
-"""A group: what one module of one layer saves for its backward, of one microbatch, and its way to the host and back.
+"""A group: what one module of one layer saves for its backward, of one microbatch, and its way to
+the host and back.
 
     pack     autograd saves a tensor      a handle takes its place; the memory behind it is noted
-    commit   the module's forward ends    what is large enough goes to the host, as one copy or in parts
-    unpack   autograd wants the tensor    the group is reached: reloads start; main waits for its own; a view comes back
+    commit   the module's forward ends    what is large enough goes to the host, as one copy or in
+                                          parts
+    unpack   autograd wants the tensor    the group is reached: reloads start; main waits for its
+                                          own; a view comes back
 
-What moves is memory, not tensors: q, k and v as views of one product are one copy and come back as the views they were,
-in the layout they had, so kernels compute the same bits. Memory that an earlier group has saved already is that
-group's. Whether memory moves is known at commit only: it must be `min_bytes` large, and the views saved must cover half
-of it, since copying the rest would free nothing. Memory that somebody else holds, too, is freed by no copy; that is
-known when a forward is over, so the next pass leaves it where it is (`stays`).
+What moves is memory, not tensors: q, k and v as views of one product are one copy and come back as
+the views they were, in the layout they had, so kernels compute the same bits. Memory that an
+earlier group has saved already is that group's. Whether memory moves is known at commit only: it
+must be `min_bytes` large, and the views saved must cover half of it, since copying the rest would
+free nothing. Memory that somebody else holds, too, is freed by no copy; that is known when a
+forward is over, so the next pass leaves it where it is (`stays`).
 
-Memory must not be written to before its copy has ended. Autograd counts changes in place, and so does a copy, until
-main has waited for it: what was changed meanwhile is refused, as it is without offloading. Of what passes hooks
-autograd counts nothing itself, so what stays has something in its place, too (`Staying`).
+Memory must not be written to before its copy has ended. Autograd counts changes in place, and so
+does a copy, until main has waited for it: what was changed meanwhile is refused, as it is without
+offloading. Of what passes hooks autograd counts nothing itself, so what stays has something in its
+place, too (`Staying`).
 
-Handles own the group, and nothing that it owns knows it strongly. When the last one is gone without a backward, the
-host memory goes back to the lanes, and what was brought back for nobody is freed.
+Handles own the group, and nothing that it owns knows it strongly. When the last one is gone without
+a backward, the host memory goes back to the lanes, and what was brought back for nobody is freed.
 """
+
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -36,10 +42,11 @@ COVERED = 0.5  # of memory that moves, by the views that were saved
 class GroupMemory:
     """The memory behind saved tensors of a group.
 
-    place: number of the save, among all of its block, that brought it in: the same in every pass, however it is cut.
-    device: uint8 [n], until commit. moved: whether it did. restored: what was brought back, while a handle needs it.
-    waiting: handles that have not been asked for. handles: all of them, of later groups, too. watched: while it is on
-    its way, what was saved by which handle.
+    place: number of the save, among all of its block, that brought it in: the same in every pass,
+    however it is cut. device: uint8 [n], until commit. moved: whether it did. restored: what was
+    brought back, while a handle needs it. waiting: handles that have not been asked for. handles:
+    all of them, of later groups, too. watched: while it is on its way, what was saved by which
+    handle.
     """
 
     def __init__(self, group: "SavedGroup", tensor: Tensor, place: int) -> None:
@@ -49,7 +56,9 @@ class GroupMemory:
         self.handles: list[weakref.ref[Handle]] = []
         self.nbytes, self.covered, self.waiting, self.moved = storage.nbytes(), 0, 0, False
         self.storage = weakref.ref(storage)
-        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            storage
+        )
         self.restored: Tensor | None = None
         self.watched: list[tuple[weakref.ref[Handle], Tensor]] = []
 
@@ -65,11 +74,15 @@ class GroupMemory:
         self._group = weakref.ref(group)
 
     def still(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in this memory, unchanged since it was saved first, and may be saved as a part of it:
-        once it comes back from the host that is another memory."""
+        """Whether `tensor` lies in this memory, unchanged since it was saved first, and may be
+        saved as a part of it: once it comes back from the host that is another memory."""
         group = self._group()
-        return self.storage() is not None and self.version == tensor._version and group is not None \
+        return (
+            self.storage() is not None
+            and self.version == tensor._version
+            and group is not None
             and not (self.moved and group.host is None)
+        )
 
     def left(self) -> None:
         """Main has waited for its copy."""
@@ -80,13 +93,16 @@ class GroupMemory:
                 handle.changed = tensor._version != handle.version
 
     def is_held(self) -> bool:
-        """Whether somebody else holds it, so that moving frees nothing. Our references are the tensor of every handle
-        while it has not moved, the source of its copy and what is watched until main has waited, and the storage's
-        Python object here; who keeps that object instead of a tensor is not seen."""
+        """Whether somebody else holds it, so that moving frees nothing. Our references are the
+        tensor of every handle while it has not moved, the source of its copy and what is watched
+        until main has waited, and the storage's Python object here; who keeps that object instead
+        of a tensor is not seen."""
         storage = self.storage()
         if storage is None:
             return False
-        handles = [handle for handle in (reference() for reference in self.handles) if handle is not None]
+        handles = [
+            handle for handle in (reference() for reference in self.handles) if handle is not None
+        ]
         ours = sum(handle.kept is not None for handle in handles) + len(self.watched)
         ours += self.device is not None or (self.moved and not self.group.has_left())
         return torch._C._storage_Use_Count(storage._cdata) > ours + 1
@@ -94,10 +110,10 @@ class GroupMemory:
 
 @dataclass(eq=False)
 class Handle:
-    """What autograd holds in place of a saved tensor. home: the group of its memory, an earlier one perhaps. kept: the
-    tensor itself, where its memory stays. placed: of a DTensor, how its local part, which is what all else speaks of,
-    lies on the mesh. asked: whether a backward has. given: what came back for it. changed: whether it was written to
-    while its memory was copied."""
+    """What autograd holds in place of a saved tensor. home: the group of its memory, an earlier one
+    perhaps. kept: the tensor itself, where its memory stays. placed: of a DTensor, how its local
+    part, which is what all else speaks of, lies on the mesh. asked: whether a backward has. given:
+    what came back for it. changed: whether it was written to while its memory was copied."""
 
     group: "SavedGroup"
     home: "SavedGroup"
@@ -114,7 +130,8 @@ class Handle:
     changed: bool = False
 
     def back(self) -> Tensor:
-        """The tensor. Raises RuntimeError when it was changed in place, or is asked for when it is gone."""
+        """The tensor. Raises RuntimeError when it was changed in place, or is asked for when it is
+        gone."""
         if in_backward():
             self.group.reached()
         memory = self.memory
@@ -147,18 +164,29 @@ class Handle:
 
 
 class SavedGroup:
-    """name, layer: the module's. part: of what it saves. order: number within its pass, -1 until its commit. lanes:
-    that carry its copies.
+    """name, layer: the module's. part: of what it saves. order: number within its pass, -1 until
+    its commit. lanes: that carry its copies.
 
-    moves: whether the plan wants it on the host. stays: places of the memories that do not move, since somebody else
-    holds them; the engine may change it. reached: called by the first tensor that backward asks for. wait: lets main
-    wait for a copy of `lanes`. abandoned: told of reloads that nobody came for. large: since commit, what may move,
-    with what stays.
+    moves: whether the plan wants it on the host. stays: places of the memories that do not move,
+    since somebody else holds them; the engine may change it. reached: called by the first tensor
+    that backward asks for. wait: lets main wait for a copy of `lanes`. abandoned: told of reloads
+    that nobody came for. large: since commit, what may move, with what stays.
     """
 
-    def __init__(self, name: str, layer: int, lanes: CopyStreams, *, part: int, moves: bool, min_bytes: int,
-                 stays: Set[int], reached: Callable[["SavedGroup"], None], wait: Callable[[Copy], None],
-                 abandoned: Callable[[Copy], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        layer: int,
+        lanes: CopyStreams,
+        *,
+        part: int,
+        moves: bool,
+        min_bytes: int,
+        stays: Set[int],
+        reached: Callable[["SavedGroup"], None],
+        wait: Callable[[Copy], None],
+        abandoned: Callable[[Copy], None],
+    ) -> None:
         self.name, self.layer, self.part, self.lanes = name, layer, part, lanes
         self.moves, self.min_bytes, self.stays = moves, min_bytes, stays
         self.order = -1
@@ -173,11 +201,16 @@ class SavedGroup:
         self._wait, self._abandoned = wait, abandoned
 
     def pack(self, tensor: Tensor, memory: GroupMemory | None, place: int) -> Handle:
-        """The handle of `tensor`. memory: of an earlier group, None = this group's own. place: number of the save."""
+        """The handle of `tensor`. memory: of an earlier group, None = this group's own. place:
+        number of the save."""
         placed = None
         if isinstance(tensor, DTensor):
-            placed = {"device_mesh": tensor.device_mesh, "placements": tensor.placements, "shape": tensor.shape,
-                      "stride": tensor.stride()}
+            placed = {
+                "device_mesh": tensor.device_mesh,
+                "placements": tensor.placements,
+                "shape": tensor.shape,
+                "stride": tensor.stride(),
+            }
             tensor = local_tensor(tensor)
         with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
             tensor = tensor.detach()  # without its graph, in which this handle will be
@@ -188,8 +221,18 @@ class SavedGroup:
                     memory = self.memories[key] = GroupMemory(self, tensor, place)
         memory.covered += tensor.numel() * tensor.element_size()
         memory.waiting += 1
-        handle = Handle(self, memory.group, memory, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape),
-                        tuple(tensor.stride()), tensor._version, None if memory.moved else tensor, placed)
+        handle = Handle(
+            self,
+            memory.group,
+            memory,
+            tensor.dtype,
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor._version,
+            None if memory.moved else tensor,
+            placed,
+        )
         memory.handles.append(weakref.ref(handle))
         if memory.moved and not memory.group.has_left():
             memory.watched.append((memory.handles[-1], tensor))
@@ -198,11 +241,15 @@ class SavedGroup:
         return handle
 
     def in_parts(self, most: int) -> list[list[GroupMemory]]:
-        """What was saved, in order, in at most so many parts of about as many bytes. They follow from shares, so that
-        rows of all sizes have the same ones."""
+        """What was saved, in order, in at most so many parts of about as many bytes. They follow
+        from shares, so that rows of all sizes have the same ones."""
         living = {id(handle.memory) for handle in self._living()}
         memories = [memory for memory in self.memories.values() if id(memory) in living]
-        total, before, found = sum(memory.nbytes for memory in memories), 0, list[list[GroupMemory]]()
+        total, before, found = (
+            sum(memory.nbytes for memory in memories),
+            0,
+            list[list[GroupMemory]](),
+        )
         for memory in memories:
             # A part ends where the first memory beyond its share of the bytes begins.
             if not found or most * before >= len(found) * total:
@@ -215,24 +262,39 @@ class SavedGroup:
         """Let `memories` and what was saved of them belong to `part`."""
         own = {id(memory) for memory in memories}
         part.memories = {key: memory for key, memory in self.memories.items() if id(memory) in own}
-        self.memories = {key: memory for key, memory in self.memories.items() if id(memory) not in own}
+        self.memories = {
+            key: memory for key, memory in self.memories.items() if id(memory) not in own
+        }
         for handle in self._living():
             if id(handle.memory) in own:
                 handle.group = handle.home = part
-        part._handles = [reference for reference in self._handles if (held := reference()) and held.group is part]
-        self._handles = [reference for reference in self._handles if (held := reference()) and held.group is self]
+        part._handles = [
+            reference for reference in self._handles if (held := reference()) and held.group is part
+        ]
+        self._handles = [
+            reference for reference in self._handles if (held := reference()) and held.group is self
+        ]
         for memory in memories:
             memory.group = part
 
     def commit(self, queued: Callable[[Copy], None], postpone: bool) -> None:
         """The module's forward is over: send what moves on its way.
 
-        queued: called when the copy is queued. postpone: that is after the next launch of a graph, instead of now.
+        queued: called when the copy is queued. postpone: that is after the next launch of a graph,
+        instead of now.
         """
-        changed = {id(handle.memory) for handle in self._living() if handle.kept is not None
-                   and handle.kept._version != handle.version}
-        self.large = [memory for memory in self.memories.values() if memory.nbytes >= self.min_bytes
-                      and memory.covered >= COVERED * memory.nbytes and id(memory) not in changed]
+        changed = {
+            id(handle.memory)
+            for handle in self._living()
+            if handle.kept is not None and handle.kept._version != handle.version
+        }
+        self.large = [
+            memory
+            for memory in self.memories.values()
+            if memory.nbytes >= self.min_bytes
+            and memory.covered >= COVERED * memory.nbytes
+            and id(memory) not in changed
+        ]
         moving = [memory for memory in self.large if memory.place not in self.stays]
         sources = [memory.device for memory in moving if memory.device is not None]
         for memory in self.memories.values():
@@ -240,8 +302,13 @@ class SavedGroup:
         if self.moves and moving:
             self._send(moving, sources, queued, postpone)
 
-    def _send(self, moving: list[GroupMemory], sources: list[Tensor], queued: Callable[[Copy], None], postpone: bool
-              ) -> None:
+    def _send(
+        self,
+        moving: list[GroupMemory],
+        sources: list[Tensor],
+        queued: Callable[[Copy], None],
+        postpone: bool,
+    ) -> None:
         self.moved, self._device = moving, sources[0].device
         for memory in moving:
             memory.moved = True
@@ -272,7 +339,9 @@ class SavedGroup:
         self.lanes.postpone(launch)
 
     def _living(self) -> list[Handle]:
-        return [handle for handle in (reference() for reference in self._handles) if handle is not None]
+        return [
+            handle for handle in (reference() for reference in self._handles) if handle is not None
+        ]
 
     @property
     def told(self) -> str:
@@ -289,8 +358,8 @@ class SavedGroup:
         return self.copy_out is not None and self.copy_out.done
 
     def reached(self) -> None:
-        """A backward asks for a tensor of this group; one within its block, or of a block that has failed, is none of
-        its pass."""
+        """A backward asks for a tensor of this group; one within its block, or of a block that has
+        failed, is none of its pass."""
         if self.order < 0:
             return
         reached, self._reached = self._reached, None
@@ -307,26 +376,35 @@ class SavedGroup:
         self._wait(self.copy_out)
         for memory in self.moved:
             memory.restored = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device)
-        self.copy_back = self.lanes.back(self.host, [m.restored for m in self.moved if m.restored is not None])
+        self.copy_back = self.lanes.back(
+            self.host, [m.restored for m in self.moved if m.restored is not None]
+        )
         self.lanes.give_back(self.host)
         self.host = None
 
     def bring(self, memory: GroupMemory) -> Tensor:
-        """What `memory` held, uint8 [n]; main has waited for it. Raises RuntimeError when it is gone."""
+        """What `memory` held, uint8 [n]; main has waited for it. Raises RuntimeError when it is
+        gone."""
         self.start_reload()
         if self.copy_back is not None and not self.copy_back.done:
             self._wait(self.copy_back)
         if memory.restored is None:
-            raise RuntimeError(f"backward through {self.told} a second time: what it had saved "
-                               "was on the host and is gone after the first (retain_graph=True has no effect on "
-                               "offloaded tensors). Add the losses before backward, or run the forward again")
+            raise RuntimeError(
+                f"backward through {self.told} a second time: what it had saved "
+                "was on the host and is gone after the first (retain_graph=True has no effect on "
+                "offloaded tensors). Add the losses before backward, or run the forward again"
+            )
         return memory.restored
 
     def __del__(self) -> None:
         if self.host is not None:  # a forward without backward
             self.lanes.give_back(self.host)
-        if self.copy_back is not None and not self.copy_back.done:  # nobody came for it: it may still be written
-            self.copy_back.held = [memory.restored for memory in self.moved if memory.restored is not None]
+        if (
+            self.copy_back is not None and not self.copy_back.done
+        ):  # nobody came for it: it may still be written
+            self.copy_back.held = [
+                memory.restored for memory in self.moved if memory.restored is not None
+            ]
             self._abandoned(self.copy_back)
 
 

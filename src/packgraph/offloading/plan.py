@@ -1,30 +1,37 @@
-"""Activations that wait on the host between a microbatch's forward and backward: what is known, what is decided.
+"""Activations that wait on the host between a microbatch's forward and backward: what is known,
+what is decided.
 
-A *group* is what one module of one layer saves for its backward. A moved group is copied to the host when its forward
-has made it, and its device memory is free from there to its reload:
+A *group* is what one module of one layer saves for its backward. A moved group is copied to the
+host when its forward has made it, and its device memory is free from there to its reload:
 
     compute   | F0  | F1  | F2  | F3  |        | B3  | B2  | B1  | B0  |
     to host         [  0  ]     [  2  ]        :     :
     to device                                  [  2  ][  0  ]              reload_at[2] = 3, reload_at[0] = 2
     memory    | 0   | 01  | 012 | 123 |   13   | 123 | 012 | 01  | 0   |
 
-The rules that engine and plan agree on (`offloading/simulate.py` is the specification, with the times):
-* Commit of group i, when its forward ends: if it moves, its copy to the host is queued; then, while more than
-  `in_flight` copies are queued and not yet waited for, compute waits for the oldest and gives its device memory back.
-  So memory is given back at fixed points of the program, which is all that a captured graph knows.
-* Then compute waits for the copies of all groups i with `release_at[i]` up to this group, oldest first, and gives their
-  memory back, too. A planner names the first commit at which a copy should have ended, so that nothing waits long.
+The rules that engine and plan agree on (`offloading/simulate.py` is the specification, with the
+times):
+* Commit of group i, when its forward ends: if it moves, its copy to the host is queued; then, while
+  more than `in_flight` copies are queued and not yet waited for, compute waits for the oldest and
+  gives its device memory back. So memory is given back at fixed points of the program, which is all
+  that a captured graph knows.
+* Then compute waits for the copies of all groups i with `release_at[i]` up to this group, oldest
+  first, and gives their memory back, too. A planner names the first commit at which a copy should
+  have ended, so that nothing waits long.
 * At the end of a microbatch's forward compute waits for all copies to the host that are left.
-* Start of group j's backward: memory of the group before it in backward order is given back; then the reloads of all
-  groups i with `reload_at[i] == j` get their memory and are queued, those needed first at first; then, if j was moved,
-  compute waits for its reload. A reload waits for its group's copy to the host, whatever the plan is.
-* What one module saves may be several groups, its *parts*, which move each for itself. All of them are there before the
-  first one's copy is queued. Their backwards may be one, so memory of none of them is given back before the backward of
-  another module starts.
-* Copies of a direction run one after another, in the order in which they were queued; reloads are queued in the order
-  in which backwards need them. (A small group that overtakes a large one for which there is no room yet could gain a
-  little, and nobody could say any more which reloads are the best.)
-"""
+* Start of group j's backward: memory of the group before it in backward order is given back; then
+  the reloads of all groups i with `reload_at[i] == j` get their memory and are queued, those needed
+  first at first; then, if j was moved, compute waits for its reload. A reload waits for its group's
+  copy to the host, whatever the plan is.
+* What one module saves may be several groups, its *parts*, which move each for itself. All of them
+  are there before the first one's copy is queued. Their backwards may be one, so memory of none of
+  them is given back before the backward of another module starts.
+* Copies of a direction run one after another, in the order in which they were queued; reloads are
+  queued in the order in which backwards need them. (A small group that overtakes a large one for
+  which there is no room yet could gain a little, and nobody could say any more which reloads are
+  the best.)
+"""  # noqa: E501
+
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,14 +42,17 @@ KEPT = -1  # reload_at of a group that does not move
 
 @dataclass(frozen=True)
 class OffloadGroup:
-    """What one module of one layer saves, of one microbatch; a trace holds them in the order of their forwards.
+    """What one module of one layer saves, of one microbatch; a trace holds them in the order of
+    their forwards.
 
-    name: of the module (`offloading/rules.py`). layer: index. bytes: on the device, and of its buffer on the host.
-    forward_us: from the start of the microbatch's forward to this group's commit. backward_us: from the start of the
-    microbatch's backward to the start of this group's backward. Both count compute alone, without waiting for copies.
-    copies: how many tensors are copied, each of which has the latency of a copy. part: number among those of its
-    module, which follow each other. stays: what a trace found that somebody else holds, too, so that moving it would
-    free nothing: it does not move and is not counted. Places among all that the module saves, in order.
+    name: of the module (`offloading/rules.py`). layer: index. bytes: on the device, and of its
+    buffer on the host. forward_us: from the start of the microbatch's forward to this group's
+    commit. backward_us: from the start of the microbatch's backward to the start of this group's
+    backward. Both count compute alone, without waiting for copies. copies: how many tensors are
+    copied, each of which has the latency of a copy. part: number among those of its module, which
+    follow each other. stays: what a trace found that somebody else holds, too, so that moving it
+    would free nothing: it does not move and is not counted. Places among all that the module saves,
+    in order.
     """
 
     name: str
@@ -74,15 +84,17 @@ class CopySpeed:
 
 @dataclass(frozen=True)
 class OffloadTrace:
-    """One microbatch of one chunk as warm-up saw it. Raises ValueError with all reasons when it cannot have been so.
+    """One microbatch of one chunk as warm-up saw it. Raises ValueError with all reasons when it
+    cannot have been so.
 
-    groups: in forward order. forward_us, backward_us: compute of the whole forward and backward. slots: microbatches
-    in flight at most, this one included; of a rank with several like chunks, those of all of them. other_bytes:
-    everything else that the device holds at the same time, of which no plan gets rid (0: plans then speak of the groups
-    alone). All else (gradients of activations, temporaries) is not as large everywhere as at its largest, and groups
-    may exceed the peak by the difference: by forward_room bytes in the forward, and by backward_room, per group, from
-    the start of its backward until that of the next one (empty: by nothing). Rooms count with a single slot only; with
-    more, passes run beside what others hold.
+    groups: in forward order. forward_us, backward_us: compute of the whole forward and backward.
+    slots: microbatches in flight at most, this one included; of a rank with several like chunks,
+    those of all of them. other_bytes: everything else that the device holds at the same time, of
+    which no plan gets rid (0: plans then speak of the groups alone). All else (gradients of
+    activations, temporaries) is not as large everywhere as at its largest, and groups may exceed
+    the peak by the difference: by forward_room bytes in the forward, and by backward_room, per
+    group, from the start of its backward until that of the next one (empty: by nothing). Rooms
+    count with a single slot only; with more, passes run beside what others hold.
     """
 
     groups: tuple[OffloadGroup, ...]
@@ -100,17 +112,27 @@ class OffloadTrace:
 
     @cached_property
     def backward_order(self) -> tuple[int, ...]:
-        """Indices of the groups as their backwards start; what starts at one time runs in reverse of the forward."""
-        return tuple(sorted(range(len(self.groups)), key=lambda index: (self.groups[index].backward_us, -index)))
+        """Indices of the groups as their backwards start; what starts at one time runs in reverse
+        of the forward."""
+        return tuple(
+            sorted(
+                range(len(self.groups)), key=lambda index: (self.groups[index].backward_us, -index)
+            )
+        )
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
         """Per group, the number of the module that it is a part of."""
-        return tuple(accumulate(int(group.part == 0 or index == 0) for index, group in enumerate(self.groups)))
+        return tuple(
+            accumulate(
+                int(group.part == 0 or index == 0) for index, group in enumerate(self.groups)
+            )
+        )
 
     @cached_property
     def arriving(self) -> tuple[int, ...]:
-        """Per group, the bytes that are new at its commit: those of all parts with the first one."""
+        """Per group, the bytes that are new at its commit: those of all parts with the first
+        one."""
         sums = Counter[int]()
         for group, block in zip(self.groups, self.blocks):
             sums[block] += group.bytes
@@ -123,7 +145,8 @@ class OffloadTrace:
 
     @cached_property
     def gone(self) -> tuple[int, ...]:
-        """In backward order, the bytes of the modules whose backwards are over as a group's own starts."""
+        """In backward order, the bytes of the modules whose backwards are over as a group's own
+        starts."""
         found, gone, running, block = list[int](), 0, 0, KEPT
         for index in self.backward_order:
             if self.blocks[index] != block:
@@ -140,7 +163,11 @@ class OffloadTrace:
     @cached_property
     def backward_rooms(self) -> tuple[int, ...]:
         """Per group, bytes by which its backward may exceed the peak."""
-        return self.backward_room if self.slots == 1 and self.backward_room else (0,) * len(self.groups)
+        return (
+            self.backward_room
+            if self.slots == 1 and self.backward_room
+            else (0,) * len(self.groups)
+        )
 
     @property
     def first_room(self) -> int:
@@ -155,9 +182,15 @@ class OffloadTrace:
     @property
     def kept_peak_bytes(self) -> int:
         """Peak memory when nothing moves, beyond the rooms."""
-        backward = (self.bytes - gone - self.backward_rooms[index]
-                    for index, gone in zip(self.backward_order, self.gone))
-        return self.other_bytes + (self.slots - 1) * self.bytes + max(0, self.bytes - self.room, *backward)
+        backward = (
+            self.bytes - gone - self.backward_rooms[index]
+            for index, gone in zip(self.backward_order, self.gone)
+        )
+        return (
+            self.other_bytes
+            + (self.slots - 1) * self.bytes
+            + max(0, self.bytes - self.room, *backward)
+        )
 
     @property
     def compute_us(self) -> float:
@@ -169,14 +202,16 @@ class OffloadTrace:
 class OffloadPlan:
     """What moves, when it comes back, and what that is predicted to give and to cost.
 
-    moves: per group. reload_at: per group, the index of the group at whose backward its reload is queued (its own at
-    the latest), KEPT where it does not move. in_flight: copies to the host that compute has not waited for, at most.
-    release_at: per group, the index of the group at whose commit compute waits for its copy to the host at the latest,
-    KEPT: when the forward ends; empty: KEPT for all.
+    moves: per group. reload_at: per group, the index of the group at whose backward its reload is
+    queued (its own at the latest), KEPT where it does not move. in_flight: copies to the host that
+    compute has not waited for, at most. release_at: per group, the index of the group at whose
+    commit compute waits for its copy to the host at the latest, KEPT: when the forward ends; empty:
+    KEPT for all.
 
-    Predicted, per microbatch: peak_bytes and kept_peak_bytes of the device with and without the plan (all slots,
-    other_bytes included, beyond the trace's rooms), moved_bytes, host_bytes (pinned, all
-    slots), copy_us (both directions), exposed_us (compute waits for copies), compute_us (without waiting).
+    Predicted, per microbatch: peak_bytes and kept_peak_bytes of the device with and without the
+    plan (all slots, other_bytes included, beyond the trace's rooms), moved_bytes, host_bytes
+    (pinned, all slots), copy_us (both directions), exposed_us (compute waits for copies),
+    compute_us (without waiting).
     """
 
     moves: tuple[bool, ...]
@@ -209,23 +244,45 @@ class OffloadPlan:
 
 def trace_errors(trace: OffloadTrace) -> list[str]:
     """Everything that no microbatch can have done; empty when the trace is possible."""
-    errors = [f"{name} is {value}, must be at least {least}" for name, value, least in (
-        ("slots", trace.slots, 1), ("other_bytes", trace.other_bytes, 0), ("forward_room", trace.forward_room, 0),
-        ("forward_us", trace.forward_us, 0), ("backward_us", trace.backward_us, 0),
-        ("the least backward_room", min(trace.backward_room, default=0), 0)) if not value >= least]
+    errors = [
+        f"{name} is {value}, must be at least {least}"
+        for name, value, least in (
+            ("slots", trace.slots, 1),
+            ("other_bytes", trace.other_bytes, 0),
+            ("forward_room", trace.forward_room, 0),
+            ("forward_us", trace.forward_us, 0),
+            ("backward_us", trace.backward_us, 0),
+            ("the least backward_room", min(trace.backward_room, default=0), 0),
+        )
+        if not value >= least
+    ]
     if len(trace.backward_room) not in (0, len(trace.groups)):
-        errors.append(f"there are {len(trace.groups)} groups and backward_room of {len(trace.backward_room)}")
+        errors.append(
+            f"there are {len(trace.groups)} groups and backward_room of {len(trace.backward_room)}"
+        )
     before = 0.0
     for index, group in enumerate(trace.groups):
         told = f"group {index} ({group.name} of layer {group.layer})"
-        errors += [f"{told}: {name} is {value}, must be at least {least}" for name, value, least in (
-            ("bytes", group.bytes, 0), ("copies", group.copies, 1),
-            ("the least of stays", min(group.stays, default=0), 0)) if value < least]
+        errors += [
+            f"{told}: {name} is {value}, must be at least {least}"
+            for name, value, least in (
+                ("bytes", group.bytes, 0),
+                ("copies", group.copies, 1),
+                ("the least of stays", min(group.stays, default=0), 0),
+            )
+            if value < least
+        ]
         if not before <= group.forward_us <= trace.forward_us:
-            errors.append(f"{told} is made after {group.forward_us} us: groups stand in the order of their forwards, "
-                          f"so it must be {before} to {trace.forward_us}, the end of the forward")
+            errors.append(
+                f"{told} is made after {group.forward_us} us: groups stand in the order of their "
+                "forwards, "
+                f"so it must be {before} to {trace.forward_us}, the end of the forward"
+            )
         if not 0 <= group.backward_us <= trace.backward_us:
-            errors.append(f"{told} is needed after {group.backward_us} us of a backward of {trace.backward_us}")
+            errors.append(
+                f"{told} is needed after {group.backward_us} us of a backward of "
+                f"{trace.backward_us}"
+            )
         before = group.forward_us
     return errors
 
@@ -234,7 +291,10 @@ def plan_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
     """Every reason why the engine cannot follow `plan` on `trace`; empty when it can."""
     count = len(trace.groups)
     if len(plan.moves) != count or len(plan.reload_at) != count:
-        return [f"the trace has {count} groups, the plan {len(plan.moves)} moves and {len(plan.reload_at)} reloads"]
+        return [
+            f"the trace has {count} groups, the plan {len(plan.moves)} moves and "
+            f"{len(plan.reload_at)} reloads"
+        ]
     errors = [] if plan.in_flight >= 0 else [f"in_flight is {plan.in_flight}, must be at least 0"]
     place = trace.backward_place
     for index, (moves, at) in enumerate(zip(plan.moves, plan.reload_at)):
@@ -242,13 +302,24 @@ def plan_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
         if not moves and at != KEPT:
             errors.append(f"{told} does not move and is reloaded at {at}")
         elif moves and at not in place:
-            errors.append(f"{told} moves, and there is no group {at} at whose backward it could be reloaded")
+            errors.append(
+                f"{told} moves, and there is no group {at} at whose backward it could be reloaded"
+            )
         elif moves and place[at] > place[index]:
-            errors.append(f"{told} is reloaded at the backward of group {at}, which comes after its own")
+            errors.append(
+                f"{told} is reloaded at the backward of group {at}, which comes after its own"
+            )
     errors += _release_errors(trace, plan)
-    moved = [index for index in trace.backward_order if plan.moves[index] and plan.reload_at[index] in place]
-    errors += [f"group {two} is reloaded before group {one}, which is needed earlier" for one, two in pairwise(moved)
-               if place[plan.reload_at[two]] < place[plan.reload_at[one]]]
+    moved = [
+        index
+        for index in trace.backward_order
+        if plan.moves[index] and plan.reload_at[index] in place
+    ]
+    errors += [
+        f"group {two} is reloaded before group {one}, which is needed earlier"
+        for one, two in pairwise(moved)
+        if place[plan.reload_at[two]] < place[plan.reload_at[one]]
+    ]
     return errors
 
 
@@ -256,7 +327,10 @@ def _release_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
     """What is wrong with `plan.release_at`."""
     count, errors, before = len(trace.groups), list[str](), 0
     if len(plan.release_at) not in (0, count):
-        return [f"the trace has {count} groups, the plan {len(plan.release_at)} places to give memory back at"]
+        return [
+            f"the trace has {count} groups, the plan {len(plan.release_at)} places to give memory "
+            "back at"
+        ]
     for index, at in enumerate(plan.release_at):
         told = f"group {index} ({trace.groups[index].name} of layer {trace.groups[index].layer})"
         if not plan.moves[index]:
@@ -265,7 +339,9 @@ def _release_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
             continue
         place = count if at == KEPT else at
         if not index <= place <= count:
-            errors.append(f"{told} is given back at {at}: it must be itself, a group after it, or {KEPT}")
+            errors.append(
+                f"{told} is given back at {at}: it must be itself, a group after it, or {KEPT}"
+            )
         elif place < before:
             errors.append(f"{told} is given back before a group whose copy comes first")
         before = max(before, min(place, count))

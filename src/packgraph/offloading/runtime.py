@@ -1,25 +1,31 @@
-"""The engine of one chunk: which groups move, when they come back, and how many copies are under way.
+"""The engine of one chunk: which groups move, when they come back, and how many copies are under
+way.
 
-A *pass* is one forward of the chunk and its backward: the groups in the order of their forwards. Passes are not
-numbered, since nothing is looked up by microbatch: autograd's own graph knows which group a saved tensor belongs to. So
-any number of microbatches may be in flight, in any order, and captured graphs of one slot know nothing of another's.
+A *pass* is one forward of the chunk and its backward: the groups in the order of their forwards.
+Passes are not numbered, since nothing is looked up by microbatch: autograd's own graph knows which
+group a saved tensor belongs to. So any number of microbatches may be in flight, in any order, and
+captured graphs of one slot know nothing of another's.
 
     forward     block opens, hooks pack ─▶ block closes, commit ─▶ main waits for the oldest of too many copies
     backward    first tensor of group j is asked for ─▶ reloads planned for j start ─▶ main waits for j's own
 
-Memory that somebody else holds, too, is freed by no copy. Eager passes that are traced look for it when their forward
-is over, and it stays in the next pass; with a plan what stays is the trace's, and no graph differs from another in it.
+Memory that somebody else holds, too, is freed by no copy. Eager passes that are traced look for it
+when their forward is over, and it stays in the next pass; with a plan what stays is the trace's,
+and no graph differs from another in it.
 
-Before there is a plan everything eligible moves and comes back one group ahead: what a first step would not have room
-for would never be traced. Eager work and captures follow the plan from the next pass on; it does not change under
-graphs: whoever follows another one gives up the graphs first, or attaches another engine, which modules notice.
+Before there is a plan everything eligible moves and comes back one group ahead: what a first step
+would not have room for would never be traced. Eager work and captures follow the plan from the next
+pass on; it does not change under graphs: whoever follows another one gives up the graphs first, or
+attaches another engine, which modules notice.
 
-Eager passes may be slower than graphs: they wait for the host. So the graphs that follow a first plan can carry clocks
-(`times_graphs`), and `replayed` tells what they take, for a better plan and other graphs.
+Eager passes may be slower than graphs: they wait for the host. So the graphs that follow a first
+plan can carry clocks (`times_graphs`), and `replayed` tells what they take, for a better plan and
+other graphs.
 
-In a capture the lanes are the capture's. Reloads start within the capture that holds the group's own backward, since
-no copy may outlast its graph.
-"""
+In a capture the lanes are the capture's. Reloads start within the capture that holds the group's
+own backward, since no copy may outlast its graph.
+"""  # noqa: E501
+
 import contextlib
 import gc
 import itertools
@@ -46,14 +52,17 @@ from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.timing import PassTimes, Waits, copy_speed_of
 
 Policy = Callable[[OffloadTrace], OffloadPlan]
-PARTS = 8  # of a block's bytes between which a plan can choose; `in_flight` of knobs speaks of whole blocks
-LOOKS = 16  # passes that are traced without a policy: events and a look at the allocator's peak for every group
+# of a block's bytes between which a plan can choose; `in_flight` of knobs speaks of whole blocks
+PARTS = 8
+# passes that are traced without a policy: events and a look at the allocator's peak for every group
+LOOKS = 16
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A group of a pass. needed: its place in backward order, smallest first. starts: that of the group at whose
-    backward its reload starts, None = the group before it. scope: the capture of its forward."""
+    """A group of a pass. needed: its place in backward order, smallest first. starts: that of the
+    group at whose backward its reload starts, None = the group before it. scope: the capture of its
+    forward."""
 
     group: weakref.ref[SavedGroup]
     needed: int
@@ -69,7 +78,9 @@ class Pass:
         self.seen: set[tuple[int, str]] = set()  # layer and name
         self.fixed: dict[int, set[int]] = {}  # by layer, where its parameters and buffers lie
         self.entries: list[_Entry] = []
-        self.leaving: list[tuple[int, weakref.ref[SavedGroup]]] = []  # with the place at whose commit main waits for it
+        self.leaving: list[
+            tuple[int, weakref.ref[SavedGroup]]
+        ] = []  # with the place at whose commit main waits for it
         self.memories: weakref.WeakValueDictionary[int, GroupMemory] = weakref.WeakValueDictionary()
 
     def known(self, tensor: Tensor) -> GroupMemory | None:
@@ -78,14 +89,22 @@ class Pass:
         return memory if memory is not None and memory.still(tensor) else None
 
     def to_reload(self, order: int) -> list[SavedGroup]:
-        """What starts to come back when backward reaches group `order`: first what is needed first."""
+        """What starts to come back when backward reaches group `order`: first what is needed
+        first."""
         here = self.entries[order]
-        waiting = [(entry, group) for entry in self.entries if entry.scope == here.scope
-                   and (group := entry.group()) is not None and group.host is not None]
+        waiting = [
+            (entry, group)
+            for entry in self.entries
+            if entry.scope == here.scope
+            and (group := entry.group()) is not None
+            and group.host is not None
+        ]
         waiting.sort(key=lambda pair: pair[0].needed)
         found, ahead = [], 0
         for entry, group in waiting:
-            if entry.needed <= here.needed or (entry.starts is not None and entry.starts <= here.needed):
+            if entry.needed <= here.needed or (
+                entry.starts is not None and entry.starts <= here.needed
+            ):
                 found.append(group)
             elif entry.starts is None and ahead == 0:
                 found.append(group)
@@ -96,19 +115,40 @@ class Pass:
 class OffloadRuntime:
     """Moves what blocks of one chunk save; see `attach`, which gives it to modules.
 
-    modules: names of the groups that may move. lanes: of eager work. min_bytes: smaller memory stays. in_flight: copies
-    to the host that main has not waited for, at most, until a plan says another number. postpones: eager copies are
-    queued after the next launch of a graph. policy: makes the plan of what was traced, at `settle` or at the first
-    capture; None = everything moves. measures: nothing moves, for a trace of compute alone. times_graphs: captures from
-    now on carry clocks. parts: what a block saves moves as so many groups at the most, for plans that can choose among
-    them.
+    modules: names of the groups that may move. lanes: of eager work. min_bytes: smaller memory
+    stays. in_flight: copies to the host that main has not waited for, at most, until a plan says
+    another number. postpones: eager copies are queued after the next launch of a graph. policy:
+    makes the plan of what was traced, at `settle` or at the first capture; None = everything moves.
+    measures: nothing moves, for a trace of compute alone. times_graphs: captures from now on carry
+    clocks. parts: what a block saves moves as so many groups at the most, for plans that can choose
+    among them.
     """
 
-    def __init__(self, modules: Collection[str], lanes: CopyStreams, *, min_bytes: int = 2**20, in_flight: int = 2,
-                 postpones: bool = False, policy: Policy | None = None, measures: bool = False,
-                 times_graphs: bool = False, parts: int = 1) -> None:
-        self.modules, self.lanes, self.min_bytes, self.postpones = frozenset(modules), lanes, min_bytes, postpones
-        self.in_flight, self.policy, self.measures, self.times_graphs = in_flight, policy, measures, times_graphs
+    def __init__(
+        self,
+        modules: Collection[str],
+        lanes: CopyStreams,
+        *,
+        min_bytes: int = 2**20,
+        in_flight: int = 2,
+        postpones: bool = False,
+        policy: Policy | None = None,
+        measures: bool = False,
+        times_graphs: bool = False,
+        parts: int = 1,
+    ) -> None:
+        self.modules, self.lanes, self.min_bytes, self.postpones = (
+            frozenset(modules),
+            lanes,
+            min_bytes,
+            postpones,
+        )
+        self.in_flight, self.policy, self.measures, self.times_graphs = (
+            in_flight,
+            policy,
+            measures,
+            times_graphs,
+        )
         self.parts = parts
         self.plan: OffloadPlan | None = None
         self.met = set[str]()  # names of all blocks that were opened, be they to move or not
@@ -120,20 +160,29 @@ class OffloadRuntime:
         self._others: set[str] = set()  # names of blocks whose tensors somebody else's hooks got
         self._abandoned: deque[Copy] = deque()
         self._index: dict[tuple[int, str, int], int] = {}
-        self._stays: defaultdict[tuple[int, str], set[int]] = defaultdict(set)  # by layer and name, see Group
+        self._stays: defaultdict[tuple[int, str], set[int]] = defaultdict(
+            set
+        )  # by layer and name, see Group
         self._backward: dict[int, int] = {KEPT: -1}
         self._pass: Pass | None = None
         self._waits = self._captured_waits = Waits(lanes)
         self._captured: list[PassTimes] = []  # whole passes of captures
-        self._under_way: weakref.WeakKeyDictionary[CopyStreams, deque[Copy]] = weakref.WeakKeyDictionary()
+        self._under_way: weakref.WeakKeyDictionary[CopyStreams, deque[Copy]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def follow(self, trace: OffloadTrace, plan: OffloadPlan) -> None:
-        """Do as `plan` says of `trace` from the next pass on. Raises ValueError when they do not fit together."""
+        """Do as `plan` says of `trace` from the next pass on. Raises ValueError when they do not
+        fit together."""
         errors = plan_errors(trace, plan)
         if errors:
-            raise ValueError("this plan of offloading cannot be followed:\n  - " + "\n  - ".join(errors))
+            raise ValueError(
+                "this plan of offloading cannot be followed:\n  - " + "\n  - ".join(errors)
+            )
         self.plan, self._trace, self.in_flight = plan, trace, plan.in_flight
-        self._index = {(group.layer, group.name, group.part): place for place, group in enumerate(trace.groups)}
+        self._index = {
+            (group.layer, group.name, group.part): place for place, group in enumerate(trace.groups)
+        }
         self._backward = {place: number for number, place in enumerate(trace.backward_order)}
         self._stays = defaultdict(set)  # another one: passes in flight add to theirs
         for planned in trace.groups:
@@ -141,40 +190,61 @@ class OffloadRuntime:
         self._pass = None
 
     def settle(self) -> None:
-        """Plan for the largest pass that was traced, unless there is a plan, or nothing that could be planned: all that
-        was traced has saved nothing (frozen layers), or all is saved under hooks of others. Raises RuntimeError without
-        a trace."""
-        if self.plan is not None or self.policy is None or ((self._looks or self._others) and not self._has_saved):
+        """Plan for the largest pass that was traced, unless there is a plan, or nothing that could
+        be planned: all that was traced has saved nothing (frozen layers), or all is saved under
+        hooks of others. Raises RuntimeError without a trace."""
+        if (
+            self.plan is not None
+            or self.policy is None
+            or ((self._looks or self._others) and not self._has_saved)
+        ):
             return
         if self.trace is None:
-            raise RuntimeError("there is nothing to plan offloading by: run a forward and its backward eagerly before "
-                               "the first capture (warmup of at least 1), or give a plan to `follow`")
+            raise RuntimeError(
+                "there is nothing to plan offloading by: run a forward and its backward eagerly "
+                "before "
+                "the first capture (warmup of at least 1), or give a plan to `follow`"
+            )
         self.follow(self.trace, self.policy(self.trace))
 
     @property
     def trace(self) -> OffloadTrace | None:
-        """The trace of the plan; before there is one that of the largest pass so far, for which the host waits: of
-        those that backward has come through, otherwise (a loss may leave out what a module has made) of all that it has
-        come to."""
+        """The trace of the plan; before there is one that of the largest pass so far, for which the
+        host waits: of those that backward has come through, otherwise (a loss may leave out what a
+        module has made) of all that it has come to."""
         times = self._times or self._partial
         return self._trace if self._trace is not None or times is None else times.trace()
 
     def replayed(self, speed: CopySpeed) -> tuple[OffloadTrace, CopySpeed] | None:
-        """What the plan's groups take in graphs, by their last replay: of the largest pass that was captured whole with
-        `times_graphs` and has run, stretched to the bytes that the plan is for. None where there is none, as with
-        graphs of layers. speed: of copies, where none were timed. Waits for the device."""
+        """What the plan's groups take in graphs, by their last replay: of the largest pass that was
+        captured whole with `times_graphs` and has run, stretched to the bytes that the plan is for.
+        None where there is none, as with graphs of layers. speed: of copies, where none were timed.
+        Waits for the device."""
         if self._trace is None:
             return None
         named = [(group.layer, group.name, group.part) for group in self._trace.groups]
-        known = [times for times in self._captured if times.is_replayed() and times.names() == named]
+        known = [
+            times for times in self._captured if times.is_replayed() and times.names() == named
+        ]
         if not known:
             return None
         largest = max(reversed(known), key=lambda times: times.nbytes)  # the newest of equals
-        found, times = largest.trace(), self._trace.bytes / largest.nbytes if largest.nbytes else 1.0
-        groups = tuple(replace(group, forward_us=times * timed.forward_us, backward_us=times * timed.backward_us)
-                       for group, timed in zip(self._trace.groups, found.groups))
-        return replace(self._trace, groups=groups, forward_us=times * found.forward_us,
-                       backward_us=times * found.backward_us), copy_speed_of(largest.lanes, speed)
+        found, times = (
+            largest.trace(),
+            self._trace.bytes / largest.nbytes if largest.nbytes else 1.0,
+        )
+        groups = tuple(
+            replace(
+                group, forward_us=times * timed.forward_us, backward_us=times * timed.backward_us
+            )
+            for group, timed in zip(self._trace.groups, found.groups)
+        )
+        return replace(
+            self._trace,
+            groups=groups,
+            forward_us=times * found.forward_us,
+            backward_us=times * found.backward_us,
+        ), copy_speed_of(largest.lanes, speed)
 
     def forget_replays(self) -> None:
         """Captures carry no clocks from now on, and those that do are not asked any more."""
@@ -189,18 +259,28 @@ class OffloadRuntime:
         """A block's tensors are somebody else's: say so, once for each name."""
         if name not in self._others:
             self._others.add(name)
-            warnings.warn(f"offloading passes {name} by: what it saves for backward goes to saved-tensor hooks around "
-                          "it (a checkpoint, say, which computes it again). Leave one of the two out",
-                          PackgraphWarning, stacklevel=4)
+            warnings.warn(
+                f"offloading passes {name} by: what it saves for backward goes to saved-tensor "
+                "hooks around "
+                "it (a checkpoint, say, which computes it again). Leave one of the two out",
+                PackgraphWarning,
+                stacklevel=4,
+            )
 
     @contextlib.contextmanager
-    def group(self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any) -> Iterator[None]:
-        """The block of one group. stays: gives parameters and buffers of its layer. leave: more tensors that stay."""
+    def group(
+        self, name: str, layer: int, stays: Callable[[], Sequence[Tensor]], leave: Any
+    ) -> Iterator[None]:
+        """The block of one group. stays: gives parameters and buffers of its layer. leave: more
+        tensors that stay."""
         lanes = captured_copy_streams() or self.lanes
-        # In the dry run, where there is one: clocks of a device cannot be read inside a capture. What is compiled
-        # ahead of the first pass comes by here without a trace.
-        if self.plan is None and self.policy is not None and (
-                lanes is not self.lanes or (capturing() and self.trace is not None)):
+        # In the dry run, where there is one: clocks of a device cannot be read inside a capture.
+        # What is compiled ahead of the first pass comes by here without a trace.
+        if (
+            self.plan is None
+            and self.policy is not None
+            and (lanes is not self.lanes or (capturing() and self.trace is not None))
+        ):
             self.settle()
         now = self._pass
         if now is None or now.lanes is not lanes or (layer, name) in now.seen:
@@ -208,11 +288,15 @@ class OffloadRuntime:
         group = self._open(now, name, layer)
         if layer not in now.fixed:
             now.fixed[layer] = {_address(tensor) for tensor in stays()}
-        fixed = now.fixed[layer].union(_address(leaf) for leaf in tree_leaves(leave) if isinstance(leaf, Tensor))
+        fixed = now.fixed[layer].union(
+            _address(leaf) for leaf in tree_leaves(leave) if isinstance(leaf, Tensor)
+        )
         saves = itertools.count()
 
         def pack(tensor: Tensor) -> Handle | Staying | Tensor:
-            place = next(saves)  # of all, since what a capture takes in stays there, and moves elsewhere
+            place = next(
+                saves
+            )  # of all, since what a capture takes in stays there, and moves elsewhere
             if not _can_move(tensor) or _address(tensor) in fixed:
                 return staying(tensor, group.told)
             return group.pack(tensor, now.known(local_tensor(tensor)), place)
@@ -227,12 +311,14 @@ class OffloadRuntime:
             self._commit(now, group, group is groups[-1])
 
     def _begin(self, lanes: CopyStreams) -> Pass:
-        """Another pass. It is traced where it is an eager one of training, until there is a plan; where nobody makes
-        one, the first `LOOKS` are."""
+        """Another pass. It is traced where it is an eager one of training, until there is a plan;
+        where nobody makes one, the first `LOOKS` are."""
         wanted = self.policy is not None or self.measures or self._looks < LOOKS
         is_traced = wanted and lanes is self.lanes and self.plan is None and not capturing()
         if is_traced and self._looks == 0 and lanes.memory() is not None:
-            gc.collect()  # what went meanwhile, of work before, would count as memory that this pass does not need
+            # what went meanwhile, of work before, would count as memory that this pass does not
+            # need
+            gc.collect()
         self._looks += is_traced
         self._end_forward(lanes)
         while self._abandoned and lanes is self.lanes:
@@ -252,11 +338,22 @@ class OffloadRuntime:
 
     def _open(self, now: Pass, name: str, layer: int, part: int = 0) -> SavedGroup:
         place = self._index.get((layer, name, part), KEPT)
-        moves = not self.measures and (self.plan is None or (place != KEPT and self.plan.moves[place]))
+        moves = not self.measures and (
+            self.plan is None or (place != KEPT and self.plan.moves[place])
+        )
         now.seen.add((layer, name))
-        return SavedGroup(name, layer, now.lanes, part=part, moves=moves, min_bytes=self.min_bytes,
-                          stays=self._stays[layer, name], reached=partial(self._reached, now),
-                          wait=partial(self._wait, now.lanes), abandoned=self._abandoned.append)
+        return SavedGroup(
+            name,
+            layer,
+            now.lanes,
+            part=part,
+            moves=moves,
+            min_bytes=self.min_bytes,
+            stays=self._stays[layer, name],
+            reached=partial(self._reached, now),
+            wait=partial(self._wait, now.lanes),
+            abandoned=self._abandoned.append,
+        )
 
     def _enter(self, now: Pass, group: SavedGroup) -> None:
         """Give the group its place in the pass."""
@@ -271,13 +368,17 @@ class OffloadRuntime:
     def _commit(self, now: Pass, group: SavedGroup, is_last: bool) -> None:
         self._enter(now, group)
         self._has_saved = self._has_saved or (now.times is not None and bool(group.memories))
-        group.commit(partial(self._queued, now.lanes), postpone=self.postpones and now.lanes is self.lanes)
+        group.commit(
+            partial(self._queued, now.lanes), postpone=self.postpones and now.lanes is self.lanes
+        )
         for memory in group.memories.values():
             storage = memory.storage()
             if storage is not None:
                 now.memories[storage._cdata] = memory
         place = self._index.get((group.layer, group.name, group.part), KEPT)
-        leaves = self.plan.release_at[place] if self.plan is not None and self.plan.release_at else KEPT
+        leaves = (
+            self.plan.release_at[place] if self.plan is not None and self.plan.release_at else KEPT
+        )
         if place != KEPT and leaves != KEPT and group.host is not None:
             now.leaving.append((leaves, weakref.ref(group)))
         self._release(now, place)
@@ -285,8 +386,9 @@ class OffloadRuntime:
             now.times.committed(group, is_last)
 
     def _release(self, now: Pass, place: int) -> None:
-        """Main waits for what the plan gives back at the commits up to that of group `place`: a pass may lack the group
-        that the plan names (a graph has it). A copy that is postponed is waited for at the first commit after it."""
+        """Main waits for what the plan gives back at the commits up to that of group `place`: a
+        pass may lack the group that the plan names (a graph has it). A copy that is postponed is
+        waited for at the first commit after it."""
         later = []
         for at, reference in now.leaving:
             group = reference()
@@ -297,8 +399,8 @@ class OffloadRuntime:
         now.leaving = later
 
     def _end_forward(self, lanes: CopyStreams) -> None:
-        """Main waits for the copies to the host that are left: a plan counts on their memory no longer. What tells that
-        a forward is over is the next one, or its backward."""
+        """Main waits for the copies to the host that are left: a plan counts on their memory no
+        longer. What tells that a forward is over is the next one, or its backward."""
         under_way = self._under_way.get(lanes)
         while self.plan is not None and under_way:
             self._wait(lanes, under_way.popleft())
@@ -312,10 +414,21 @@ class OffloadRuntime:
 
     def _wait(self, lanes: CopyStreams, copy: Copy) -> None:
         """Main waits for a copy; it is timed where passes are traced."""
-        if self.times_graphs and lanes is not self.lanes and lanes is self._captured_waits.lanes and not copy.done:
+        if (
+            self.times_graphs
+            and lanes is not self.lanes
+            and lanes is self._captured_waits.lanes
+            and not copy.done
+        ):
             # Not asked of `captured_copy_streams`: backwards may run in a thread of their own.
             self._captured_waits.wait(copy)
-        elif self.plan is None and lanes is self.lanes and self._is_tracing() and not copy.done and not capturing():
+        elif (
+            self.plan is None
+            and lanes is self.lanes
+            and self._is_tracing()
+            and not copy.done
+            and not capturing()
+        ):
             self._waits.wait(copy)
         else:
             lanes.wait(copy)
@@ -343,13 +456,17 @@ class OffloadRuntime:
         elif times.is_complete():
             if self._times is None or times.nbytes >= self._times.nbytes:
                 self._times = times
-        elif self._times is None and times is not self._partial and (
-                self._partial is None or times.nbytes >= self._partial.nbytes):
+        elif (
+            self._times is None
+            and times is not self._partial
+            and (self._partial is None or times.nbytes >= self._partial.nbytes)
+        ):
             self._partial = times
 
     def _find_held(self, now: Pass) -> None:
-        """A forward is over and its locals are gone: who holds memory of its groups now has saved it, too, or keeps it
-        for other reasons. The last pass decides: first ones compile kernels, which may keep what they were given."""
+        """A forward is over and its locals are gone: who holds memory of its groups now has saved
+        it, too, or keeps it for other reasons. The last pass decides: first ones compile kernels,
+        which may keep what they were given."""
         for group in (group for entry in now.entries if (group := entry.group()) is not None):
             held = {memory.place for memory in group.large if memory.is_held()}
             self._stays[group.layer, group.name] -= {memory.place for memory in group.large} - held
@@ -357,11 +474,18 @@ class OffloadRuntime:
 
 
 def _can_move(tensor: Tensor) -> bool:
-    """Whether it is its bytes, in memory that a backward alone needs: no parameter, and no conjugate or negative that
-    is yet to be made (a bit of the tensor says so)."""
-    return type(tensor) in (Tensor, DTensor) and tensor.layout is torch.strided and not tensor.is_nested \
-        and tensor.numel() > 0 and not (tensor.is_leaf and tensor.requires_grad) and not tensor.is_conj() \
-        and not tensor.is_neg() and not tensor.is_quantized
+    """Whether it is its bytes, in memory that a backward alone needs: no parameter, and no
+    conjugate or negative that is yet to be made (a bit of the tensor says so)."""
+    return (
+        type(tensor) in (Tensor, DTensor)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.numel() > 0
+        and not (tensor.is_leaf and tensor.requires_grad)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )
 
 
 def _address(tensor: Tensor) -> int:

@@ -3,19 +3,23 @@
     pace     0 ........................ all bytes of a forward in its time ....... no limit
     moved    nothing, ever denser sets spread evenly over the forward, ......... everything
 
-For a pace (bytes per us), groups are taken in forward order as long as compute would not wait for their copies: at most
-`in_flight` of them unfinished, all finished when the forward ends, and each back before its backward. So the last
-groups of a forward, which are needed first, stay where they are (the margin), and the others take turns.
+For a pace (bytes per us), groups are taken in forward order as long as compute would not wait for
+their copies: at most `in_flight` of them unfinished, all finished when the forward ends, and each
+back before its backward. So the last groups of a forward, which are needed first, stay where they
+are (the margin), and the others take turns.
 
-Large groups do not add up to what copies can take until the forward ends; small ones do. So there are sets, too, of the
-first 0, 1, 2, ... groups larger than the average and as many small ones as fit, with hardly a bound in flight: memory
-is given back when copies have ended anyway (`with_releases`).
+Large groups do not add up to what copies can take until the forward ends; small ones do. So there
+are sets, too, of the first 0, 1, 2, ... groups larger than the average and as many small ones as
+fit, with hardly a bound in flight: memory is given back when copies have ended anyway
+(`with_releases`).
 
-The invariant: sets follow from the trace's bytes and compute times alone, not from the budget or the speed of copies.
-So whoever picks the best of them gets no worse by a larger budget or faster copies. Few groups: all subsets.
+The invariant: sets follow from the trace's bytes and compute times alone, not from the budget or
+the speed of copies. So whoever picks the best of them gets no worse by a larger budget or faster
+copies. Few groups: all subsets.
 
 All paces are walked through at once, one step per group for arrays of numbers per candidate.
 """
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -28,7 +32,9 @@ FEW = 8  # movable groups of which all subsets are tried
 SHARES = 80  # paces up to that of all bytes in the time of a forward
 FASTER = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # and beyond, for sets that make compute wait
 IN_FLIGHT = (1, 2, 4)
-FINE = tuple(0.02 * 1.03**step for step in range(132))  # shares like those, up to 1, for sets that fill what is left
+FINE = tuple(
+    0.02 * 1.03**step for step in range(132)
+)  # shares like those, up to 1, for sets that fill what is left
 LARGE = (0, 1, 2, 4, None)  # groups above the average that these may have, None = all
 MANY = 64  # copies in flight, for them
 
@@ -48,18 +54,23 @@ class Candidates:
 
 
 def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> Candidates:
-    """Sets to choose from, each once, nothing at all first. movable: groups that may move. few: see FEW."""
+    """Sets to choose from, each once, nothing at all first. movable: groups that may move. few: see
+    FEW."""
     # Nothing is gained by moving nothing.
     movable = [may and group.bytes > 0 for group, may in zip(trace.groups, movable)]
     if sum(movable) <= few:
         found = list(_subsets(movable))
-        return Candidates(np.array([moves for moves, _ in found], dtype=bool).reshape(len(found), len(movable)),
-                          np.array([in_flight for _, in_flight in found]))
+        return Candidates(
+            np.array([moves for moves, _ in found], dtype=bool).reshape(len(found), len(movable)),
+            np.array([in_flight for _, in_flight in found]),
+        )
     tails = list(_tails(trace, movable))
     bounds = (0, *IN_FLIGHT)
     moves = [np.repeat(np.array([[False] * len(movable), *tails]), len(bounds), axis=0)]
     in_flight = [np.tile(bounds, len(tails) + 1)]
-    sizes = np.array([group.bytes if may else 0 for group, may in zip(trace.groups, movable)], dtype=float)
+    sizes = np.array(
+        [group.bytes if may else 0 for group, may in zip(trace.groups, movable)], dtype=float
+    )
     if trace.forward_us > 0 and sizes.sum() > 0:
         shares = [*((step + 1) / SHARES for step in range(SHARES)), *FASTER]
         # Small groups can keep a large one from its turn: once with them, once without.
@@ -78,10 +89,16 @@ def candidates(trace: OffloadTrace, movable: Sequence[bool], few: int = FEW) -> 
 
 
 def _few_large(sizes: np.ndarray) -> np.ndarray:
-    """For each number of LARGE the groups that may move: bool [len(LARGE), groups]. sizes: 0 of those that may not."""
+    """For each number of LARGE the groups that may move: bool [len(LARGE), groups]. sizes: 0 of
+    those that may not."""
     large = sizes > sizes.sum() / (sizes > 0).sum()
     number = np.cumsum(large)  # of a large group, from 1
-    return np.array([(sizes > 0) & (~large | (number <= (len(sizes) if most is None else most))) for most in LARGE])
+    return np.array(
+        [
+            (sizes > 0) & (~large | (number <= (len(sizes) if most is None else most)))
+            for most in LARGE
+        ]
+    )
 
 
 def _each_once(moves: np.ndarray, in_flight: np.ndarray) -> Candidates:
@@ -109,18 +126,26 @@ def _tails(trace: OffloadTrace, movable: Sequence[bool]) -> Iterator[list[bool]]
         kept = max(2 * kept, 1)
 
 
-def _in_step(trace: OffloadTrace, allowed: np.ndarray, pace: np.ndarray, in_flight: np.ndarray) -> np.ndarray:
+def _in_step(
+    trace: OffloadTrace, allowed: np.ndarray, pace: np.ndarray, in_flight: np.ndarray
+) -> np.ndarray:
     """The groups that are moved without waiting: bool [C, groups].
 
-    allowed: bool [C, groups]. pace: of copies, float [C]. in_flight: copies at one time, 1 or more, int [C].
+    allowed: bool [C, groups]. pace: of copies, float [C]. in_flight: copies at one time, 1 or more,
+    int [C].
     """
     count, most = len(pace), int(in_flight.max())
     moves, rows = np.zeros(allowed.shape, dtype=bool), np.arange(count)
-    # Ends of copies, oldest first, behind `most` that ended at 0; `following` is the place of the next one.
+    # Ends of copies, oldest first, behind `most` that ended at 0; `following` is the place of the
+    # next one.
     ends, following = np.zeros((count, allowed.shape[1] + most)), np.full(count, most)
     for index, group in enumerate(trace.groups):
         end = np.maximum(ends[rows, following - 1], group.forward_us) + group.bytes / pace
-        taken = allowed[:, index] & (ends[rows, following - in_flight] <= group.forward_us) & (end <= trace.forward_us)
+        taken = (
+            allowed[:, index]
+            & (ends[rows, following - in_flight] <= group.forward_us)
+            & (end <= trace.forward_us)
+        )
         ends[rows, following] = end
         following += taken
         moves[:, index] = taken

@@ -1,12 +1,16 @@
-"""A plan of offloading run on paper: when each copy runs, when compute waits for one, and what the device holds then.
+"""A plan of offloading run on paper: when each copy runs, when compute waits for one, and what the
+device holds then.
 
-This is the specification of the rules in `offloading/plan.py`, of one microbatch whose backward follows its forward;
-the search (`offloading/passes.py`) has a faster twin. Of other microbatches in flight each holds what the plan keeps:
+This is the specification of the rules in `offloading/plan.py`, of one microbatch whose backward
+follows its forward; the search (`offloading/passes.py`) has a faster twin. Of other microbatches in
+flight each holds what the plan keeps:
 
     memory = other_bytes + (slots - 1) * kept bytes of a microbatch + curve of this one
 
-which is exact, since a microbatch's copies to the host end with its forward, and its reloads with its backward.
+which is exact, since a microbatch's copies to the host end with its forward, and its reloads with
+its backward.
 """
+
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
@@ -39,10 +43,11 @@ class Wait:
 class OffloadTimeline:
     """What happens, in us from the start of the forward.
 
-    copies: in the order in which they were queued. waits: of compute, those of no length left out. commits, backwards:
-    per group, when its forward has ended and when its backward starts, waits included. forward_end, end: of the
-    microbatch's forward and of all. memory: (time, bytes from then on), in the order of the program. rooms: by how much
-    each of these may exceed the peak. other_bytes: of the trace, below which no peak can be.
+    copies: in the order in which they were queued. waits: of compute, those of no length left out.
+    commits, backwards: per group, when its forward has ended and when its backward starts, waits
+    included. forward_end, end: of the microbatch's forward and of all. memory: (time, bytes from
+    then on), in the order of the program. rooms: by how much each of these may exceed the peak.
+    other_bytes: of the trace, below which no peak can be.
     """
 
     copies: tuple[PlannedCopy, ...]
@@ -63,7 +68,9 @@ class OffloadTimeline:
     @property
     def peak_bytes(self) -> int:
         """The most that the device holds beyond the rooms."""
-        return max(self.other_bytes, *(held - room for (_, held), room in zip(self.memory, self.rooms)))
+        return max(
+            self.other_bytes, *(held - room for (_, held), room in zip(self.memory, self.rooms))
+        )
 
     def copy_us(self, to_host: bool) -> float:
         """How long copies of one direction take together."""
@@ -71,7 +78,8 @@ class OffloadTimeline:
 
 
 def simulate_offload(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadTimeline:
-    """Run `plan` on `trace`. Raises ValueError with all reasons when the plan is not one of this trace."""
+    """Run `plan` on `trace`. Raises ValueError with all reasons when the plan is not one of this
+    trace."""
     errors = plan_errors(trace, plan)
     if errors:
         raise ValueError("this plan does not fit its trace:\n  - " + "\n  - ".join(errors))
@@ -145,8 +153,17 @@ class _Run:
     def end_backward(self) -> OffloadTimeline:
         end = self._backward_time(self.trace.backward_us)
         self._end_running(end)
-        return OffloadTimeline(tuple(self.copies), tuple(self.waits), tuple(self.commits), tuple(self.backwards),
-                               self.forward_end, end, tuple(self.memory), tuple(self.rooms), self.trace.other_bytes)
+        return OffloadTimeline(
+            tuple(self.copies),
+            tuple(self.waits),
+            tuple(self.commits),
+            tuple(self.backwards),
+            self.forward_end,
+            end,
+            tuple(self.memory),
+            tuple(self.rooms),
+            self.trace.other_bytes,
+        )
 
     def _backward_time(self, us: float) -> float:
         return self.trace.forward_us + us + self.waited
@@ -188,16 +205,20 @@ class _Run:
 
 
 def with_releases(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> OffloadPlan:
-    """`plan` with memory that is given back at the first commit at which its copy has ended by itself.
+    """`plan` with memory that is given back at the first commit at which its copy has ended by
+    itself.
 
-    Nothing is waited for that was not before, so no time changes. Raises ValueError like `simulate_offload`.
+    Nothing is waited for that was not before, so no time changes. Raises ValueError like
+    `simulate_offload`.
     """
     timeline = simulate_offload(trace, speed, replace(plan, release_at=()))
     ends = {copy.group: copy.end for copy in timeline.copies if copy.to_host}
     # Times of commits only rise, so the first one not before the end is found by halving.
     places = {group: max(group, bisect_left(timeline.commits, end)) for group, end in ends.items()}
-    release_at = tuple(place if (place := places.get(index, KEPT)) < len(trace.groups) else KEPT
-                       for index in range(len(trace.groups)))
+    release_at = tuple(
+        place if (place := places.get(index, KEPT)) < len(trace.groups) else KEPT
+        for index in range(len(trace.groups))
+    )
     return replace(plan, release_at=release_at)
 
 
@@ -205,6 +226,13 @@ def predicted(trace: OffloadTrace, speed: CopySpeed, plan: OffloadPlan) -> Offlo
     """`plan` with all predicted figures. Raises ValueError like `simulate_offload`."""
     timeline = simulate_offload(trace, speed, plan)
     moved = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if moves)
-    return replace(plan, peak_bytes=timeline.peak_bytes, kept_peak_bytes=trace.kept_peak_bytes, moved_bytes=moved,
-                   host_bytes=trace.slots * moved, copy_us=timeline.copy_us(True) + timeline.copy_us(False),
-                   exposed_us=timeline.exposed_us, compute_us=trace.compute_us)
+    return replace(
+        plan,
+        peak_bytes=timeline.peak_bytes,
+        kept_peak_bytes=trace.kept_peak_bytes,
+        moved_bytes=moved,
+        host_bytes=trace.slots * moved,
+        copy_us=timeline.copy_us(True) + timeline.copy_us(False),
+        exposed_us=timeline.exposed_us,
+        compute_us=trace.compute_us,
+    )

@@ -1,4 +1,6 @@
-"""How fast plain copies between device and pinned host memory are: what plans count on, and no copy gets beyond."""
+"""How fast plain copies between device and pinned host memory are: what plans count on, and no copy
+gets beyond."""
+
 import statistics
 from collections.abc import Callable
 
@@ -12,15 +14,17 @@ ROUNDS = 5
 
 
 def copy_speed(device: torch.device, nbytes: int = BYTES) -> CopySpeed:
-    """Copies of `nbytes`, one direction at a time; on a CPU, which copies nothing, what plans assume. Waits for the
-    device."""
+    """Copies of `nbytes`, one direction at a time; on a CPU, which copies nothing, what plans
+    assume. Waits for the device."""
     if device.type != "cuda":
         return CopySpeed()
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
     on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     out = _microseconds(device, lambda: on_host.copy_(on_device, non_blocking=True))
     back = _microseconds(device, lambda: on_device.copy_(on_host, non_blocking=True))
-    small = _microseconds(device, lambda: on_host[:SMALL].copy_(on_device[:SMALL], non_blocking=True))
+    small = _microseconds(
+        device, lambda: on_host[:SMALL].copy_(on_device[:SMALL], non_blocking=True)
+    )
     return CopySpeed(nbytes / out, nbytes / back, round(small, 3))
 
 

@@ -1,19 +1,21 @@
-"""What a pass was seen to do, for plans: bytes of its groups, and when main came to their forwards and backwards.
+"""What a pass was seen to do, for plans: bytes of its groups, and when main came to their forwards
+and backwards.
 
-Plans are to know about compute alone. Where groups moved meanwhile main has waited for copies, so its waits are timed,
-too, and taken out:
+Plans are to know about compute alone. Where groups moved meanwhile main has waited for copies, so
+its waits are timed, too, and taken out:
 
     main   | F0 | F1 |wait| F2 |        a clock at every bar
                                         F2 is made after F0 + F1 + F2
 
-In a captured pass the same clocks are nodes of its graphs, and tell what the last replay took: the compute of a graph,
-without the host that eager work may wait for.
+In a captured pass the same clocks are nodes of its graphs, and tell what the last replay took: the
+compute of a graph, without the host that eager work may wait for.
 
-Bytes of groups that are on the device are counted beside in eager passes, for `room.py`: a group's from its commit on,
-without those whose copies main has waited for, and those that come back until the next backward begins. Memory that
-somebody else turns out to hold (`SavedGroup.stays`) was none of theirs, in this pass, too; but what a copy of it brings
-back takes memory once more.
+Bytes of groups that are on the device are counted beside in eager passes, for `room.py`: a group's
+from its commit on, without those whose copies main has waited for, and those that come back until
+the next backward begins. Memory that somebody else turns out to hold (`SavedGroup.stays`) was none
+of theirs, in this pass, too; but what a copy of it brings back takes memory once more.
 """
+
 import weakref
 from collections import deque
 from collections.abc import Sequence, Set
@@ -56,21 +58,28 @@ class Waits:
 
 
 def copy_speed_of(lanes: CopyStreams, known: CopySpeed) -> CopySpeed:
-    """The speed of the copies that were timed in captures of `lanes`, in their last replays; `known` where there are
-    none of a direction. Waits for the device."""
+    """The speed of the copies that were timed in captures of `lanes`, in their last replays;
+    `known` where there are none of a direction. Waits for the device."""
+
     def speed(lane: str, otherwise: float) -> float:
         copies = [copy for copy in lanes.timed or () if copy.lane == lane and copy.nbytes >= LARGE]
         spent = sum(lanes.elapsed_us(copy.began, copy.ended) for copy in copies)
-        spent -= known.latency_us * sum(copy.tensors for copy in copies)  # plans add that for every tensor
+        spent -= known.latency_us * sum(
+            copy.tensors for copy in copies
+        )  # plans add that for every tensor
         return sum(copy.nbytes for copy in copies) / spent if spent > 0 else otherwise
 
-    return replace(known, to_host_bytes_per_us=speed("out", known.to_host_bytes_per_us),
-                   to_device_bytes_per_us=speed("back", known.to_device_bytes_per_us))
+    return replace(
+        known,
+        to_host_bytes_per_us=speed("out", known.to_host_bytes_per_us),
+        to_device_bytes_per_us=speed("back", known.to_device_bytes_per_us),
+    )
 
 
 class _Made(NamedTuple):
-    """A group and the time at which it was made. memories: place and bytes of what is large enough. stays: places
-    of those that stay, by all that is known until now. block: number of the module that it is a part of, from 1."""
+    """A group and the time at which it was made. memories: place and bytes of what is large enough.
+    stays: places of those that stay, by all that is known until now. block: number of the module
+    that it is a part of, from 1."""
 
     name: str
     layer: int
@@ -92,13 +101,21 @@ class _Made(NamedTuple):
     def planned(self, forward_us: float, backward_us: float) -> OffloadGroup:
         """The group as plans know it."""
         stays = tuple(place for place, _ in self.memories if place in self.stays)
-        return OffloadGroup(self.name, self.layer, self.nbytes, forward_us, backward_us, max(1, len(self.sizes)),
-                            self.part, stays)
+        return OffloadGroup(
+            self.name,
+            self.layer,
+            self.nbytes,
+            forward_us,
+            backward_us,
+            max(1, len(self.sizes)),
+            self.part,
+            stays,
+        )
 
 
 class PassTimes:
-    """The times of one pass, by order of its groups. waits: of its lanes. captured: of its graphs, whose memory nobody
-    looks at. scopes: the captures that it lies in."""
+    """The times of one pass, by order of its groups. waits: of its lanes. captured: of its graphs,
+    whose memory nobody looks at. scopes: the captures that it lies in."""
 
     def __init__(self, waits: Waits, captured: bool) -> None:
         self.lanes, self.waits, self.started = waits.lanes, waits, waits.mark()
@@ -107,7 +124,9 @@ class PassTimes:
         self.scopes = {self.lanes.scope}
         self.room, self._held, self._running = None if captured else Headroom(self.lanes), 0, 0
         self._block = 0
-        self._saving: set[int] = set()  # modules that have saved something: backward comes to no other
+        self._saving: set[int] = (
+            set()
+        )  # modules that have saved something: backward comes to no other
         self._leaving: deque[tuple[weakref.ref[SavedGroup], int]] = deque()  # with its order
         self._counted: list[int] = []  # by order, bytes of the group while it is on the device
         self._left: dict[int, int] = {}  # by order, the number of modules made until it had left
@@ -115,8 +134,17 @@ class PassTimes:
     def committed(self, group: SavedGroup, is_last: bool) -> None:
         """The next group is made. is_last: of its parts, all of which have been there."""
         memories = tuple((memory.place, memory.nbytes) for memory in group.large)
-        self.made.append(_Made(group.name, group.layer, group.part, memories, group.stays, self.waits.mark(),
-                               self._blocks + (group.part == 0)))
+        self.made.append(
+            _Made(
+                group.name,
+                group.layer,
+                group.part,
+                memories,
+                group.stays,
+                self.waits.mark(),
+                self._blocks + (group.part == 0),
+            )
+        )
         self._counted.append(self.made[-1].nbytes)
         if group.memories:
             self._saving.add(self.made[-1].block)
@@ -125,7 +153,9 @@ class PassTimes:
             self._leaving.append((weakref.ref(group), group.order))
         self.scopes.add(self.lanes.scope)
         if self.room is not None and is_last:
-            self.room.made(self._held)  # with what main has waited for since the block opened: it was there until then
+            self.room.made(
+                self._held
+            )  # with what main has waited for since the block opened: it was there until then
         if is_last:
             self._given_back()
 
@@ -181,12 +211,15 @@ class PassTimes:
         return [(made.layer, made.name, made.part) for made in self.made]
 
     def is_complete(self) -> bool:
-        """Whether backward has come to every module that has saved something, if not to each part of that."""
-        return bool(self.needed) and self._saving <= {self.made[order].block for order in self.needed}
+        """Whether backward has come to every module that has saved something, if not to each part
+        of that."""
+        return bool(self.needed) and self._saving <= {
+            self.made[order].block for order in self.needed
+        }
 
     def is_replayed(self) -> bool:
-        """Whether the graphs of a captured pass have run: one, or one of its forward and one of its backward. Among
-        more, copies end with each, and those waits belong to no group."""
+        """Whether the graphs of a captured pass have run: one, or one of its forward and one of its
+        backward. Among more, copies end with each, and those waits belong to no group."""
         return len(self.scopes) <= 2 and self.scopes <= self.lanes.replayed
 
     def trace(self) -> OffloadTrace:
@@ -194,21 +227,36 @@ class PassTimes:
         waited = [0.0, *accumulate(self.lanes.elapsed_us(*wait) for wait in self.waits.all)]
 
         def worked(start: TimeMark, end: TimeMark) -> float:
-            return self.lanes.elapsed_us(start.clock, end.clock) - (waited[end.waits] - waited[start.waits])
+            return self.lanes.elapsed_us(start.clock, end.clock) - (
+                waited[end.waits] - waited[start.waits]
+            )
 
         groups, passed = [], 0.0
         begin, first = next(iter(self.needed.values())), dict[int, TimeMark]()
         came, reached = 0.0, dict[int, float]()
         for order, mark in self.needed.items():
             first.setdefault(self.made[order].block, mark)
-            reached[order] = came = max(came, worked(begin, mark))  # clocks of one moment tell any order
+            reached[order] = came = max(
+                came, worked(begin, mark)
+            )  # clocks of one moment tell any order
         for order, made in enumerate(self.made):
             passed = max(passed, worked(self.started, made.mark))
             if made.block in first:
-                needed = reached[order] if order in reached else max(0.0, worked(begin, first[made.block]))
+                needed = (
+                    reached[order]
+                    if order in reached
+                    else max(0.0, worked(begin, first[made.block]))
+                )
             else:
                 needed = came + LAST_US
             groups.append(made.planned(passed, needed))
         found = OffloadTrace(tuple(groups), passed, max(group.backward_us for group in groups))
-        return found if self.room is None else replace(found, forward_room=self.room.nbytes, backward_room=self.room.of(
-            [made.block for made in self.made]))
+        return (
+            found
+            if self.room is None
+            else replace(
+                found,
+                forward_room=self.room.nbytes,
+                backward_room=self.room.of([made.block for made in self.made]),
+            )
+        )

@@ -1,13 +1,17 @@
-"""Several linear layers of the same input as one matrix product, their weights staying parameters of their own.
+"""Several linear layers of the same input as one matrix product, their weights staying parameters
+of their own.
 
-    memory    | v_proj | k_proj | q_proj |      one behind another, as a model lays them and flat buffers keep them
+    memory    | v_proj | k_proj | q_proj |      one behind another, as a model lays them and flat
+                                                buffers keep them
     product   x [T, H]  x  [V + K + Q, H]^T  =  [T, V + K + Q]  ->  v | k | q, views
 
-A few large products fill a GPU better than many small ones: forward, gradient of the input and gradients of the
-weights are one product each instead of three. Names, checkpoints and optimizers know nothing of it. Whether the
-weights lie side by side is looked up inside the operation, so that code which torch.compile shares between layers
-does not depend on it; where they do not, the products are formed one by one.
+A few large products fill a GPU better than many small ones: forward, gradient of the input and
+gradients of the weights are one product each instead of three. Names, checkpoints and optimizers
+know nothing of it. Whether the weights lie side by side is looked up inside the operation, so that
+code which torch.compile shares between layers does not depend on it; where they do not, the
+products are formed one by one.
 """
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,23 +34,34 @@ def naive_merged_linear(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, .
 
 
 def one_matrix(weights: Sequence[Tensor]) -> Tensor | None:
-    """[sum of O_i, H], a view, if the contiguous matrices `weights` lie one behind another in one storage."""
+    """[sum of O_i, H], a view, if the contiguous matrices `weights` lie one behind another in one
+    storage."""
     first, place = weights[0], weights[0].storage_offset()
     for weight in weights:
-        if weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or not weight.is_contiguous() \
-                or weight.storage_offset() != place:
+        if (
+            weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or not weight.is_contiguous()
+            or weight.storage_offset() != place
+        ):
             return None
         place += weight.numel()
-    return first.as_strided((sum(weight.shape[0] for weight in weights), first.shape[1]), (first.shape[1], 1))
+    return first.as_strided(
+        (sum(weight.shape[0] for weight in weights), first.shape[1]), (first.shape[1], 1)
+    )
 
 
 @torch.no_grad()
 def lay_side_by_side(weights: Sequence[Tensor]) -> None:
     """Move the matrices `weights` into one storage, in this order, unless they lie so already."""
-    if any(weight.is_meta for weight in weights) or one_matrix([weight.detach() for weight in weights]) is not None:
+    if (
+        any(weight.is_meta for weight in weights)
+        or one_matrix([weight.detach() for weight in weights]) is not None
+    ):
         return
     whole = torch.cat([weight.detach() for weight in weights])
-    for weight, part in zip(weights, whole.split([weight.shape[0] for weight in weights]), strict=True):
+    for weight, part in zip(
+        weights, whole.split([weight.shape[0] for weight in weights]), strict=True
+    ):
         weight.data = part
 
 

@@ -4,11 +4,12 @@
     interleaved     column 2i turns with column 2i + 1; what comes out lies     DeepSeek
                     in half-rotation layout: first the left of all pairs, then the right
 
-Scores are sums over columns, so it does not matter how columns lie as long as queries and keys agree. Cosines and
-sines are computed once per microbatch from its position_ids and shared by all layers; positions restart at every
-document, so packing changes no number. `inv_freq` belongs to the model: a captured graph reads it, so it must live as
-long as the graph.
+Scores are sums over columns, so it does not matter how columns lie as long as queries and keys
+agree. Cosines and sines are computed once per microbatch from its position_ids and shared by all
+layers; positions restart at every document, so packing changes no number. `inv_freq` belongs to the
+model: a captured graph reads it, so it must live as long as the graph.
 """
+
 import math
 
 import torch
@@ -21,18 +22,31 @@ def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
     return 1.0 / (theta**exponents)
 
 
-def stretched_frequencies(head_dim: int, theta: float, factor: float, original_positions: int, beta_fast: float,
-                          beta_slow: float) -> Tensor:
-    """Inverse frequencies by YaRN (arXiv:2309.00071, section 3.2): float32 [head_dim / 2] on the CPU.
+def stretched_frequencies(
+    head_dim: int,
+    theta: float,
+    factor: float,
+    original_positions: int,
+    beta_fast: float,
+    beta_slow: float,
+) -> Tensor:
+    """Inverse frequencies by YaRN (arXiv:2309.00071, section 3.2): float32 [head_dim / 2] on the
+    CPU.
 
-    Pairs that turn beta_fast times or more in original_positions keep theirs, those that turn beta_slow times or less
-    get theirs divided by factor, and in between the part that is divided grows linearly with the pair's number.
+    Pairs that turn beta_fast times or more in original_positions keep theirs, those that turn
+    beta_slow times or less get theirs divided by factor, and in between the part that is divided
+    grows linearly with the pair's number.
     """
-    first, last = (_pair_that_turns(turns, head_dim, theta, original_positions) for turns in (beta_fast, beta_slow))
+    first, last = (
+        _pair_that_turns(turns, head_dim, theta, original_positions)
+        for turns in (beta_fast, beta_slow)
+    )
     first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     kept = 1.0 - ((pairs - first) / (last - first if last != first else 0.001)).clamp(0.0, 1.0)
-    wavelengths = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    wavelengths = theta ** (
+        torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    )
     return 1.0 / (factor * wavelengths) * (1.0 - kept) + 1.0 / wavelengths * kept
 
 
@@ -41,9 +55,11 @@ def _pair_that_turns(times: float, head_dim: int, theta: float, positions: int) 
     return head_dim * math.log(positions / (times * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def rotary_tables(position_ids: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float = 1.0
-                  ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, times `factor`: two [T, D] tensors of `dtype`, computed in float32.
+def rotary_tables(
+    position_ids: Tensor, inv_freq: Tensor, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, times `factor`: two [T, D] tensors of `dtype`, computed
+    in float32.
 
     position_ids: int [T]; inv_freq: float32 [D/2].
     """
@@ -55,12 +71,19 @@ def rotary_tables(position_ids: Tensor, inv_freq: Tensor, dtype: torch.dtype, fa
     return cos.to(dtype), sin.to(dtype)
 
 
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *,
-                 interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, Hq, D] and k [T, Hkv, D] by the tables [T, R], R <= D; dtypes of q and k are kept.
+def apply_rotary(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, Hq, D] and k [T, Hkv, D] by the tables [T, R], R <= D; dtypes of q and k are
+    kept.
 
-    Only the first R columns turn; without tables, none. interleaved: how these columns of q and k are paired; the
-    results are in half-rotation layout either way.
+    Only the first R columns turn; without tables, none. interleaved: how these columns of q and k
+    are paired; the results are in half-rotation layout either way.
     """
     if cos is None or sin is None:
         return q, k
@@ -84,9 +107,11 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
-def naive_apply_rotary(q: Tensor, k: Tensor, position_ids: Tensor, theta: float, *, interleaved: bool = False
-                       ) -> tuple[Tensor, Tensor]:
-    """The specification: pairs of columns as complex numbers, turned by position * theta ** (-2i / D)."""
+def naive_apply_rotary(
+    q: Tensor, k: Tensor, position_ids: Tensor, theta: float, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The specification: pairs of columns as complex numbers, turned by position * theta ** (-2i /
+    D)."""
 
     def rotate(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2

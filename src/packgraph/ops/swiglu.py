@@ -1,4 +1,5 @@
 """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu(gate) * up."""
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor

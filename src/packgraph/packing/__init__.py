@@ -1,1 +1,2 @@
-"""Documents → capacity-shaped batches. Boundaries stay host ints; one pinned upload per microbatch."""
+"""Documents → capacity-shaped batches. Boundaries stay host ints; one pinned upload per
+microbatch."""

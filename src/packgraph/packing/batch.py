@@ -1,12 +1,13 @@
 """One microbatch of packed documents: static shapes, one buffer, boundaries known on the host.
 
-All tensors are views of the one buffer `data` (see `layout.py`): one pinned upload per microbatch, one copy into a
-graph's static memory, one leaf as a pytree. `lengths` and the counts are host ints; code inside a captured graph must
-not see them, since a graph would bake them (`without_lengths`).
+All tensors are views of the one buffer `data` (see `layout.py`): one pinned upload per microbatch,
+one copy into a graph's static memory, one leaf as a pytree. `lengths` and the counts are host ints;
+code inside a captured graph must not see them, since a graph would bake them (`without_lengths`).
 
-    tokens        a a a b b c c c c . .      position_ids  0 1 2 0 1 0 1 2 3 0 0
-    labels        a a _ b _ c c c _ _ _      document_ids  0 0 0 1 1 2 2 2 2 N N      cu_seqlens  0 3 5 9 9 9
+    tokens   a a a b b c c c c . .   position_ids  0 1 2 0 1 0 1 2 3 0 0
+    labels   a a _ b _ c c c _ _ _   document_ids  0 0 0 1 1 2 2 2 2 N N     cu_seqlens  0 3 5 9 9 9
 """
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,16 +23,21 @@ from packgraph.packing.layout import Field, layout_of
 
 
 class HostFacts:
-    """What the host knows of a batch: `lengths` of its documents, `loss_tokens`, and `largest_id` of tokens and labels;
-    None when they were taken away.
+    """What the host knows of a batch: `lengths` of its documents, `loss_tokens`, and `largest_id`
+    of tokens and labels; None when they were taken away.
 
-    Any two compare equal: they are no part of a batch's structure, and pytrees of batches with different lengths must
-    have the same structure.
+    Any two compare equal: they are no part of a batch's structure, and pytrees of batches with
+    different lengths must have the same structure.
     """
 
     __slots__ = ("largest_id", "lengths", "loss_tokens")
 
-    def __init__(self, lengths: tuple[int, ...] | None, loss_tokens: int | None, largest_id: int | None = None) -> None:
+    def __init__(
+        self,
+        lengths: tuple[int, ...] | None,
+        loss_tokens: int | None,
+        largest_id: int | None = None,
+    ) -> None:
         self.lengths = lengths
         self.loss_tokens = loss_tokens
         self.largest_id = largest_id
@@ -51,10 +57,11 @@ NO_FACTS = HostFacts(None, None)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
-    """A microbatch of static shape: T = capacity.tokens places, N = capacity.documents documents at most.
+    """A microbatch of static shape: T = capacity.tokens places, N = capacity.documents documents at
+    most.
 
-    data: uint8 [layout_of(capacity).nbytes], contiguous, start aligned to 8 bytes. host: what the host knows of it.
-    Use `build` or `packgraph.pack` to make one.
+    data: uint8 [layout_of(capacity).nbytes], contiguous, start aligned to 8 bytes. host: what the
+    host knows of it. Use `build` or `packgraph.pack` to make one.
     """
 
     data: Tensor
@@ -73,13 +80,16 @@ class PackedBatch:
             raise ValueError("PackedBatch.build needs at least one document")
         if not capacity.holds(sum(lengths), len(lengths), max(lengths)):
             raise ValueError(
-                f"{len(lengths)} documents of {sum(lengths)} tokens, the longest of {max(lengths)}, do not fit in "
-                f"{capacity}; use a larger capacity, or packgraph.pack, which makes several packs")
+                f"{len(lengths)} documents of {sum(lengths)} tokens, the longest of "
+                f"{max(lengths)}, do not fit in "
+                f"{capacity}; use a larger capacity, or packgraph.pack, which makes several packs"
+            )
         return PackedBatch.of_documents(found, capacity)
 
     @staticmethod
     def empty(capacity: Capacity) -> "PackedBatch":
-        """A pack without documents, all padding: for a rank that has nothing to do but take part in exchanges."""
+        """A pack without documents, all padding: for a rank that has nothing to do but take part in
+        exchanges."""
         return PackedBatch.of_documents([], capacity)
 
     @staticmethod
@@ -95,7 +105,8 @@ class PackedBatch:
 
     @property
     def labels(self) -> Tensor:
-        """int64 [T]: the next token of the same document; -100 at its last token, where masked, and in the tail."""
+        """int64 [T]: the next token of the same document; -100 at its last token, where masked, and
+        in the tail."""
         return self._view(layout_of(self.capacity).labels)
 
     @property
@@ -142,7 +153,8 @@ class PackedBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Places whose label is a token, a host int. Raises RuntimeError on a batch without host facts."""
+        """Places whose label is a token, a host int. Raises RuntimeError on a batch without host
+        facts."""
         if self.host.loss_tokens is None:
             raise RuntimeError(_no_facts("num_loss_tokens"))
         return self.host.loss_tokens
@@ -150,12 +162,15 @@ class PackedBatch:
     def check_words(self, vocab_size: int) -> None:
         """Raise ValueError if a token or a label is no word of a vocabulary of `vocab_size` words.
 
-        Costs nothing: it goes by what the host knows. A batch without host facts passes; kernels make NaN of its
-        illegal words.
+        Costs nothing: it goes by what the host knows. A batch without host facts passes; kernels
+        make NaN of its illegal words.
         """
         if self.host.largest_id is not None and self.host.largest_id >= vocab_size:
-            raise ValueError(f"the batch has the token id or label {self.host.largest_id}, but the model has a "
-                             f"vocabulary of {vocab_size}: ids must be below it; was it made with another tokenizer?")
+            raise ValueError(
+                f"the batch has the token id or label {self.host.largest_id}, but the model has a "
+                f"vocabulary of {vocab_size}: ids must be below it; was it made with another "
+                "tokenizer?"
+            )
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "PackedBatch":
         """The batch on `device`: one upload, through pinned memory when `device` is a CUDA device.
@@ -166,24 +181,36 @@ class PackedBatch:
         data = self.data
         if data.device.type == "cpu" and target.type == "cuda" and not data.is_pinned():
             data = data.pin_memory()
-        # Device to host is never asynchronous here: the caller would read bytes that have not arrived.
-        return replace(self, data=data.to(target, non_blocking=non_blocking and target.type != "cpu"))
+        # Device to host is never asynchronous here: the caller would read bytes that have not
+        # arrived.
+        return replace(
+            self, data=data.to(target, non_blocking=non_blocking and target.type != "cpu")
+        )
 
     def without_lengths(self) -> "PackedBatch":
-        """The same tensors without what the host knows: how code inside a captured graph sees a batch."""
+        """The same tensors without what the host knows: how code inside a captured graph sees a
+        batch."""
         return PackedBatch(self.data, self.capacity, NO_FACTS)
 
     def _view(self, field: Field) -> Tensor:
         return self.data[field.start : field.stop].view(field.dtype)
 
     def __repr__(self) -> str:
-        known = "" if self.host.lengths is None else f", {self.num_documents} documents, {self.num_tokens} tokens"
+        known = (
+            ""
+            if self.host.lengths is None
+            else f", {self.num_documents} documents, {self.num_tokens} tokens"
+        )
         return f"PackedBatch({self.capacity}{known}, on {getattr(self.data, 'device', None)})"
 
 
 def _no_facts(name: str) -> str:
-    return (f"PackedBatch.{name} is not available here: it is a host number of one microbatch, and a captured graph "
-            "would bake it for all. Use the tensors (cu_seqlens, loss_mask, padding_mask), or bounds of .capacity")
+    return (
+        f"PackedBatch.{name} is not available here: it is a host number of one microbatch, and a "
+        "captured graph "
+        "would bake it for all. Use the tensors (cu_seqlens, loss_mask, padding_mask), or bounds "
+        "of .capacity"
+    )
 
 
 def _flatten(batch: PackedBatch) -> tuple[list[Any], Any]:
@@ -195,4 +222,6 @@ def _unflatten(children: Any, context: Any) -> PackedBatch:
     return PackedBatch(data, *context)
 
 
-register_pytree_node(PackedBatch, _flatten, _unflatten, serialized_type_name="packgraph.PackedBatch")
+register_pytree_node(
+    PackedBatch, _flatten, _unflatten, serialized_type_name="packgraph.PackedBatch"
+)

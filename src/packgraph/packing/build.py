@@ -1,4 +1,5 @@
 """Writing documents into the buffer of one microbatch, without a loop over tokens."""
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,11 @@ NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool
 
 
 def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int, int]:
-    """The buffer of a pack of `documents` (none: all padding), which must fit, its number of loss tokens, and the
-    largest of its token ids and labels (-1 without any).
+    """The buffer of a pack of `documents` (none: all padding), which must fit, its number of loss
+    tokens, and the largest of its token ids and labels (-1 without any).
 
-    Returns (uint8 [layout_of(capacity).nbytes] on the host, host int, host int). All bytes are defined, gaps too, so
-    equal packs are equal buffers.
+    Returns (uint8 [layout_of(capacity).nbytes] on the host, host int, host int). All bytes are
+    defined, gaps too, so equal packs are equal buffers.
     """
     layout = layout_of(capacity)
     data = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -32,11 +33,17 @@ def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int
     stops = np.cumsum(lengths)
     used = int(lengths.sum())
 
-    tokens = np.concatenate([np.empty(0, dtype=np.int64), *(document.tokens for document in documents)])
+    tokens = np.concatenate(
+        [np.empty(0, dtype=np.int64), *(document.tokens for document in documents)]
+    )
     field(layout.tokens)[:used] = tokens
     if any(document.targets is not None for document in documents):
-        targets = np.concatenate([
-            document.tokens if document.targets is None else document.targets for document in documents])
+        targets = np.concatenate(
+            [
+                document.tokens if document.targets is None else document.targets
+                for document in documents
+            ]
+        )
     else:
         targets = tokens
     labels = field(layout.labels)

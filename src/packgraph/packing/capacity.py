@@ -1,8 +1,10 @@
 """The static shape of a microbatch, and which of several shapes a set of documents fits in.
 
-Whether documents fit depends on three numbers only: their tokens, their count and the longest of them. A `CapacitySet`
-answers all questions of the packers from these; several capacities need not be ordered in all three at once.
+Whether documents fit depends on three numbers only: their tokens, their count and the longest of
+them. A `CapacitySet` answers all questions of the packers from these; several capacities need not
+be ordered in all three at once.
 """
+
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ LIMIT = 2**31  # kernels take boundaries of documents as 32-bit integers
 class Capacity:
     """Static shape of a microbatch: places for `tokens` tokens of at most `documents` documents.
 
-    longest: bound on the tokens of one document, default `tokens`; it is an int after construction. Capacities are
-    ordered by tokens, then documents, then longest. Raises ValueError for numbers that make no sense.
+    longest: bound on the tokens of one document, default `tokens`; it is an int after construction.
+    Capacities are ordered by tokens, then documents, then longest. Raises ValueError for numbers
+    that make no sense.
     """
 
     tokens: int
@@ -30,12 +33,17 @@ class Capacity:
             value = getattr(self, name)
             number = _whole_number(value)
             if number is None or not 1 <= number < LIMIT:
-                raise ValueError(f"Capacity: {name} must be a whole number of at least 1 and below 2^31, got "
-                                 f"{str(value)[:40]}")
+                raise ValueError(
+                    f"Capacity: {name} must be a whole number of at least 1 and below 2^31, got "
+                    f"{str(value)[:40]}"
+                )
             object.__setattr__(self, name, number)
         if self.bound > self.tokens:
-            raise ValueError(f"Capacity: longest ({self.longest}) must not exceed tokens ({self.tokens}): a document "
-                             "of that length would not fit; leave longest out or lower it")
+            raise ValueError(
+                f"Capacity: longest ({self.longest}) must not exceed tokens ({self.tokens}): a "
+                "document "
+                "of that length would not fit; leave longest out or lower it"
+            )
 
     @property
     def bound(self) -> int:
@@ -43,12 +51,14 @@ class Capacity:
         return self.tokens if self.longest is None else self.longest
 
     def holds(self, tokens: int, documents: int, longest: int) -> bool:
-        """Whether `documents` documents of `tokens` tokens in all, the longest of `longest` tokens, fit."""
+        """Whether `documents` documents of `tokens` tokens in all, the longest of `longest` tokens,
+        fit."""
         return tokens <= self.tokens and documents <= self.documents and longest <= self.bound
 
 
 def _whole_number(value: Any) -> int | None:
-    """`value` as a plain int if it is a whole number of any type (NumPy's too), else None; a bool is none."""
+    """`value` as a plain int if it is a whole number of any type (NumPy's too), else None; a bool
+    is none."""
     if isinstance(value, bool):
         return None
     try:
@@ -58,7 +68,8 @@ def _whole_number(value: Any) -> int | None:
 
 
 def read_capacities(capacities: Any) -> tuple[Capacity, ...]:
-    """What a user gives as capacities, one `Capacity` or several of them, smallest first and each once.
+    """What a user gives as capacities, one `Capacity` or several of them, smallest first and each
+    once.
 
     Raises TypeError when something else is among them, ValueError when there are none.
     """
@@ -66,42 +77,56 @@ def read_capacities(capacities: Any) -> tuple[Capacity, ...]:
     if isinstance(capacities, Capacity):
         return (capacities,)
     if isinstance(capacities, (str, bytes)) or not isinstance(capacities, Iterable):
-        raise TypeError(f"capacities must be a packgraph.Capacity or a list of them, got {capacities!r}; write "
-                        f"[{example}]")
+        raise TypeError(
+            f"capacities must be a packgraph.Capacity or a list of them, got {capacities!r}; write "
+            f"[{example}]"
+        )
     given = list(capacities)
     for item in given:
         if not isinstance(item, Capacity):
-            raise TypeError(f"capacities must be packgraph.Capacity objects, got {item!r}; write {example}")
+            raise TypeError(
+                f"capacities must be packgraph.Capacity objects, got {item!r}; write {example}"
+            )
     if not given:
         raise ValueError(f"capacities must name at least one Capacity, such as {example}")
     return tuple(sorted(set(given)))
 
 
 def places(length: int, multiple: int) -> int:
-    """Places that a document of `length` tokens takes up where documents take up multiples of `multiple`."""
+    """Places that a document of `length` tokens takes up where documents take up multiples of
+    `multiple`."""
     return -(-length // multiple) * multiple
 
 
 class CapacitySet:
     """The capacities packs may have, smallest first.
 
-    multiple: documents take up multiples of so many places, as where a row is cut in zigzag over several ranks; all
-    tokens and lengths that the packers ask about are then places. A pack itself holds its documents as they are, one
-    behind the other.
+    multiple: documents take up multiples of so many places, as where a row is cut in zigzag over
+    several ranks; all tokens and lengths that the packers ask about are then places. A pack itself
+    holds its documents as they are, one behind the other.
     """
 
     def __init__(self, capacities: Capacity | Iterable[Capacity], multiple: int = 1) -> None:
-        """Raises ValueError when there are none, when multiple is not positive or when no document can have so many
-        places, TypeError when something else is among them."""
+        """Raises ValueError when there are none, when multiple is not positive or when no document
+        can have so many places, TypeError when something else is among them."""
         self.sorted, self.multiple = read_capacities(capacities), multiple
         if multiple < 1:
             raise ValueError(f"documents take up a multiple of at least 1 place, not {multiple}")
         if not self.longest:
-            raise ValueError(f"documents take up multiples of {multiple} places, but no capacity has so many: "
-                             f"{', '.join(map(str, self.sorted))}")
+            raise ValueError(
+                f"documents take up multiples of {multiple} places, but no capacity has so many: "
+                f"{', '.join(map(str, self.sorted))}"
+            )
         # What another one holds in every respect never decides how much room there is.
-        self._widest = tuple(one for one in self.sorted if not any(
-            other.holds(one.tokens, one.documents, one.bound) for other in self.sorted if other != one))
+        self._widest = tuple(
+            one
+            for one in self.sorted
+            if not any(
+                other.holds(one.tokens, one.documents, one.bound)
+                for other in self.sorted
+                if other != one
+            )
+        )
 
     @property
     def longest(self) -> int:
@@ -115,15 +140,22 @@ class CapacitySet:
     def room(self, tokens: int, documents: int, longest: int) -> int:
         """Length of the longest document that may join a pack of these totals (0: none may)."""
         return max(
-            (min(capacity.tokens - tokens, capacity.bound) for capacity in self._widest
-             if capacity.holds(tokens, documents + 1, longest)),
+            (
+                min(capacity.tokens - tokens, capacity.bound)
+                for capacity in self._widest
+                if capacity.holds(tokens, documents + 1, longest)
+            ),
             default=0,
         )
 
     def smallest(self, tokens: int, documents: int, longest: int) -> Capacity:
-        """The smallest capacity that holds a pack of these totals. Raises ValueError when none does."""
+        """The smallest capacity that holds a pack of these totals. Raises ValueError when none
+        does."""
         for capacity in self.sorted:
             if capacity.holds(tokens, documents, longest):
                 return capacity
-        raise ValueError(f"no capacity holds {documents} documents of {tokens} tokens, the longest of {longest}: "
-                         f"{', '.join(map(str, self.sorted))}")
+        raise ValueError(
+            f"no capacity holds {documents} documents of {tokens} tokens, the longest of "
+            f"{longest}: "
+            f"{', '.join(map(str, self.sorted))}"
+        )

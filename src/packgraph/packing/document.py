@@ -1,12 +1,15 @@
 """Documents as users have them → documents as the packers want them.
 
-Accepted, one by one or in a list: token ids (list, tuple, NumPy array, CPU tensor); a mapping with `input_ids` and
-optionally `labels` (Hugging Face: the label of token i stands at place i, -100 = not to be predicted) or masks over the
-tokens (1 = may be predicted); rows with `seq_lengths` (several documents concatenated, as TRL packs them); the output
-of transformers' DataCollatorWithFlattening ([1, total] with boundaries in cu_seq_lens_q, seq_idx or position_ids).
+Accepted, one by one or in a list: token ids (list, tuple, NumPy array, CPU tensor); a mapping with
+`input_ids` and optionally `labels` (Hugging Face: the label of token i stands at place i, -100 =
+not to be predicted) or masks over the tokens (1 = may be predicted); rows with `seq_lengths`
+(several documents concatenated, as TRL packs them); the output of transformers'
+DataCollatorWithFlattening ([1, total] with boundaries in cu_seq_lens_q, seq_idx or position_ids).
 
-Invariant: everything is on the host. A tensor on a device is refused, since reading it would make the host wait.
+Invariant: everything is on the host. A tensor on a device is refused, since reading it would make
+the host wait.
 """
+
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +27,9 @@ Ids = NDArray[np.int64]
 class Document:
     """One document on the host.
 
-    tokens: int64 [n], n >= 1. targets: int64 [n], what is to be predicted at each place (-100: nothing), None = tokens.
-    The target of the first token is never used: nothing of the same document stands before it.
+    tokens: int64 [n], n >= 1. targets: int64 [n], what is to be predicted at each place (-100:
+    nothing), None = tokens. The target of the first token is never used: nothing of the same
+    document stands before it.
     """
 
     tokens: Ids
@@ -41,11 +45,14 @@ class Document:
 
     def part(self, start: int, stop: int) -> "Document":
         """The tokens from `start` to `stop` as a document of its own."""
-        return Document(self.tokens[start:stop], None if self.targets is None else self.targets[start:stop])
+        return Document(
+            self.tokens[start:stop], None if self.targets is None else self.targets[start:stop]
+        )
 
 
 def read_documents(documents: Any) -> Iterator[Document]:
-    """All documents of `documents`, in order: an iterable of the forms above, or one collator's output.
+    """All documents of `documents`, in order: an iterable of the forms above, or one collator's
+    output.
 
     Raises ValueError or TypeError with the index of the item that is wrong.
     """
@@ -53,19 +60,29 @@ def read_documents(documents: Any) -> Iterator[Document]:
         yield from _from_mapping(documents, "documents")
         return
     if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
-        raise TypeError(f"documents must be a list of documents (token ids), got {type(documents).__name__}")
+        raise TypeError(
+            f"documents must be a list of documents (token ids), got {type(documents).__name__}"
+        )
     if isinstance(documents, (torch.Tensor, np.ndarray)):
         shape = list(documents.shape)
-        raise TypeError(f"documents must be a list of documents, got one {type(documents).__name__} of shape {shape}; "
-                        + ("write [ids] for a single document" if len(shape) < 2 else
-                           "its rows may end in padding, which would be trained on: pass [row[:length] for each row], "
-                           "or list(ids) if no row is padded"))
+        raise TypeError(
+            f"documents must be a list of documents, got one {type(documents).__name__} of shape "
+            f"{shape}; "
+            + (
+                "write [ids] for a single document"
+                if len(shape) < 2
+                else "its rows may end in padding, which would be trained on: "
+                "pass [row[:length] for each row], "
+                "or list(ids) if no row is padded"
+            )
+        )
     for index, item in enumerate(documents):
         yield from read_item(item, f"document {index}")
 
 
 def read_item(item: Any, name: str) -> Iterator[Document]:
-    """The documents of one item (one, or several for a row with boundaries). `name` is used in messages."""
+    """The documents of one item (one, or several for a row with boundaries). `name` is used in
+    messages."""
     if isinstance(item, Document):
         yield _checked(item.tokens, item.targets, name)
     elif isinstance(item, Mapping):
@@ -76,26 +93,38 @@ def read_item(item: Any, name: str) -> Iterator[Document]:
 
 def _from_mapping(item: Mapping[str, Any], name: str) -> Iterator[Document]:
     if "input_ids" not in item:
-        raise ValueError(f"{name}: a mapping must have `input_ids`; it has {sorted(map(str, item))}")
+        raise ValueError(
+            f"{name}: a mapping must have `input_ids`; it has {sorted(map(str, item))}"
+        )
     tokens, flattened = _row(_ids(item["input_ids"], f"{name}, input_ids"), name)
     targets = _targets(item, tokens, name)
     lengths = _lengths(item, len(tokens), name)
     if lengths is None:
         if flattened:
-            raise ValueError(f"{name}: input_ids is [1, {len(tokens)}] without boundaries; pass position_ids, "
-                             "cu_seq_lens_q or seq_lengths with it, or one document as a flat list")
+            raise ValueError(
+                f"{name}: input_ids is [1, {len(tokens)}] without boundaries; pass position_ids, "
+                "cu_seq_lens_q or seq_lengths with it, or one document as a flat list"
+            )
         lengths = np.array([len(tokens)])
     if lengths.sum() != len(tokens):
-        raise ValueError(f"{name}: its documents' lengths sum to {lengths.sum()}, but it has {len(tokens)} tokens")
+        raise ValueError(
+            f"{name}: its documents' lengths sum to {lengths.sum()}, but it has {len(tokens)} "
+            "tokens"
+        )
     if len(lengths) and lengths.max() > len(tokens):  # the sum of huge numbers wraps around
-        raise ValueError(f"{name}: one of its documents has a length of {lengths.max()}, but it has {len(tokens)} "
-                         "tokens")
+        raise ValueError(
+            f"{name}: one of its documents has a length of {lengths.max()}, but it has "
+            f"{len(tokens)} "
+            "tokens"
+        )
     if flattened and not len(tokens):
         return
     stops = np.cumsum(lengths)
     for number, (start, stop) in enumerate(zip(stops - lengths, stops)):
         own_name = name if len(lengths) == 1 else f"{name}, part {number}"
-        yield _checked(tokens[start:stop], None if targets is None else targets[start:stop], own_name)
+        yield _checked(
+            tokens[start:stop], None if targets is None else targets[start:stop], own_name
+        )
 
 
 def _targets(item: Mapping[str, Any], tokens: Ids, name: str) -> Ids | None:
@@ -110,18 +139,26 @@ def _targets(item: Mapping[str, Any], tokens: Ids, name: str) -> Ids | None:
     if item.get("attention_mask") is not None:
         attended = _same_length(item["attention_mask"], tokens, name, "attention_mask")
         if not attended.all():
-            raise ValueError(f"{name}: attention_mask has zeros, so input_ids holds padding; pass it without padding")
+            raise ValueError(
+                f"{name}: attention_mask has zeros, so input_ids holds padding; pass it without "
+                "padding"
+            )
         if (attended != 1).any():
-            raise ValueError(f"{name}: attention_mask has the value {attended[attended != 1][0]}; it must be 1 for "
-                             "every token. Numbers of documents belong in seq_idx")
+            raise ValueError(
+                f"{name}: attention_mask has the value {attended[attended != 1][0]}; it must be 1 "
+                "for "
+                "every token. Numbers of documents belong in seq_idx"
+            )
     return targets
 
 
 def _lengths(item: Mapping[str, Any], total: int, name: str) -> Ids | None:
     """Lengths of the documents in a row from whatever boundaries it has; None when it has none."""
     if item.get("seq_lengths") is not None:
-        return _not_empty(_ids(item["seq_lengths"], f"{name}, seq_lengths").reshape(-1),
-                          f"{name}: seq_lengths has a negative length")
+        return _not_empty(
+            _ids(item["seq_lengths"], f"{name}, seq_lengths").reshape(-1),
+            f"{name}: seq_lengths has a negative length",
+        )
     if item.get("cu_seq_lens_q") is not None:
         bounds = _ids(item["cu_seq_lens_q"], f"{name}, cu_seq_lens_q").reshape(-1)
         return _not_empty(np.diff(bounds), f"{name}: cu_seq_lens_q falls")
@@ -136,7 +173,8 @@ def _lengths(item: Mapping[str, Any], total: int, name: str) -> Ids | None:
 
 
 def _not_empty(lengths: Ids, problem: str) -> Ids:
-    """`lengths` without the zeros that stand for no document. Raises ValueError with `problem` for a negative one."""
+    """`lengths` without the zeros that stand for no document. Raises ValueError with `problem` for
+    a negative one."""
     if (lengths < 0).any():
         raise ValueError(f"{problem} ({lengths.min()}); boundaries must not go back")
     return lengths[lengths > 0]
@@ -154,8 +192,11 @@ def _row(array: Ids, name: str) -> tuple[Ids, bool]:
     if array.ndim == 2 and array.shape[0] == 1:
         return array[0], True
     if array.ndim != 1:
-        raise ValueError(f"{name}: expected token ids of shape [n] or [1, n], got {list(array.shape)}; pass padded "
-                         "rows as separate documents without their padding")
+        raise ValueError(
+            f"{name}: expected token ids of shape [n] or [1, n], got {list(array.shape)}; pass "
+            "padded "
+            "rows as separate documents without their padding"
+        )
     return array, False
 
 
@@ -163,8 +204,12 @@ def _host(values: Any, name: str) -> Any:
     """`values`, unless they are a tensor on a device."""
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
-            raise ValueError(f"{name} is a tensor on {values.device}; packing reads its values, which would make the "
-                             "host wait for the device. Pass it before it is moved there (CPU tensor, array or list)")
+            raise ValueError(
+                f"{name} is a tensor on {values.device}; packing reads its values, which would "
+                "make the "
+                "host wait for the device. Pass it before it is moved there (CPU tensor, array or "
+                "list)"
+            )
         return values.detach().numpy()
     return values
 
@@ -181,8 +226,10 @@ def _ids(values: Any, name: str, *, allow_bool: bool = False) -> Ids:
         return array.astype(np.int64)
     if array.dtype.kind not in ("iub" if allow_bool else "iu"):
         wanted = "whole numbers or booleans" if allow_bool else "whole numbers (token ids)"
-        raise ValueError(f"{name}: expected {wanted}, got {array.dtype}"
-                         + ("" if allow_bool else "; tokenize text first"))
+        raise ValueError(
+            f"{name}: expected {wanted}, got {array.dtype}"
+            + ("" if allow_bool else "; tokenize text first")
+        )
     if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name}: {array.max()} does not fit in int64, so it is no token id")
     return array.astype(np.int64, copy=False)
@@ -195,9 +242,15 @@ def _checked(tokens: Ids, targets: Ids | None, name: str) -> Document:
     if not len(tokens):
         raise ValueError(f"{name} is empty; leave it out")
     if tokens.min() < 0:
-        raise ValueError(f"{name} has a negative token id ({tokens.min()}); -100 belongs in labels, not in input_ids")
+        raise ValueError(
+            f"{name} has a negative token id ({tokens.min()}); -100 belongs in labels, not in "
+            "input_ids"
+        )
     if targets is not None and ((targets < 0) & (targets != IGNORED)).any():
         illegal = targets[(targets < 0) & (targets != IGNORED)][0]
-        raise ValueError(f"{name} has the label {illegal}; a label is a token id, or {IGNORED} where nothing is to be "
-                         "predicted")
+        raise ValueError(
+            f"{name} has the label {illegal}; a label is a token id, or {IGNORED} where nothing is "
+            "to be "
+            "predicted"
+        )
     return Document(tokens, targets)

@@ -1,14 +1,16 @@
 """Best-fit-decreasing: which documents share a pack.
 
-Documents are placed longest first, each into the pack with the least room that still takes it. The room of a pack is
-the length of the longest document it may still take, over all capacities at once: it falls as tokens are added and when
-the documents of a capacity are used up. Rooms are kept sorted, so a placement is a binary search: n documents take
-O(n log n) (inserting into the sorted list moves memory, at most one entry per distinct room).
+Documents are placed longest first, each into the pack with the least room that still takes it. The
+room of a pack is the length of the longest document it may still take, over all capacities at once:
+it falls as tokens are added and when the documents of a capacity are used up. Rooms are kept
+sorted, so a placement is a binary search: n documents take O(n log n) (inserting into the sorted
+list moves memory, at most one entry per distinct room).
 
-Two packs together are always fuller than the largest capacity when no bound on documents or lengths interferes, since
-the first document of the later one did not fit in the earlier one: padding stays below one half, but for one pack.
-Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973.
+Two packs together are always fuller than the largest capacity when no bound on documents or lengths
+interferes, since the first document of the later one did not fit in the earlier one: padding stays
+below one half, but for one pack. Source: D. S. Johnson, Near-optimal bin packing algorithms, 1973.
 """
+
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +22,8 @@ from packgraph.packing.capacity import Capacity, CapacitySet
 class OpenPack:
     """A pack being filled: the documents in it (any ids), their tokens and the longest of them.
 
-    Tokens and lengths are places where documents take up multiples of some (`CapacitySet.multiple`).
+    Tokens and lengths are places where documents take up multiples of some
+    (`CapacitySet.multiple`).
     """
 
     members: list[int] = field(default_factory=list)

@@ -1,12 +1,15 @@
 """Where the tensors of a packed batch lie in its one buffer.
 
-One buffer means one upload per microbatch and one copy into a graph's static memory. The layout follows from the
-capacity alone, so two batches of equal capacity are the same bytes in the same places.
+One buffer means one upload per microbatch and one copy into a graph's static memory. The layout
+follows from the capacity alone, so two batches of equal capacity are the same bytes in the same
+places.
 
     | tokens 8T | labels 8T | position_ids 8T | document_ids 4T | cu_seqlens 4(N+1) | loss_mask T | padding_mask T |
 
-Every field starts at a multiple of `ALIGNMENT` bytes, so that each is a valid view and vector loads are allowed.
-"""
+Every field starts at a multiple of `ALIGNMENT` bytes, so that each is a valid view and vector loads
+are allowed.
+"""  # noqa: E501
+
 import functools
 from dataclasses import dataclass
 

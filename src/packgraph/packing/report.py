@@ -1,4 +1,5 @@
 """Counts of what packing did, so that nothing is dropped or cut in silence."""
+
 import dataclasses
 from dataclasses import dataclass
 
@@ -7,8 +8,9 @@ from dataclasses import dataclass
 class PackReport:
     """Totals of one or several packing runs.
 
-    documents, tokens: packed (pieces of split documents count as documents). packs: microbatches made. places: tokens
-    they have room for. split_documents: documents that were cut. dropped_documents, dropped_tokens: left out, too long.
+    documents, tokens: packed (pieces of split documents count as documents). packs: microbatches
+    made. places: tokens they have room for. split_documents: documents that were cut.
+    dropped_documents, dropped_tokens: left out, too long.
     """
 
     documents: int = 0

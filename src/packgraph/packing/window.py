@@ -4,6 +4,7 @@
 
 Nobody waits for ever, and the only state is the window.
 """
+
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -17,8 +18,11 @@ from packgraph.packing.waiting import WaitingLengths
 Tag = TypeVar("Tag")
 
 
-def build_pack(documents: list[Document], pack: OpenPack, capacities: CapacitySet, report: PackReport) -> PackedBatch:
-    """The batch of `documents`, whose totals stand in `pack`, in the smallest capacity that holds them; counted."""
+def build_pack(
+    documents: list[Document], pack: OpenPack, capacities: CapacitySet, report: PackReport
+) -> PackedBatch:
+    """The batch of `documents`, whose totals stand in `pack`, in the smallest capacity that holds
+    them; counted."""
     capacity = pack.capacity(capacities)
     batch = PackedBatch.of_documents(documents, capacity)
     report.count_pack(batch.num_documents, batch.num_tokens, capacity.tokens)
@@ -38,7 +42,8 @@ class PackingWindow(Generic[Tag]):
         return len(self._waiting)
 
     def tags(self) -> Iterator[Tag]:
-        """Tags of the waiting documents, the longest waiting first: adding them in this order restores the window."""
+        """Tags of the waiting documents, the longest waiting first: adding them in this order
+        restores the window."""
         return (tag for _, tag in self._waiting.values())
 
     def add(self, document: Document, tag: Tag) -> None:

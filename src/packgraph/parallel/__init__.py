@@ -1,1 +1,2 @@
-"""Work spread over processes: the device mesh, tensor and data parallelism, one technique a file."""
+"""Work spread over processes: the device mesh, tensor and data parallelism, one technique a
+file."""

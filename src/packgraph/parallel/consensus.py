@@ -1,14 +1,16 @@
-"""Captures that ranks make together: a failure of one is a failure of all, and nobody waits for ever.
+"""Captures that ranks make together: a failure of one is a failure of all, and nobody waits for
+ever.
 
-    rank 0   capture ─▶ good ──┐
-    rank 1   capture ─▶ FAILS ─┼─▶ vote: "rank 1: ..." ─▶ all free the graphs, and run these calls eagerly
-    rank 2   capture ─▶ good ──┘
+    rank 0   capture ─▶ good ──┐ rank 1   capture ─▶ FAILS ─┼─▶ vote: "rank 1: ..." ─▶ all free the
+    graphs, and run these calls eagerly rank 2   capture ─▶ good ──┘
 
-A capture runs its exchanges (a dry run on CUDA, all of it on a CPU), so a rank that fails in the middle may leave
-partners in one of them, where they cannot hear of it. They do not come to the vote then; after some patience those who
-did come end the run with one message, that of the rank that failed, and the launcher ends the rest. Votes go through
-the store in which the processes have met: it needs no device and no partner.
+A capture runs its exchanges (a dry run on CUDA, all of it on a CPU), so a rank that fails in the
+middle may leave partners in one of them, where they cannot hear of it. They do not come to the vote
+then; after some patience those who did come end the run with one message, that of the rank that
+failed, and the launcher ends the rest. Votes go through the store in which the processes have met:
+it needs no device and no partner.
 """
+
 import time
 from collections.abc import Sequence
 
@@ -30,19 +32,22 @@ class LostPartnersError(RuntimeError):
 
 
 class StoreConsensus:
-    """Votes among `ranks`, all of which vote on the same things in the same order. name: of what they vote on."""
+    """Votes among `ranks`, all of which vote on the same things in the same order. name: of what
+    they vote on."""
 
     def __init__(self, name: str, ranks: Sequence[int], patience: float = PATIENCE) -> None:
         self._ranks, self._patience = list(ranks), patience
         self._store, self._rank = _get_default_store(), dist.get_rank()
-        # Circles of the same ranks are made by all of them in one order, so they give them the same numbers.
+        # Circles of the same ranks are made by all of them in one order, so they give them the same
+        # numbers.
         circle = f"{name} of {','.join(map(str, self._ranks))}"
         self._name = f"{circle}/{self._store.add(f'packgraph/{circle} by {self._rank}', 1)}"
         self._count = 0
 
     def __call__(self, what: str, error: CaptureError | None) -> CaptureError | None:
-        """None if `what` went well on all ranks; else this rank's `error`, or one that names the first rank that
-        failed. Waits for all. Raises LostPartnersError when a rank failed and others do not come."""
+        """None if `what` went well on all ranks; else this rank's `error`, or one that names the
+        first rank that failed. Waits for all. Raises LostPartnersError when a rank failed and
+        others do not come."""
         self._count += 1
         self._store.set(self._key(self._rank), "" if error is None else str(error))
         failed = self._failures(what)
@@ -50,8 +55,11 @@ class StoreConsensus:
             return None
         rank = min(failed)
         return error or CaptureError(
-            f"{what} could not be captured on rank {rank}, which shares its work with this one: {failed[rank]}",
-            user_line(), "see the message of that rank")
+            f"{what} could not be captured on rank {rank}, which shares its work with this one: "
+            f"{failed[rank]}",
+            user_line(),
+            "see the message of that rank",
+        )
 
     def _failures(self, what: str) -> dict[int, str]:
         """What failed, by rank; waits for the votes of all."""
@@ -80,20 +88,31 @@ class StoreConsensus:
 def _lost(what: str, failed: dict[int, str], waiting: Sequence[int], patience: float) -> str:
     missing = ", ".join(map(str, waiting))
     if not failed:
-        return (f"{what} is being captured, and rank {missing} did not say within {patience:g} s whether it has "
-                "succeeded; look at what that rank is doing")
+        return (
+            f"{what} is being captured, and rank {missing} did not say within {patience:g} s "
+            "whether it has "
+            "succeeded; look at what that rank is doing"
+        )
     rank = min(failed)
-    return (f"{what} could not be captured on rank {rank}, and rank {missing} did not come to vote on it within "
-            f"{patience:g} s: it waits for rank {rank} in an exchange of that capture, so the run cannot go on. To go "
-            f"on without graphs: --graph.enabled false. On rank {rank}: {failed[rank]}")
+    return (
+        f"{what} could not be captured on rank {rank}, and rank {missing} did not come to vote on "
+        "it within "
+        f"{patience:g} s: it waits for rank {rank} in an exchange of that capture, so the run "
+        "cannot go on. To go "
+        f"on without graphs: --graph.enabled false. On rank {rank}: {failed[rank]}"
+    )
 
 
 def stage_consensus(mesh: Mesh, patience: float = PATIENCE) -> Vote:
-    """Among the ranks that this one exchanges data with while it runs its part of a model: those of its stage that
-    share rows, matrices or experts with it, directly or through others."""
+    """Among the ranks that this one exchanges data with while it runs its part of a model: those of
+    its stage that share rows, matrices or experts with it, directly or through others."""
     place = mesh.place
-    return _vote(mesh, f"stage {place['pp']}", [rank for rank in _replica(mesh)
-                                                if mesh.layout.coordinates(rank)["pp"] == place["pp"]], patience)
+    return _vote(
+        mesh,
+        f"stage {place['pp']}",
+        [rank for rank in _replica(mesh) if mesh.layout.coordinates(rank)["pp"] == place["pp"]],
+        patience,
+    )
 
 
 def replica_consensus(mesh: Mesh, patience: float = PATIENCE) -> Vote:
@@ -104,7 +123,11 @@ def replica_consensus(mesh: Mesh, patience: float = PATIENCE) -> Vote:
 def _replica(mesh: Mesh) -> list[int]:
     """The ranks of this replica, and of those that share experts with it."""
     block = mesh.place["dp"] // mesh.size("ep")
-    return [rank for rank in range(mesh.world) if mesh.layout.coordinates(rank)["dp"] // mesh.size("ep") == block]
+    return [
+        rank
+        for rank in range(mesh.world)
+        if mesh.layout.coordinates(rank)["dp"] // mesh.size("ep") == block
+    ]
 
 
 def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Vote:

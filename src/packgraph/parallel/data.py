@@ -1,18 +1,22 @@
-"""Data parallelism: flat buffers, gradients reduced in spans, every rank updates its own part of all parameters.
+"""Data parallelism: flat buffers, gradients reduced in spans, every rank updates its own part of
+all parameters.
 
     backward   .grad views of one flat buffer, added to in place (by captured graphs too)
     reduce     span complete -> reduce-scatter: each rank gets the sum of its own part
-    update     the optimizer changes own parts only (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054)
+    update     the optimizer changes own parts only (ZeRO stage 1, Rajbhandari et al. 2020,
+               arXiv:1910.02054)
     gather     all-gather puts the new parts into everyone's parameters, in place
 
-The invariant: parameters and gradients never move, so graphs that baked their addresses stay right; a `.grad` that was
-set to None or replaced meanwhile is found and taken in. Spans are reduced in one fixed order on all ranks, whatever
-order their gradients are finished in, and whichever thread of autograd says so. Single process: nothing is sent.
+The invariant: parameters and gradients never move, so graphs that baked their addresses stay right;
+a `.grad` that was set to None or replaced meanwhile is found and taken in. Spans are reduced in one
+fixed order on all ranks, whatever order their gradients are finished in, and whichever thread of
+autograd says so. Single process: nothing is sent.
 
-Where replicas share the experts of a layer (`parallel/expert.py`), experts lie in spans of their own: only replicas
-that hold the same ones (`edp`) add up. That is the whole sum: a loss is a sum over tokens, and the tokens of all ranks
-that share the experts have been to them.
+Where replicas share the experts of a layer (`parallel/expert.py`), experts lie in spans of their
+own: only replicas that hold the same ones (`edp`) add up. That is the whole sum: a loss is a sum
+over tokens, and the tokens of all ranks that share the experts have been to them.
 """
+
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,15 +33,18 @@ from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.gradient_buckets import plan_gradient_buckets
 from packgraph.parallel.pieces import Pieces, expert_part
 
-SPAN_BYTES = 32 * 2**20  # large enough for full bandwidth, small enough that most of a model overlaps with backward
+SPAN_BYTES = (
+    32 * 2**20
+)  # large enough for full bandwidth, small enough that most of a model overlaps with backward
 
 
 @dataclass
 class Member:
-    """A parameter, and which elements of its span it is. gradient: its view, a DTensor for a DTensor.
+    """A parameter, and which elements of its span it is. gradient: its view, a DTensor for a
+    DTensor.
 
-    The gradient of a DTensor that is copied to all ranks of its mesh is this rank's share of a sum (Partial): so
-    nothing is sent while microbatches add to it, but once per step.
+    The gradient of a DTensor that is copied to all ranks of its mesh is this rank's share of a sum
+    (Partial): so nothing is sent while microbatches add to it, but once per step.
     """
 
     name: str
@@ -47,7 +54,8 @@ class Member:
 
     @torch.no_grad()
     def attach(self) -> None:
-        """Make `.grad` the view again; what was accumulated elsewhere is taken in, None counts as zero."""
+        """Make `.grad` the view again; what was accumulated elsewhere is taken in, None counts as
+        zero."""
         found = self.parameter.grad
         if found is self.gradient:
             return
@@ -62,11 +70,12 @@ class Member:
 class GradientBucket:
     """A part of the flat buffers, all of one kind.
 
-    parameters, gradients: [size] of one dtype. group: the replicas that hold the same parameters, None = no other rank
-    does. own: the part of this rank. own_gradients: [size / ranks of the group], after `reduce` the sums over the
-    group. decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel ranks hold other
-    elements, not copies. sharers: the ranks over which gradients of copies are still to be summed, None where every
-    rank computes the whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
+    parameters, gradients: [size] of one dtype. group: the replicas that hold the same parameters,
+    None = no other rank does. own: the part of this rank. own_gradients: [size / ranks of the
+    group], after `reduce` the sums over the group. decays: weight decay applies (two or more
+    dimensions). sharded: other tensor-parallel ranks hold other elements, not copies. sharers: the
+    ranks over which gradients of copies are still to be summed, None where every rank computes the
+    whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
     sharers) have copies, None for all others.
     """
 
@@ -87,7 +96,8 @@ class GradientBucket:
         return self.parameters[self.own]
 
     def part(self, member: Member, flat: Tensor) -> Tensor:
-        """What `flat` (a value for each element of this rank's part) says about one parameter, without a copy.
+        """What `flat` (a value for each element of this rank's part) says about one parameter,
+        without a copy.
 
         A tensor of the parameter's shape where every rank has all of it, else `Pieces`.
         """
@@ -106,27 +116,43 @@ class GradientBucket:
 
 
 class FlatParameters:
-    """All trainable parameters of a rank as views of flat buffers, one per dtype, and their way over the replicas.
+    """All trainable parameters of a rank as views of flat buffers, one per dtype, and their way
+    over the replicas.
 
-    group: the ranks that hold the same parameters, None = this process alone. ties: names of parameters of which
-    other pipeline stages have copies, with the groups of all that have them. experts: of `group`, the ranks that hold
-    the same experts, None = no other rank does.
+    group: the ranks that hold the same parameters, None = this process alone. ties: names of
+    parameters of which other pipeline stages have copies, with the groups of all that have them.
+    experts: of `group`, the ranks that hold the same experts, None = no other rank does.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None,
-                 span_bytes: int = SPAN_BYTES, ties: Mapping[str, dist.ProcessGroup] | None = None,
-                 experts: dist.ProcessGroup | None = None) -> None:
-        """Moves the parameters into the buffers. Raises ValueError when there is nothing to train, or a tied parameter
-        is copied over tensor parallel ranks as well."""
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup | None,
+        span_bytes: int = SPAN_BYTES,
+        ties: Mapping[str, dist.ProcessGroup] | None = None,
+        experts: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Moves the parameters into the buffers. Raises ValueError when there is nothing to train,
+        or a tied parameter is copied over tensor parallel ranks as well."""
         self.group = group
-        named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+        named = [
+            (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
+        ]
         if not named:
-            raise ValueError("there is no parameter that needs a gradient, so there is nothing to train")
+            raise ValueError(
+                "there is no parameter that needs a gradient, so there is nothing to train"
+            )
         self.spans = _make_spans(named, {False: group, True: experts}, span_bytes, ties or {})
-        # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits in a circle.
-        self._shared = sorted((span for span in self.spans if span.sharers is not None), key=lambda s: s.tied or "")
-        self._span_of = {id(member.parameter): number for number, span in enumerate(self.spans)
-                           for member in span.members}
+        # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
+        # in a circle.
+        self._shared = sorted(
+            (span for span in self.spans if span.sharers is not None), key=lambda s: s.tied or ""
+        )
+        self._span_of = {
+            id(member.parameter): number
+            for number, span in enumerate(self.spans)
+            for member in span.members
+        }
         self._expected: list[set[int]] = []
         self._launched = 0
         self._one_at_a_time = threading.Lock()
@@ -147,15 +173,19 @@ class FlatParameters:
     def overlap(self, output: Tensor, settled: Iterable[Tensor] | None = None) -> None:
         """Reduce spans while the backward of `output` is running.
 
-        settled: parameters that no later backward of the step adds to; None = all, this backward is the last one. A
-        rank with several chunks calls it before the last backward of each.
+        settled: parameters that no later backward of the step adds to; None = all, this backward is
+        the last one. A rank with several chunks calls it before the last backward of each.
         """
         if self.group is None:
             return
-        found = ((node, [parameter for parameter in parameters if id(parameter) in self._span_of])
-                 for node, parameters in _accumulating_nodes(output))
+        found = (
+            (node, [parameter for parameter in parameters if id(parameter) in self._span_of])
+            for node, parameters in _accumulating_nodes(output)
+        )
         accumulating = [(node, parameters) for node, parameters in found if parameters]
-        self.expect([parameter for _, parameters in accumulating for parameter in parameters], settled)
+        self.expect(
+            [parameter for _, parameters in accumulating for parameter in parameters], settled
+        )
         for node, parameters in accumulating:
             self._handles.append(node.register_hook(_after(self.ready, parameters)))
 
@@ -165,27 +195,35 @@ class FlatParameters:
         `ready` must follow for each of them; the gradients of the others are final already.
         """
         if not self._expected:  # the first time in a step
-            self._expected = [{id(member.parameter) for member in span.members} for span in self.spans]
+            self._expected = [
+                {id(member.parameter) for member in span.members} for span in self.spans
+            ]
         awaited = {id(parameter) for parameter in parameters}
-        for parameter in [member.parameter for member in self.members()] if settled is None else settled:
+        for parameter in (
+            [member.parameter for member in self.members()] if settled is None else settled
+        ):
             if id(parameter) not in awaited:
                 self._discard(parameter)
 
     def ready(self, parameters: Sequence[Tensor]) -> None:
-        """Say that these gradients of the step are final; starts to reduce spans that are complete by it.
+        """Say that these gradients of the step are final; starts to reduce spans that are complete
+        by it.
 
-        Autograd calls hooks from one thread per device, and from the caller's for nodes that got no gradient. Sending
-        lets go of the interpreter, so without the lock a second thread would send the next span before this one.
+        Autograd calls hooks from one thread per device, and from the caller's for nodes that got no
+        gradient. Sending lets go of the interpreter, so without the lock a second thread would send
+        the next span before this one.
         """
         with self._one_at_a_time:
             for parameter in parameters:
                 self._discard(parameter)
-            # In order, so that all ranks send the same span at the same time whatever each of them finished first.
+            # In order, so that all ranks send the same span at the same time whatever each of them
+            # finished first.
             while self._launched < len(self.spans) and not self._expected[self._launched]:
                 self._launch()
 
     def reduce(self) -> None:
-        """Sum all gradients over the group: afterwards every span's `own_gradients` are final. Once per step."""
+        """Sum all gradients over the group: afterwards every span's `own_gradients` are final. Once
+        per step."""
         while self._launched < len(self.spans):
             self._launch()
         for work in self._works:
@@ -200,9 +238,13 @@ class FlatParameters:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Give every rank the parts that the others have updated. Work queued afterwards sees all of them."""
-        works = [all_gather_flat(span.parameters, span.own_parameters, group=span.group, async_op=True)
-                 for span in self.spans if span.group is not None]
+        """Give every rank the parts that the others have updated. Work queued afterwards sees all
+        of them."""
+        works = [
+            all_gather_flat(span.parameters, span.own_parameters, group=span.group, async_op=True)
+            for span in self.spans
+            if span.group is not None
+        ]
         for work in works:
             work.wait()
 
@@ -221,16 +263,22 @@ class FlatParameters:
         for member in span.members:
             member.attach()
         if span.group is not None:
-            self._works.append(reduce_scatter_flat(
-                span.own_gradients, span.gradients, group=span.group, async_op=True))
+            self._works.append(
+                reduce_scatter_flat(
+                    span.own_gradients, span.gradients, group=span.group, async_op=True
+                )
+            )
 
 
-def _after(ready: Callable[[Sequence[Tensor]], None], parameters: Sequence[Tensor]) -> Callable[..., None]:
+def _after(
+    ready: Callable[[Sequence[Tensor]], None], parameters: Sequence[Tensor]
+) -> Callable[..., None]:
     return lambda *_: ready(parameters)
 
 
 def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
-    """The autograd nodes behind `loss` that add to parameters' gradients: captured regions, and accumulators."""
+    """The autograd nodes behind `loss` that add to parameters' gradients: captured regions, and
+    accumulators."""
     seen: set[Any] = set()
     stack = [loss.grad_fn]
     while stack:
@@ -247,45 +295,88 @@ def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
         stack.extend(parent for parent, _ in node.next_functions)
 
 
-def _make_spans(named: list[tuple[str, nn.Parameter]], groups: Mapping[bool, dist.ProcessGroup | None],
-                span_bytes: int, ties: Mapping[str, dist.ProcessGroup]) -> list[GradientBucket]:
+def _make_spans(
+    named: list[tuple[str, nn.Parameter]],
+    groups: Mapping[bool, dist.ProcessGroup | None],
+    span_bytes: int,
+    ties: Mapping[str, dist.ProcessGroup],
+) -> list[GradientBucket]:
     """groups: the replicas of parameters that are parts of experts, and of all others."""
     everyone, spans = groups[False], list[GradientBucket]()
-    # Replicas of the same experts are some of all replicas, their number divides that of all, and so each span.
+    # Replicas of the same experts are some of all replicas, their number divides that of all, and
+    # so each span.
     replicas = 1 if everyone is None else dist.get_world_size(everyone)
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
         ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
         most = None if everyone is None else span_bytes // dtype.itemsize
-        # A tied parameter has a span to itself: then every stage has it at the same place, cut into the same parts.
-        kinds = [(parameter.ndim >= 2, *_spread(parameter), name if name in ties else None,
-                  expert_part(parameter) is not None) for name, parameter in ours]
-        plans = plan_gradient_buckets([local_tensor(parameter).numel() for _, parameter in ours], kinds, replicas, most)
+        # A tied parameter has a span to itself: then every stage has it at the same place, cut into
+        # the same parts.
+        kinds = [
+            (
+                parameter.ndim >= 2,
+                *_spread(parameter),
+                name if name in ties else None,
+                expert_part(parameter) is not None,
+            )
+            for name, parameter in ours
+        ]
+        plans = plan_gradient_buckets(
+            [local_tensor(parameter).numel() for _, parameter in ours], kinds, replicas, most
+        )
         device = local_tensor(ours[0][1]).device
-        # Two storages: whoever journals writes to gradients must not have to save the parameters with them.
-        flats = [torch.zeros(sum(plan.size for plan in plans), dtype=dtype, device=device) for _ in range(2)]
+        # Two storages: whoever journals writes to gradients must not have to save the parameters
+        # with them.
+        flats = [
+            torch.zeros(sum(plan.size for plan in plans), dtype=dtype, device=device)
+            for _ in range(2)
+        ]
         pieces = [flat.split([plan.size for plan in plans]) for flat in flats]
         for plan, parameters, gradients in zip(plans, *pieces, strict=True):
             decays, sharded, shared, tied, experts = kinds[plan.members[0].index]
             group = groups[experts]
-            ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+            ranks, rank = (
+                (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+            )
             own = slice(rank * plan.size // ranks, (rank + 1) * plan.size // ranks)
-            members = [_move(ours[place.index], slice(place.start, place.stop), parameters, gradients)
-                       for place in plan.members]
+            members = [
+                _move(ours[place.index], slice(place.start, place.stop), parameters, gradients)
+                for place in plan.members
+            ]
             if shared and tied is not None:
-                raise ValueError(f"{tied} is tied to another stage and copied over tensor parallel ranks: split it, as "
-                                 "packgraph.parallel.tensor.parallelize does with embedding and head")
+                raise ValueError(
+                    f"{tied} is tied to another stage and copied over tensor parallel ranks: split "
+                    "it, as "
+                    "packgraph.parallel.tensor.parallelize does with embedding and head"
+                )
             sharers = ties[tied] if tied is not None else None
             if shared:
                 sharers = ours[plan.members[0].index][1].device_mesh.get_group()  # type: ignore[attr-defined]
-            reduced = gradients if group is None and sharers is None else torch.zeros_like(gradients[own])
-            spans.append(GradientBucket(members, parameters, gradients, group, own, reduced, decays, sharded, sharers,
-                                        tied))
+            reduced = (
+                gradients if group is None and sharers is None else torch.zeros_like(gradients[own])
+            )
+            spans.append(
+                GradientBucket(
+                    members,
+                    parameters,
+                    gradients,
+                    group,
+                    own,
+                    reduced,
+                    decays,
+                    sharded,
+                    sharers,
+                    tied,
+                )
+            )
     return spans
 
 
 @torch.no_grad()
-def _move(named: tuple[str, nn.Parameter], place: slice, parameters: Tensor, gradients: Tensor) -> Member:
-    """Let a parameter live in the buffers: the same object, with its present values and gradient."""
+def _move(
+    named: tuple[str, nn.Parameter], place: slice, parameters: Tensor, gradients: Tensor
+) -> Member:
+    """Let a parameter live in the buffers: the same object, with its present values and
+    gradient."""
     name, parameter = named
     local = local_tensor(parameter)
     home = parameters[place].view(local.shape)
@@ -293,16 +384,27 @@ def _move(named: tuple[str, nn.Parameter], place: slice, parameters: Tensor, gra
     local.data = home
     gradient = gradients[place].view(local.shape)
     if isinstance(parameter, DTensor):
-        placements = parameter.placements if _spread(parameter)[0] else [Partial()] * parameter.device_mesh.ndim
-        gradient = DTensor.from_local(gradient, parameter.device_mesh, placements, run_check=False,
-                                      shape=parameter.shape, stride=parameter.stride())
+        placements = (
+            parameter.placements
+            if _spread(parameter)[0]
+            else [Partial()] * parameter.device_mesh.ndim
+        )
+        gradient = DTensor.from_local(
+            gradient,
+            parameter.device_mesh,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
     member = Member(name, parameter, place, gradient)
     member.attach()
     return member
 
 
 def _spread(parameter: Tensor) -> tuple[bool, bool]:
-    """Whether other ranks of a DTensor's mesh hold other elements; whether copies, and each a share of the gradient.
+    """Whether other ranks of a DTensor's mesh hold other elements; whether copies, and each a share
+    of the gradient.
 
     Neither for a plain tensor: where there are copies, all ranks compute the same whole gradient.
     """

@@ -1,13 +1,16 @@
-"""Where every parameter lies in the flat buffers: spans in the order in which a backward finishes gradients.
+"""Where every parameter lies in the flat buffers: spans in the order in which a backward finishes
+gradients.
 
     registered    embed  layer 0  layer 1  head            (a backward runs from right to left)
     span 0        |head .. layer 1 ..|       first to be complete, first to be reduced
-    span 1        |layer 0 .. embed ..|pad|  every span divides by the number of ranks: each owns one equal part
+    span 1        |layer 0 .. embed ..|pad|  every span divides by the number of ranks: each owns
+                                             one equal part
 
-A span holds parameters of one kind only (dtype, weight decay or not, whole on every tensor-parallel rank or a part),
-so that whatever is done to a span is one kernel. The invariant: a parameter lies in one span, whole, and starts at
-a multiple of ALIGNMENT elements.
+A span holds parameters of one kind only (dtype, weight decay or not, whole on every tensor-parallel
+rank or a part), so that whatever is done to a span is one kernel. The invariant: a parameter lies
+in one span, whole, and starts at a multiple of ALIGNMENT elements.
 """
+
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -32,12 +35,13 @@ class GradientBucketPlan:
     size: int
 
 
-def plan_gradient_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], ranks: int, most: int | None
-                          ) -> list[GradientBucketPlan]:
+def plan_gradient_buckets(
+    sizes: Sequence[int], kinds: Sequence[Hashable], ranks: int, most: int | None
+) -> list[GradientBucketPlan]:
     """Buckets for parameters of `sizes` elements, given in order of registration.
 
-    kinds: parameters of unequal kinds share no span. most: elements after which a span is closed (a larger
-    parameter has one of its own); None = never.
+    kinds: parameters of unequal kinds share no span. most: elements after which a span is closed (a
+    larger parameter has one of its own); None = never.
     """
     open_now: dict[Hashable, list[Placed]] = {}
     done: list[GradientBucketPlan] = []

@@ -1,16 +1,20 @@
-"""Signs of life beside the collectives: when a rank dies or fails alone, all others end with one line that names it.
+"""Signs of life beside the collectives: when a rank dies or fails alone, all others end with one
+line that names it.
 
-    rank 0  ── beat ──▶ ┌───────┐ ◀── beat ──  rank 1     every rank looks at the next one, in a ring
-    rank 0  ◀─ "ended" ─│ store │◀─ "ended" ─  rank 1     the first reason why the run ends, for all
+    rank 0  ── beat ──▶ ┌───────┐ ◀── beat ──  rank 1    every rank looks at the next one, in a ring
+    rank 0  ◀─ "ended" ─│ store │◀─ "ended" ─  rank 1    the first reason why the run ends, for all
 
-A collective waits in C++ for a partner that may never come, and what it says when a connection breaks names an address
-instead of a rank. So two threads of each process go on beside it. One writes this rank's beat (phase, last checkpoint)
-to the store in which the processes have met, and reads the next rank's beat and the reason to end. The other one only
-looks at the clock, since a store whose host is gone blocks whoever asks it; it ends a process that hangs.
+A collective waits in C++ for a partner that may never come, and what it says when a connection
+breaks names an address instead of a rank. So two threads of each process go on beside it. One
+writes this rank's beat (phase, last checkpoint) to the store in which the processes have met, and
+reads the next rank's beat and the reason to end. The other one only looks at the clock, since a
+store whose host is gone blocks whoever asks it; it ends a process that hangs.
 
-A rank that is stopped for less than the patience goes on; time in which this process was stopped itself counts for
-nobody's silence. What a rank waits for is signs of life, not progress: a rank may compile or read data for an hour.
+A rank that is stopped for less than the patience goes on; time in which this process was stopped
+itself counts for nobody's silence. What a rank waits for is signs of life, not progress: a rank may
+compile or read data for an hour.
 """
+
 import contextlib
 import json
 import math
@@ -34,16 +38,29 @@ LOST = 69  # exit code of a rank that ends because of another one (EX_UNAVAILABL
 INTERVAL = 0.5  # seconds between two beats
 TICK = 0.2  # seconds between two looks at the clock
 POLL = 0.05  # seconds between two beats of a rank that ends
-GRACE = 1.5  # seconds that the main thread has to end by itself when another rank failed: all may fail alike
+# seconds that the main thread has to end by itself when another rank failed: all may fail alike
+GRACE = 1.5
 BROKEN = 3.0  # seconds of silence that are enough when a connection broke, too
-FAREWELL = 3.0  # seconds that who gives the reason, or keeps the store, waits for the others to have read it
-STEPS = ("replay", "training")  # phases in which a step may take `limit`; compiling takes what it takes
-CONNECTION = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "TCPStore",
-              "Timed out waiting")
+# seconds that who gives the reason, or keeps the store, waits for the others to have read it
+FAREWELL = 3.0
+STEPS = (
+    "replay",
+    "training",
+)  # phases in which a step may take `limit`; compiling takes what it takes
+CONNECTION = (
+    "gloo",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL",
+    "TCPStore",
+    "Timed out waiting",
+)
 
 
 class LostRankError(RuntimeError):
-    """Another rank died or failed, so this one cannot go on. The message names it and says how to go on."""
+    """Another rank died or failed, so this one cannot go on. The message names it and says how to
+    go on."""
 
 
 @dataclass
@@ -54,7 +71,8 @@ class Whereabouts:
         phase: What it does: boot, start, warm-up, capture, replay, save.
         step: The step it is at.
         checkpoint: The last whole checkpoint; empty = there is none.
-        limit: Seconds that a step may take; for steps whose kernels wait for other ranks without a limit of their own.
+        limit: Seconds that a step may take; for steps whose kernels wait for other ranks without a
+            limit of their own.
         store: Where the processes have met; None = they have not, or there is one only.
     """
 
@@ -84,7 +102,8 @@ class Whereabouts:
 
 
 class _End(NamedTuple):
-    """Why a run ends. lost: ranks that cannot be told. rank: the one that failed, -1 = one that is lost."""
+    """Why a run ends. lost: ranks that cannot be told. rank: the one that failed, -1 = one that is
+    lost."""
 
     text: str
     lost: int
@@ -92,18 +111,21 @@ class _End(NamedTuple):
 
 
 class _Terminated(SystemExit):
-    """SIGTERM, by which torchrun ends all ranks when one has failed: who came first is known a little later."""
+    """SIGTERM, by which torchrun ends all ranks when one has failed: who came first is known a
+    little later."""
 
 
 class Silence:
-    """How long another rank has said nothing, by this process's clock (seconds). Pure: it is told the time."""
+    """How long another rank has said nothing, by this process's clock (seconds). Pure: it is told
+    the time."""
 
     def __init__(self, now: float) -> None:
         self._since = self._last = now
         self._beat: object = None
 
     def tick(self, now: float) -> None:
-        """Time goes on. Time in which nobody called this, since the process was stopped, is not the other's silence."""
+        """Time goes on. Time in which nobody called this, since the process was stopped, is not the
+        other's silence."""
         gap = now - self._last
         if gap > 3 * INTERVAL:
             self._since += gap
@@ -120,14 +142,16 @@ class Silence:
 
 
 class Heartbeat(Whereabouts):
-    """The threads of one process. Use as a context manager around everything that the ranks do together.
+    """The threads of one process. Use as a context manager around everything that the ranks do
+    together.
 
-    An error that leaves the block is told to the others. If it only says that a connection broke, it becomes a
-    LostRankError that names the rank which is gone.
+    An error that leaves the block is told to the others. If it only says that a connection broke,
+    it becomes a LostRankError that names the rank which is gone.
     """
 
     def __init__(self, store: Any, launch: Launch, patience: float) -> None:
-        """store: of all ranks, with a `clone`. patience: seconds of silence after which a rank counts as lost."""
+        """store: of all ranks, with a `clone`. patience: seconds of silence after which a rank
+        counts as lost."""
         super().__init__(store=store)
         self._rank, self._world, self._patience = launch.rank, launch.world, patience
         self._next = (launch.rank + 1) % launch.world
@@ -138,20 +162,29 @@ class Heartbeat(Whereabouts):
         self._end: _End | None = None  # why the run ends, as all know it
         self._own: _End | None = None  # why it ends, as this rank knows it
         self._moved, self._decided = threading.Event(), threading.Event()
-        self._said, self._counted = threading.Event(), threading.Event()  # this rank has said why it ends; others know
+        self._said, self._counted = (
+            threading.Event(),
+            threading.Event(),
+        )  # this rank has said why it ends; others know
         self._parted = threading.Event()  # all have, or the block is left
         self._over = threading.Event()  # the main thread ends by itself
         self._broken = False
-        self._threads = [threading.Thread(target=work, daemon=True, name=f"packgraph {work.__name__.strip('_')}")
-                         for work in (self._exchange, self._watch)]
+        self._threads = [
+            threading.Thread(target=work, daemon=True, name=f"packgraph {work.__name__.strip('_')}")
+            for work in (self._exchange, self._watch)
+        ]
 
     def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self._over.set()
             if error is not None:
@@ -164,7 +197,8 @@ class Heartbeat(Whereabouts):
             self._moved.set()
 
     def at(self, phase: str, step: int = 0) -> None:
-        """A phase begins; the others hear of another phase at once, of another step at the next beat."""
+        """A phase begins; the others hear of another phase at once, of another step at the next
+        beat."""
         changes = phase != self.phase
         super().at(phase, step)
         if changes:
@@ -174,23 +208,33 @@ class Heartbeat(Whereabouts):
         """As Whereabouts'; waits for half of the patience."""
         name, end = f"packgraph/together/{what}", time.monotonic() + self._patience / 2
         self.store.add(name, 1)
-        while self.store.add(name, 0) < self._world and time.monotonic() < end and self._end is None:
+        while (
+            self.store.add(name, 0) < self._world and time.monotonic() < end and self._end is None
+        ):
             time.sleep(0.02)
         return bool(self.store.add(name, 0) >= self._world)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others why this rank ends. Raises LostRankError if it ends for want of another."""
+        """Tell the others why this rank ends. Raises LostRankError if it ends for want of
+        another."""
         _heed_no_more()
         if isinstance(error, _Terminated) or is_broken_connection(error):
             self._broken = True
-            # Who looks at the lost rank may have noticed nothing yet; but whoever was told to end was told with all.
-            self._decided.wait((BROKEN if isinstance(error, _Terminated) else self._patience) + 4 * INTERVAL)
+            # Who looks at the lost rank may have noticed nothing yet; but whoever was told to end
+            # was told with all.
+            self._decided.wait(
+                (BROKEN if isinstance(error, _Terminated) else self._patience) + 4 * INTERVAL
+            )
             if self._end is not None:
                 self._say_farewell(self._end)
                 raise LostRankError(self._end.text) from error
         told = " ".join(f"{type(error).__name__}: {error}".split())
-        self._own = _End(f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) failed in phase "
-                         f"{self.place()}: {told[:600]}. {self.remedy()}", 0, self._rank)
+        self._own = _End(
+            f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) failed in phase "
+            f"{self.place()}: {told[:600]}. {self.remedy()}",
+            0,
+            self._rank,
+        )
         self._say_farewell(self._own)
 
     def _say_farewell(self, end: _End) -> None:
@@ -203,12 +247,18 @@ class Heartbeat(Whereabouts):
             self._counted.wait(2 * INTERVAL)
 
     def _exchange(self) -> None:
-        """Beat until the end. A store that is gone ends this thread or blocks it, and the other one sees that."""
+        """Beat until the end. A store that is gone ends this thread or blocks it, and the other one
+        sees that."""
         with contextlib.suppress(dist.DistError, RuntimeError, OSError):
             count = 0
             while not self._parted.is_set():
                 count += 1
-                beat = {"count": count, "place": self.place(), "host": socket.gethostname(), "pid": os.getpid()}
+                beat = {
+                    "count": count,
+                    "place": self.place(),
+                    "host": socket.gethostname(),
+                    "pid": os.getpid(),
+                }
                 self._beats.set(f"beat/{self._rank}", json.dumps(beat))
                 if self._own is not None:
                     self._beats.compare_set("ended", "", json.dumps(self._own))
@@ -238,7 +288,10 @@ class Heartbeat(Whereabouts):
                 silence.tick(now)
             if self._end is None and self._own is None:
                 self._own = self._lost(now)
-            if self._silences["store"].seconds(now) > self._patience or not self._threads[0].is_alive():
+            if (
+                self._silences["store"].seconds(now) > self._patience
+                or not self._threads[0].is_alive()
+            ):
                 self._end = self._end or self._own  # nobody can be told
             if self._end is None:
                 continue
@@ -253,25 +306,42 @@ class Heartbeat(Whereabouts):
         """Why the run cannot go on; None while everybody lives."""
         patience = min(self._patience, BROKEN) if self._broken else self._patience
         if (silence := self._silences["store"].seconds(now)) > self._patience:
-            return _End("the store in which the processes have met, which rank 0 or its torchrun keeps, did not answer "
-                        f"for {silence:.0f} s: that process or its machine is lost. {self.remedy()}", 1)
+            return _End(
+                "the store in which the processes have met, which rank 0 or its torchrun keeps, "
+                "did not answer "
+                f"for {silence:.0f} s: that process or its machine is lost. {self.remedy()}",
+                1,
+            )
         ring = self._silences["rank"]
         ring.heard(self._neighbour.get("count"), now)
         step = self._silences["step"]
         step.heard(self.place(), now)
         if step.seconds(now) > self.limit and self.phase in STEPS:
-            return _End(f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) has been in phase "
-                        f"{self.place()} for {step.seconds(now):.0f} s, though all ranks live: they wait for each "
-                        f"other. {self.remedy()}", 0, self._rank)
+            return _End(
+                f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) has been in "
+                "phase "
+                f"{self.place()} for {step.seconds(now):.0f} s, though all ranks live: they wait "
+                "for each "
+                f"other. {self.remedy()}",
+                0,
+                self._rank,
+            )
         if not self._neighbour:
             if ring.seconds(now) <= TIMEOUT.total_seconds():
                 return None
-            return _End(f"rank {self._next} did not come within {TIMEOUT.total_seconds():.0f} s. {self.remedy()}", 1)
+            return _End(
+                f"rank {self._next} did not come within {TIMEOUT.total_seconds():.0f} s. "
+                f"{self.remedy()}",
+                1,
+            )
         if ring.seconds(now) <= patience:
             return None
         who = f"rank {self._next} (process {self._neighbour['pid']} on {self._neighbour['host']})"
-        return _End(f"{who} gave no sign of life for {ring.seconds(now):.0f} s, last in phase "
-                    f"{self._neighbour['place']}. {self.remedy()}", 1)
+        return _End(
+            f"{who} gave no sign of life for {ring.seconds(now):.0f} s, last in phase "
+            f"{self._neighbour['place']}. {self.remedy()}",
+            1,
+        )
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
@@ -291,7 +361,8 @@ def is_broken_connection(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def signs_of_life(launch: Launch, patience: float) -> Iterator[Whereabouts]:
-    """Within the block the ranks of `launch`, which meet here, know of each other whether they live.
+    """Within the block the ranks of `launch`, which meet here, know of each other whether they
+    live.
 
     Args:
         launch: This process's place among all.
@@ -309,9 +380,14 @@ def signs_of_life(launch: Launch, patience: float) -> Iterator[Whereabouts]:
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     except dist.DistError as error:
-        raise LostRankError(f"the {launch.world} processes of the run did not meet: {error}") from error
-    # torchrun keeps its store when it starts the ranks again: what the last ones said there is of no interest.
-    store = dist.PrefixStore(f"packgraph/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        raise LostRankError(
+            f"the {launch.world} processes of the run did not meet: {error}"
+        ) from error
+    # torchrun keeps its store when it starts the ranks again: what the last ones said there is of
+    # no interest.
+    store = dist.PrefixStore(
+        f"packgraph/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+    )
     store.set_timeout(timedelta(seconds=TIMEOUT.total_seconds()))
     with _terminable(), Heartbeat(store, launch, patience) as heartbeat:
         yield heartbeat
@@ -319,8 +395,12 @@ def signs_of_life(launch: Launch, patience: float) -> Iterator[Whereabouts]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Within the block SIGTERM raises `_Terminated`, where nobody else heeds it; only in the main thread."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    """Within the block SIGTERM raises `_Terminated`, where nobody else heeds it; only in the main
+    thread."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
 

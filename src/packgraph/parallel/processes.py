@@ -1,9 +1,11 @@
 """Process groups of a run: started as torchrun says, ended in an order that cannot hang.
 
-The same code runs on GPUs (NCCL, with gloo for host data) and on CPUs (gloo). The invariant at the end: graphs hold
-communicators, so everything that holds graphs must be closed inside the block; only then are the groups destroyed. A
-process that fails does not wait for the others: it leaves at once, and its launcher ends them.
+The same code runs on GPUs (NCCL, with gloo for host data) and on CPUs (gloo). The invariant at the
+end: graphs hold communicators, so everything that holds graphs must be closed inside the block;
+only then are the groups destroyed. A process that fails does not wait for the others: it leaves at
+once, and its launcher ends them.
 """
+
 import contextlib
 import datetime
 import gc
@@ -23,8 +25,8 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher told this process. world: number of processes; local_rank: its number on this host;
-    local_world: number of processes on this host."""
+    """What the launcher told this process. world: number of processes; local_rank: its number on
+    this host; local_world: number of processes on this host."""
 
     rank: int = 0
     world: int = 1
@@ -34,26 +36,43 @@ class Launch:
     @staticmethod
     def read(environment: Mapping[str, str] = os.environ) -> "Launch":
         """As torchrun's environment variables say; a process of its own without them."""
-        numbers = (environment.get(name, default) for name, default in
-                   (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+        numbers = (
+            environment.get(name, default)
+            for name, default in (
+                ("RANK", "0"),
+                ("WORLD_SIZE", "1"),
+                ("LOCAL_RANK", "0"),
+                ("LOCAL_WORLD_SIZE", "1"),
+            )
+        )
         return Launch(*(int(number) for number in numbers))
 
 
 @contextlib.contextmanager
-def processes(layout: Layout, device: torch.device, launch: Launch, timeout: datetime.timedelta = TIMEOUT,
-              store: Any = None) -> Iterator[Mesh]:
-    """Within the block all processes of `launch` are connected; yields the mesh. device: this process's own.
+def processes(
+    layout: Layout,
+    device: torch.device,
+    launch: Launch,
+    timeout: datetime.timedelta = TIMEOUT,
+    store: Any = None,
+) -> Iterator[Mesh]:
+    """Within the block all processes of `launch` are connected; yields the mesh. device: this
+    process's own.
 
-    timeout: how long a collective may wait for a process that does not come. store: where they have met already, None =
-    they meet here. Raises ValueError with all reasons when the layout does not fit the number of processes.
+    timeout: how long a collective may wait for a process that does not come. store: where they have
+    met already, None = they meet here. Raises ValueError with all reasons when the layout does not
+    fit the number of processes.
     """
     layout.resolved(launch.world)
     if launch.world == 1:
         yield single_process()
         return
-    place = {} if store is None else {"store": store, "rank": launch.rank, "world_size": launch.world}
+    place = (
+        {} if store is None else {"store": store, "rank": launch.rank, "world_size": launch.world}
+    )
     if device.type == "cuda":
-        # Multicast memory is not freed when graphs that used it are; it must stay off before NCCL is loaded.
+        # Multicast memory is not freed when graphs that used it are; it must stay off before NCCL
+        # is loaded.
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **place)
@@ -69,7 +88,8 @@ def processes(layout: Layout, device: torch.device, launch: Launch, timeout: dat
 
 
 def on_first(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception]) -> Result:
-    """Run `action` on rank 0 and give its result (picklable) to all; one of `errors` is raised on all.
+    """Run `action` on rank 0 and give its result (picklable) to all; one of `errors` is raised on
+    all.
 
     A collective call: the others wait for rank 0, so it is also a barrier.
     """

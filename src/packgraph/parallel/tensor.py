@@ -1,13 +1,17 @@
-"""Tensor parallelism: every matrix of a dense decoder split over the ranks of one mesh axis, as DTensors.
+"""Tensor parallelism: every matrix of a dense decoder split over the ranks of one mesh axis, as
+DTensors.
 
     rows split (sequence=True)      whole rows                heads / channels split          rows split
-    norm [T/tp, H]  --all-gather--> [T, H] --q k v / gate up--> [T, H'/tp] --o / down, reduce-scatter--> [T/tp, H]
+    norm [T/tp, H]  --all-gather--> [T, H] --q k v / gate up--> [T, H'/tp] --o / down,
+                    reduce-scatter--> [T/tp, H]
 
-Megatron's scheme (Shoeybi et al. 2019, arXiv:1909.08053) with sequence parallel norms (Korthikanti et al. 2022,
-arXiv:2205.05198); without them an all-reduce stands at the end and norms work on all rows everywhere. Embedding and
-head are split along the vocabulary. The invariant: what passes from stage to stage of the model is a plain tensor, this
-rank's rows or all of them; DTensors live between a module's entry and its exit only, so graphs see local tensors.
-"""
+Megatron's scheme (Shoeybi et al. 2019, arXiv:1909.08053) with sequence parallel norms (Korthikanti
+et al. 2022, arXiv:2205.05198); without them an all-reduce stands at the end and norms work on all
+rows everywhere. Embedding and head are split along the vocabulary. The invariant: what passes from
+stage to stage of the model is a plain tensor, this rank's rows or all of them; DTensors live
+between a module's entry and its exit only, so graphs see local tensors.
+"""  # noqa: E501
+
 import hashlib
 from typing import Any
 
@@ -31,55 +35,87 @@ VOCABULARY = ("embed_tokens", "lm_head")
 def tensor_problems(config: Any, ranks: int) -> list[str]:
     """All reasons why a decoder of `config` cannot be split over `ranks`."""
     if config.latent.enabled:
-        return [f"tensor parallelism over {ranks} ranks is not known with latent attention (model.latent.kv_rank is "
-                f"{config.latent.kv_rank}); use pipeline or data parallelism"]
+        return [
+            f"tensor parallelism over {ranks} ranks is not known with latent attention "
+            "(model.latent.kv_rank is "
+            f"{config.latent.kv_rank}); use pipeline or data parallelism"
+        ]
     if config.mamba.enabled or config.activation != "swiglu":
-        return [f"tensor parallelism over {ranks} ranks is known for layers of attention and SwiGLU only, not with "
-                f"model.pattern {config.pattern!r} and activation {config.activation}; use context, pipeline or data "
-                "parallelism"]
-    divided = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads,
-               "intermediate_size": config.intermediate_size}
-    found = [f"tensor parallelism over {ranks} ranks needs {name} to be a multiple of it; it is {size}"
-             for name, size in divided.items() if size % ranks]
+        return [
+            f"tensor parallelism over {ranks} ranks is known for layers of attention and SwiGLU "
+            "only, not with "
+            f"model.pattern {config.pattern!r} and activation {config.activation}; use context, "
+            "pipeline or data "
+            "parallelism"
+        ]
+    divided = {
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+    }
+    found = [
+        f"tensor parallelism over {ranks} ranks needs {name} to be a multiple of it; it is {size}"
+        for name, size in divided.items()
+        if size % ranks
+    ]
     if (ranks - 1) * -(-config.vocab_size // ranks) >= config.vocab_size:
-        found.append(f"a vocabulary of {config.vocab_size} leaves some of {ranks} tensor parallel ranks without a row")
+        found.append(
+            f"a vocabulary of {config.vocab_size} leaves some of {ranks} tensor parallel ranks "
+            "without a row"
+        )
     return found
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) -> None:
     """Split `model`, a dense decoder or some layers of one, over `mesh` in place.
 
-    mesh: one-dimensional, such as `Mesh["tp"]`. Every rank must hold the same whole parameters; nothing is sent.
-    sequence: norms and residuals work on this rank's rows only; the number of tokens of every capacity must then be a
-    multiple of the ranks. Hidden states between stages have T / ranks rows then. Make the optimizer afterwards.
-    Raises ValueError with all reasons when the sizes of the model do not divide.
+    mesh: one-dimensional, such as `Mesh["tp"]`. Every rank must hold the same whole parameters;
+    nothing is sent. sequence: norms and residuals work on this rank's rows only; the number of
+    tokens of every capacity must then be a multiple of the ranks. Hidden states between stages have
+    T / ranks rows then. Make the optimizer afterwards. Raises ValueError with all reasons when the
+    sizes of the model do not divide.
     """
     problems = tensor_problems(model.config, mesh.size())
     if problems:
         raise ValueError("; ".join(problems))
     styles = _styles(Shard(0) if sequence else Replicate())
-    plan = {name: styles[name.rpartition(".")[2]] for name, _ in model.named_modules()
-            if name.rpartition(".")[2] in styles}
+    plan = {
+        name: styles[name.rpartition(".")[2]]
+        for name, _ in model.named_modules()
+        if name.rpartition(".")[2] in styles
+    }
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for name, module in model.named_children():
-        if name in VOCABULARY:  # `parallel/vocabulary.py` reads these weights, the modules are never called
+        if (
+            name in VOCABULARY
+        ):  # `parallel/vocabulary.py` reads these weights, the modules are never called
             whole = module.get_parameter("weight")
             split = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter("weight", nn.Parameter(split, requires_grad=whole.requires_grad))
+            module.register_parameter(
+                "weight", nn.Parameter(split, requires_grad=whole.requires_grad)
+            )
     model.split_rows = sequence  # type: ignore[assignment]
 
 
 def _styles(rows: Placement) -> dict[str, ParallelStyle]:
-    """How each module is split, by the last part of its name. rows: how hidden states lie between modules."""
+    """How each module is split, by the last part of its name. rows: how hidden states lie between
+    modules."""
     whole = Replicate()
     styles: dict[str, ParallelStyle] = {
-        "self_attn": PrepareModuleInput(input_layouts=(rows, None, None), desired_input_layouts=(whole, None, None)),
+        "self_attn": PrepareModuleInput(
+            input_layouts=(rows, None, None), desired_input_layouts=(whole, None, None)
+        ),
         "mlp": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
     }
-    styles |= dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel())
+    styles |= dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel()
+    )
     styles |= dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel(output_layouts=rows))
-    # Every rank normalises its own heads, so the gradients of these weights are sums over ranks: as DTensors they are.
-    styles |= dict.fromkeys(("q_norm", "k_norm"), SequenceParallel(sequence_dim=1, use_local_output=True))
+    # Every rank normalises its own heads, so the gradients of these weights are sums over ranks: as
+    # DTensors they are.
+    styles |= dict.fromkeys(
+        ("q_norm", "k_norm"), SequenceParallel(sequence_dim=1, use_local_output=True)
+    )
     if rows.is_shard():
         norms = SequenceParallel(sequence_dim=0, use_local_output=True)
         styles |= dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), norms)
@@ -87,12 +123,18 @@ def _styles(rows: Placement) -> dict[str, ParallelStyle]:
 
 
 def dropout_seed(seed: int, mesh: Mesh, *, sequence: bool) -> int:
-    """The seed of a rank's random generators: dropout is equal where activations are copies, else different.
+    """The seed of a rank's random generators: dropout is equal where activations are copies, else
+    different.
 
-    Replicas and stages always draw their own; tensor parallel ranks do only when each has its own rows. The first rank
-    keeps `seed`, so a run on one process draws what it always drew.
+    Replicas and stages always draw their own; tensor parallel ranks do only when each has its own
+    rows. The first rank keeps `seed`, so a run on one process draws what it always drew.
     """
-    place = (mesh.place["dp"], mesh.place["pp"], mesh.place["cp"], mesh.place["tp"] if sequence else 0)
+    place = (
+        mesh.place["dp"],
+        mesh.place["pp"],
+        mesh.place["cp"],
+        mesh.place["tp"] if sequence else 0,
+    )
     if not any(place):
         return seed
     return int.from_bytes(hashlib.sha256(repr((seed, place)).encode()).digest()[:7], "big")

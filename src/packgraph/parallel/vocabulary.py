@@ -1,12 +1,16 @@
-"""Embedding and cross-entropy with the vocabulary split over ranks: nobody ever holds a whole row of logits.
+"""Embedding and cross-entropy with the vocabulary split over ranks: nobody ever holds a whole row
+of logits.
 
-    hidden [T, H] on all    each rank: logits [C, V/tp] of its words -> maximum, sum of exponentials, target's logit
+    hidden [T, H] on all    each rank: logits [C, V/tp] of its words -> maximum, sum of
+                            exponentials, target's logit
                             two small all-reduces [C, 1] and [C, 2] -> the same loss on all ranks
 
-As in `ops/loss/api.py` gradients are computed in the forward pass, chunk by chunk, and rows without a label contribute
-exactly zero, while tokens and labels that are no word of the vocabulary make NaN on all ranks. Each rank's gradient of
-`hidden` is its words' share; the shares are summed on the way out.
+As in `ops/loss/api.py` gradients are computed in the forward pass, chunk by chunk, and rows without
+a label contribute exactly zero, while tokens and labels that are no word of the vocabulary make NaN
+on all ranks. Each rank's gradient of `hidden` is its words' share; the shares are summed on the way
+out.
 """
+
 from typing import Any
 
 import torch
@@ -20,22 +24,28 @@ from packgraph.ops.loss.api import IGNORED, is_word, linear_cross_entropy, rows_
 
 
 def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) -> Tensor:
-    """Rows of `weight` [V, H] for tokens int64 [T], zero where padding bool [T], else NaN for a token outside [0, V):
-    [T, H].
+    """Rows of `weight` [V, H] for tokens int64 [T], zero where padding bool [T], else NaN for a
+    token outside [0, V): [T, H].
 
-    weight: a plain tensor, or a DTensor with its rows split over ranks; then with split_rows each rank gets its part
-    [T / ranks, H] of the rows of the result, else all ranks get all. Raises ValueError for another split.
+    weight: a plain tensor, or a DTensor with its rows split over ranks; then with split_rows each
+    rank gets its part [T / ranks, H] of the rows of the result, else all ranks get all. Raises
+    ValueError for another split.
     """
     if not isinstance(weight, DTensor):
         legal = is_word(tokens, weight.shape[0])
         # On CUDA an index outside the matrix would end the process.
         found = F.embedding(tokens.masked_fill(~legal, 0), weight)
-        return torch.where((legal & ~padding)[:, None], found, _filling(legal, padding, found.dtype))
+        return torch.where(
+            (legal & ~padding)[:, None], found, _filling(legal, padding, found.dtype)
+        )
     local, first_word = _own_words(weight), _first_word(weight)
     theirs = (tokens < first_word) | (tokens >= first_word + local.shape[0])
     found = F.embedding((tokens - first_word).masked_fill(theirs, 0), local)
-    share = torch.where((theirs | padding)[:, None],
-                        _filling(is_word(tokens, weight.shape[0]), padding, found.dtype), found)
+    share = torch.where(
+        (theirs | padding)[:, None],
+        _filling(is_word(tokens, weight.shape[0]), padding, found.dtype),
+        found,
+    )
     mesh = weight.device_mesh
     summed = DTensor.from_local(share, mesh, [Partial()], run_check=False)
     return summed.redistribute(mesh, [Shard(0) if split_rows else Replicate()]).to_local()
@@ -46,31 +56,49 @@ def _filling(legal: Tensor, padding: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(legal | padding, 0.0, torch.nan).to(dtype)[:, None]
 
 
-def head_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
-    """`linear_cross_entropy` for a head that may be a DTensor with its rows (the vocabulary) split over ranks.
+def head_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None
+) -> Tensor:
+    """`linear_cross_entropy` for a head that may be a DTensor with its rows (the vocabulary) split
+    over ranks.
 
-    hidden: [T, H] on every rank, or this rank's rows [T / ranks, H]; labels: int64 [T]. Returns 0-d float32, equal on
-    all ranks. Raises ValueError for a head that is split in another way.
+    hidden: [T, H] on every rank, or this rank's rows [T / ranks, H]; labels: int64 [T]. Returns 0-d
+    float32, equal on all ranks. Raises ValueError for a head that is split in another way.
     """
     if not isinstance(weight, DTensor):
         return linear_cross_entropy(hidden, weight, labels, chunk)
     mesh, own = weight.device_mesh, _own_words(weight)
     rows = Replicate() if hidden.shape[0] == labels.shape[0] else Shard(0)
-    everywhere = DTensor.from_local(hidden, mesh, [rows], run_check=False).redistribute(mesh, [Replicate()])
+    everywhere = DTensor.from_local(hidden, mesh, [rows], run_check=False).redistribute(
+        mesh, [Replicate()]
+    )
     whole = everywhere.to_local(grad_placements=[Partial()])
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         whole, own = whole.to(dtype), own.to(dtype)
-    wanted = torch.is_grad_enabled() and whole.requires_grad, torch.is_grad_enabled() and own.requires_grad
-    return _SplitCrossEntropy.apply(whole, own, labels, chunk or rows_per_chunk(own.shape[0]), _first_word(weight),
-                                    weight.shape[0], mesh.get_group(), *wanted)
+    wanted = (
+        torch.is_grad_enabled() and whole.requires_grad,
+        torch.is_grad_enabled() and own.requires_grad,
+    )
+    return _SplitCrossEntropy.apply(
+        whole,
+        own,
+        labels,
+        chunk or rows_per_chunk(own.shape[0]),
+        _first_word(weight),
+        weight.shape[0],
+        mesh.get_group(),
+        *wanted,
+    )
 
 
 def _own_words(weight: DTensor) -> Tensor:
     """This rank's rows of the matrix, differentiably."""
     if weight.placements != (Shard(0),):
-        raise ValueError(f"embedding and head must be split along the vocabulary, as packgraph.parallel.tensor."
-                         f"parallelize does, (Shard(0),), not {weight.placements}")
+        raise ValueError(
+            f"embedding and head must be split along the vocabulary, as packgraph.parallel.tensor."
+            f"parallelize does, (Shard(0),), not {weight.placements}"
+        )
     return weight.to_local()
 
 
@@ -82,8 +110,18 @@ def _first_word(weight: DTensor) -> int:
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, first_word: int,
-                words: int, group: dist.ProcessGroup, want_hidden: bool, want_weight: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        first_word: int,
+        words: int,
+        group: dist.ProcessGroup,
+        want_hidden: bool,
+        want_weight: bool,
+    ) -> Tensor:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight: Tensor | None = None
@@ -101,22 +139,35 @@ class _SplitCrossEntropy(torch.autograd.Function):
             if want_weight:
                 product = grad_logits.t() @ chunk_hidden
                 grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.save_for_backward(
+            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        )
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return scaled(grad_hidden, grad), scaled(grad_weight, grad), None, None, None, None, None, None, None
+        return (
+            scaled(grad_hidden, grad),
+            scaled(grad_weight, grad),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _chunk(logits: Tensor, word: Tensor, counted: Tensor, illegal: Tensor, group: dist.ProcessGroup
-           ) -> tuple[Tensor, Tensor]:
+def _chunk(
+    logits: Tensor, word: Tensor, counted: Tensor, illegal: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Losses [C] and the gradient of this rank's logits [C, V/tp], written over them.
 
-    word: [C, 1], the target as an index into this rank's words where it is one of them. illegal: [C, 1], NaN where the
-    label is no rank's word, else 0.
+    word: [C, 1], the target as an index into this rank's words where it is one of them. illegal:
+    [C, 1], NaN where the label is no rank's word, else 0.
     """
     highest = logits.amax(-1, keepdim=True)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)
@@ -131,6 +182,8 @@ def _chunk(logits: Tensor, word: Tensor, counted: Tensor, illegal: Tensor, group
     target_log_probability = sums[:, 1:] - total.log()
     probabilities = exponentials.div_(total)
     # p - 1 without cancellation, where the target is one of ours
-    at_target = torch.where(ours, torch.expm1(target_log_probability), probabilities.gather(1, index))
+    at_target = torch.where(
+        ours, torch.expm1(target_log_probability), probabilities.gather(1, index)
+    )
     gradient = probabilities.scatter_(1, index, at_target).masked_fill_(~counted, 0.0)
     return -target_log_probability.masked_fill(~counted, 0.0)[:, 0], gradient

@@ -1,8 +1,10 @@
 """What a run is made of: this rank's chunks of the model, and what runs them.
 
-Stages are dealt out in turn: chunk c of rank r is stage c * ranks + r. The invariant: weights depend on their names and
-`run.seed` (or `run.init_from`) alone, neither on the device nor on the layout.
+Stages are dealt out in turn: chunk c of rank r is stage c * ranks + r. The invariant: weights
+depend on their names and `run.seed` (or `run.init_from`) alone, neither on the device nor on the
+layout.
 """
+
 from collections.abc import Sequence
 from functools import partial
 
@@ -41,11 +43,14 @@ def build_model(config: TrainConfig, device: torch.device) -> DecoderModel:
 
 
 def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> ModelChunks:
-    """This rank's chunks of the model of a run, in training mode, spread over the ranks of `mesh`."""
+    """This rank's chunks of the model of a run, in training mode, spread over the ranks of
+    `mesh`."""
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
     shared = config.model.experts.enabled and mesh.size("ep") > 1
-    sharing = ExpertAssignment.over(config.model.experts.count, mesh.group("ep")) if shared else None
+    sharing = (
+        ExpertAssignment.over(config.model.experts.count, mesh.group("ep")) if shared else None
+    )
     mine = None if sharing is None else range(sharing.first, sharing.first + sharing.count)
     models = _build(config, device, stages, ranks * chunks, mine)
     for model in models if mesh.size("tp") > 1 else ():
@@ -54,40 +59,65 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
         spread_context(model, mesh, rank_tokens(config), config.parallel.cp_kind)
     buffers = make_buffers(models, config, device, mesh)
     for model in models if config.model.experts.enabled else ():
-        split_experts(model, mesh, partial(
-            make_dispatcher, config.parallel.dispatcher_name, factor=config.parallel.expert_room, buffers=buffers))
+        split_experts(
+            model,
+            mesh,
+            partial(
+                make_dispatcher,
+                config.parallel.dispatcher_name,
+                factor=config.parallel.expert_room,
+                buffers=buffers,
+            ),
+        )
     return ModelChunks(models)
 
 
 def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optimizer:
-    """The optimizer of these chunks; its update moves the routers' biases, too. Make it before the executor."""
+    """The optimizer of these chunks; its update moves the routers' biases, too. Make it before the
+    executor."""
     optimizer = Optimizer(model.named_parameters(), config.optimizer, mesh)
     if config.model.experts.enabled:
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("dp_cp"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)
-        # On all ranks or on none, whatever layers a rank has: they agree about every update together.
-        if config.parallel.dispatcher_name in ("padded", "symmetric") or config.parallel.expert_stash:
-            optimizer.overflow = Overflow(model.chunks, mesh.everyone(), optimizer.learning_rate.device, stash)
+        # On all ranks or on none, whatever layers a rank has: they agree about every update
+        # together.
+        if (
+            config.parallel.dispatcher_name in ("padded", "symmetric")
+            or config.parallel.expert_stash
+        ):
+            optimizer.overflow = Overflow(
+                model.chunks, mesh.everyone(), optimizer.learning_rate.device, stash
+            )
     return optimizer
 
 
-def make_executor(model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
-    """What runs the steps of `model`: a loop, one graph of a whole step and its update, or this rank's part of a
-    pipeline (of one rank for graphs of whole steps without the update)."""
+def make_executor(
+    model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh
+) -> Executor:
+    """What runs the steps of `model`: a loop, one graph of a whole step and its update, or this
+    rank's part of a pipeline (of one rank for graphs of whole steps without the update)."""
     config = with_context_buckets(config)
     executor = _make_executor(model, config, device, mesh)
     executor.everyone = mesh.everyone()
-    # A partner of a failed capture has begun its own at the same time; only compiling may take it much longer.
+    # A partner of a failed capture has begun its own at the same time; only compiling may take it
+    # much longer.
     patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout
     executor.vote_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
-        executor.autotune = Autotune(executor, mesh, device, whole_steps=type(executor) is not Executor,
-                                     sharing=MicrobatchAssignment.of(mesh, rank_tokens(config)))
+        executor.autotune = Autotune(
+            executor,
+            mesh,
+            device,
+            whole_steps=type(executor) is not Executor,
+            sharing=MicrobatchAssignment.of(mesh, rank_tokens(config)),
+        )
     return executor
 
 
-def _make_executor(model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh) -> Executor:
+def _make_executor(
+    model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh
+) -> Executor:
     if config.graph.enabled and config.graph.optimizer:
         return StepExecutor(model.chunks[0], config.graph, device)
     if mesh.size("pp") == 1 and config.graph.granularity != "step":
@@ -95,12 +125,29 @@ def _make_executor(model: ModelChunks, config: TrainConfig, device: torch.device
     return StageExecutor(model.chunks, config, device, mesh)
 
 
-def _build(config: TrainConfig, device: torch.device, stages: Sequence[int], of: int, experts: range | None = None
-           ) -> list[DecoderModel]:
-    """Made where they will be, in the dtype of the run, with these experts; values come from the host matrix by matrix,
-    so that they do not depend on the device and the host needs no room for a model."""
-    models = [DecoderModel(config.model, seed=config.run.seed, device=device, dtype=getattr(torch, config.run.dtype),
-                           stage=stage, stages=of, tokens=stage_tokens(config), experts=experts) for stage in stages]
+def _build(
+    config: TrainConfig,
+    device: torch.device,
+    stages: Sequence[int],
+    of: int,
+    experts: range | None = None,
+) -> list[DecoderModel]:
+    """Made where they will be, in the dtype of the run, with these experts; values come from the
+    host matrix by matrix, so that they do not depend on the device and the host needs no room for a
+    model."""
+    models = [
+        DecoderModel(
+            config.model,
+            seed=config.run.seed,
+            device=device,
+            dtype=getattr(torch, config.run.dtype),
+            stage=stage,
+            stages=of,
+            tokens=stage_tokens(config),
+            experts=experts,
+        )
+        for stage in stages
+    ]
     if config.run.init_from is not None and not config.run.resume:
         load_weights(models, config.run.init_from)
     return [model.train() for model in models]

@@ -1,9 +1,10 @@
 """Checkpoints: whole or not there.
 
-Tensors (model, optimizer, random states) are written by torch.distributed.checkpoint, everything else as JSON;
-nothing that is read back can run code (`checkpoint_reader.py`). The invariant: whatever happens while saving (full
-disk, kill), the last whole checkpoint stays loadable and `latest` names it. Every rank writes the parts it holds, under
-full names and places, so a checkpoint can be read at any other layout; rank 0 alone moves folders.
+Tensors (model, optimizer, random states) are written by torch.distributed.checkpoint, everything
+else as JSON; nothing that is read back can run code (`checkpoint_reader.py`). The invariant:
+whatever happens while saving (full disk, kill), the last whole checkpoint stays loadable and
+`latest` names it. Every rank writes the parts it holds, under full names and places, so a
+checkpoint can be read at any other layout; rank 0 alone moves folders.
 
     checkpoints/
       .writing-step-00000100/   written and fsynced here, then renamed
@@ -11,10 +12,12 @@ full names and places, so a checkpoint can be read at any other layout; rank 0 a
       latest                    name of the newest whole checkpoint, replaced atomically
       best                      name of the one with the lowest loss, which stays
 
-Checkpoints are ordered by step: clocks can be set back. A run that went back to a lower step has left what it had
-computed after it, as metrics.jsonl is cut there, too. So its next save removes the checkpoints of higher steps: all
-that are left are of one history, and the highest step is the newest, also when `latest` is lost.
+Checkpoints are ordered by step: clocks can be set back. A run that went back to a lower step has
+left what it had computed after it, as metrics.jsonl is cut there, too. So its next save removes the
+checkpoints of higher steps: all that are left are of one history, and the highest step is the
+newest, also when `latest` is lost.
 """
+
 import os
 import pickle
 import shutil
@@ -30,8 +33,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from packgraph.parallel.heartbeat import is_broken_connection
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import from_all, on_first
-from packgraph.train.checkpoint_reader import CheckpointError, PlainWriter, SafeReader, tensor_entries
-from packgraph.train.checkpoint_state import METADATA, STATE, check_files, describe, read_state, step_of
+from packgraph.train.checkpoint_reader import (
+    CheckpointError,
+    PlainWriter,
+    SafeReader,
+    tensor_entries,
+)
+from packgraph.train.checkpoint_state import (
+    METADATA,
+    STATE,
+    check_files,
+    describe,
+    read_state,
+    step_of,
+)
 from packgraph.train.config_values import shown
 from packgraph.train.run_files import sync_file, sync_folder, write_synced
 
@@ -41,14 +56,23 @@ WRITING = ".writing-"
 REPLACED = ".replaced-"
 
 
-def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any],
-                    keep: int, mesh: Mesh | None = None, best: int | None = None) -> Path:
-    """Write the checkpoint of `step`; keep the newest `keep` and that of step `best`, if there is one. Collective.
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep: int,
+    mesh: Mesh | None = None,
+    best: int | None = None,
+) -> Path:
+    """Write the checkpoint of `step`; keep the newest `keep` and that of step `best`, if there is
+    one. Collective.
 
-    tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank 0's is written.
-    Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2) is atomic within a file system.
-    Raises CheckpointError (full disk, no permission, shards of other ranks that rank 0 does not see) on all ranks; the
-    earlier ones stay as they are. A connection to another rank that breaks is no such error, and is raised as it is.
+    tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank
+    0's is written. Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2)
+    is atomic within a file system. Raises CheckpointError (full disk, no permission, shards of
+    other ranks that rank 0 does not see) on all ranks; the earlier ones stay as they are. A
+    connection to another rank that breaks is no such error, and is raised as it is.
     """
     mesh = mesh or single_process()
     name = _name(step)
@@ -56,7 +80,12 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], stat
     try:
         on_first(mesh, lambda: _begin_writing(folder, writing), OSError)
         _write_tensors(writing, tensors)
-        on_first(mesh, lambda: _finish_writing(folder, writing, step, state, keep, best), OSError, CheckpointError)
+        on_first(
+            mesh,
+            lambda: _finish_writing(folder, writing, step, state, keep, best),
+            OSError,
+            CheckpointError,
+        )
     except CheckpointError:
         # Where the folder is not shared, each rank has one of its own.
         shutil.rmtree(writing, ignore_errors=True)
@@ -66,8 +95,10 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], stat
             # What fails here as well (a disk that is gone) is removed by the next save.
             shutil.rmtree(writing, ignore_errors=True)
         raise CheckpointError(
-            f"{folder / name}: could not be written: {error.strerror or error}; earlier checkpoints are untouched. "
-            "Free some space or choose another run.folder, then go on with --resume") from error
+            f"{folder / name}: could not be written: {error.strerror or error}; earlier "
+            "checkpoints are untouched. "
+            "Free some space or choose another run.folder, then go on with --resume"
+        ) from error
     return folder / name
 
 
@@ -79,8 +110,9 @@ def _begin_writing(folder: Path, writing: Path) -> None:
     writing.mkdir()
 
 
-def _finish_writing(folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int,
-                    best: int | None) -> None:
+def _finish_writing(
+    folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int, best: int | None
+) -> None:
     """Describe what was written, give it its name, make it the latest and remove the oldest."""
     for path in writing.iterdir():  # torch syncs a file before it writes what its buffer holds yet
         sync_file(path)
@@ -108,7 +140,8 @@ def _name(step: int) -> str:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint `latest` names, else the one with the highest step; None when there is none."""
+    """The checkpoint `latest` names, else the one with the highest step; None when there is
+    none."""
     _restore_replaced(folder)
     return _pointed(folder, LATEST) or next(iter(checkpoints_by_step(folder)), None)
 
@@ -121,7 +154,9 @@ def best_checkpoint(folder: Path) -> Path | None:
 def _pointed(folder: Path, pointer: str) -> Path | None:
     if not (folder / pointer).is_file():
         return None
-    named = folder / Path((folder / pointer).read_text(encoding="utf-8", errors="replace").strip()).name
+    named = (
+        folder / Path((folder / pointer).read_text(encoding="utf-8", errors="replace").strip()).name
+    )
     return named if step_of(named) is not None and named.is_dir() else None
 
 
@@ -135,19 +170,24 @@ class FoundCheckpoint(NamedTuple):
 
 
 def newest_whole_checkpoint(folder: Path, needed: Collection[str] = ()) -> FoundCheckpoint | None:
-    """The checkpoint `latest` names if it is as it was written, else the next lower one that is; None without any.
+    """The checkpoint `latest` names if it is as it was written, else the next lower one that is;
+    None without any.
 
     Args:
         folder: The folder of all checkpoints of a run.
         needed: Keys that its state must have.
 
     Raises:
-        CheckpointError: If there are checkpoints and none of them is whole, naming the damage of the newest.
+        CheckpointError: If there are checkpoints and none of them is whole, naming the damage of
+            the newest.
     """
     newest = latest_checkpoint(folder)
     if newest is None:
         return None
-    limit, others = step_of(newest) or 0, [path for path in checkpoints_by_step(folder) if path != newest]
+    limit, others = (
+        step_of(newest) or 0,
+        [path for path in checkpoints_by_step(folder) if path != newest],
+    )
     # Higher steps than the named one are of a history that the run has left; they come last.
     others.sort(key=lambda path: (step_of(path) or 0) > limit)
     damaged: list[str] = []
@@ -165,53 +205,78 @@ def newest_whole_checkpoint(folder: Path, needed: Collection[str] = ()) -> Found
 
 
 def load_state(path: Path) -> tuple[int, dict[str, Any]]:
-    """Step and JSON state of a checkpoint, after all its files were checked. Raises CheckpointError naming the file."""
+    """Step and JSON state of a checkpoint, after all its files were checked. Raises CheckpointError
+    naming the file."""
     step, state, files = read_state(path)
     check_files(path, files)
     return step, state
 
 
-def load_tensors(path: Path, tensors: Mapping[str, Tensor], optional: str | tuple[str, ...] | None = None,
-                 mesh: Mesh | None = None) -> None:
+def load_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    optional: str | tuple[str, ...] | None = None,
+    mesh: Mesh | None = None,
+) -> None:
     """Copy a checkpoint into `tensors` in place; names, shapes and dtypes must agree exactly.
 
-    tensors: those of this rank; all processes of `mesh` call it, and together must want all that is stored. optional:
-    stored names that start so (or with one of these) may be left out: ranks of another layout had them. Raises
-    CheckpointError on all ranks, listing all that does not fit on any of them, before anything was changed.
+    tensors: those of this rank; all processes of `mesh` call it, and together must want all that is
+    stored. optional: stored names that start so (or with one of these) may be left out: ranks of
+    another layout had them. Raises CheckpointError on all ranks, listing all that does not fit on
+    any of them, before anything was changed.
     """
     stored = tensor_entries(path / METADATA)
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    everyones = {name: kind for part in from_all(mesh or single_process(), wanted) for name, kind in part.items()}
+    everyones = {
+        name: kind
+        for part in from_all(mesh or single_process(), wanted)
+        for name, kind in part.items()
+    }
     problems = [f"{name} is missing" for name in everyones if name not in stored]
-    problems += [f"{name} is not part of this run" for name in stored
-                 if name not in everyones and not (optional and name.startswith(optional))]
+    problems += [
+        f"{name} is not part of this run"
+        for name in stored
+        if name not in everyones and not (optional and name.startswith(optional))
+    ]
     for name in everyones.keys() & stored.keys():
         kind, needed = (stored[name].properties.dtype, tuple(stored[name].size)), everyones[name]
         if kind != needed:
-            problems.append(f"{name} is {kind[0]} {shown(list(kind[1]))}, this run needs {needed[0]} {list(needed[1])}")
+            problems.append(
+                f"{name} is {kind[0]} {shown(list(kind[1]))}, this run needs {needed[0]} "
+                f"{list(needed[1])}"
+            )
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointError(f"{path}: does not fit this run: " + "; ".join(sorted(problems)[:8]) + more)
+        raise CheckpointError(
+            f"{path}: does not fit this run: " + "; ".join(sorted(problems)[:8]) + more
+        )
     try:
         with _single_process_is_meant():
             distributed_checkpoint.load(dict(tensors), storage_reader=SafeReader(path))
     except CheckpointException as error:
         failure = _first_failure(error)
         # torch would advise to load what it has refused.
-        what = "a shard holds something else than tensors" if isinstance(failure, pickle.UnpicklingError) \
+        what = (
+            "a shard holds something else than tensors"
+            if isinstance(failure, pickle.UnpicklingError)
             else _shown(failure)
+        )
         raise CheckpointError(f"{path}: damaged: {what}") from error
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         with _single_process_is_meant():
-            distributed_checkpoint.save(dict(tensors), storage_writer=PlainWriter(folder, sync_files=True))
+            distributed_checkpoint.save(
+                dict(tensors), storage_writer=PlainWriter(folder, sync_files=True)
+            )
     except CheckpointException as error:
         if is_broken_connection(error):
             raise
         failure = _first_failure(error)
-        raise failure if isinstance(failure, OSError) else OSError(_short_of_space(folder, failure)) from error
+        raise (
+            failure if isinstance(failure, OSError) else OSError(_short_of_space(folder, failure))
+        ) from error
     except RuntimeError as error:
         if is_broken_connection(error):
             raise
@@ -219,7 +284,8 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _short_of_space(folder: Path, failure: BaseException) -> str:
-    """Why torch could not write: its own writer says where its bytes ended, not that the disk is full."""
+    """Why torch could not write: its own writer says where its bytes ended, not that the disk is
+    full."""
     said = _shown(failure)
     try:
         free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there"
@@ -243,8 +309,8 @@ def _single_process_is_meant() -> Any:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed or failed save left in the folder of all checkpoints, if there is one. Only for the process
-    that writes the run. Raises OSError."""
+    """Remove what a killed or failed save left in the folder of all checkpoints, if there is one.
+    Only for the process that writes the run. Raises OSError."""
     _restore_replaced(folder)
     for leftover in (*folder.glob(REPLACED + "*"), *folder.glob(WRITING + "*")):
         if leftover.is_dir():
@@ -254,7 +320,8 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _restore_replaced(folder: Path) -> None:
-    """Give a checkpoint that was to be replaced its name back, if the save was killed before the new one came."""
+    """Give a checkpoint that was to be replaced its name back, if the save was killed before the
+    new one came."""
     for leftover in folder.glob(REPLACED + "*"):
         original = folder / leftover.name.removeprefix(REPLACED)
         if not original.exists():
@@ -263,13 +330,16 @@ def _restore_replaced(folder: Path) -> None:
 
 def checkpoints_by_step(folder: Path) -> list[Path]:
     """All checkpoints, the highest step first."""
-    return sorted((path for path in folder.glob("step-*") if step_of(path) is not None),
-                  key=lambda path: step_of(path) or 0, reverse=True)
+    return sorted(
+        (path for path in folder.glob("step-*") if step_of(path) is not None),
+        key=lambda path: step_of(path) or 0,
+        reverse=True,
+    )
 
 
 def _prune(folder: Path, newest: int, keep: int, best: int | None) -> None:
-    """Keep the `keep` highest steps up to `newest`, which was just saved, and the best; higher ones are of a history
-    left behind."""
+    """Keep the `keep` highest steps up to `newest`, which was just saved, and the best; higher ones
+    are of a history left behind."""
     known = checkpoints_by_step(folder)
     past = [path for path in known if (step_of(path) or 0) <= newest]
     kept = past[:keep] + [path for path in past if step_of(path) == best]

@@ -1,11 +1,13 @@
 """Reading torch.distributed.checkpoint's files without trusting them.
 
-The problem: the format's `.metadata` file is a pickle, and unpickling a foreign file can run any code. The
-invariant: only the metadata classes of torch.distributed.checkpoint, torch's dtypes and sizes are admitted; entries
-that are not tensors (which would be unpickled too) and paths that leave the checkpoint's folder are refused. Tensor
-bytes themselves are read by torch with `weights_only=True`. What is not stored would keep the values that the memory
-had: so the chunks of a tensor must cover it exactly once, each with bytes that its file has.
+The problem: the format's `.metadata` file is a pickle, and unpickling a foreign file can run any
+code. The invariant: only the metadata classes of torch.distributed.checkpoint, torch's dtypes and
+sizes are admitted; entries that are not tensors (which would be unpickled too) and paths that leave
+the checkpoint's folder are refused. Tensor bytes themselves are read by torch with
+`weights_only=True`. What is not stored would keep the values that the memory had: so the chunks of
+a tensor must cover it exactly once, each with bytes that its file has.
 """
+
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +22,23 @@ from torch.serialization import _get_layout
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or is damaged, foreign or unfit for this run. The message names the file."""
+    """A checkpoint that cannot be written or is damaged, foreign or unfit for this run. The message
+    names the file."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that admits torch.distributed.checkpoint's metadata and nothing that can act."""
 
-    METADATA_CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-                        "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING")
+    METADATA_CLASSES = (
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "BytesStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
     OTHERS = {
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
         ("torch", "Size"): torch.Size,
@@ -39,13 +50,18 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(metadata, name)
         if (module, name) in self.OTHERS:
             return self.OTHERS[module, name]
-        if module == "torch" and name.isidentifier() and isinstance(getattr(torch, name, None), torch.dtype):
+        if (
+            module == "torch"
+            and name.isidentifier()
+            and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
 
 
 class SafeReader(FileSystemReader):
-    """FileSystemReader whose metadata is read by a restricted unpickler. Raises CheckpointError naming the file."""
+    """FileSystemReader whose metadata is read by a restricted unpickler. Raises CheckpointError
+    naming the file."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         path = Path(self.path) / ".metadata"
@@ -57,7 +73,8 @@ class SafeReader(FileSystemReader):
 
 
 class PlainWriter(FileSystemWriter):
-    """FileSystemWriter that leaves the machine's paths out of the metadata (a pickled Path is also not admitted)."""
+    """FileSystemWriter that leaves the machine's paths out of the metadata (a pickled Path is also
+    not admitted)."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)
@@ -74,21 +91,40 @@ def read_metadata_file(path: Path) -> metadata.Metadata:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: refused, not a checkpoint's metadata: {error}") from error
-    except (EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError, OverflowError,
-            MemoryError, RuntimeError) as error:
-        # What pickle documents that damaged bytes may raise besides UnpicklingError, and what torch's classes raise.
-        raise CheckpointError(f"{path}: damaged or not a checkpoint's metadata ({error})") from error
+    except (
+        EOFError,
+        AttributeError,
+        ImportError,
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        MemoryError,
+        RuntimeError,
+    ) as error:
+        # What pickle documents that damaged bytes may raise besides UnpicklingError, and what
+        # torch's classes raise.
+        raise CheckpointError(
+            f"{path}: damaged or not a checkpoint's metadata ({error})"
+        ) from error
     _check_entries(found, path)
     return found
 
 
 def tensor_entries(path: Path) -> dict[str, metadata.TensorStorageMetadata]:
-    """Name → dtype and size of all tensors of a checkpoint, from its metadata file. Raises CheckpointError."""
+    """Name → dtype and size of all tensors of a checkpoint, from its metadata file. Raises
+    CheckpointError."""
     found = read_metadata_file(path)
     files = {name: path.parent / name for name in files_of(found)}
-    check_extents(found, {name: file.stat().st_size for name, file in files.items() if file.is_file()}, path)
-    return {name: entry for name, entry in found.state_dict_metadata.items()
-            if isinstance(entry, metadata.TensorStorageMetadata)}
+    check_extents(
+        found, {name: file.stat().st_size for name, file in files.items() if file.is_file()}, path
+    )
+    return {
+        name: entry
+        for name, entry in found.state_dict_metadata.items()
+        if isinstance(entry, metadata.TensorStorageMetadata)
+    }
 
 
 def files_of(found: metadata.Metadata) -> list[str]:
@@ -97,50 +133,79 @@ def files_of(found: metadata.Metadata) -> list[str]:
 
 
 def _check_entries(found: Any, path: Path) -> None:
-    """Refuse metadata of a wrong shape, entries that are no tensors, files outside the folder, and tensors that are not
-    stored as a whole."""
+    """Refuse metadata of a wrong shape, entries that are no tensors, files outside the folder, and
+    tensors that are not stored as a whole."""
     checks: list[tuple[Callable[[], bool], str]] = [
         (lambda: isinstance(found, metadata.Metadata), "its top level is no metadata"),
-        (lambda: isinstance(found.state_dict_metadata, dict) and isinstance(found.storage_data, dict),
-         "its tables are missing"),
-        (lambda: all(isinstance(name, str) and isinstance(entry, metadata.TensorStorageMetadata)
-                     for name, entry in found.state_dict_metadata.items()), "it holds entries that are no tensors"),
-        (lambda: all(isinstance(place, _StorageInfo) and not getattr(place, "transform_descriptors", None)
-                     and isinstance(place.relative_path, str) and Path(place.relative_path).name == place.relative_path
-                     for place in found.storage_data.values()), "it names files outside its folder"),
+        (
+            lambda: (
+                isinstance(found.state_dict_metadata, dict) and isinstance(found.storage_data, dict)
+            ),
+            "its tables are missing",
+        ),
+        (
+            lambda: all(
+                isinstance(name, str) and isinstance(entry, metadata.TensorStorageMetadata)
+                for name, entry in found.state_dict_metadata.items()
+            ),
+            "it holds entries that are no tensors",
+        ),
+        (
+            lambda: all(
+                isinstance(place, _StorageInfo)
+                and not getattr(place, "transform_descriptors", None)
+                and isinstance(place.relative_path, str)
+                and Path(place.relative_path).name == place.relative_path
+                for place in found.storage_data.values()
+            ),
+            "it names files outside its folder",
+        ),
     ]
     for holds, reason in checks:
         if not holds():
             raise CheckpointError(f"{path}: refused: {reason}")
     try:
         problem = next(_incomplete(found), None)
-    except (AttributeError, TypeError) as error:  # a class without one of its fields, or with something else in it
+    except (
+        AttributeError,
+        TypeError,
+    ) as error:  # a class without one of its fields, or with something else in it
         raise CheckpointError(f"{path}: refused: {error}") from error
     if problem:
         raise CheckpointError(f"{path}: refused: {problem}")
 
 
 def check_extents(found: metadata.Metadata, sizes: dict[str, int], path: Path) -> None:
-    """Refuse metadata that name bytes which their file does not have. sizes: file name → bytes. Raises CheckpointError.
-    """
+    """Refuse metadata that name bytes which their file does not have. sizes: file name → bytes.
+    Raises CheckpointError."""
     for index, place in found.storage_data.items():
         if place.relative_path not in sizes:
-            raise CheckpointError(f"{path.parent / place.relative_path}: missing; the checkpoint is damaged")
+            raise CheckpointError(
+                f"{path.parent / place.relative_path}: missing; the checkpoint is damaged"
+            )
         if place.offset + place.length > sizes[place.relative_path]:
-            raise CheckpointError(f"{path}: refused: {index.fqn} lies beyond the end of {place.relative_path}")
+            raise CheckpointError(
+                f"{path}: refused: {index.fqn} lies beyond the end of {place.relative_path}"
+            )
 
 
 def _incomplete(found: metadata.Metadata) -> Iterator[str]:
     """What is wrong with the chunks of tensors and the places of their bytes."""
     expected: set[tuple[str, tuple[int, ...]]] = set()
     for name, entry in found.state_dict_metadata.items():
-        if not isinstance(entry, metadata.TensorStorageMetadata) or not _are_sizes(entry.size) \
-                or not isinstance(entry.properties.dtype, torch.dtype):
+        if (
+            not isinstance(entry, metadata.TensorStorageMetadata)
+            or not _are_sizes(entry.size)
+            or not isinstance(entry.properties.dtype, torch.dtype)
+        ):
             yield f"{name} has no size and dtype"
             continue
         for chunk in entry.chunks:
-            if not isinstance(chunk, metadata.ChunkStorageMetadata) or not _are_sizes(chunk.offsets) \
-                    or not _are_sizes(chunk.sizes):
+            if (
+                not isinstance(chunk, metadata.ChunkStorageMetadata)
+                or not _are_sizes(chunk.offsets)
+                or not _are_sizes(chunk.sizes)
+            ):
                 yield f"{name} has a chunk without offsets and sizes of at least 0"
                 return
             place = found.storage_data.get(metadata.MetadataIndex(name, chunk.offsets))
@@ -151,7 +216,10 @@ def _incomplete(found: metadata.Metadata) -> Iterator[str]:
             elif math.prod(chunk.sizes) * entry.properties.dtype.itemsize > place.length:
                 yield f"a chunk of {name} is larger than the bytes that are stored of it"
             expected.add((name, tuple(chunk.offsets)))
-        if not covers(tuple(entry.size), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]):
+        if not covers(
+            tuple(entry.size),
+            [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks],
+        ):
             yield f"the chunks of {name} do not cover it exactly once"
     stored = {(index.fqn, tuple(index.offset or ())) for index in found.storage_data}
     if not stored <= expected:
@@ -170,21 +238,30 @@ def covers(shape: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[
     """Whether chunks (offsets and sizes) fill a tensor of `shape` with neither gap nor overlap."""
     dims = range(len(shape))
     for offsets, sizes in chunks:
-        if len(offsets) != len(shape) or len(sizes) != len(shape) \
-                or any(offsets[dim] + sizes[dim] > shape[dim] for dim in dims):
+        if (
+            len(offsets) != len(shape)
+            or len(sizes) != len(shape)
+            or any(offsets[dim] + sizes[dim] > shape[dim] for dim in dims)
+        ):
             return False
     if sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape):
         return False
     filled = [chunk for chunk in chunks if math.prod(chunk[1])]
     if not dims or not filled:
         return True
-    # Chunks are compared only with those that have not ended, along the dimension with most different offsets.
+    # Chunks are compared only with those that have not ended, along the dimension with most
+    # different offsets.
     sweep = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in filled}))
     active: list[tuple[Sequence[int], Sequence[int]]] = []
     for offsets, sizes in sorted(filled, key=lambda chunk: chunk[0][sweep]):
         active = [chunk for chunk in active if chunk[0][sweep] + chunk[1][sweep] > offsets[sweep]]
-        if any(all(offsets[dim] < start[dim] + size[dim] and start[dim] < offsets[dim] + sizes[dim] for dim in dims)
-               for start, size in active):
+        if any(
+            all(
+                offsets[dim] < start[dim] + size[dim] and start[dim] < offsets[dim] + sizes[dim]
+                for dim in dims
+            )
+            for start, size in active
+        ):
             return False
         active.append((offsets, sizes))
     return True

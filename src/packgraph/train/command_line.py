@@ -1,10 +1,12 @@
 """Dotted options: every leaf of a configuration is an option, with its type, default and help.
 
-    --optimizer.learning-rate 1e-3   --graph.capacities "512x32,256x16"   --graph.strict   --graph.max-documents
+    --optimizer.learning-rate 1e-3   --graph.capacities "512x32,256x16"   --graph.strict
+    --graph.max-documents
 
-The invariant: an option is either taken as an override of a known leaf, or left to the command itself, or reported
-with the nearest known option; no value is ever mistaken for a preset's name.
+The invariant: an option is either taken as an override of a known leaf, or left to the command
+itself, or reported with the nearest known option; no value is ever mistaken for a preset's name.
 """
+
 import dataclasses
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,7 +32,8 @@ DEEPEST = 8  # dots in an option; no section lies so deep
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of a configuration tree. bare: text that the option means when given without a value, or None."""
+    """One leaf of a configuration tree. bare: text that the option means when given without a
+    value, or None."""
 
     path: str
     kind: Any
@@ -56,10 +59,13 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
             yield Leaf(prefix + field.name, kinds[field.name], value, text, bare)
 
 
-def split_overrides(arguments: Sequence[str], base: Any, own_options: Collection[str]) -> tuple[ConfigLayer, list[str]]:
+def split_overrides(
+    arguments: Sequence[str], base: Any, own_options: Collection[str]
+) -> tuple[ConfigLayer, list[str]]:
     """The overrides among `arguments` as a layer, and what is left for the command.
 
-    own_options: options of the command itself, such as `--config`; they and their values are left alone.
+    own_options: options of the command itself, such as `--config`; they and their values are left
+    alone.
     """
     known = {leaf.path: leaf for leaf in leaves(base)}
     values: dict[str, Any] = {}
@@ -70,12 +76,19 @@ def split_overrides(arguments: Sequence[str], base: Any, own_options: Collection
         name, has_value, value = word.partition("=")
         if not word.startswith("--") or word == "--" or name in own_options:
             rest.append(word)
-            if name in own_options and not has_value and waiting and not waiting[0].startswith("--"):
+            if (
+                name in own_options
+                and not has_value
+                and waiting
+                and not waiting[0].startswith("--")
+            ):
                 rest.append(waiting.pop(0))
             continue
         path = name[2:].replace("-", "_")
         if path.count(".") > DEEPEST:
-            raise ConfigError([f"{shown(name)}: unknown key; the deepest are like --model.latent.scaling.factor"])
+            raise ConfigError(
+                [f"{shown(name)}: unknown key; the deepest are like --model.latent.scaling.factor"]
+            )
         if path.startswith("no_") and path[3:] in known and known[path[3:]].kind is bool:
             _put(values, path[3:], "false")
             continue
@@ -87,7 +100,8 @@ def split_overrides(arguments: Sequence[str], base: Any, own_options: Collection
 
 
 def _take_value(leaf: Leaf | None, waiting: list[str]) -> str:
-    """The value that follows an option; an option with a meaning of its own takes the next word only if it fits."""
+    """The value that follows an option; an option with a meaning of its own takes the next word
+    only if it fits."""
     if leaf is None or leaf.bare is None:
         return waiting.pop(0) if waiting and not waiting[0].startswith("--") else ""
     if waiting and _fits(waiting[0], leaf):
@@ -118,8 +132,13 @@ def _put(values: dict[str, Any], path: str, value: str) -> None:
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
     """The dotted paths of all leaves of a layer's values."""
-    return frozenset(path for key, value in values.items() for path in (
-        dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else (prefix + key,)))
+    return frozenset(
+        path
+        for key, value in values.items()
+        for path in (
+            dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else (prefix + key,)
+        )
+    )
 
 
 def options_help(base: Any) -> str:

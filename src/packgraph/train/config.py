@@ -1,14 +1,17 @@
 """Reading nested frozen dataclasses from files and the command line.
 
-The problem: a run is described by a tree of small frozen dataclasses. Its values come from a preset, then a TOML or
-JSON file, then `--dotted.options`. One typo must not cost a started run, and ten typos must not cost ten attempts.
+The problem: a run is described by a tree of small frozen dataclasses. Its values come from a
+preset, then a TOML or JSON file, then `--dotted.options`. One typo must not cost a started run, and
+ten typos must not cost ten attempts.
 
-The invariant: either every value given is known, well typed and accepted by its dataclass, or one `ConfigError` lists
-all problems at once, each with its place (file and key, or option) and, for an unknown key, the nearest known one.
-`to_dict` is the inverse of `read_config`: what it writes reads back equal.
+The invariant: either every value given is known, well typed and accepted by its dataclass, or one
+`ConfigError` lists all problems at once, each with its place (file and key, or option) and, for an
+unknown key, the nearest known one. `to_dict` is the inverse of `read_config`: what it writes reads
+back equal.
 
     preset ─▶ Layer(file, {...}) ─▶ Layer(option, {...}) ─▶ typed values ─▶ frozen dataclass
 """
+
 import dataclasses
 import difflib
 import tomllib
@@ -33,17 +36,21 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, found in one pass. `problems` holds one line for each."""
+    """Everything that is wrong with a configuration, found in one pass. `problems` holds one line
+    for each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         noun = "problem" if len(self.problems) == 1 else "problems"
-        super().__init__(f"{len(self.problems)} {noun} in the configuration:\n  " + "\n  ".join(self.problems))
+        super().__init__(
+            f"{len(self.problems)} {noun} in the configuration:\n  " + "\n  ".join(self.problems)
+        )
 
 
 @dataclass(frozen=True)
 class ConfigLayer:
-    """Values from one place. `where` is a file name or `command line`; `text` says that leaves are text to parse."""
+    """Values from one place. `where` is a file name or `command line`; `text` says that leaves are
+    text to parse."""
 
     where: str
     values: Mapping[str, Any]
@@ -55,7 +62,8 @@ class ConfigLayer:
 
 
 def read_config(base: T, layers: Sequence[ConfigLayer]) -> T:
-    """Overlay `layers` on `base`, a frozen dataclass tree, later layers winning. Raises ConfigError."""
+    """Overlay `layers` on `base`, a frozen dataclass tree, later layers winning. Raises
+    ConfigError."""
     problems: list[str] = []
     known = known_paths(base)
     values: dict[str, Any] = {}
@@ -77,9 +85,17 @@ def known_paths(section: Any, prefix: str = "") -> list[str]:
     return paths
 
 
-def _collect(section: Any, layer: ConfigLayer, given: Mapping[str, Any], prefix: str, known: list[str],
-             values: dict[str, Any], problems: list[str]) -> None:
-    """Type the leaves of one layer into `values` (dotted path → value); walks sections recursively."""
+def _collect(
+    section: Any,
+    layer: ConfigLayer,
+    given: Mapping[str, Any],
+    prefix: str,
+    known: list[str],
+    values: dict[str, Any],
+    problems: list[str],
+) -> None:
+    """Type the leaves of one layer into `values` (dotted path → value); walks sections
+    recursively."""
     types = resolved_types(type(section))
     for key, value in given.items():
         name = key.replace("-", "_")
@@ -90,8 +106,10 @@ def _collect(section: Any, layer: ConfigLayer, given: Mapping[str, Any], prefix:
             if isinstance(value, Mapping):
                 _collect(getattr(section, name), layer, value, path + ".", known, values, problems)
             else:
-                problems.append(f"{layer.place(path)}: this is a section; set one of its keys, such as "
-                                f"{layer.place(_first_key(path, known))}")
+                problems.append(
+                    f"{layer.place(path)}: this is a section; set one of its keys, such as "
+                    f"{layer.place(_first_key(path, known))}"
+                )
         else:
             try:
                 values[path] = convert(value, types[name], from_text=layer.text)
@@ -104,20 +122,27 @@ def _first_key(section: str, known: Sequence[str]) -> str:
 
 
 def _unknown(path: str, value: Any, layer: ConfigLayer, known: Sequence[str]) -> list[str]:
-    """What to say of a key that is not known: an unknown section of a file once, of options each of its keys."""
+    """What to say of a key that is not known: an unknown section of a file once, of options each of
+    its keys."""
     if not isinstance(value, Mapping):
         near = _nearest(path, known)
         shown = f"--{near.replace('_', '-')}" if layer.text else near
         return [f"{layer.place(path)}: unknown key, did you mean {shown}?"]
     if layer.text:
-        return [line for key, inner in value.items() for line in _unknown(f"{path}.{key}", inner, layer, known)]
+        return [
+            line
+            for key, inner in value.items()
+            for line in _unknown(f"{path}.{key}", inner, layer, known)
+        ]
     sections = sorted({candidate.rpartition(".")[0] for candidate in known} - {""})
     near = max(sections, key=lambda section: _likeness(path, section), default="")
     return [f"{layer.place(path)}: unknown section" + (f", did you mean {near}?" if near else "")]
 
 
 def _nearest(path: str, known: Sequence[str]) -> str:
-    """The known path most like `path`: one with the same last word, with its initials (`lr`), or else spelled alike."""
+    """The known path most like `path`: one with the same last word, with its initials (`lr`), or
+    else spelled alike."""
+
     def likeness(candidate: str) -> tuple[bool, bool, float]:
         last, wanted = candidate.rpartition(".")[2], path.rpartition(".")[2]
         initials = "".join(part[0] for part in last.split("_") if part)
@@ -132,7 +157,8 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _rebuild(section: T, prefix: str, values: Mapping[str, Any], problems: list[str]) -> T:
-    """A copy of `section` with `values` put in; a dataclass that refuses them adds its reason to `problems`."""
+    """A copy of `section` with `values` put in; a dataclass that refuses them adds its reason to
+    `problems`."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         value = getattr(section, field.name)
@@ -149,7 +175,8 @@ def _rebuild(section: T, prefix: str, values: Mapping[str, Any], problems: list[
 
 
 def to_dict(section: Any) -> dict[str, Any]:
-    """The tree as JSON-able values; `read_config(base, [Layer(..., to_dict(config))])` gives the same tree back."""
+    """The tree as JSON-able values; `read_config(base, [Layer(..., to_dict(config))])` gives the
+    same tree back."""
     return {
         field.name: to_dict(value) if is_section(value) else plain(value)
         for field in dataclasses.fields(section)
@@ -157,7 +184,9 @@ def to_dict(section: Any) -> dict[str, Any]:
     }
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
     """Dotted paths at which two `to_dict` trees differ → (old value, new value)."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted(set(old) | set(new)):
@@ -170,7 +199,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def load_file(path: Path) -> ConfigLayer:
-    """A `.toml` or `.json` file as a layer. Raises ConfigError naming the file when it is missing or malformed.
+    """A `.toml` or `.json` file as a layer. Raises ConfigError naming the file when it is missing
+    or malformed.
 
     The checksum of a run's config.json is left out: a copy of it may be edited.
     """
@@ -189,8 +219,12 @@ def load_file(path: Path) -> ConfigLayer:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     except RecursionError as error:
         raise ConfigError([f"{path}: not valid {kind}: nested too deeply"]) from error
-    except ValueError as error:  # TOMLDecodeError, JSONDecodeError, UnicodeDecodeError, nested too deeply
+    except (
+        ValueError
+    ) as error:  # TOMLDecodeError, JSONDecodeError, UnicodeDecodeError, nested too deeply
         raise ConfigError([f"{path}: not valid {kind}: {error}"]) from error
     if not isinstance(values, dict):
-        raise ConfigError([f"{path}: the top level must be an object with the sections of the configuration"])
+        raise ConfigError(
+            [f"{path}: the top level must be an object with the sections of the configuration"]
+        )
     return ConfigLayer(str(path), {key: value for key, value in values.items() if key != CHECKSUM})

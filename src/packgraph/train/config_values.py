@@ -1,9 +1,12 @@
-"""One value of a configuration: from text or from a file's typed value to a Python type, and back to JSON.
+"""One value of a configuration: from text or from a file's typed value to a Python type, and back
+to JSON.
 
-Known types: bool, int, float, str, `Literal[...]`, `X | None`, `X | Literal[...]`, `tuple[X, ...]`, `tuple[X, Y]` and
-`Capacity`, which is written `TOKENSxDOCUMENTS` or `TOKENSxDOCUMENTSxLONGEST`. The invariant: a value is taken only when
-nothing is guessed; `3.5` is no int, `1` is no bool, and a problem says what was expected and what was found.
+Known types: bool, int, float, str, `Literal[...]`, `X | None`, `X | Literal[...]`, `tuple[X, ...]`,
+`tuple[X, Y]` and `Capacity`, which is written `TOKENSxDOCUMENTS` or `TOKENSxDOCUMENTSxLONGEST`. The
+invariant: a value is taken only when nothing is guessed; `3.5` is no int, `1` is no bool, and a
+problem says what was expected and what was found.
 """
+
 import dataclasses
 import math
 import os
@@ -19,7 +22,10 @@ FALSE_WORDS = ("false", "no", "off", "0")
 NONE_WORDS = ("none", "off", "null")
 SHOWN = 80  # characters of a wrong value that a problem quotes
 LIMIT = 2**63  # whole numbers are below it: seeds and counts are 64-bit integers of torch and NumPy
-LONGEST_NAME, LONGEST_PATH = 255, 3800  # bytes; a path leaves room for the names below it (PATH_MAX is 4,096)
+LONGEST_NAME, LONGEST_PATH = (
+    255,
+    3800,
+)  # bytes; a path leaves room for the names below it (PATH_MAX is 4,096)
 
 
 class ValueProblem(ValueError):
@@ -36,16 +42,26 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without what would steer a terminal or cannot be encoded: such letters as Python escapes them."""
-    return "".join(letter if letter == "\n" or text_problem(letter) is None
-                   else letter.encode("unicode_escape", "surrogatepass").decode() for letter in text)
+    """`text` without what would steer a terminal or cannot be encoded: such letters as Python
+    escapes them."""
+    return "".join(
+        letter
+        if letter == "\n" or text_problem(letter) is None
+        else letter.encode("unicode_escape", "surrogatepass").decode()
+        for letter in text
+    )
 
 
 def text_problem(text: str) -> str | None:
-    """Why `text` is no name, path or word that can be written to files and terminals; None if it is one."""
+    """Why `text` is no name, path or word that can be written to files and terminals; None if it is
+    one."""
     for place, letter in enumerate(text):
         if unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp"):
-            what = "is not valid Unicode" if unicodedata.category(letter) == "Cs" else "is a control character"
+            what = (
+                "is not valid Unicode"
+                if unicodedata.category(letter) == "Cs"
+                else "is a control character"
+            )
             return f"{letter!r} at character {place} {what}"
     return None
 
@@ -54,10 +70,16 @@ def path_problem(path: str) -> str | None:
     """Why no file or folder can have this path; None if one can."""
     problem = text_problem(path)
     if problem is None and len(os.fsencode(path)) > LONGEST_PATH:
-        problem = f"it has {len(os.fsencode(path)):,} bytes, more than the {LONGEST_PATH:,} that a path may have here"
+        problem = (
+            f"it has {len(os.fsencode(path)):,} bytes, more than the {LONGEST_PATH:,} that a path "
+            "may have here"
+        )
     longest = max(path.split("/"), key=len) if problem is None else ""
     if len(os.fsencode(longest)) > LONGEST_NAME:
-        problem = f"a name in it has {len(os.fsencode(longest)):,} bytes, more than the {LONGEST_NAME} of a file system"
+        problem = (
+            f"a name in it has {len(os.fsencode(longest)):,} bytes, more than the {LONGEST_NAME} "
+            "of a file system"
+        )
     return problem
 
 
@@ -73,7 +95,8 @@ def is_section(value: Any) -> bool:
 
 
 def convert(value: Any, expected: Any, *, from_text: bool) -> Any:
-    """`value` as `expected`. Text (`from_text`) is parsed; values of a file are checked. Raises ValueProblem."""
+    """`value` as `expected`. Text (`from_text`) is parsed; values of a file are checked. Raises
+    ValueProblem."""
     origin = get_origin(expected)
     if origin in (Union, types.UnionType):
         return _convert_union(value, expected, from_text)
@@ -98,10 +121,13 @@ def convert(value: Any, expected: Any, *, from_text: bool) -> Any:
 def _convert_union(value: Any, expected: Any, from_text: bool) -> Any:
     """A value of `X | None`, `X | Literal[...]`: none and the words come first."""
     if type(None) in get_args(expected) and (
-            value is None or (isinstance(value, str) and value.lower() in NONE_WORDS)):
+        value is None or (isinstance(value, str) and value.lower() in NONE_WORDS)
+    ):
         return None
     members = [member for member in get_args(expected) if member is not type(None)]
-    words = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
+    words = [
+        word for member in members if get_origin(member) is Literal for word in get_args(member)
+    ]
     if isinstance(value, str) and value in words:
         return value
     inner = [member for member in members if get_origin(member) is not Literal] or members
@@ -111,12 +137,18 @@ def _convert_union(value: Any, expected: Any, from_text: bool) -> Any:
         return convert(value, inner[0], from_text=from_text)
     except ValueProblem as problem:
         others = [describe(member) for member in get_args(expected) if member is not inner[0]]
-        raise ValueProblem(f"{problem} (or {', '.join(f'`{other}`' for other in others)})") from None
+        raise ValueProblem(
+            f"{problem} (or {', '.join(f'`{other}`' for other in others)})"
+        ) from None
 
 
 def _convert_literal(value: Any, expected: Any, from_text: bool) -> Any:
     for choice in get_args(expected):
-        if (str(choice) == value) if from_text else (choice == value and type(choice) is type(value)):
+        if (
+            (str(choice) == value)
+            if from_text
+            else (choice == value and type(choice) is type(value))
+        ):
             return choice
     raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
 
@@ -187,7 +219,9 @@ def describe(expected: Any) -> str:
     """A type in words, as shown in help and problems."""
     origin = get_origin(expected)
     if origin in (Union, types.UnionType):
-        return " or ".join("none" if part is type(None) else describe(part) for part in get_args(expected))
+        return " or ".join(
+            "none" if part is type(None) else describe(part) for part in get_args(expected)
+        )
     if origin is Literal:
         return " | ".join(str(choice) for choice in get_args(expected))
     if origin is tuple:
@@ -195,8 +229,14 @@ def describe(expected: Any) -> str:
         if arguments[-1] is Ellipsis:
             return f"{describe(arguments[0])}, ..."
         return ", ".join(describe(part) for part in arguments)
-    words = {type(None): "none", bool: "true or false", int: "a whole number", float: "a number", str: "text",
-             Capacity: "TOKENSxDOCUMENTS[xLONGEST]"}
+    words = {
+        type(None): "none",
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        Capacity: "TOKENSxDOCUMENTS[xLONGEST]",
+    }
     return words.get(expected, str(expected))
 
 

@@ -1,4 +1,6 @@
-"""How the rows of a run are cut for the ranks of its contexts, and what room its documents need for it."""
+"""How the rows of a run are cut for the ranks of its contexts, and what room its documents need for
+it."""
+
 import math
 from collections.abc import Iterable, Mapping
 
@@ -14,14 +16,19 @@ def context_choices(config: TrainConfig) -> dict[int, ContextChoice]:
     Raises ValueError where that cannot be, which `validate` finds first.
     """
     parallel = config.parallel
-    return choices_of(config, {parallel.cp, *(context_sizes(parallel.cp) if parallel.dynamic_cp else ())})
+    return choices_of(
+        config, {parallel.cp, *(context_sizes(parallel.cp) if parallel.dynamic_cp else ())}
+    )
 
 
 def choices_of(config: TrainConfig, sizes: Iterable[int]) -> dict[int, ContextChoice]:
-    """How ranks share attention of the run's model, for each of these numbers of ranks over 1; see `context_choices`.
-    """
+    """How ranks share attention of the run's model, for each of these numbers of ranks over 1; see
+    `context_choices`."""
     parallel = config.parallel
-    return {size: context_choice(config.model, size, parallel.tp, parallel.cp_kind) for size in sorted({*sizes} - {1})}
+    return {
+        size: context_choice(config.model, size, parallel.tp, parallel.cp_kind)
+        for size in sorted({*sizes} - {1})
+    }
 
 
 def zigzag_sizes(choices: Mapping[int, ContextChoice]) -> tuple[int, ...]:
@@ -48,5 +55,11 @@ def notes_of(choices: Mapping[int, ContextChoice]) -> list[str]:
     """What people are to know of rows that are cut in zigzag; nothing where none is."""
     cut = {size: choices[size] for size in zigzag_sizes(choices)}
     why = "; ".join(f"{size} ranks: {choice.reason}" for size, choice in cut.items())
-    return [f"rows are cut in zigzag ({why}), documents take up multiples of {common_multiple(choices)} places"] \
-        if cut else []
+    return (
+        [
+            f"rows are cut in zigzag ({why}), documents take up multiples of "
+            f"{common_multiple(choices)} places"
+        ]
+        if cut
+        else []
+    )

@@ -1,8 +1,9 @@
 """What graphs of a decoder cost, from its shape alone, before a run has measured anything.
 
-Everything is scaled from one measured model, Qwen3-0.6B in bf16 on one H200 (docs/LOG.md, first figures), so absolute
-numbers are a guide; which buckets are chosen depends on ratios only.
+Everything is scaled from one measured model, Qwen3-0.6B in bf16 on one H200 (docs/LOG.md, first
+figures), so absolute numbers are a guide; which buckets are chosen depends on ratios only.
 """
+
 from dataclasses import dataclass
 
 from packgraph.models.config import DecoderConfig
@@ -20,11 +21,12 @@ MEASURED_LAYERS, MEASURED_HEADS, MEASURED_WEIGHTS = 28, 16 * 128, 596_000_000
 class DecoderMemory:
     """Bytes of the pool that graphs of a decoder need, from its shape, until a run measures them.
 
-    layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and columns (tp). rows: ranks
-    that share rows (cp); in attention they share heads instead, which is as much.
-    A branch of a layer keeps for every token 3 vectors of the hidden size and those of its own (`_columns`); the loss
-    keeps a gradient of the head and one chunk of logits. Within 15 % of what Qwen3-0.6B took on an H200 (docs/LOG.md,
-    first figures); not measured for latent attention, experts and Mamba-2.
+    layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and
+    columns (tp). rows: ranks that share rows (cp); in attention they share heads instead, which is
+    as much. A branch of a layer keeps for every token 3 vectors of the hidden size and those of its
+    own (`_columns`); the loss keeps a gradient of the head and one chunk of logits. Within 15 % of
+    what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures); not measured for latent attention,
+    experts and Mamba-2.
     """
 
     model: DecoderConfig
@@ -37,9 +39,15 @@ class DecoderMemory:
         """Bytes for graphs of `capacity`."""
         model, tokens = self.model, capacity.tokens // self.rows
         per_token = 3 * _branches(model) * model.hidden_size + _columns(model) / self.parts
-        logits = min(tokens, rows_per_chunk(model.vocab_size)) * model.vocab_size * (4 + 2 * self.itemsize + 2)
+        logits = (
+            min(tokens, rows_per_chunk(model.vocab_size))
+            * model.vocab_size
+            * (4 + 2 * self.itemsize + 2)
+        )
         head = 4 * model.vocab_size * model.hidden_size
-        return round(self.layers * per_token * self.itemsize * tokens + (logits + head) / self.parts)
+        return round(
+            self.layers * per_token * self.itemsize * tokens + (logits + head) / self.parts
+        )
 
 
 def graph_bytes(layers: int) -> int:
@@ -47,20 +55,27 @@ def graph_bytes(layers: int) -> int:
     return layers * KERNELS_PER_LAYER * BYTES_PER_KERNEL
 
 
-def decoder_cost(model: DecoderConfig, parts: int = 1, measured: CostModel | None = None) -> CostModel:
-    """The measured model's cost scaled to `model`: launches by layers, tokens by weights, attention by heads.
+def decoder_cost(
+    model: DecoderConfig, parts: int = 1, measured: CostModel | None = None
+) -> CostModel:
+    """The measured model's cost scaled to `model`: launches by layers, tokens by weights, attention
+    by heads.
 
-    parts: ranks that share heads and columns (tp), or rows and in attention heads (cp). measured: cost of the measured
-    model, with torch's varlen attention by default.
+    parts: ranks that share heads and columns (tp), or rows and in attention heads (cp). measured:
+    cost of the measured model, with torch's varlen attention by default.
     """
     measured = measured or CostModel()
     layers = model.num_layers / MEASURED_LAYERS
     attending = model.count("attn") / MEASURED_LAYERS
     heads = attending * model.num_heads * sum(head_sizes(model)) / 2 / MEASURED_HEADS / parts
     return CostModel(
-        microbatch_us=measured.microbatch_us * layers, token_us=measured.token_us * _weights(model) / MEASURED_WEIGHTS
-        / parts, document_us=measured.document_us * heads, tile_us=measured.tile_us * heads,
-        attention_us=measured.attention_us * heads, capture_layer_seconds=measured.capture_layer_seconds)
+        microbatch_us=measured.microbatch_us * layers,
+        token_us=measured.token_us * _weights(model) / MEASURED_WEIGHTS / parts,
+        document_us=measured.document_us * heads,
+        tile_us=measured.tile_us * heads,
+        attention_us=measured.attention_us * heads,
+        capture_layer_seconds=measured.capture_layer_seconds,
+    )
 
 
 def _weights(model: DecoderConfig) -> int:
@@ -71,26 +86,34 @@ def _weights(model: DecoderConfig) -> int:
 def _attention_columns(model: DecoderConfig) -> int:
     """Numbers per token that one layer's attention keeps for its backward.
 
-    Grouped queries: 4 vectors of the queries' and 4 of the keys' size (before and after norm and rotation). Latent:
-    queries and keys before and after rotation, values and outputs before and after what follows them, and the small
-    vectors before and after their norms.
+    Grouped queries: 4 vectors of the queries' and 4 of the keys' size (before and after norm and
+    rotation). Latent: queries and keys before and after rotation, values and outputs before and
+    after what follows them, and the small vectors before and after their norms.
     """
     latent = model.latent
     if not latent.enabled:
         return 4 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    return model.num_heads * (4 * latent.query_dim + 4 * latent.value_dim) + 2 * (latent.kv_rank + latent.query_rank)
+    return model.num_heads * (4 * latent.query_dim + 4 * latent.value_dim) + 2 * (
+        latent.kv_rank + latent.query_rank
+    )
 
 
 def _mamba_columns(model: DecoderConfig) -> float:
-    """Numbers per token that one Mamba-2 layer keeps: what goes into the convolution and comes out of it, the gate, the
-    result before and after its norm, and the state after every chunk, in float32."""
+    """Numbers per token that one Mamba-2 layer keeps: what goes into the convolution and comes out
+    of it, the gate, the result before and after its norm, and the state after every chunk, in
+    float32."""
     mamba = model.mamba
-    return 2 * mamba.channels + 3 * mamba.inner + 2 * mamba.num_heads + 2 * mamba.inner * mamba.state / mamba.chunk
+    return (
+        2 * mamba.channels
+        + 3 * mamba.inner
+        + 2 * mamba.num_heads
+        + 2 * mamba.inner * mamba.state / mamba.chunk
+    )
 
 
 def _expert_columns(model: DecoderConfig) -> int:
-    """Numbers per token that one layer's experts keep: 4 vectors of every block's width, and 2 of their rows' width for
-    each copy of a token."""
+    """Numbers per token that one layer's experts keep: 4 vectors of every block's width, and 2 of
+    their rows' width for each copy of a token."""
     experts = model.experts
     blocks = 4 * (experts.per_token + experts.shared) * experts.intermediate_size
     return blocks + 2 * experts.per_token * routed_width(model)
@@ -102,8 +125,12 @@ def _branches(model: DecoderConfig) -> float:
 
 
 def _columns(model: DecoderConfig) -> float:
-    """Numbers per token that the branches of one layer keep for their backward, averaged over layers; a feed-forward
-    block 4 vectors of its width."""
-    kept = {"mamba": _mamba_columns(model), "attn": _attention_columns(model), "moe": _expert_columns(model),
-            "mlp": 4 * model.intermediate_size}
+    """Numbers per token that the branches of one layer keep for their backward, averaged over
+    layers; a feed-forward block 4 vectors of its width."""
+    kept = {
+        "mamba": _mamba_columns(model),
+        "attn": _attention_columns(model),
+        "moe": _expert_columns(model),
+        "mlp": 4 * model.intermediate_size,
+    }
     return sum(model.count(branch) * columns for branch, columns in kept.items()) / model.num_layers

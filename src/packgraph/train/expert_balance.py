@@ -1,9 +1,12 @@
-"""Balance of experts without an auxiliary loss: once per step every router's bias moves against the load of the step.
+"""Balance of experts without an auxiliary loss: once per step every router's bias moves against the
+load of the step.
 
-The forwards of a step count on the device which experts tokens went to (`Gate.load`); here the counts are summed over
-the replicas, in one exchange for all layers, and the biases move. It is part of the optimizer's update, so that it is
-captured with it, repeated with it, and left out with it. Source: arXiv 2408.15664.
+The forwards of a step count on the device which experts tokens went to (`Gate.load`); here the
+counts are summed over the replicas, in one exchange for all layers, and the biases move. It is part
+of the optimizer's update, so that it is captured with it, repeated with it, and left out with it.
+Source: arXiv 2408.15664.
 """
+
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +18,8 @@ from packgraph.moe.balance import update_bias
 
 
 class ExpertBalance:
-    """The routers of some chunks of a model. group: replicas with the same routers, None = this process alone."""
+    """The routers of some chunks of a model. group: replicas with the same routers, None = this
+    process alone."""
 
     def __init__(self, chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
         self._gates = [block.gate for block in moe_blocks(chunks)]
@@ -24,7 +28,8 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self, skip: Tensor | None = None) -> None:
-        """Move all biases by the counts of the step, which begin anew. skip: bool [], whether to leave the biases."""
+        """Move all biases by the counts of the step, which begin anew. skip: bool [], whether to
+        leave the biases."""
         if not self._gates:
             return
         loads = torch.stack([gate.load for gate in self._gates])

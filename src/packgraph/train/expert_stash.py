@@ -1,9 +1,12 @@
-"""The stash of a run: pages for what the experts of this rank's layers keep from forward to backward.
+"""The stash of a run: pages for what the experts of this rank's layers keep from forward to
+backward.
 
-How many is planned from the largest capacity and the microbatches that are in flight by the schedule, for equally busy
-experts and `parallel.expert_stash` times that. Where it does not suffice, the update of the step changes nothing
-(`train/overflow.py`) and there are more pages when the step is made again.
+How many is planned from the largest capacity and the microbatches that are in flight by the
+schedule, for equally busy experts and `parallel.expert_stash` times that. Where it does not
+suffice, the update of the step changes nothing (`train/overflow.py`) and there are more pages when
+the step is made again.
 """
+
 import torch
 
 from packgraph.models.chunks import ModelChunks
@@ -17,23 +20,35 @@ from packgraph.train.options import TrainConfig
 from packgraph.train.stage_tokens import longest_row
 
 
-def make_stash(model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torch.device) -> Stash | None:
-    """The stash of all layers with experts of this rank, attached to them; None where there is none."""
+def make_stash(
+    model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torch.device
+) -> Stash | None:
+    """The stash of all layers with experts of this rank, attached to them; None where there is
+    none."""
     blocks = moe_blocks(model.chunks)
     if not config.parallel.expert_stash or not blocks:
         return None
     stash = Stash(device)
-    stash.allocate(planned_pages(model, config, mesh, config.parallel.expert_stash, stash.page_rows),
-                   columns=columns_of(blocks[0].experts))
+    stash.allocate(
+        planned_pages(model, config, mesh, config.parallel.expert_stash, stash.page_rows),
+        columns=columns_of(blocks[0].experts),
+    )
     share(stash, model)
     return stash
 
 
-def planned_pages(model: ModelChunks, config: TrainConfig, mesh: Mesh, factor: float, page_rows: int) -> int:
-    """Pages for what is in flight on this rank, of `factor` times the rows that equally busy experts would get."""
-    records = sum(len(moe_blocks([chunk])) * slots
-                  for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True))
-    return pages_for(longest_row(config), config.model.experts.per_token, records, 1, factor, page_rows)
+def planned_pages(
+    model: ModelChunks, config: TrainConfig, mesh: Mesh, factor: float, page_rows: int
+) -> int:
+    """Pages for what is in flight on this rank, of `factor` times the rows that equally busy
+    experts would get."""
+    records = sum(
+        len(moe_blocks([chunk])) * slots
+        for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True)
+    )
+    return pages_for(
+        longest_row(config), config.model.experts.per_token, records, 1, factor, page_rows
+    )
 
 
 def share(stash: Stash, model: ModelChunks) -> None:

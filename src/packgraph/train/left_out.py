@@ -1,7 +1,10 @@
-"""Documents that were cut or left out: said once when it first happens, and counted, so that none is lost in silence.
+"""Documents that were cut or left out: said once when it first happens, and counted, so that none
+is lost in silence.
 
-Counts are those of the stream since the start of the run; a document that comes again in the next epoch counts again.
+Counts are those of the stream since the start of the run; a document that comes again in the next
+epoch counts again.
 """
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,20 +37,30 @@ class LeftOut:
                 self._view.note(f"data: {text}{which}; summary.json counts them")
 
     def counts(self) -> dict[str, Any]:
-        """packed: documents in packs, pieces count one by one; the documents of each kind of FIRST; and, if
-        there are bad ones, what is wrong with the first of them."""
+        """packed: documents in packs, pieces count one by one; the documents of each kind of FIRST;
+        and, if there are bad ones, what is wrong with the first of them."""
         bad = self._microbatches.bad
         report = self._microbatches.report
-        return {"packed": report.documents, "split": report.split_documents, "dropped": report.dropped_documents,
-                "dropped_tokens": report.dropped_tokens, "empty": self._microbatches.empty_documents,
-                "unlabelled": self._microbatches.unlabelled_documents, "bad": bad.count,
-                **({"first_bad": bad.first} if bad.count else {})}
+        return {
+            "packed": report.documents,
+            "split": report.split_documents,
+            "dropped": report.dropped_documents,
+            "dropped_tokens": report.dropped_tokens,
+            "empty": self._microbatches.empty_documents,
+            "unlabelled": self._microbatches.unlabelled_documents,
+            "bad": bad.count,
+            **({"first_bad": bad.first} if bad.count else {}),
+        }
 
 
 def left_out_line(documents: Mapping[str, Any]) -> str:
     """One line on the counts of a summary; empty when every document was packed whole."""
-    words = {"split": "split", "dropped": f"dropped ({documents.get('dropped_tokens', 0):,} tokens)",
-             "empty": "empty", "unlabelled": "without a token to predict",
-             "bad": f"bad (the first: {'; '.join(documents.get('first_bad', ()))})"}
+    words = {
+        "split": "split",
+        "dropped": f"dropped ({documents.get('dropped_tokens', 0):,} tokens)",
+        "empty": "empty",
+        "unlabelled": "without a token to predict",
+        "bad": f"bad (the first: {'; '.join(documents.get('first_bad', ()))})",
+    }
     found = [f"{documents[kind]:,} {text}" for kind, text in words.items() if documents.get(kind)]
     return f"documents: {documents.get('packed', 0):,} packed, {', '.join(found)}" if found else ""

@@ -1,8 +1,11 @@
-"""Memory that a process may still take: of the device, or of the host within the limits of its control groups.
+"""Memory that a process may still take: of the device, or of the host within the limits of its
+control groups.
 
-A container or a batch system limits a process to less than the machine has. The kernel ends what takes more without a
-word, so the smallest of all limits counts. Caches of files do not: the kernel gives them up first.
+A container or a batch system limits a process to less than the machine has. The kernel ends what
+takes more without a word, so the smallest of all limits counts. Caches of files do not: the kernel
+gives them up first.
 """
+
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,9 @@ ROOT = Path("/")
 UNLIMITED = 2**60  # control groups of version 1 write a number near 2**63 where there is no limit
 
 
-def available_memory(device: torch.device, local_processes: int = 1, root: Path = ROOT) -> int | None:
+def available_memory(
+    device: torch.device, local_processes: int = 1, root: Path = ROOT
+) -> int | None:
     """Bytes that this process may still take on `device`; None where the system does not say.
 
     Args:
@@ -40,8 +45,13 @@ def _of_control_groups(root: Path) -> Iterator[int]:
         if not controllers:
             yield from _limits(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            yield from _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes",
-                               "total_")
+            yield from _limits(
+                root / "sys/fs/cgroup/memory",
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
+            )
 
 
 def _limits(top: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
@@ -52,7 +62,11 @@ def _limits(top: Path, path: str, limit: str, usage: str, prefix: str) -> Iterat
         most, taken = _number(folder / limit), _number(folder / usage)
         if most is not None and taken is not None and most < UNLIMITED:
             counts = dict(line.split() for line in _lines(folder / "memory.stat"))
-            yield most - taken + sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            yield (
+                most
+                - taken
+                + sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            )
 
 
 def _number(file: Path) -> int | None:

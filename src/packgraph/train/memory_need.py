@@ -2,13 +2,15 @@
 
     weights + gradients + optimizer state     from the shapes of this rank's part of the model
     one microbatch                            estimated from the shape; SURE of it is certain
-    its graphs, on the CPU                    as much again: the recorder's pool beside what eager warm-up has left
+    its graphs, on the CPU                    as much again: the recorder's pool beside what eager
+                                              warm-up has left
 
-A run that cannot fit would fill the machine until the system ends it (and others) without a word. A run that may fit
-must not be refused, so only what is certain counts: of a microbatch, what autograd saves. In six small decoders on the
-CPU that was 0.75 to 3.7 times the estimate of `decoder_estimates.py`; four whole runs there took 1.05 to 1.14 times
-`Need.total`.
+A run that cannot fit would fill the machine until the system ends it (and others) without a word. A
+run that may fit must not be refused, so only what is certain counts: of a microbatch, what autograd
+saves. In six small decoders on the CPU that was 0.75 to 3.7 times the estimate of
+`decoder_estimates.py`; four whole runs there took 1.05 to 1.14 times `Need.total`.
 """
+
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,12 +28,16 @@ from packgraph.train.stage_tokens import stage_tokens
 
 SURE = 0.7  # of the estimate of a microbatch
 LEFT = 1.5  # of a microbatch: what malloc keeps of freed activations counts as taken
-MOMENTS, MASTERS = 8, 8  # bytes of an element: two running means; a float32 copy and its gradient, under bfloat16
+MOMENTS, MASTERS = (
+    8,
+    8,
+)  # bytes of an element: two running means; a float32 copy and its gradient, under bfloat16
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a run takes on one rank. microbatch: eager, of `capacity`; graphs: of its pool beside that."""
+    """Bytes that a run takes on one rank. microbatch: eager, of `capacity`; graphs: of its pool
+    beside that."""
 
     weights: int
     gradients: int
@@ -70,25 +76,41 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     is_last = layout.coordinates(rank)["pp"] == layout.pp - 1
     itemsize = getattr(torch, config.run.dtype).itemsize
     replicas = (layout.dp or 1) * layout.cp
-    # Every rank updates its own part of what its replicas hold, too; of experts there are fewer copies.
+    # Every rank updates its own part of what its replicas hold, too; of experts there are fewer
+    # copies.
     updated = dense / replicas + experts / (replicas // layout.ep)
     per_element = MOMENTS + (MASTERS if itemsize < torch.float32.itemsize else 0)
     capacity = _sure_capacity(config)
     kept = partial(DecoderMemory, model, itemsize=itemsize, parts=layout.tp, rows=layout.cp)
-    microbatch = kept(layers)(capacity) - (0 if is_last else kept(0)(capacity))  # the head is the last stage's
+    microbatch = kept(layers)(capacity) - (
+        0 if is_last else kept(0)(capacity)
+    )  # the head is the last stage's
     held = (dense + experts) * itemsize
-    return Need(held, held, round(updated * per_element), 0 if _may_keep_less(config) else microbatch,
-                microbatch if _has_pool(config, device_type) else 0, capacity)
+    return Need(
+        held,
+        held,
+        round(updated * per_element),
+        0 if _may_keep_less(config) else microbatch,
+        microbatch if _has_pool(config, device_type) else 0,
+        capacity,
+    )
 
 
-def check_memory(config: TrainConfig, device: torch.device, available: int | None, *, world: int = 1, rank: int = 0
-                 ) -> None:
+def check_memory(
+    config: TrainConfig,
+    device: torch.device,
+    available: int | None,
+    *,
+    world: int = 1,
+    rank: int = 0,
+) -> None:
     """Refuse a run that cannot fit.
 
     Args:
         config: A run whose capacities are known.
         device: What it runs on.
-        available: Bytes that this process may still take there; None = nobody knows, and nothing is refused.
+        available: Bytes that this process may still take there; None = nobody knows, and nothing is
+            refused.
         world: Number of processes.
         rank: This one's.
 
@@ -98,25 +120,44 @@ def check_memory(config: TrainConfig, device: torch.device, available: int | Non
     need = need_of(config, device.type, world, rank)
     if available is None or need.least <= available:
         return
-    where = "free on " + str(device) if device.type == "cuda" else "available to a process on this machine"
-    parts = [f"weights {shown(need.weights)}", f"gradients {shown(need.gradients)}",
-             f"optimizer state {shown(need.optimizer)}"]
+    where = (
+        "free on " + str(device)
+        if device.type == "cuda"
+        else "available to a process on this machine"
+    )
+    parts = [
+        f"weights {shown(need.weights)}",
+        f"gradients {shown(need.gradients)}",
+        f"optimizer state {shown(need.optimizer)}",
+    ]
     if need.microbatch:
         parts.append(f"a microbatch of {str_of(need.capacity)} {shown(SURE * need.microbatch)}")
     if need.graphs:
         parts.append(f"its graphs {shown(SURE * need.graphs)}")
-    raise ConfigError([f"memory: this run needs at least {shown(need.least)}, and {shown(available)} are {where}: "
-                       f"{', '.join(parts)}. {_way_out(need, available)}"])
+    raise ConfigError(
+        [
+            f"memory: this run needs at least {shown(need.least)}, and {shown(available)} are "
+            f"{where}: "
+            f"{', '.join(parts)}. {_way_out(need, available)}"
+        ]
+    )
 
 
 def _way_out(need: Need, available: int) -> str:
     if need.state > available:
-        return ("The model alone does not fit: choose a smaller one (another preset, --model.num-layers, "
-                "--model.hidden-size), spread it over more devices (torchrun with --parallel.tp or --parallel.pp; more "
-                "replicas share the optimizer state), or take a machine with more memory")
+        return (
+            "The model alone does not fit: choose a smaller one (another preset, "
+            "--model.num-layers, "
+            "--model.hidden-size), spread it over more devices (torchrun with --parallel.tp or "
+            "--parallel.pp; more "
+            "replicas share the optimizer state), or take a machine with more memory"
+        )
     graphs = " or --graph.enabled false," if need.graphs else ""
-    return (f"The model fits, the microbatch does not: choose smaller --graph.capacities,{graphs} a smaller model, "
-            "or a machine with more memory")
+    return (
+        f"The model fits, the microbatch does not: choose smaller --graph.capacities,{graphs} a "
+        "smaller model, "
+        "or a machine with more memory"
+    )
 
 
 def _elements(config: TrainConfig, layout: Layout, rank: int) -> tuple[int, int, int]:
@@ -124,8 +165,10 @@ def _elements(config: TrainConfig, layout: Layout, rank: int) -> tuple[int, int,
     chunks, place, experts = config.parallel.chunks, layout.coordinates(rank), config.model.experts
     mine = range(-(-experts.count // layout.ep)) if experts.enabled and layout.ep > 1 else None
     of = layout.pp * chunks
-    found = [stage_weights(config.model, chunk * layout.pp + place["pp"], of, stage_tokens(config), mine)
-             for chunk in range(chunks)]
+    found = [
+        stage_weights(config.model, chunk * layout.pp + place["pp"], of, stage_tokens(config), mine)
+        for chunk in range(chunks)
+    ]
     dense, owned, layers = (sum(numbers) for numbers in zip(*found, strict=True))
     return dense // layout.tp, owned, layers
 
@@ -144,7 +187,13 @@ def _may_keep_less(config: TrainConfig) -> bool:
 
 
 def _has_pool(config: TrainConfig, device_type: str) -> bool:
-    """Whether graphs take memory beside an eager microbatch; CUDA's allocator gives that back before."""
+    """Whether graphs take memory beside an eager microbatch; CUDA's allocator gives that back
+    before."""
     graph = config.graph
-    return device_type == "cpu" and graph.enabled and graph.memory_budget is None and graph.scope is None \
+    return (
+        device_type == "cpu"
+        and graph.enabled
+        and graph.memory_budget is None
+        and graph.scope is None
         and not _may_keep_less(config)
+    )

@@ -1,10 +1,11 @@
 """Numbers of a step: fetched from the device one step late, written one line per step.
 
-Reading a device number makes the host wait until the device has computed it, so the host would never run ahead. The
-numbers of step n are copied to the host without waiting and read after step n + 1 was launched. The invariant of the
-log: `metrics.jsonl` holds every finished step once, in order; a resumed run first cuts what lies behind its
-checkpoint.
+Reading a device number makes the host wait until the device has computed it, so the host would
+never run ahead. The numbers of step n are copied to the host without waiting and read after step n
++ 1 was launched. The invariant of the log: `metrics.jsonl` holds every finished step once, in
+order; a resumed run first cuts what lies behind its checkpoint.
 """
+
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,19 @@ from packgraph.train.run_files import parse_json, sync_folder, write_synced, wri
 
 METRICS = "metrics.jsonl"
 # What a row must have to be one. A loss that is no number is null.
-NEEDED = {"step": (int,), "loss": (float, int, type(None)), "tokens": (int,), "places": (int,), "seconds": (float, int),
-          "starting": (bool,)}
+NEEDED = {
+    "step": (int,),
+    "loss": (float, int, type(None)),
+    "tokens": (int,),
+    "places": (int,),
+    "seconds": (float, int),
+    "starting": (bool,),
+}
 
 
 class LateFetch:
-    """Copies one small float32 tensor per step to the host; `pop` gives the oldest one not yet read."""
+    """Copies one small float32 tensor per step to the host; `pop` gives the oldest one not yet
+    read."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -37,7 +45,8 @@ class LateFetch:
         if not self._on_cuda:
             self._waiting.append((label, values.detach().clone(), None))
             return
-        # Pinned pages come from torch's caching host allocator, which reuses them once the copy has ended.
+        # Pinned pages come from torch's caching host allocator, which reuses them once the copy has
+        # ended.
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         pinned.copy_(values.detach(), non_blocking=True)
         copied = torch.cuda.Event()
@@ -53,11 +62,12 @@ class LateFetch:
 
 
 class MetricsLog:
-    """`metrics.jsonl`, flushed line by line, and TensorBoard events where tensorboard is installed."""
+    """`metrics.jsonl`, flushed line by line, and TensorBoard events where tensorboard is
+    installed."""
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
-        """Open for appending after `last_step`; lines of later steps, a half-written last line and lines that are no
-        rows are cut. The numbers of the last are `damaged`."""
+        """Open for appending after `last_step`; lines of later steps, a half-written last line and
+        lines that are no rows are cut. The numbers of the last are `damaged`."""
         self._path, self._board_path = folder / METRICS, folder / "tensorboard"
         found, self.damaged = _read_lines(self._path)
         kept = [row for row in found if row["step"] <= last_step]
@@ -109,7 +119,8 @@ class MetricsLog:
 
 
 class RowsOnly:
-    """Stands for a MetricsLog on ranks that write nothing: keeps of the rows of this process what a summary needs."""
+    """Stands for a MetricsLog on ranks that write nothing: keeps of the rows of this process what a
+    summary needs."""
 
     has_board = True
 
@@ -134,7 +145,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Rows, and numbers of the lines that are none; not that of a last line which a killed run has not ended."""
+    """Rows, and numbers of the lines that are none; not that of a last line which a killed run has
+    not ended."""
     rows: list[dict[str, Any]] = []
     damaged: list[int] = []
     if not path.is_file():
@@ -145,7 +157,9 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
             row = parse_json(line)
         except ValueError:
             row = None
-        if isinstance(row, dict) and all(type(row.get(key)) in kinds for key, kinds in NEEDED.items()):
+        if isinstance(row, dict) and all(
+            type(row.get(key)) in kinds for key, kinds in NEEDED.items()
+        ):
             rows.append(row)
         elif number <= len(lines):
             damaged.append(number)
@@ -153,7 +167,8 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def _open_board(path: Path, last_step: int) -> Any:
-    """A TensorBoard writer, or None where tensorboard is not installed (the trainer says so once)."""
+    """A TensorBoard writer, or None where tensorboard is not installed (the trainer says so
+    once)."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -164,10 +179,10 @@ def _open_board(path: Path, last_step: int) -> Any:
 def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[str, Any]:
     """The figures of a summary that follow from the rows of all steps.
 
-    loss_first and loss_last are means over the first and last `loss_window` steps whose update was not left out:
-    `window`, or a quarter of the run if that is less (at least one). A resumed run keeps the loss_first of its earlier
-    summary.
-    tokens_per_second leaves out a run's first step, the one that captured and those timed for a choice.
+    loss_first and loss_last are means over the first and last `loss_window` steps whose update was
+    not left out: `window`, or a quarter of the run if that is less (at least one). A resumed run
+    keeps the loss_first of its earlier summary. tokens_per_second leaves out a run's first step,
+    the one that captured and those timed for a choice.
     """
     if not rows:
         return {"steps": 0, "tokens": 0}
@@ -183,6 +198,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[st
         "loss_window": count,
         "steps": rows[-1]["step"],
         "tokens": tokens,
-        "tokens_per_second": sum(row["tokens"] for row in steady) / max(sum(row["seconds"] for row in steady), 1e-9),
+        "tokens_per_second": sum(row["tokens"] for row in steady)
+        / max(sum(row["seconds"] for row in steady), 1e-9),
         "padding_fraction": 1 - tokens / places,
     }

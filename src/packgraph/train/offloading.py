@@ -1,13 +1,16 @@
-"""Offloading in a run: one engine per chunk, a plan when warm-up is over, and what is wrong with what was asked for.
+"""Offloading in a run: one engine per chunk, a plan when warm-up is over, and what is wrong with
+what was asked for.
 
-Warm-up steps move everything that may move, since they may not fit otherwise; the largest microbatch among them is what
-the plan is made for, before anything is captured, with copies as fast as plain ones are measured to be. Every rank
-plans for itself, and what cannot be planned on one of them ends the run on all.
+Warm-up steps move everything that may move, since they may not fit otherwise; the largest
+microbatch among them is what the plan is made for, before anything is captured, with copies as fast
+as plain ones are measured to be. Every rank plans for itself, and what cannot be planned on one of
+them ends the run on all.
 
-Eager microbatches may take longer than graphs, as the host holds them up, and a plan made by them then counts on time
-that graphs do not have. So where a budget says what moves, graphs carry clocks at first, and after `TRIAL` steps there
-is another plan, by what they took, and other graphs for it.
+Eager microbatches may take longer than graphs, as the host holds them up, and a plan made by them
+then counts on time that graphs do not have. So where a budget says what moves, graphs carry clocks
+at first, and after `TRIAL` steps there is another plan, by what they took, and other graphs for it.
 """
+
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +44,8 @@ TRIAL = 2  # steps by the graphs of a first plan
 
 @dataclass(frozen=True)
 class Planned:
-    """What was planned for one chunk. measured: what it was planned by, with all microbatches in flight."""
+    """What was planned for one chunk. measured: what it was planned by, with all microbatches in
+    flight."""
 
     measured: OffloadTrace
     speed: CopySpeed
@@ -49,12 +53,15 @@ class Planned:
 
 
 class Planner:
-    """Plans for one chunk as the options of a run say. speed: of copies, as far as it is known. planned: what came of
-    it, None before."""
+    """Plans for one chunk as the options of a run say. speed: of copies, as far as it is known.
+    planned: what came of it, None before."""
 
-    def __init__(self, options: OffloadConfig, rank: int, slots: int, one_pool: bool = True) -> None:
-        """rank: of the pipeline. slots: microbatches in flight at most. one_pool: forwards and backwards take memory
-        from the same pool, so that one can have what the other does not need now."""
+    def __init__(
+        self, options: OffloadConfig, rank: int, slots: int, one_pool: bool = True
+    ) -> None:
+        """rank: of the pipeline. slots: microbatches in flight at most. one_pool: forwards and
+        backwards take memory from the same pool, so that one can have what the other does not need
+        now."""
         self._options, self._rank, self._slots, self._one_pool = options, rank, slots, one_pool
         self.speed = CopySpeed()
         self.planned: Planned | None = None
@@ -68,12 +75,21 @@ class Planner:
         knobs, budget = options.knobs(), options.budget_bytes()
         if budget is not None:
             try:
-                plan = plan_for_bytes(measured, speed, budget, knob_moves(measured, knobs, self._rank))
+                plan = plan_for_bytes(
+                    measured, speed, budget, knob_moves(measured, knobs, self._rank)
+                )
             except ValueError as error:
-                raise ConfigError([f"offload.budget = {options.budget}: {error} (fraction, margin and min_bytes of "
-                                   "offload say what may)"]) from error
+                raise ConfigError(
+                    [
+                        f"offload.budget = {options.budget}: {error} (fraction, margin and "
+                        "min_bytes of "
+                        "offload say what may)"
+                    ]
+                ) from error
         elif options.lost is not None:
-            plan = plan_for_time(measured, speed, options.lost, knob_moves(measured, knobs, self._rank))
+            plan = plan_for_time(
+                measured, speed, options.lost, knob_moves(measured, knobs, self._rank)
+            )
         else:
             plan = plan_by_knobs(measured, speed, knobs, self._rank)
         self.planned = Planned(measured, speed, plan)
@@ -81,25 +97,42 @@ class Planner:
 
 
 class TrainerOffloading:
-    """The engines of a rank, one for each chunk with layers. when_planned: called when all of them have a plan, and
-    again after the trial. planned_by: what took the times that plans count on. is_final: whether plans cannot change
-    any more. trial_steps: by graphs, before the second plan."""
+    """The engines of a rank, one for each chunk with layers. when_planned: called when all of them
+    have a plan, and again after the trial. planned_by: what took the times that plans count on.
+    is_final: whether plans cannot change any more. trial_steps: by graphs, before the second
+    plan."""
 
-    def __init__(self, engines: Sequence[OffloadRuntime], planners: Sequence[Planner], warmup: int,
-                 device: torch.device, everyone: dist.ProcessGroup | None, captures: bool = True) -> None:
-        """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan before. everyone:
-        all ranks of the run, None = this process alone. captures: whether there will be graphs of whole passes."""
-        self.engines, self.planners, self._warmup, self._device = list(engines), list(planners), warmup, device
+    def __init__(
+        self,
+        engines: Sequence[OffloadRuntime],
+        planners: Sequence[Planner],
+        warmup: int,
+        device: torch.device,
+        everyone: dist.ProcessGroup | None,
+        captures: bool = True,
+    ) -> None:
+        """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan
+        before. everyone: all ranks of the run, None = this process alone. captures: whether there
+        will be graphs of whole passes."""
+        self.engines, self.planners, self._warmup, self._device = (
+            list(engines),
+            list(planners),
+            warmup,
+            device,
+        )
         self._everyone = everyone
         self.planned_by = "eager microbatches"
-        self.trial_steps = TRIAL if captures and any(planner.by_times for planner in planners) else 0
+        self.trial_steps = (
+            TRIAL if captures and any(planner.by_times for planner in planners) else 0
+        )
         self.is_final = not self.trial_steps
         self.when_planned: Callable[[TrainerOffloading], None] | None = None
 
     def __call__(self, steps_done: int) -> bool:
-        """A step begins, with nothing in flight; whether graphs are to be captured anew. When warm-up is over: plan,
-        before anything is captured; when graphs have been tried: plan by them. Collective then. Raises ConfigError on
-        all ranks when one of them cannot have what is asked for."""
+        """A step begins, with nothing in flight; whether graphs are to be captured anew. When
+        warm-up is over: plan, before anything is captured; when graphs have been tried: plan by
+        them. Collective then. Raises ConfigError on all ranks when one of them cannot have what is
+        asked for."""
         for engine in self.engines:
             engine.end_step()
         changed = False
@@ -129,7 +162,8 @@ class TrainerOffloading:
         self._agree(problems)
 
     def _again(self) -> None:
-        """Plan by graphs, where these lie as the plan needs it. All are captured anew, without clocks."""
+        """Plan by graphs, where these lie as the plan needs it. All are captured anew, without
+        clocks."""
         problems, by_graphs = list[str](), False
         for engine, planner in zip(self.engines, self.planners, strict=True):
             found = engine.replayed(planner.speed)
@@ -155,21 +189,37 @@ class TrainerOffloading:
         return [told for _, told in every]
 
     def summary(self) -> dict[str, Any]:
-        """What was planned, for each chunk: groups and bytes of a microbatch, what the plan predicts, and the speed of
-        copies, which it counts on: of plain ones, or of those in graphs."""
-        plans = [(engine.trace, engine.plan, planner.speed)
-                 for engine, planner in zip(self.engines, self.planners, strict=True)]
-        return {"offload": [
-            {"groups": len(plan.moves), "moved": sum(plan.moves), "bytes": trace.bytes, "moved_bytes": plan.moved_bytes,
-             "host_bytes": plan.host_bytes, "saved_bytes": plan.saved_bytes,
-             "exposed_ms": round(plan.exposed_us / 1000, 3), "hidden_ms": round(plan.hidden_us / 1000, 3),
-             "lost": round(plan.lost, 5), "to_host_gb_s": round(speed.to_host_bytes_per_us / 1000, 2),
-             "to_device_gb_s": round(speed.to_device_bytes_per_us / 1000, 2)}
-            for trace, plan, speed in plans if trace is not None and plan is not None]}
+        """What was planned, for each chunk: groups and bytes of a microbatch, what the plan
+        predicts, and the speed of copies, which it counts on: of plain ones, or of those in
+        graphs."""
+        plans = [
+            (engine.trace, engine.plan, planner.speed)
+            for engine, planner in zip(self.engines, self.planners, strict=True)
+        ]
+        return {
+            "offload": [
+                {
+                    "groups": len(plan.moves),
+                    "moved": sum(plan.moves),
+                    "bytes": trace.bytes,
+                    "moved_bytes": plan.moved_bytes,
+                    "host_bytes": plan.host_bytes,
+                    "saved_bytes": plan.saved_bytes,
+                    "exposed_ms": round(plan.exposed_us / 1000, 3),
+                    "hidden_ms": round(plan.hidden_us / 1000, 3),
+                    "lost": round(plan.lost, 5),
+                    "to_host_gb_s": round(speed.to_host_bytes_per_us / 1000, 2),
+                    "to_device_gb_s": round(speed.to_device_bytes_per_us / 1000, 2),
+                }
+                for trace, plan, speed in plans
+                if trace is not None and plan is not None
+            ]
+        }
 
 
-def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor, device: torch.device, mesh: Mesh
-                    ) -> TrainerOffloading | None:
+def make_offloading(
+    model: ModelChunks, config: TrainConfig, executor: Executor, device: torch.device, mesh: Mesh
+) -> TrainerOffloading | None:
     """Attach engines to the chunks that `executor` runs; None where nothing is offloaded."""
     options = config.offload
     if not options.modules:
@@ -181,10 +231,14 @@ def make_offloading(model: ModelChunks, config: TrainConfig, executor: Executor,
     engines, planners = [], []
     for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
         planner = Planner(options, rank, count, one_pool)
-        engine = OffloadRuntime(options.modules, executor.lanes(number) or make_copy_streams(device),
-                                min_bytes=options.min_bytes, in_flight=options.in_flight,
-                                postpones=options.delay_until_replay and config.graph.enabled,
-                                parts=PARTS if planner.by_times else 1)
+        engine = OffloadRuntime(
+            options.modules,
+            executor.lanes(number) or make_copy_streams(device),
+            min_bytes=options.min_bytes,
+            in_flight=options.in_flight,
+            postpones=options.delay_until_replay and config.graph.enabled,
+            parts=PARTS if planner.by_times else 1,
+        )
         attach(engine, chunk)
         engines.append(engine)
         planners.append(planner)
@@ -197,8 +251,12 @@ def offload_problems(config: TrainConfig) -> list[str]:
     options, graph = config.offload, config.graph
     if not options.modules:
         wishes = [name for name in ("budget", "lost") if getattr(options, name) is not None]
-        return [f"offload.{name} says how much may move, and offload.modules says nothing may: name modules, such as "
-                "qkv_linear,core_attn,mlp_act" for name in wishes]
+        return [
+            f"offload.{name} says how much may move, and offload.modules says nothing may: name "
+            "modules, such as "
+            "qkv_linear,core_attn,mlp_act"
+            for name in wishes
+        ]
     stages = _every_stage(config.model)
     granularity = "chunk" if graph.granularity == "step" else graph.granularity
     if not graph.enabled or granularity == "step" or scope_errors(stages, graph.scope, granularity):
@@ -216,7 +274,13 @@ def _every_stage(model: DecoderConfig) -> Sequence[Stage]:
     for stage in named:
         if 0 <= stage.layer < model.num_layers:
             of_kind.setdefault(model.branches(stage.layer), []).append(stage)
-    inner = [replace(stage, layer=layer) for layer in range(model.num_layers)
-             for stage in of_kind[model.branches(layer)]]
-    return [*(stage for stage in named if stage.layer < 0), *inner,
-            *(stage for stage in named if stage.layer >= model.num_layers)]
+    inner = [
+        replace(stage, layer=layer)
+        for layer in range(model.num_layers)
+        for stage in of_kind[model.branches(layer)]
+    ]
+    return [
+        *(stage for stage in named if stage.layer < 0),
+        *inner,
+        *(stage for stage in named if stage.layer >= model.num_layers),
+    ]

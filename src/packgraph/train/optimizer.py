@@ -1,10 +1,12 @@
 """AdamW that never makes the host wait, each replica updating its own part of all parameters.
 
-The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping stays on the
-device, weight decay touches only parameters with two or more dimensions. Under bfloat16 weights the optimizer keeps
-float32 masters: an update smaller than half a bfloat16 step would otherwise be lost. The invariant: parameters and
-gradients are views of flat buffers that never move (`parallel/data.py`), so captured graphs may read and add to them.
+The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
+stays on the device, weight decay touches only parameters with two or more dimensions. Under
+bfloat16 weights the optimizer keeps float32 masters: an update smaller than half a bfloat16 step
+would otherwise be lost. The invariant: parameters and gradients are views of flat buffers that
+never move (`parallel/data.py`), so captured graphs may read and add to them.
 """
+
 from collections.abc import Iterable
 
 import torch
@@ -26,52 +28,82 @@ TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_n
 class Optimizer:
     """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device.
 
-    mesh: where the processes are, all of which make an optimizer; the replicas along `dp` (of experts: along `edp`) and
-    the ranks along `cp` share the work and the state, and what several stages along `pp` hold by the same name is one
-    parameter. Making an optimizer moves the parameters into flat buffers, so make it before graphs are captured.
+    mesh: where the processes are, all of which make an optimizer; the replicas along `dp` (of
+    experts: along `edp`) and the ranks along `cp` share the work and the state, and what several
+    stages along `pp` hold by the same name is one parameter. Making an optimizer moves the
+    parameters into flat buffers, so make it before graphs are captured.
     """
 
     balance: ExpertBalance | None = None  # moves the routers' biases, as a part of every update
     overflow: Overflow | None = None  # says on the device when an update must change nothing
-    guard: Tensor | None = None  # limits of loss, norm and least norm, beyond which an update changes nothing: `watch`
+    guard: Tensor | None = (
+        None  # limits of loss, norm and least norm, beyond which an update changes nothing: `watch`
+    )
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig,
-                 mesh: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
         self._mesh, named = mesh or single_process(), list(named_parameters)
-        ties = tie_groups(self._mesh, [name for name, parameter in named if parameter.requires_grad])
-        self.flat = FlatParameters(named, self._mesh.group("dp_cp"), ties=ties,
-                                   experts=self._mesh.group("edp_cp"))
+        ties = tie_groups(
+            self._mesh, [name for name, parameter in named if parameter.requires_grad]
+        )
+        self.flat = FlatParameters(
+            named, self._mesh.group("dp_cp"), ties=ties, experts=self._mesh.group("edp_cp")
+        )
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
         self.learning_rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
         self._masters = [_master(span) for span in self.flat.spans]
-        groups = [{"params": [master for span, master in zip(self.flat.spans, self._masters, strict=True)
-                              if span.decays == decays], "weight_decay": config.weight_decay if decays else 0.0}
-                  for decays in (True, False)]
+        groups = [
+            {
+                "params": [
+                    master
+                    for span, master in zip(self.flat.spans, self._masters, strict=True)
+                    if span.decays == decays
+                ],
+                "weight_decay": config.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
         self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=self.learning_rate, betas=config.betas,
-            eps=config.eps, fused=True, capturable=device.type == "cuda")
+            [group for group in groups if group["params"]],
+            lr=self.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+            capturable=device.type == "cuda",
+        )
         self._steps = torch.zeros(len(self._masters), dtype=torch.float32, device=device)
         for number, master in enumerate(self._masters):
             # Made here and not at the first step: a resumed run needs the places to load into.
-            self._adam.state[master] = {"step": self._steps[number], "exp_avg": torch.zeros_like(master),
-                                        "exp_avg_sq": torch.zeros_like(master)}
+            self._adam.state[master] = {
+                "step": self._steps[number],
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Zero all gradients in place; a gradient that is None gets its place in the buffer back."""
+        """Zero all gradients in place; a gradient that is None gets its place in the buffer
+        back."""
         self.flat.zero_gradients()
 
     def step(self, learning_rate: float, loss: Tensor | None = None) -> Tensor:
-        """Reduce, clip and update once. Returns the global gradient norm before clipping, float32 [] on the device.
+        """Reduce, clip and update once. Returns the global gradient norm before clipping, float32
+        [] on the device.
 
-        loss: of the step on this replica, float32 [] on the device; needed where there is a `guard`.
+        loss: of the step on this replica, float32 [] on the device; needed where there is a
+        `guard`.
         """
         self.set_learning_rate(learning_rate)
         return self.update(loss)
 
     def watch(self) -> None:
-        """From now on updates change nothing whose loss or gradient norm lies outside of `set_limits`."""
+        """From now on updates change nothing whose loss or gradient norm lies outside of
+        `set_limits`."""
         self.guard = torch.tensor(Limits(), dtype=torch.float32, device=self.learning_rate.device)
         self.spiked = torch.zeros_like(self.learning_rate)
 
@@ -81,66 +113,90 @@ class Optimizer:
             self.guard[number].fill_(limit)  # type: ignore[index]
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Write the rate of the next update to the device, where the update (captured or not) reads it."""
+        """Write the rate of the next update to the device, where the update (captured or not) reads
+        it."""
         self.learning_rate.fill_(learning_rate)
 
     @torch.no_grad()
     def update(self, loss: Tensor | None = None) -> Tensor:
-        """`step` with the learning rate as it was set. Launches the same work every time, so it can be captured."""
+        """`step` with the learning rate as it was set. Launches the same work every time, so it can
+        be captured."""
         self.flat.reduce()
-        narrow = [(span, master) for span, master in zip(self.flat.spans, self._masters, strict=True)
-                  if master.dtype != span.parameters.dtype]
+        narrow = [
+            (span, master)
+            for span, master in zip(self.flat.spans, self._masters, strict=True)
+            if master.dtype != span.parameters.dtype
+        ]
         if narrow:
-            torch._foreach_copy_([_gradient(master) for _, master in narrow],
-                                 [span.own_gradients for span, _ in narrow])
+            torch._foreach_copy_(
+                [_gradient(master) for _, master in narrow],
+                [span.own_gradients for span, _ in narrow],
+            )
         norm, total = self._norm(loss)
         if self._clip_norm is not None:
             scale = (self._clip_norm / (norm + TINY)).clamp(max=1.0)
             torch._foreach_mul_([_gradient(master) for master in self._masters], scale)
-        self._steps.copy_(self._steps[:1].clone().expand_as(self._steps))  # a resumed run has loaded the first only
+        self._steps.copy_(
+            self._steps[:1].clone().expand_as(self._steps)
+        )  # a resumed run has loaded the first only
         blocked = self.overflow.agree() if self.overflow is not None else None
         if self.guard is not None:
             assert total is not None
             most_loss, most_norm, least_norm = self.guard.unbind()
-            good = (total <= most_loss) & (norm <= most_norm) & (norm >= least_norm) & torch.isfinite(total + norm)
+            good = (
+                (total <= most_loss)
+                & (norm <= most_norm)
+                & (norm >= least_norm)
+                & torch.isfinite(total + norm)
+            )
             self.spiked.copy_(~good)
             blocked = self.spiked if blocked is None else torch.maximum(blocked, self.spiked)
         self._adam.found_inf = blocked  # type: ignore[attr-defined]
         self._adam.step()
         if narrow:
-            torch._foreach_copy_([span.own_parameters for span, _ in narrow], [master for _, master in narrow])
+            torch._foreach_copy_(
+                [span.own_parameters for span, _ in narrow], [master for _, master in narrow]
+            )
         self.flat.gather()
         if self.balance is not None:
             self.balance.update(None if blocked is None else blocked > 0)
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg`, `.exp_avg_sq` and, under
-        bfloat16, `.master`; in the parameter's shape, or `Pieces` of it where other ranks have the rest."""
+        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg`,
+        `.exp_avg_sq` and, under bfloat16, `.master`; in the parameter's shape, or `Pieces` of it
+        where other ranks have the rest."""
         tensors: dict[str, Tensor] = {"step": self._steps[0]}
         for span, master in zip(self.flat.spans, self._masters, strict=True):
             state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
             if master.dtype != span.parameters.dtype:
                 state["master"] = master.detach()
             for member in span.members:
-                tensors.update({f"{member.name}.{key}": span.part(member, flat) for key, flat in state.items()})
+                tensors.update(
+                    {f"{member.name}.{key}": span.part(member, flat) for key, flat in state.items()}
+                )
         return tensors
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's live gradient buffers by parameter name: what its own microbatches have added up."""
+        """This rank's live gradient buffers by parameter name: what its own microbatches have added
+        up."""
         return {member.name: local_tensor(member.gradient) for member in self.flat.members()}
 
     def _norm(self, loss: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The norm of the gradient of the whole model; what several ranks have copies of counts once. Where there is a
-        guard, also the loss of the whole step."""
-        counted = [_gradient(master) for span, master in zip(self.flat.spans, self._masters, strict=True)
-                   if (span.sharded or self._mesh.place["tp"] == 0)
-                   and (span.tied is None or dist.get_rank(span.sharers) == 0)]
+        """The norm of the gradient of the whole model; what several ranks have copies of counts
+        once. Where there is a guard, also the loss of the whole step."""
+        counted = [
+            _gradient(master)
+            for span, master in zip(self.flat.spans, self._masters, strict=True)
+            if (span.sharded or self._mesh.place["tp"] == 0)
+            and (span.tied is None or dist.get_rank(span.sharers) == 0)
+        ]
         norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self.learning_rate)]
         total = torch.stack(list(norms)).square().sum()
         if self.guard is not None:
             assert loss is not None
-            # All stages and tensor parallel ranks know the loss of their rows: one of them tells it.
+            # All stages and tensor parallel ranks know the loss of their rows: one of them tells
+            # it.
             tells = self._mesh.place["tp"] == 0 and self._mesh.place["pp"] == 0
             total = torch.stack([total, loss if tells else torch.zeros_like(loss)])
         if self._mesh.everyone() is not None:
@@ -155,7 +211,8 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def _master(span: GradientBucket) -> Tensor:
-    """The float32 values that this rank updates: its part of the span, or a copy where the span is narrower."""
+    """The float32 values that this rank updates: its part of the span, or a copy where the span is
+    narrower."""
     if span.parameters.dtype == torch.float32:
         master = span.own_parameters.detach().requires_grad_()
         master.grad = span.own_gradients

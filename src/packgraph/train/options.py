@@ -1,9 +1,11 @@
 """What a training run can be told: one small frozen dataclass for each part.
 
-Every field has a default in its preset, a type that `train/config.py` reads from files and options, and one line of
-help in the docstring of its class (`name: help`), which is what `packgraph train --help` prints. A section refuses
-values that are wrong in themselves; what is wrong between sections is found by `train/validate.py`.
+Every field has a default in its preset, a type that `train/config.py` reads from files and options,
+and one line of help in the docstring of its class (`name: help`), which is what `packgraph train
+--help` prints. A section refuses values that are wrong in themselves; what is wrong between
+sections is found by `train/validate.py`.
 """
+
 import dataclasses
 import re
 from dataclasses import dataclass, field
@@ -52,39 +54,51 @@ class OptimizerConfig:
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        _refuse({
-            f"learning_rate must be positive, got {self.learning_rate}": self.learning_rate <= 0,
-            f"weight_decay must not be negative, got {self.weight_decay}": self.weight_decay < 0,
-            f"betas must lie in [0, 1), got {self.betas}": not all(0 <= beta < 1 for beta in self.betas),
-            f"eps must be positive, got {self.eps}": self.eps <= 0,
-            f"warmup_steps must not be negative, got {self.warmup_steps}": self.warmup_steps < 0,
-            f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1) < 1,
-            f"min_learning_rate_fraction must lie in [0, 1], got {self.min_learning_rate_fraction}":
-                not 0 <= self.min_learning_rate_fraction <= 1,
-            f"clip_norm must be positive, got {self.clip_norm}": self.clip_norm is not None and self.clip_norm <= 0,
-        })
+        _refuse(
+            {
+                f"learning_rate must be positive, got {self.learning_rate}": self.learning_rate
+                <= 0,
+                f"weight_decay must not be negative, got {self.weight_decay}": self.weight_decay
+                < 0,
+                f"betas must lie in [0, 1), got {self.betas}": not all(
+                    0 <= beta < 1 for beta in self.betas
+                ),
+                f"eps must be positive, got {self.eps}": self.eps <= 0,
+                f"warmup_steps must not be negative, got {self.warmup_steps}": self.warmup_steps
+                < 0,
+                f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1)
+                < 1,
+                "min_learning_rate_fraction must lie in [0, 1], got "
+                f"{self.min_learning_rate_fraction}": not 0 <= self.min_learning_rate_fraction <= 1,
+                f"clip_norm must be positive, got {self.clip_norm}": self.clip_norm is not None
+                and self.clip_norm <= 0,
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
     """How microbatches are packed into static shapes and which parts run as captured graphs.
 
-    enabled: capture and replay graphs; false trains eagerly.
-    backend: cuda = CUDA graphs, recorder = the CPU backend, auto = what the device has.
-    warmup: optimizer steps that run eagerly before the graphs are captured.
-    slots: microbatches that may be in flight at once; none = as many as come. Training runs one after the other.
-    strict: stop with an error where a graph cannot be captured, instead of going on eagerly.
-    scope: names of the stages to capture, such as attn,mlp; none = all.
-    granularity: layer = one graph for each layer, chunk = one for all layers, step = one for a whole step.
-    compile: send what is captured through torch.compile first; calls that run eagerly run the same code.
-    optimizer: with granularity step, the update of the weights is part of the graph too.
-    capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas; auto = chosen from
+    enabled: capture and replay graphs; false trains eagerly. backend: cuda = CUDA graphs, recorder
+    = the CPU backend, auto = what the device has. warmup: optimizer steps that run eagerly before
+    the graphs are captured. slots: microbatches that may be in flight at once; none = as many as
+    come. Training runs one after the other. strict: stop with an error where a graph cannot be
+    captured, instead of going on eagerly. scope: names of the stages to capture, such as attn,mlp;
+    none = all. granularity: layer = one graph for each layer, chunk = one for all layers, step =
+    one for a whole step. compile: send what is captured through torch.compile first; calls that run
+    eagerly run the same code. optimizer: with granularity step, the update of the weights is part
+    of the graph too. capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST],
+    separated by commas; auto = chosen from
         the lengths of the documents, see the section buckets.
-    autotune: time the first steps after the capture both ways and let each bucket run eagerly where that is faster;
+    autotune: time the first steps after the capture both ways and let each bucket run eagerly where
+    that is faster;
         auto = on CUDA only.
-    memory_budget: memory that graphs may take on one device, as 12GiB, 512MiB or 40%; capacities that would need more
+    memory_budget: memory that graphs may take on one device, as 12GiB, 512MiB or 40%; capacities
+    that would need more
         are not captured, largest first, and run eagerly. none = no limit.
-    max_documents: largest number of documents in a captured microbatch (50 when given without a value); packs with
+    max_documents: largest number of documents in a captured microbatch (50 when given without a
+    value); packs with
         more run eagerly. none = the capacities alone decide.
     """
 
@@ -103,14 +117,20 @@ class GraphConfig:
     max_documents: int | None = field(default=None, metadata={"bare": str(DEFAULT_DOCUMENTS_CAP)})
 
     def __post_init__(self) -> None:
-        _refuse({
-            f"warmup must be at least 1, got {self.warmup}": self.warmup < 1,
-            "compile is of captured code, so it needs enabled = true": self.compile and not self.enabled,
-            f"slots must be at least 1, got {self.slots}": self.slots is not None and self.slots < 1,
-            "capacities must name at least one static shape, such as 1024x32": not self.capacities,
-            f"max_documents must be at least 1, got {self.max_documents}":
-                self.max_documents is not None and self.max_documents < 1,
-        })
+        _refuse(
+            {
+                f"warmup must be at least 1, got {self.warmup}": self.warmup < 1,
+                "compile is of captured code, so it needs enabled = true": self.compile
+                and not self.enabled,
+                f"slots must be at least 1, got {self.slots}": self.slots is not None
+                and self.slots < 1,
+                "capacities must name at least one static shape, such as "
+                "1024x32": not self.capacities,
+                f"max_documents must be at least 1, got {self.max_documents}": self.max_documents
+                is not None
+                and self.max_documents < 1,
+            }
+        )
         if self.memory_budget is not None:
             budget_bytes(self.memory_budget, total=1)
 
@@ -119,22 +139,29 @@ class GraphConfig:
         return device_type == "cuda" if self.autotune == "auto" else self.autotune
 
     def captured_capacities(self) -> list[Capacity]:
-        """The shapes graphs are captured for, smallest first: the capacities with the documents cap put in."""
+        """The shapes graphs are captured for, smallest first: the capacities with the documents cap
+        put in."""
         cap = self.max_documents
         capped = {
-            dataclasses.replace(capacity, documents=min(capacity.documents, cap or capacity.documents))
+            dataclasses.replace(
+                capacity, documents=min(capacity.documents, cap or capacity.documents)
+            )
             for capacity in self.declared_capacities()
         }
         return sorted(capped)
 
     def packing_capacities(self) -> list[Capacity]:
-        """The shapes packs may have, smallest first: the captured ones and, under a documents cap, the full ones."""
+        """The shapes packs may have, smallest first: the captured ones and, under a documents cap,
+        the full ones."""
         return sorted({*self.captured_capacities(), *self.declared_capacities()})
 
     def declared_capacities(self) -> tuple[Capacity, ...]:
         """`capacities` once they are known. Raises RuntimeError while they are to be chosen."""
         if self.capacities == "auto":
-            raise RuntimeError("graph.capacities = auto: they are not chosen yet, which `train.launch.prepare` does")
+            raise RuntimeError(
+                "graph.capacities = auto: they are not chosen yet, which `train.launch.prepare` "
+                "does"
+            )
         return self.capacities
 
 
@@ -144,24 +171,30 @@ class ParallelConfig:
 
     dp: replicas that train on different packs; none = all processes that cp, tp and pp leave over.
     cp: ranks that every row of tokens is spread over; in attention they share the heads instead.
-    cp_kind: how these share attention: ulysses = by heads, zigzag = by parts of documents, for which places are
+    cp_kind: how these share attention: ulysses = by heads, zigzag = by parts of documents, for
+    which places are
         padded to multiples of twice the ranks; auto = ulysses where the ranks divide the heads.
-    dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each microbatch anew; the
+    dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each
+    microbatch anew; the
         documents of a step are shared out to all ranks of dp x cp together.
-    time_rows: once graphs are captured, time rows of every number of ranks, and plan by that instead of by estimates,
-        with dynamic_cp; auto = on CUDA, unless the run is deterministic, since other times may make other plans.
-    tp: parts that every matrix is split into.
-    pp: ranks of the pipeline.
-    chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles, more transfers.
-    sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
-    ep: replicas, of dp, that share the experts of every layer; each keeps a part of them, and tokens travel.
-    dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of ranks, which graphs can capture;
-        symmetric = ranks read what is routed from each other's memory, on up to 8 GPUs of one host, which graphs can
-        capture, too; host_splits = exactly what is routed, whose sizes the host waits for; auto = local with ep = 1,
-        else padded.
-    expert_room: rows (per pair of ranks with padded, per rank with symmetric) over what equally busy experts would
+    time_rows: once graphs are captured, time rows of every number of ranks, and plan by that
+    instead of by estimates,
+        with dynamic_cp; auto = on CUDA, unless the run is deterministic, since other times may make
+        other plans.
+    tp: parts that every matrix is split into. pp: ranks of the pipeline. chunks: pieces of the
+    model on each rank of the pipeline, which take turns: shorter bubbles, more transfers. sequence:
+    under tp, norms and residuals work on a part of the rows instead of all; saves memory. ep:
+    replicas, of dp, that share the experts of every layer; each keeps a part of them, and tokens
+    travel. dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of
+    ranks, which graphs can capture;
+        symmetric = ranks read what is routed from each other's memory, on up to 8 GPUs of one host,
+        which graphs can capture, too; host_splits = exactly what is routed, whose sizes the host
+        waits for; auto = local with ep = 1, else padded.
+    expert_room: rows (per pair of ranks with padded, per rank with symmetric) over what equally
+    busy experts would
         need; where it does not suffice the step is repeated with more.
-    expert_stash: pages for what experts keep for the backward, over what equally busy experts would need, such as
+    expert_stash: pages for what experts keep for the backward, over what equally busy experts would
+    need, such as
         1.1; only rows that hold tokens take memory then. 0 = all static rows are kept as they are.
     """
 
@@ -180,13 +213,26 @@ class ParallelConfig:
     expert_stash: float = 0.0
 
     def __post_init__(self) -> None:
-        sizes = {"dp": 1 if self.dp is None else self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp,
-                 "chunks": self.chunks, "ep": self.ep, "expert_room": self.expert_room}
-        problems = {f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()}
-        problems[f"dispatcher = local sends nothing, but ep = {self.ep} ranks share the experts; use padded or "
-                 "host_splits"] = self.dispatcher == "local" and self.ep > 1
-        problems[f"expert_stash must be 0 or at least 1, got {self.expert_stash}"] = \
+        sizes = {
+            "dp": 1 if self.dp is None else self.dp,
+            "cp": self.cp,
+            "tp": self.tp,
+            "pp": self.pp,
+            "chunks": self.chunks,
+            "ep": self.ep,
+            "expert_room": self.expert_room,
+        }
+        problems = {
+            f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()
+        }
+        problems[
+            f"dispatcher = local sends nothing, but ep = {self.ep} ranks share the experts; use "
+            "padded or "
+            "host_splits"
+        ] = self.dispatcher == "local" and self.ep > 1
+        problems[f"expert_stash must be 0 or at least 1, got {self.expert_stash}"] = (
             self.expert_stash != 0 and self.expert_stash < 1
+        )
         _refuse(problems)
 
     def layout(self) -> Layout:
@@ -217,25 +263,27 @@ class RunConfig:
     """Where a run is written, how long it is and what it runs on.
 
     name: folder of the run under `folder`; none = the preset's name, made unique by a number.
-    folder: folder that holds all runs.
-    steps: optimizer steps.
-    tokens_per_step: real tokens of an optimizer step; packs are taken until they are reached, so their number varies.
-    log_every: steps between two lines of a log that is no terminal.
-    checkpoint_every: steps between two checkpoints; there is always one at the end.
-    keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
-    resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh: one command for
+    folder: folder that holds all runs. steps: optimizer steps. tokens_per_step: real tokens of an
+    optimizer step; packs are taken until they are reached, so their number varies. log_every: steps
+    between two lines of a log that is no terminal. checkpoint_every: steps between two checkpoints;
+    there is always one at the end. keep_checkpoints: newest checkpoints that are kept; the one of
+    the lowest loss stays besides. resume: go on from the newest checkpoint of the run; auto = if
+    there is one, else start afresh: one command for
         first starts and restarts (torchrun --max-restarts, a requeued job).
-    max_minutes: minutes after which the run saves and ends with exit code 75, to be started again; none = no limit.
-    timeout: seconds without a sign of life of a rank, or without an answer to a failed capture, after which all others
+    max_minutes: minutes after which the run saves and ends with exit code 75, to be started again;
+    none = no limit. timeout: seconds without a sign of life of a rank, or without an answer to a
+    failed capture, after which all others
         end with exit code 69; a rank that is stopped for less goes on.
-    on_spike: what happens to a step whose loss or gradient norm is far outside of those before: warn = say so and go
-        on, stop = the run ends, skip = its update is left out, rollback = back to the newest checkpoint and on with
-        other data. The last two do so, too, where loss or gradients are no numbers, which else ends the run.
-    seed: seed of the weights and of dropout.
-    init_from: folder with Hugging Face weights (Qwen3) that the run starts from, in their shape; none = fresh ones.
-    dtype: type of weights and activations; under bfloat16 the optimizer keeps float32 copies of the weights.
-    device: auto = cuda where there is one, cpu otherwise.
-    deterministic: only deterministic kernels; an operation that has none is an error.
+    on_spike: what happens to a step whose loss or gradient norm is far outside of those before:
+    warn = say so and go
+        on, stop = the run ends, skip = its update is left out, rollback = back to the newest
+        checkpoint and on with other data. The last two do so, too, where loss or gradients are no
+        numbers, which else ends the run.
+    seed: seed of the weights and of dropout. init_from: folder with Hugging Face weights (Qwen3)
+    that the run starts from, in their shape; none = fresh ones. dtype: type of weights and
+    activations; under bfloat16 the optimizer keeps float32 copies of the weights. device: auto =
+    cuda where there is one, cpu otherwise. deterministic: only deterministic kernels; an operation
+    that has none is an error.
     """
 
     name: str | None = None
@@ -257,18 +305,27 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "tokens_per_step", "log_every", "checkpoint_every", "keep_checkpoints")
-        problems = {f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1 for name in counts}
-        problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = \
+        problems = {
+            f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1
+            for name in counts
+        }
+        problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = (
             self.max_minutes is not None and self.max_minutes <= 0
+        )
         problems[f"timeout must be at least 5 seconds, got {self.timeout}"] = self.timeout < 5
         bad_name = self.name is not None and (
-            self.name.strip() in ("", ".", "..") or "/" in self.name or "\\" in self.name)
+            self.name.strip() in ("", ".", "..") or "/" in self.name or "\\" in self.name
+        )
         problems[f"name must be the name of one folder, got {shown(self.name)}"] = bad_name
-        problems["folder must name the folder that is to hold all runs; . is the current one"] = not self.folder
+        problems[
+            "folder must name the folder that is to hold all runs; . is the current one"
+        ] = not self.folder
         whole = f"{self.folder}/{self.name or ''}"
         for name, path in {"folder and name": whole, "init_from": self.init_from or ""}.items():
             problem = path_problem(path)
-            problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = problem is not None
+            problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = (
+                problem is not None
+            )
         bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
         problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
@@ -305,12 +362,19 @@ FURTHER_HELP = {
 
 
 def field_help(section: type, name: str) -> str:
-    """The help of a field: what follows `name: ` in its class's docstring, up to the next field or an empty line."""
+    """The help of a field: what follows `name: ` in its class's docstring, up to the next field or
+    an empty line."""
     text = section.__doc__ or ""
     if text.startswith(section.__name__ + "("):
-        return FURTHER_HELP.get(name, "")  # a signature that dataclass made up, for want of a docstring
+        return FURTHER_HELP.get(
+            name, ""
+        )  # a signature that dataclass made up, for want of a docstring
     names = "|".join(field.name for field in dataclasses.fields(section))
-    found = re.search(rf"(?<![\w.]){name}:\s(.*?)(?=(?<![\w.])(?:{names}):\s|\n\s*\n|\bRaises |\Z)", text, re.DOTALL)
+    found = re.search(
+        rf"(?<![\w.]){name}:\s(.*?)(?=(?<![\w.])(?:{names}):\s|\n\s*\n|\bRaises |\Z)",
+        text,
+        re.DOTALL,
+    )
     if found is None:
         return FURTHER_HELP.get(name, "")
     return " ".join(found[1].split()).rstrip(".")

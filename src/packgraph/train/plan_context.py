@@ -1,7 +1,10 @@
-"""`packgraph plan DATA --world N`: which rank would hold which document of a step, in groups of which size.
+"""`packgraph plan DATA --world N`: which rank would hold which document of a step, in groups of
+which size.
 
-Nothing is run. Costs are those of a measured model scaled to the run's, or those that a run has measured.
+Nothing is run. Costs are those of a measured model scaled to the run's, or those that a run has
+measured.
 """
+
 import argparse
 import json
 from collections.abc import Sequence
@@ -14,7 +17,13 @@ from packgraph.ops.attention.kind import ContextChoice, row_problems
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import places
 from packgraph.packing.overlong import Overlong
-from packgraph.parallel.context.cost import COEFFICIENTS, EXCHANGE_US, GATHER_US, GROUP_US, ContextCost
+from packgraph.parallel.context.cost import (
+    COEFFICIENTS,
+    EXCHANGE_US,
+    GATHER_US,
+    GROUP_US,
+    ContextCost,
+)
 from packgraph.parallel.context.plan import ContextPlan, plan_context
 from packgraph.parallel.context.request import PLACES, ContextRequest
 from packgraph.parallel.context.rows import context_problems
@@ -40,12 +49,13 @@ OPTIONS = """
   --microbatches N      of the step; documents that come later wait (default: {microbatches})
   --costs RUN           of rows as this run has measured them (--parallel.time-rows), its folder or its summary.json;
                         without it they are estimates
-  --svg FILE            also draw to this file, with all documents"""
+  --svg FILE            also draw to this file, with all documents"""  # noqa: E501
 
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """What was asked: `world` ranks and so on; costs: a run that has measured them; svg: file to draw to."""
+    """What was asked: `world` ranks and so on; costs: a run that has measured them; svg: file to
+    draw to."""
 
     world: int
     tokens: int = TOKENS_PER_RANK
@@ -58,12 +68,14 @@ class ContextOptions:
 
 def options_help() -> str:
     """The options as text for --help."""
-    return OPTIONS.format(tokens=TOKENS_PER_RANK, places=",".join(map(str, PLACES)), microbatches=MICROBATCHES).lstrip(
-        "\n")
+    return OPTIONS.format(
+        tokens=TOKENS_PER_RANK, places=",".join(map(str, PLACES)), microbatches=MICROBATCHES
+    ).lstrip("\n")
 
 
 def context_options(words: Sequence[str]) -> tuple[ContextOptions | None, list[str]]:
-    """These options among `words` (None without --world), and the other words. Raises ConfigError."""
+    """These options among `words` (None without --world), and the other words. Raises
+    ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("--world", "--tokens-per-rank", "--microbatches"):
         parser.add_argument(name, type=int)
@@ -75,10 +87,18 @@ def context_options(words: Sequence[str]) -> tuple[ContextOptions | None, list[s
         asked, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigError([str(error)]) from error
-    given = {name.replace("tokens_per_rank", "tokens"): value for name, value in vars(asked).items()
-             if value is not None}
+    given = {
+        name.replace("tokens_per_rank", "tokens"): value
+        for name, value in vars(asked).items()
+        if value is not None
+    }
     if given and asked.world is None:
-        raise ConfigError([f"--{name.replace('tokens', 'tokens-per-rank')}: goes with --world N" for name in given])
+        raise ConfigError(
+            [
+                f"--{name.replace('tokens', 'tokens-per-rank')}: goes with --world N"
+                for name in given
+            ]
+        )
     return (ContextOptions(**given) if given else None), rest
 
 
@@ -86,11 +106,14 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected whole numbers such as 1,2,4, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers such as 1,2,4, got {text!r}"
+        ) from None
 
 
 def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool) -> str:
-    """The plan of the first step on the data of `config`, as text; draws the SVG. Raises ConfigError and DataError."""
+    """The plan of the first step on the data of `config`, as text; draws the SVG. Raises
+    ConfigError and DataError."""
     request, choices = _request(config, asked)
     read = read_lengths(config, open_documents(config.data), build_tokenizer(config.data))
     multiple = common_multiple(choices)
@@ -101,30 +124,53 @@ def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool)
         try:
             asked.svg.write_text(draw_context_svg(plan, title), encoding="utf-8")
         except OSError as error:
-            raise ConfigError([f"--svg {asked.svg}: cannot be written: {error.strerror}"]) from error
+            raise ConfigError(
+                [f"--svg {asked.svg}: cannot be written: {error.strerror}"]
+            ) from error
     if as_json:
         return json.dumps(context_values(plan), indent=2) + "\n"
     return "\n".join([title, *notes_of(choices), "", describe_context(plan)])
 
 
-def _request(config: TrainConfig, asked: ContextOptions) -> tuple[ContextRequest, dict[int, ContextChoice]]:
-    """What is asked of the plan, and how the ranks of its groups share attention. Raises ConfigError."""
+def _request(
+    config: TrainConfig, asked: ContextOptions
+) -> tuple[ContextRequest, dict[int, ContextChoice]]:
+    """What is asked of the plan, and how the ranks of its groups share attention. Raises
+    ConfigError."""
     try:
-        request = ContextRequest(world=asked.world, tokens=asked.tokens, sizes=asked.sizes, places=asked.places,
-                                 waves=asked.microbatches)
+        request = ContextRequest(
+            world=asked.world,
+            tokens=asked.tokens,
+            sizes=asked.sizes,
+            places=asked.places,
+            waves=asked.microbatches,
+        )
     except ValueError as error:
-        raise ConfigError([f"{error} (--world, --tokens-per-rank, --sizes, --places, --microbatches)"]) from error
+        raise ConfigError(
+            [f"{error} (--world, --tokens-per-rank, --sizes, --places, --microbatches)"]
+        ) from error
     parallel, flash = config.parallel, config.model.attention_backend == "flash"
-    problems = [f"{problem} (--sizes)" for size in request.sizes if size > 1
-                for problem in context_problems(config.model, size, parallel.tp, parallel.cp_kind)]
+    problems = [
+        f"{problem} (--sizes)"
+        for size in request.sizes
+        if size > 1
+        for problem in context_problems(config.model, size, parallel.tp, parallel.cp_kind)
+    ]
     if not problems:
         choices = choices_of(config, request.sizes)
-        problems = [f"{problem} (--tokens-per-rank)" for size, choice in choices.items()
-                    for problem in row_problems(None, size * asked.tokens, choice.kind, size)]
+        problems = [
+            f"{problem} (--tokens-per-rank)"
+            for size, choice in choices.items()
+            for problem in row_problems(None, size * asked.tokens, choice.kind, size)
+        ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    cost = context_cost(config.model, parallel.tp, FLASH4 if flash else CostModel(), zigzag_sizes(choices))
-    return replace(request, cost=cost if asked.costs is None else _measured(asked.costs, cost)), choices
+    cost = context_cost(
+        config.model, parallel.tp, FLASH4 if flash else CostModel(), zigzag_sizes(choices)
+    )
+    return replace(
+        request, cost=cost if asked.costs is None else _measured(asked.costs, cost)
+    ), choices
 
 
 def _measured(run: Path, prior: ContextCost) -> ContextCost:
@@ -133,47 +179,72 @@ def _measured(run: Path, prior: ContextCost) -> ContextCost:
     found = read_json(path).get("context", {})
     coefficients = {name: found.get("cost", {}).get(name) for name in COEFFICIENTS}
     if not found.get("cost_is_measured") or None in coefficients.values():
-        raise ConfigError([f"--costs {run}: {path} holds no measured costs; name a run made with "
-                           "--parallel.dynamic-cp true --parallel.time-rows true, of more steps than its warm-up"])
+        raise ConfigError(
+            [
+                f"--costs {run}: {path} holds no measured costs; name a run made with "
+                "--parallel.dynamic-cp true --parallel.time-rows true, of more steps than its "
+                "warm-up"
+            ]
+        )
     return replace(prior, **coefficients)
 
 
-def context_cost(model: DecoderConfig, parts: int, measured: CostModel, zigzag: tuple[int, ...] = ()) -> ContextCost:
-    """`decoder_cost` and what groups exchange: queries, keys, values and outputs of every layer of attention; what goes
-    into the convolution of every Mamba-2 layer, its time steps, and its outputs. In zigzag keys and values alone.
+def context_cost(
+    model: DecoderConfig, parts: int, measured: CostModel, zigzag: tuple[int, ...] = ()
+) -> ContextCost:
+    """`decoder_cost` and what groups exchange: queries, keys, values and outputs of every layer of
+    attention; what goes into the convolution of every Mamba-2 layer, its time steps, and its
+    outputs. In zigzag keys and values alone.
 
-    parts: ranks that share heads (tp). zigzag: sizes of groups whose rows are cut so. Latent attention exchanges keys
-    and values of all heads.
+    parts: ranks that share heads (tp). zigzag: sizes of groups whose rows are cut so. Latent
+    attention exchanges keys and values of all heads.
     """
     mamba, attending, scanning = model.mamba, model.count("attn"), model.count("mamba")
     key_heads = model.num_heads if model.latent.enabled else model.num_kv_heads
     vectors = (model.num_heads + key_heads) * sum(head_sizes(model))
     columns = attending * vectors + scanning * (mamba.channels + mamba.num_heads + mamba.inner)
     measured_columns = MEASURED_LAYERS * 2 * MEASURED_HEADS * (1 + MEASURED_KV_SHARE)
-    gathered = attending * key_heads * sum(head_sizes(model)) / (MEASURED_LAYERS * 2 * MEASURED_HEADS
-                                                                 * MEASURED_KV_SHARE)
-    return ContextCost.of(decoder_cost(model, parts, measured), zigzag=zigzag,
-                          group_us=GROUP_US * (attending + scanning) / MEASURED_LAYERS,
-                          exchange_us=EXCHANGE_US * columns / measured_columns / parts,
-                          gather_us=GATHER_US * gathered / parts)
+    gathered = (
+        attending
+        * key_heads
+        * sum(head_sizes(model))
+        / (MEASURED_LAYERS * 2 * MEASURED_HEADS * MEASURED_KV_SHARE)
+    )
+    return ContextCost.of(
+        decoder_cost(model, parts, measured),
+        zigzag=zigzag,
+        group_us=GROUP_US * (attending + scanning) / MEASURED_LAYERS,
+        exchange_us=EXCHANGE_US * columns / measured_columns / parts,
+        gather_us=GATHER_US * gathered / parts,
+    )
 
 
 def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[int]:
-    """`lengths` in their order, those of more than `longest` tokens split or dropped. Raises ConfigError for an error.
-    """
+    """`lengths` in their order, those of more than `longest` tokens split or dropped. Raises
+    ConfigError for an error."""
     found: list[int] = []
     for length in lengths:
         if length <= longest:
             found.append(length)
         elif overlong == "error":
-            raise ConfigError([f"a document has {length:,} tokens, and the largest group holds {longest:,}: give ranks "
-                               "more tokens (--tokens-per-rank) or allow larger groups (--sizes), or choose "
-                               "--data.overlong split or drop"])
+            raise ConfigError(
+                [
+                    f"a document has {length:,} tokens, and the largest group holds {longest:,}: "
+                    "give ranks "
+                    "more tokens (--tokens-per-rank) or allow larger groups (--sizes), or choose "
+                    "--data.overlong split or drop"
+                ]
+            )
         elif overlong == "split":
             found += [min(longest, length - start) for start in range(0, length, longest)]
     if not found:
-        raise ConfigError([f"no document has at most {longest:,} tokens, and all others are dropped: give ranks more "
-                           "tokens (--tokens-per-rank), or choose --data.overlong split"])
+        raise ConfigError(
+            [
+                f"no document has at most {longest:,} tokens, and all others are dropped: give "
+                "ranks more "
+                "tokens (--tokens-per-rank), or choose --data.overlong split"
+            ]
+        )
     return found
 
 
@@ -181,6 +252,13 @@ def _title(config: TrainConfig, plan: ContextPlan, asked: ContextOptions) -> str
     left = set(plan.left)
     placed = [length for index, length in enumerate(plan.lengths) if index not in left]
     source = config.data.path or config.data.source
-    return (f"{source}: {len(placed):,} documents of {min(placed)} to {max(placed):,} tokens on {plan.request.world} "
-            f"ranks of {plan.request.tokens:,} tokens, {len(plan.waves)} microbatches; costs "
-            + (f"estimated for {config.preset}" if asked.costs is None else f"as measured by {asked.costs}"))
+    return (
+        f"{source}: {len(placed):,} documents of {min(placed)} to {max(placed):,} tokens on "
+        f"{plan.request.world} "
+        f"ranks of {plan.request.tokens:,} tokens, {len(plan.waves)} microbatches; costs "
+        + (
+            f"estimated for {config.preset}"
+            if asked.costs is None
+            else f"as measured by {asked.costs}"
+        )
+    )

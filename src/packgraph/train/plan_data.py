@@ -1,4 +1,6 @@
-"""`packgraph plan DATA`: the buckets for the documents of a run, and what they will cost. Nothing is run."""
+"""`packgraph plan DATA`: the buckets for the documents of a run, and what they will cost. Nothing
+is run."""
+
 import argparse
 import difflib
 import json
@@ -33,7 +35,7 @@ Choose the capacities graphs are captured for from the lengths of the documents,
 
     packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --world 8 --tokens-per-rank 2048
 
-Options are those of `packgraph train`; those that count are data.*, buckets.*, graph.slots, model.*, parallel.*."""
+Options are those of `packgraph train`; those that count are data.*, buckets.*, graph.slots, model.*, parallel.*."""  # noqa: E501
 SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
@@ -43,14 +45,21 @@ def introduction() -> str:
 
 
 def is_data_plan(words: Sequence[str]) -> bool:
-    """Whether `packgraph plan` is asked about data and not about a schedule, which has no words but options."""
-    return bool(words) and (not words[0].startswith("-") or any(
-        word.partition("=")[0] in ("--config", "--world") or word.startswith(("--data.", "--buckets."))
-        for word in words))
+    """Whether `packgraph plan` is asked about data and not about a schedule, which has no words but
+    options."""
+    return bool(words) and (
+        not words[0].startswith("-")
+        or any(
+            word.partition("=")[0] in ("--config", "--world")
+            or word.startswith(("--data.", "--buckets."))
+            for word in words
+        )
+    )
 
 
 def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this command (`batch`, `json`), and the words that are left. Raises ConfigError."""
+    """The options of this command (`batch`, `json`), and the words that are left. Raises
+    ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--json", action="store_true")
@@ -59,7 +68,9 @@ def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     except argparse.ArgumentError as error:
         raise ConfigError([str(error)]) from error
     for word in rest:
-        near = difflib.get_close_matches(word.partition("=")[0], ("--batch", "--json"), n=1, cutoff=0.8)
+        near = difflib.get_close_matches(
+            word.partition("=")[0], ("--batch", "--json"), n=1, cutoff=0.8
+        )
         if near and word.startswith("--"):
             raise ConfigError([f"{word}: unknown option, did you mean {near[0]}?"])
     if own.batch is not None and own.batch < 1:
@@ -68,7 +79,8 @@ def own_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def as_run_options(words: Sequence[str]) -> list[str]:
-    """`words` with DATA and PRESET as options that `packgraph train` knows. Raises ConfigError for unknown data."""
+    """`words` with DATA and PRESET as options that `packgraph train` knows. Raises ConfigError for
+    unknown data."""
     if not words or words[0].startswith("-") or words[0] in PRESETS:
         return list(words)
     data, rest = words[0], list(words[1:])
@@ -99,8 +111,12 @@ def plan_data(config: TrainConfig, batch: int | None, as_json: bool) -> str:
         raise ConfigError([f"{error} (buckets.max_tokens, data.overlong)"]) from error
     if as_json:
         histogram = LengthHistogram.of(lengths.planned)
-        facts = {"documents": len(lengths.planned), "documents_held_out": len(lengths.held_out),
-                 "mean_tokens": histogram.mean, "longest_tokens": histogram.longest}
+        facts = {
+            "documents": len(lengths.planned),
+            "documents_held_out": len(lengths.held_out),
+            "mean_tokens": histogram.mean,
+            "longest_tokens": histogram.longest,
+        }
         return json.dumps(facts | plan_values(plan, unseen), indent=2) + "\n"
     return f"{_title(config, lengths, request)}\n\n{describe_plan(plan, unseen)}"
 
@@ -108,10 +124,20 @@ def plan_data(config: TrainConfig, batch: int | None, as_json: bool) -> str:
 def _title(config: TrainConfig, lengths: Lengths, request: BucketRequest) -> str:
     histogram = LengthHistogram.of(lengths.planned)
     source = config.data.path or config.data.source
-    some = "" if lengths.read == lengths.total else f" (a sample of {lengths.read:,} of {lengths.total:,})"
-    how = (f"{request.policy.documents} packed at a time" if request.policy.batches
-           else f"{request.policy.documents} wait to be combined")
+    some = (
+        ""
+        if lengths.read == lengths.total
+        else f" (a sample of {lengths.read:,} of {lengths.total:,})"
+    )
+    how = (
+        f"{request.policy.documents} packed at a time"
+        if request.policy.batches
+        else f"{request.policy.documents} wait to be combined"
+    )
     if histogram.documents == 1:
         return f"{source}{some}: 1 document of {histogram.longest:,} tokens; {how}"
-    return (f"{source}{some}: {histogram.documents:,} documents of {histogram.lengths[0]:,} to {histogram.longest:,} "
-            f"tokens, half of them up to {histogram.quantile(0.5):,}, mean {histogram.mean:,.0f}; {how}")
+    return (
+        f"{source}{some}: {histogram.documents:,} documents of {histogram.lengths[0]:,} to "
+        f"{histogram.longest:,} "
+        f"tokens, half of them up to {histogram.quantile(0.5):,}, mean {histogram.mean:,.0f}; {how}"
+    )

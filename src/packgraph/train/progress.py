@@ -1,4 +1,5 @@
 """What a person sees of a run: a bar on a terminal, plain lines in a log, both on stderr."""
+
 import dataclasses
 from collections.abc import Mapping
 from types import TracebackType
@@ -14,8 +15,10 @@ def describe_row(row: Mapping[str, Any]) -> str:
     """The figures of one step in words; `row` as written to metrics.jsonl."""
     loss = "no number" if row["loss"] is None else f"{row['loss']:.4f}"
     padding = 1 - row["tokens"] / row["places"]
-    return (f"loss {loss}  {row['tokens'] / row['seconds']:,.0f} tokens/s  padding {padding:.1%}  "
-            f"replays {row['replayed']}  fallbacks {row['fallbacks']}")
+    return (
+        f"loss {loss}  {row['tokens'] / row['seconds']:,.0f} tokens/s  padding {padding:.1%}  "
+        f"replays {row['replayed']}  fallbacks {row['fallbacks']}"
+    )
 
 
 @dataclasses.dataclass
@@ -24,20 +27,32 @@ class ProgressView:
 
     total_steps: int
     log_every: int
-    console: Console = dataclasses.field(default_factory=lambda: Console(stderr=True, highlight=False))
+    console: Console = dataclasses.field(
+        default_factory=lambda: Console(stderr=True, highlight=False)
+    )
 
     def __post_init__(self) -> None:
         self._bar = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(),
-            TextColumn("{task.description}"), console=self.console, disable=not self.console.is_terminal)
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
         self._task = self._bar.add_task("starting", total=self.total_steps)
 
     def __enter__(self) -> "ProgressView":
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._bar.stop()
 
     def note(self, text: str) -> None:

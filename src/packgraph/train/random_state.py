@@ -1,8 +1,11 @@
-"""The random states of a run as tensors, so that a resumed run draws the numbers an unbroken one would have drawn.
+"""The random states of a run as tensors, so that a resumed run draws the numbers an unbroken one
+would have drawn.
 
-Ranks whose activations are copies share a stream of random numbers, all others have their own. A checkpoint names the
-state of every stream; a run that goes on at another layout, with other streams, cannot continue them and seeds anew.
+Ranks whose activations are copies share a stream of random numbers, all others have their own. A
+checkpoint names the state of every stream; a run that goes on at another layout, with other
+streams, cannot continue them and seeds anew.
 """
+
 from collections.abc import Mapping
 
 import torch
@@ -22,7 +25,12 @@ def stream_name(place: Mapping[str, int], *, sequence: bool) -> str:
 
 def all_streams(mesh: Mesh, *, sequence: bool) -> list[str]:
     """The names of all streams of a layout, sorted."""
-    return sorted({stream_name(mesh.layout.coordinates(rank), sequence=sequence) for rank in range(mesh.world)})
+    return sorted(
+        {
+            stream_name(mesh.layout.coordinates(rank), sequence=sequence)
+            for rank in range(mesh.world)
+        }
+    )
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

@@ -1,9 +1,10 @@
 """Files of a run: written durably, read with their checksum, and one clear error where that fails.
 
-The disk may fill up at any line of a run, and a file may come back other than it was written. The invariants: such an
-end names the file, the cause and the way out, and what was written before stays usable; a JSON file that a resumed run
-reads is what was written, or counts as not there.
+The disk may fill up at any line of a run, and a file may come back other than it was written. The
+invariants: such an end names the file, the cause and the way out, and what was written before stays
+usable; a JSON file that a resumed run reads is what was written, or counts as not there.
 """
+
 import errno
 import hashlib
 import json
@@ -17,19 +18,26 @@ CHECKSUM = "checksum"  # key of a JSON object's checksum over all its other keys
 
 
 class RunFileError(RuntimeError):
-    """A file or folder of a run that cannot be written or is damaged. The message names it and says what to do."""
+    """A file or folder of a run that cannot be written or is damaged. The message names it and says
+    what to do."""
 
 
-REMEDY = "Make room there or choose another --run.folder; a run that has a checkpoint goes on by --resume"
+REMEDY = (
+    "Make room there or choose another --run.folder; a run that has a checkpoint goes on by "
+    "--resume"
+)
 
 
 @contextmanager
 def writing(path: Path, remedy: str = REMEDY) -> Iterator[None]:
-    """Within the block `path` is written; an OSError becomes a RunFileError naming it, and what to do."""
+    """Within the block `path` is written; an OSError becomes a RunFileError naming it, and what to
+    do."""
     try:
         yield
     except OSError as error:
-        raise RunFileError(f"{path}: could not be written: {error.strerror or error}. {remedy}") from error
+        raise RunFileError(
+            f"{path}: could not be written: {error.strerror or error}. {remedy}"
+        ) from error
 
 
 def checksum(content: Mapping[str, Any]) -> str:
@@ -84,7 +92,8 @@ def _sync(path: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object and its checksum so that the file is always whole, also after a power failure.
+    """Write a JSON object and its checksum so that the file is always whole, also after a power
+    failure.
 
     Raises:
         RunFileError: If it cannot be written.
@@ -98,17 +107,19 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, checked: bool = False) -> dict[str, Any]:
-    """The JSON object in `path`, without its checksum; empty when there is none or it is not what was written.
+    """The JSON object in `path`, without its checksum; empty when there is none or it is not what
+    was written.
 
-    An object without a checksum, as versions before and people write it, is taken as it is, but not if `checked`: a
-    flipped bit may be in the word "checksum".
+    An object without a checksum, as versions before and people write it, is taken as it is, but not
+    if `checked`: a flipped bit may be in the word "checksum".
     """
     if not path.is_file():  # a pipe would be waited for
         return {}
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         whole = isinstance(content, dict) and content.get(
-            CHECKSUM, None if checked else checksum(content)) == checksum(content)
+            CHECKSUM, None if checked else checksum(content)
+        ) == checksum(content)
     except (OSError, ValueError):
         return {}
     return {key: value for key, value in content.items() if key != CHECKSUM} if whole else {}

@@ -2,11 +2,13 @@
 
     runs/NAME/  config.json  metrics.jsonl  tensorboard/  checkpoints/  summary.json
 
-A name given by the user that exists already is refused without `--resume`. A name derived from the preset is made
-unique: qwen3-tiny, qwen3-tiny-2, qwen3-tiny-3 …; `--resume` without a name takes the last of them. A run that ended
-before its first checkpoint has nothing to lose: its name is free again. A run that is being written is claimed by a
-lock that its process holds, so two processes never write the same one.
+A name given by the user that exists already is refused without `--resume`. A name derived from the
+preset is made unique: qwen3-tiny, qwen3-tiny-2, qwen3-tiny-3 …; `--resume` without a name takes the
+last of them. A run that ended before its first checkpoint has nothing to lose: its name is free
+again. A run that is being written is claimed by a lock that its process holds, so two processes
+never write the same one.
 """
+
 import errno
 import fcntl
 import re
@@ -27,41 +29,91 @@ SUMMARY = "summary.json"
 CLAIM = ".claim"  # locked by the process that writes the run
 FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard", "offload")
 
-# What may differ when a run goes on: how long it runs, what is written and where, not what it learns.
-# Graphs compute what eager training computes, data are compared by their contents, and checkpoints know no layout.
-FREE_ON_RESUME = ("run.name", "run.folder", "run.resume", "run.steps", "run.log_every", "run.checkpoint_every",
-                  "run.max_minutes", "run.timeout",
-                  "run.keep_checkpoints", "run.device", "graph.enabled", "graph.backend", "graph.warmup", "graph.slots",
-                  "graph.memory_budget",
-                  "graph.strict", "graph.scope", "graph.granularity", "graph.optimizer", "graph.autotune", "data.path",
-                  "offload.modules", "offload.budget", "offload.lost", "offload.fraction", "offload.min_bytes",
-                  "offload.margin", "offload.delta_bytes_per_pp_rank", "offload.in_flight",
-                  "offload.delay_until_replay", "parallel.time_rows",
-                  "run.init_from", "parallel.dp", "parallel.cp", "parallel.tp", "parallel.pp", "parallel.ep",
-                  "parallel.chunks", "parallel.sequence")
+# What may differ when a run goes on: how long it runs, what is written and where, not what it
+# learns. Graphs compute what eager training computes, data are compared by their contents, and
+# checkpoints know no layout.
+FREE_ON_RESUME = (
+    "run.name",
+    "run.folder",
+    "run.resume",
+    "run.steps",
+    "run.log_every",
+    "run.checkpoint_every",
+    "run.max_minutes",
+    "run.timeout",
+    "run.keep_checkpoints",
+    "run.device",
+    "graph.enabled",
+    "graph.backend",
+    "graph.warmup",
+    "graph.slots",
+    "graph.memory_budget",
+    "graph.strict",
+    "graph.scope",
+    "graph.granularity",
+    "graph.optimizer",
+    "graph.autotune",
+    "data.path",
+    "offload.modules",
+    "offload.budget",
+    "offload.lost",
+    "offload.fraction",
+    "offload.min_bytes",
+    "offload.margin",
+    "offload.delta_bytes_per_pp_rank",
+    "offload.in_flight",
+    "offload.delay_until_replay",
+    "parallel.time_rows",
+    "run.init_from",
+    "parallel.dp",
+    "parallel.cp",
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.ep",
+    "parallel.chunks",
+    "parallel.sequence",
+)
 
 DECAY = "optimizer.decay_steps"
-# What may be changed on the way by saying so: a loss that is no number asks for it, or a document that is bad.
-CHANGED_WHEN_ASKED = ("optimizer.learning_rate", "optimizer.clip_norm", "optimizer.min_learning_rate_fraction",
-                      "data.on_bad", "run.on_spike", DECAY)
+# What may be changed on the way by saying so: a loss that is no number asks for it, or a document
+# that is bad.
+CHANGED_WHEN_ASKED = (
+    "optimizer.learning_rate",
+    "optimizer.clip_norm",
+    "optimizer.min_learning_rate_fraction",
+    "data.on_bad",
+    "run.on_spike",
+    DECAY,
+)
 
 
 def choose_folder(config: TrainConfig) -> Path:
-    """The folder this run is to be written to; creates nothing. Raises ConfigError if it is taken or missing."""
+    """The folder this run is to be written to; creates nothing. Raises ConfigError if it is taken
+    or missing."""
     parent, name = Path(config.run.folder), config.run.name
     if parent.exists() and not parent.is_dir():
-        raise ConfigError([f"run.folder = {parent}: this is a file; name the folder that is to hold all runs"])
+        raise ConfigError(
+            [f"run.folder = {parent}: this is a file; name the folder that is to hold all runs"]
+        )
     if config.run.resume:
         folder = _folder_to_resume(parent, name, config.preset)
         if is_running(folder):
-            raise ConfigError([f"--resume: {folder} is being written by another process; stop that one first"])
+            raise ConfigError(
+                [f"--resume: {folder} is being written by another process; stop that one first"]
+            )
         return folder
     if name is not None:
         folder = parent / name
         if is_running(folder):
-            raise ConfigError([f"{folder} is being written by another process; choose another --run.name"])
+            raise ConfigError(
+                [f"{folder} is being written by another process; choose another --run.name"]
+            )
         if folder.exists() and not _was_given_up(folder):
-            way = ", or go on with it by --resume" if has_checkpoint(folder) else " or remove that folder"
+            way = (
+                ", or go on with it by --resume"
+                if has_checkpoint(folder)
+                else " or remove that folder"
+            )
             raise ConfigError([f"{folder} exists already; choose another --run.name{way}"])
         return folder
     taken = _numbered(parent, config.preset)
@@ -74,7 +126,8 @@ def choose_folder(config: TrainConfig) -> Path:
 def can_go_on(config: TrainConfig) -> bool:
     """Whether there is a checkpoint that a run under `--resume auto` goes on from.
 
-    Waits for a process that is still writing the run, for the time that a process which was told to stop may take.
+    Waits for a process that is still writing the run, for the time that a process which was told to
+    stop may take.
     """
     parent, name = Path(config.run.folder), config.run.name
     taken = _numbered(parent, config.preset) if name is None else {}
@@ -102,28 +155,37 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def _was_given_up(folder: Path) -> bool:
-    """Whether a folder holds nothing but the files of a run that ended before its first checkpoint."""
+    """Whether a folder holds nothing but the files of a run that ended before its first
+    checkpoint."""
     return folder.is_dir() and not is_running(folder) and _is_free(folder)
 
 
 def _is_free(folder: Path) -> bool:
     """Whether there is nothing in a run's folder that another run would destroy."""
-    return not has_checkpoint(folder) and all(path.name in FILES or path.suffix == ".tmp" for path in folder.iterdir())
+    return not has_checkpoint(folder) and all(
+        path.name in FILES or path.suffix == ".tmp" for path in folder.iterdir()
+    )
 
 
 def take_folder(folder: Path, config: TrainConfig, held: ExitStack) -> Path:
-    """Claim `folder`, which `choose_folder` has chosen, for as long as `held` is open. Returns what was claimed.
+    """Claim `folder`, which `choose_folder` has chosen, for as long as `held` is open. Returns what
+    was claimed.
 
-    Between choosing and claiming lie reading of data and meeting of processes, and another run may have been made there
-    meanwhile: so it is looked at again under the claim. A run without a name takes the next free number then. Raises
-    ConfigError and RunFileError.
+    Between choosing and claiming lie reading of data and meeting of processes, and another run may
+    have been made there meanwhile: so it is looked at again under the claim. A run without a name
+    takes the next free number then. Raises ConfigError and RunFileError.
     """
     while True:
         try:
             with ExitStack() as attempt:
                 attempt.enter_context(claimed(folder))
                 if not config.run.resume and not _is_free(folder):
-                    raise ConfigError([f"{folder} was made by another process meanwhile; choose another --run.name"])
+                    raise ConfigError(
+                        [
+                            f"{folder} was made by another process meanwhile; choose another "
+                            "--run.name"
+                        ]
+                    )
                 held.enter_context(attempt.pop_all())
                 return folder
         except ConfigError:
@@ -149,20 +211,25 @@ def is_running(folder: Path) -> bool:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Within the block no other process writes the run in `folder`, which is made when missing; ends with the process.
+    """Within the block no other process writes the run in `folder`, which is made when missing;
+    ends with the process.
 
     Raises RunFileError when it cannot be made, ConfigError when another process was quicker.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / CLAIM).exists() and not (folder / CLAIM).is_file():
-            raise ConfigError([f"{folder / CLAIM}: this is no file, and a run is claimed by it; remove it"])
+            raise ConfigError(
+                [f"{folder / CLAIM}: this is no file, and a run is claimed by it; remove it"]
+            )
         stream = (folder / CLAIM).open("ab")
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError([f"{folder} is being written by another process; choose another --run.name"]) from error
+            raise ConfigError(
+                [f"{folder} is being written by another process; choose another --run.name"]
+            ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
                 raise
@@ -170,9 +237,12 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def run_of(config: Path) -> dict[str, Any]:
-    """The values that say which run a config file belongs to; none for a file that is no run's config.json."""
+    """The values that say which run a config file belongs to; none for a file that is no run's
+    config.json."""
     folder = config.parent if config.parent.name not in ("", "..") else config.resolve().parent
-    if config.name != CONFIG or not any((folder / name).exists() for name in (CHECKPOINTS, METRICS, SUMMARY)):
+    if config.name != CONFIG or not any(
+        (folder / name).exists() for name in (CHECKPOINTS, METRICS, SUMMARY)
+    ):
         return {}
     return {"run": {"name": folder.name, "folder": str(folder.parent)}}
 
@@ -190,8 +260,8 @@ def _numbered(parent: Path, preset: str) -> dict[int, Path]:
 def check_same_run(folder: Path, config: TrainConfig, asked: Collection[str] = ()) -> list[str]:
     """Raise ConfigError listing all values that must not change when the run in `folder` goes on.
 
-    asked: dotted names of the values given as options; some may change when asked for so. Returns a line for each value
-    that makes the rest of the run another one than it would have been.
+    asked: dotted names of the values given as options; some may change when asked for so. Returns a
+    line for each value that makes the rest of the run another one than it would have been.
     """
     path = folder / CONFIG
     layer, told = stored_config(folder)
@@ -206,15 +276,31 @@ def check_same_run(folder: Path, config: TrainConfig, asked: Collection[str] = (
     free = {*FREE_ON_RESUME, *(name for name in CHANGED_WHEN_ASKED if name in asked)}
     if config.optimizer.decay_steps is None and stored.optimizer.decay_steps is None:
         free.add(DECAY)
-    problems = [f"{key}: the run has {old!r}, now it is {new!r}"
-                + (f"; to change it from here on, say --{key.replace('_', '-')} {new}" if key in CHANGED_WHEN_ASKED
-                   else "") for key, (old, new) in changed.items() if key not in free]
+    problems = [
+        f"{key}: the run has {old!r}, now it is {new!r}"
+        + (
+            f"; to change it from here on, say --{key.replace('_', '-')} {new}"
+            if key in CHANGED_WHEN_ASKED
+            else ""
+        )
+        for key, (old, new) in changed.items()
+        if key not in free
+    ]
     if problems:
-        raise ConfigError([*problems, f"a resumed run must be the same; take its values by --config {path}"])
+        raise ConfigError(
+            [*problems, f"a resumed run must be the same; take its values by --config {path}"]
+        )
     notes = [told] if told else []
-    notes += [f"{key} changes from {changed[key][0]} to {changed[key][1]}: from here on this is another run"
-              for key in CHANGED_WHEN_ASKED if key in changed and key in asked]
+    notes += [
+        f"{key} changes from {changed[key][0]} to {changed[key][1]}: from here on this is another "
+        "run"
+        for key in CHANGED_WHEN_ASKED
+        if key in changed and key in asked
+    ]
     if DECAY in changed and DECAY not in asked:
-        notes.append(f"run.steps changes and optimizer.decay_steps is none, so the learning rate now falls until step "
-                     f"{after} instead of {before}; --optimizer.decay-steps {before} keeps it as it was")
+        notes.append(
+            "run.steps changes and optimizer.decay_steps is none, so the learning rate now falls "
+            "until step "
+            f"{after} instead of {before}; --optimizer.decay-steps {before} keeps it as it was"
+        )
     return notes

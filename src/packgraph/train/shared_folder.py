@@ -1,8 +1,11 @@
-"""The start of a run in its folder: all ranks see one file system there, and what a killed process left is gone.
+"""The start of a run in its folder: all ranks see one file system there, and what a killed process
+left is gone.
 
-Every rank writes its shards into the run's folder, and rank 0 declares the checkpoint whole. Where the folder is one of
-each node's own, no checkpoint would ever be; so the run is refused before it computes anything.
+Every rank writes its shards into the run's folder, and rank 0 declares the checkpoint whole. Where
+the folder is one of each node's own, no checkpoint would ever be; so the run is refused before it
+computes anything.
 """
+
 import os
 import secrets
 import socket
@@ -16,7 +19,8 @@ from packgraph.train.checkpoint import remove_leftovers
 from packgraph.train.run_files import RunFileError, sync_folder, writing
 from packgraph.train.stored_config import CHECKPOINTS
 
-# NFS clients remember for up to 30 s that a folder was not there (acdirmin); only a failing start waits so long.
+# NFS clients remember for up to 30 s that a folder was not there (acdirmin); only a failing start
+# waits so long.
 PATIENCE_SECONDS = 35.0
 TOKEN = "shared-*.tmp"
 
@@ -27,12 +31,15 @@ def begin_in(folder: Path, mesh: Mesh) -> None:
     Raises:
         RunFileError: On all ranks, if some do not see what rank 0 writes, or it cannot be written.
     """
-    on_first(mesh, lambda: _clean(folder / CHECKPOINTS), RunFileError)  # first, since a full disk has room then
+    on_first(
+        mesh, lambda: _clean(folder / CHECKPOINTS), RunFileError
+    )  # first, since a full disk has room then
     check_shared(folder, mesh)
 
 
 def check_shared(folder: Path, mesh: Mesh, patience: float | None = None) -> None:
-    """Agree that `folder`, which rank 0 has made, is on one file system that all ranks of `mesh` see.
+    """Agree that `folder`, which rank 0 has made, is on one file system that all ranks of `mesh`
+    see.
 
     Rank 0 writes a file with a random name and content, and all others look for it. Collective.
 
@@ -46,16 +53,23 @@ def check_shared(folder: Path, mesh: Mesh, patience: float | None = None) -> Non
     """
     name, token = on_first(mesh, lambda: _write_token(folder), RunFileError)
     seen = _sees(folder / name, token, PATIENCE_SECONDS if patience is None else patience)
-    blind = {rank: host for rank, (host, sees) in enumerate(from_all(mesh, (socket.gethostname(), seen))) if not sees}
+    blind = {
+        rank: host
+        for rank, (host, sees) in enumerate(from_all(mesh, (socket.gethostname(), seen)))
+        if not sees
+    }
     if mesh.rank == 0:
         with suppress(OSError):  # what is left is removed at the next start
             (folder / name).unlink()
     if blind:
         ranks = ("rank " if len(blind) == 1 else "ranks ") + ", ".join(map(str, blind))
         raise RunFileError(
-            f"{folder.absolute()}: {ranks} (on {', '.join(sorted(set(blind.values())))}) do not see what rank 0 writes "
-            "there, so checkpoints would lack their shards. All processes must write to one shared file system: give a "
-            "path on it that is the same on all nodes as --run.folder")
+            f"{folder.absolute()}: {ranks} (on {', '.join(sorted(set(blind.values())))}) do not "
+            "see what rank 0 writes "
+            "there, so checkpoints would lack their shards. All processes must write to one shared "
+            "file system: give a "
+            "path on it that is the same on all nodes as --run.folder"
+        )
 
 
 def _write_token(folder: Path) -> tuple[str, str]:
@@ -86,5 +100,8 @@ def _sees(path: Path, token: str, patience: float) -> bool:
 
 
 def _clean(checkpoints: Path) -> None:
-    with writing(checkpoints, "Remove `.writing-*` and `.replaced-*` there by hand, or choose another --run.name"):
+    with writing(
+        checkpoints,
+        "Remove `.writing-*` and `.replaced-*` there by hand, or choose another --run.name",
+    ):
         remove_leftovers(checkpoints)

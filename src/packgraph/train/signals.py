@@ -1,4 +1,5 @@
-"""Signals and time limits: finish the step, save, then stop with an exit code that a scheduler understands.
+"""Signals and time limits: finish the step, save, then stop with an exit code that a scheduler
+understands.
 
     SIGINT (Ctrl-C)      130     after any signal: at once
     SIGTERM              143     the end of a job
@@ -6,9 +7,10 @@
     SIGHUP               129     the terminal is gone
     run.max_minutes      75      "try again later" (EX_TEMPFAIL of sysexits.h): requeue on it
 
-The handler only notes the signal, so no state is ever half-written. The previous handlers come back at the end, and
-outside of the main thread (where Python allows no handlers) nothing is installed.
+The handler only notes the signal, so no state is ever half-written. The previous handlers come back
+at the end, and outside of the main thread (where Python allows no handlers) nothing is installed.
 """
+
 import signal
 import threading
 import time
@@ -41,7 +43,8 @@ class StopRequest:
         return bool(self.reason)
 
     def exit_code(self) -> int:
-        """The exit code of a process that stops, because it was asked to or because another one of the run was."""
+        """The exit code of a process that stops, because it was asked to or because another one of
+        the run was."""
         if self.code:
             return self.code
         near = self._end is not None and time.monotonic() > self._end - _SAME_LIMIT
@@ -56,7 +59,8 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(max_minutes: float | None = None) -> Iterator[StopRequest]:
-    """Within the block signals set the yielded request instead of interrupting; those that are ignored stay so."""
+    """Within the block signals set the yielded request instead of interrupting; those that are
+    ignored stay so."""
     request = StopRequest(max_minutes)
     if threading.current_thread() is not threading.main_thread():
         yield request

@@ -1,12 +1,15 @@
 """Steps that went wrong: loss or gradient norm far outside of what the steps before had.
 
-    limit = median + WIDTH x spread        spread: 1.4826 x median absolute deviation, at least a share of the median
+    limit = median + WIDTH x spread        spread: 1.4826 x median absolute deviation, at least a
+                                           share of the median
 
-Median and median absolute deviation (Hampel 1974) of the last `WINDOW` good steps are not moved by a few that went
-wrong. The limit of step n is a function of the steps up to n - 2 alone, because the host reads the numbers of a step
-after it has launched the next one: so a resumed run decides as one that never stopped, and all ranks decide alike. On
-the device the same limits say, before the update, whether a step is to change nothing (`Optimizer.guard`).
+Median and median absolute deviation (Hampel 1974) of the last `WINDOW` good steps are not moved by
+a few that went wrong. The limit of step n is a function of the steps up to n - 2 alone, because the
+host reads the numbers of a step after it has launched the next one: so a resumed run decides as one
+that never stopped, and all ranks decide alike. On the device the same limits say, before the
+update, whether a step is to change nothing (`Optimizer.guard`).
 """
+
 import math
 import statistics
 from collections import deque
@@ -39,7 +42,8 @@ class Spikes:
 
     Attributes:
         window: Step, loss and gradient norm of the last good steps.
-        seen: Steps that went wrong. skipped: those whose update was left out. rolled_back: ways back to a checkpoint.
+        seen: Steps that went wrong. skipped: those whose update was left out. rolled_back: ways
+            back to a checkpoint.
         in_a_row: Steps left out one after another. returns: Ways back to the newest checkpoint.
         best_step: The step of the best checkpoint. best_loss: The mean loss up to it.
     """
@@ -59,7 +63,9 @@ class Spikes:
         if len(known) < LEAST:
             return Limits()
         losses, norms = [entry[1] for entry in known], [entry[2] for entry in known]
-        return Limits(_limit(losses, LOSS_SPREAD), _limit(norms, NORM_SPREAD), DEAD * statistics.median(norms))
+        return Limits(
+            _limit(losses, LOSS_SPREAD), _limit(norms, NORM_SPREAD), DEAD * statistics.median(norms)
+        )
 
     def problem(self, step: int, loss: float, norm: float) -> str | None:
         """What is wrong with a step that is no spike only if this is None, for people."""
@@ -80,7 +86,8 @@ class Spikes:
         self.in_a_row = 0
 
     def is_best(self, step: int) -> bool:
-        """Whether the last steps up to `step` had the lowest mean loss of all that were asked about; notes it then."""
+        """Whether the last steps up to `step` had the lowest mean loss of all that were asked
+        about; notes it then."""
         losses = [entry[1] for entry in self.window][-BEST_WINDOW:]
         if len(losses) < BEST_WINDOW or self.in_a_row:
             return False
@@ -92,19 +99,30 @@ class Spikes:
 
     def counts(self) -> dict[str, Any]:
         """What summary.json says."""
-        return {"seen": self.seen, "skipped": self.skipped, "rolled_back": self.rolled_back,
-                "best_step": self.best_step, "best_loss": self.best_loss}
+        return {
+            "seen": self.seen,
+            "skipped": self.skipped,
+            "rolled_back": self.rolled_back,
+            "best_step": self.best_step,
+            "best_loss": self.best_loss,
+        }
 
     def state(self) -> dict[str, Any]:
         """JSON-able, for `restored`."""
-        return {**self.counts(), "in_a_row": self.in_a_row, "returns": self.returns,
-                "window": [list(entry) for entry in self.window]}
+        return {
+            **self.counts(),
+            "in_a_row": self.in_a_row,
+            "returns": self.returns,
+            "window": [list(entry) for entry in self.window],
+        }
 
     @staticmethod
     def restored(state: Mapping[str, Any]) -> "Spikes":
         """What `state` was taken of; nothing is known where it is empty."""
         made = Spikes(**{key: value for key, value in state.items() if key != "window"})
-        made.window.extend((int(step), float(loss), float(norm)) for step, loss, norm in state.get("window", ()))
+        made.window.extend(
+            (int(step), float(loss), float(norm)) for step, loss, norm in state.get("window", ())
+        )
         return made
 
 

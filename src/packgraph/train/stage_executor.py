@@ -1,8 +1,11 @@
-"""How the trainer runs its part of a pipeline: the same life as `Executor`, with a schedule instead of a loop.
+"""How the trainer runs its part of a pipeline: the same life as `Executor`, with a schedule instead
+of a loop.
 
-The number of slots is what the schedule needs for any number of microbatches; all graphs are captured in them after
-the warm-up steps. With granularity `step` the whole schedule of this rank is one graph where that can be.
+The number of slots is what the schedule needs for any number of microbatches; all graphs are
+captured in them after the warm-up steps. With granularity `step` the whole schedule of this rank is
+one graph where that can be.
 """
+
 import contextlib
 from collections.abc import Sequence
 
@@ -29,9 +32,12 @@ OFF = "graphs are off"
 
 
 class StageExecutor(Executor):
-    """Runs this rank's chunks of a pipeline. Collective: every rank of the pipeline runs the same steps."""
+    """Runs this rank's chunks of a pipeline. Collective: every rank of the pipeline runs the same
+    steps."""
 
-    def __init__(self, chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh
+    ) -> None:
         """chunks: this rank's part of the model, in the order of its stages."""
         options = config.graph
         self._options, self._device = options, device
@@ -39,23 +45,41 @@ class StageExecutor(Executor):
         links = make_links(mesh)
         self._slots = slot_counts(links.size, len(chunks))[links.rank]
         self._graphed = [
-            graph(chunk, capacities=options.captured_capacities(), backend=options.backend, warmup=0, slots=slots,
-                  strict=options.strict, scope=_own_scope(chunk, options),
-                  granularity="chunk" if options.granularity == "step" else options.granularity,
-                  compile=options.compile)
-            for chunk, slots in zip(chunks, self._slots, strict=True)]
+            graph(
+                chunk,
+                capacities=options.captured_capacities(),
+                backend=options.backend,
+                warmup=0,
+                slots=slots,
+                strict=options.strict,
+                scope=_own_scope(chunk, options),
+                granularity="chunk" if options.granularity == "step" else options.granularity,
+                compile=options.compile,
+            )
+            for chunk, slots in zip(chunks, self._slots, strict=True)
+        ]
         self._parameters = [list(chunk.parameters()) for chunk in chunks]
         self._pipeline = Pipeline(
-            self._graphed, links, config.model.hidden_size, getattr(torch, config.run.dtype), device,
+            self._graphed,
+            links,
+            config.model.hidden_size,
+            getattr(torch, config.run.dtype),
+            device,
             whole_steps=options.granularity == "step" and options.enabled,
-            row_parts=config.parallel.row_parts, rank_rows=rank_rows(config))
+            row_parts=config.parallel.row_parts,
+            rank_rows=rank_rows(config),
+        )
 
-    def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int,
-                 before_last: BeforeLast | None = None) -> Tensor:
+    def run_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        before_last: BeforeLast | None = None,
+    ) -> Tensor:
         """Forward and backward of all microbatches of a step; see `step.accumulate`.
 
-        before_last: called for each chunk, with the output whose backward is its last and the chunk's parameters; not
-        called where a whole step is one graph.
+        before_last: called for each chunk, with the output whose backward is its last and the
+        chunk's parameters; not called where a whole step is one graph.
         """
         tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
         if not batches:  # a step with fewer packs than replicas: all ranks of this one have none
@@ -67,7 +91,9 @@ class StageExecutor(Executor):
 
         uploaded = [batch.to(self._device) for batch in batches]
         with self._bypass(), self._way_of_step(batches):
-            return self._pipeline.step(uploaded, tokens_in_step, None if before_last is None else settle)
+            return self._pipeline.step(
+                uploaded, tokens_in_step, None if before_last is None else settle
+            )
 
     def _bypass(self) -> contextlib.AbstractContextManager[None]:
         if not self._options.enabled:
@@ -75,7 +101,8 @@ class StageExecutor(Executor):
         return contextlib.nullcontext() if self._warm else eager(WARM_UP)
 
     def before_step(self, steps_done: int) -> bool:
-        """Capture all graphs when `steps_done` is the end of warm-up, and where others are wanted; whether it did."""
+        """Capture all graphs when `steps_done` is the end of warm-up, and where others are wanted;
+        whether it did."""
         if not self.begin_step(steps_done):
             return False
         self._warm = True
@@ -84,7 +111,9 @@ class StageExecutor(Executor):
             return self._pipeline.sample_arguments(chunk, sample_batch(capacity).to(self._device))
 
         capacities = self._within_budget(arguments, self._slots)
-        self._pipeline.build([sample_batch(capacity).to(self._device) for capacity in capacities], self._slots)
+        self._pipeline.build(
+            [sample_batch(capacity).to(self._device) for capacity in capacities], self._slots
+        )
         self._measure()
         return True
 
@@ -113,7 +142,8 @@ class StageExecutor(Executor):
 
 
 def _own_scope(chunk: nn.Module, options: GraphConfig) -> tuple[str, ...] | None:
-    """The names in the scope that this chunk has a stage for; only the last one of a pipeline has a head."""
+    """The names in the scope that this chunk has a stage for; only the last one of a pipeline has a
+    head."""
     if options.scope is None or not isinstance(chunk, Staged):
         return options.scope
     present = {stage.name for stage in chunk.stages()}

@@ -1,9 +1,11 @@
-"""One optimizer step: any number of microbatches, one loss per real token, nothing that makes the host wait.
+"""One optimizer step: any number of microbatches, one loss per real token, nothing that makes the
+host wait.
 
-The loss of a microbatch is its sum of token losses divided by the loss tokens of the *whole step*, so gradients of a
-step do not depend on how its documents were packed. That count is known on the host before the step (packs carry
-host ints) and written to the device by a fill.
+The loss of a microbatch is its sum of token losses divided by the loss tokens of the *whole step*,
+so gradients of a step do not depend on how its documents were packed. That count is known on the
+host before the step (packs carry host ints) and written to the device by a fill.
 """
+
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -17,7 +19,8 @@ LossFunction = Callable[[PackedBatch, Tensor], Tensor]
 
 
 class BeforeLast(Protocol):
-    """Called before a backward that is the last one to add to the gradients of `settled` (None = all parameters)."""
+    """Called before a backward that is the last one to add to the gradients of `settled` (None =
+    all parameters)."""
 
     def __call__(self, output: Tensor, settled: Sequence[Tensor] | None = None) -> None: ...
 
@@ -35,7 +38,8 @@ Packs = Iterator[PackedBatch] | StepSource
 
 
 def take_step(packs: Packs, tokens_per_step: int) -> list[PackedBatch]:
-    """Packs from `packs` until they hold `tokens_per_step` real tokens (or `packs` ends); a step as it is planned."""
+    """Packs from `packs` until they hold `tokens_per_step` real tokens (or `packs` ends); a step as
+    it is planned."""
     if isinstance(packs, StepSource):
         return packs.next_step()
     taken: list[PackedBatch] = []
@@ -47,15 +51,19 @@ def take_step(packs: Packs, tokens_per_step: int) -> list[PackedBatch]:
     return taken
 
 
-def own_share(batches: Sequence[PackedBatch], replicas: int, replica: int, together: int = 1) -> list[PackedBatch]:
+def own_share(
+    batches: Sequence[PackedBatch], replicas: int, replica: int, together: int = 1
+) -> list[PackedBatch]:
     """The packs of a step that one of `replicas` runs, in the order of the step.
 
-    together: consecutive replicas that share experts, so that each of their microbatches is one exchange among all of
-    them: they must run packs of equal capacity at the same time. Where a step has too few, some run an empty one.
+    together: consecutive replicas that share experts, so that each of their microbatches is one
+    exchange among all of them: they must run packs of equal capacity at the same time. Where a step
+    has too few, some run an empty one.
 
-    Every replica reads the whole stream, so all of them know the whole step from host ints alone, and the position in
-    the data does not depend on how many there are. The largest packs are dealt out first, each to the replica with the
-    fewest places so far (Graham 1969: at most 4/3 of the best possible longest share).
+    Every replica reads the whole stream, so all of them know the whole step from host ints alone,
+    and the position in the data does not depend on how many there are. The largest packs are dealt
+    out first, each to the replica with the fewest places so far (Graham 1969: at most 4/3 of the
+    best possible longest share).
     """
     rounds = _rounds(batches, together)
     places = [0] * (replicas // together)
@@ -69,7 +77,8 @@ def own_share(batches: Sequence[PackedBatch], replicas: int, replica: int, toget
 
 
 def _rounds(batches: Sequence[PackedBatch], together: int) -> list[list[PackedBatch]]:
-    """Packs of equal capacity, `together` at a time, filled up with empty ones; in the order of their first packs."""
+    """Packs of equal capacity, `together` at a time, filled up with empty ones; in the order of
+    their first packs."""
     rounds: list[list[PackedBatch]] = []
     open_rounds: dict[Capacity, list[PackedBatch]] = {}
     for batch in batches:
@@ -89,15 +98,21 @@ def count_loss_tokens(batches: Sequence[PackedBatch]) -> int:
     return max(1, sum(batch.num_loss_tokens for batch in batches))
 
 
-def accumulate(loss_function: LossFunction, batches: Sequence[PackedBatch], device: torch.device, *,
-               in_flight: bool = False, loss_tokens: int | None = None,
-               before_last: BeforeLast | None = None) -> Tensor:
+def accumulate(
+    loss_function: LossFunction,
+    batches: Sequence[PackedBatch],
+    device: torch.device,
+    *,
+    in_flight: bool = False,
+    loss_tokens: int | None = None,
+    before_last: BeforeLast | None = None,
+) -> Tensor:
     """Forward and backward of all microbatches of a step; gradients are added to `.grad`.
 
-    batches: packs on the host; each is uploaded once. in_flight: run all forwards before the first backward (the
-    backwards then go in reverse), as pipelines do. loss_tokens: of the whole step, when `batches` are a share of it.
-    before_last: called with the loss whose backward is the last. Returns the sum of token losses / loss_tokens,
-    float32 [] on the device.
+    batches: packs on the host; each is uploaded once. in_flight: run all forwards before the first
+    backward (the backwards then go in reverse), as pipelines do. loss_tokens: of the whole step,
+    when `batches` are a share of it. before_last: called with the loss whose backward is the last.
+    Returns the sum of token losses / loss_tokens, float32 [] on the device.
     """
     loss_tokens = count_loss_tokens(batches) if loss_tokens is None else loss_tokens
     tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=device)

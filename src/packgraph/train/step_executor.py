@@ -1,12 +1,16 @@
-"""A whole optimizer step in one graph: zeroed gradients, forward and backward of all microbatches, clipping, AdamW.
+"""A whole optimizer step in one graph: zeroed gradients, forward and backward of all microbatches,
+clipping, AdamW.
 
-    [zero  F0 B0  F1 B1  ...  reduce  clip  AdamW]      one launch; reads the learning rate from device memory
+    [zero  F0 B0  F1 B1  ...  reduce  clip  AdamW]      one launch; reads the learning rate from
+                                                        device memory
 
-What changes from step to step is device data: documents, label count and learning rate are copied in before the replay,
-the optimizer's own step number is advanced by the graph. Betas, eps, weight decay and the clipping norm are constants
-of a run, so they may be baked. A step whose shapes are not in the bank runs by graphs of its microbatches, and the same
-update follows eagerly; it is counted with its reason.
+What changes from step to step is device data: documents, label count and learning rate are copied
+in before the replay, the optimizer's own step number is advanced by the graph. Betas, eps, weight
+decay and the clipping norm are constants of a run, so they may be baked. A step whose shapes are
+not in the bank runs by graphs of its microbatches, and the same update follows eagerly; it is
+counted with its reason.
 """
+
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +33,8 @@ from packgraph.train.options import GraphConfig
 
 
 class StepExecutor(Executor):
-    """Runs whole steps of a model that is not cut into stages, by one process or by ranks that see the same packs."""
+    """Runs whole steps of a model that is not cut into stages, by one process or by ranks that see
+    the same packs."""
 
     def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
         super().__init__(model, replace(options, granularity="chunk"), device)
@@ -42,16 +47,22 @@ class StepExecutor(Executor):
         self._whole_vote = replica
 
     def before_step(self, steps_done: int) -> bool:
-        """Whether `steps_done` is the end of warm-up, or others are wanted. Graphs are captured when a step needs them.
-        """
+        """Whether `steps_done` is the end of warm-up, or others are wanted. Graphs are captured
+        when a step needs them."""
         if not self.begin_step(steps_done):
             return False
         self._warm = True
         return True
 
-    def train_step(self, batches: Sequence[PackedBatch], loss_tokens: int, optimizer: Optimizer, learning_rate: float
-                   ) -> tuple[Tensor, Tensor]:
-        """As Executor's, in one replay where the step's shapes are in the bank. Always with the same optimizer.
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+    ) -> tuple[Tensor, Tensor]:
+        """As Executor's, in one replay where the step's shapes are in the bank. Always with the
+        same optimizer.
 
         With `strict` a step that cannot be captured raises CaptureError.
         """
@@ -64,13 +75,21 @@ class StepExecutor(Executor):
                 return super().train_step(batches, loss_tokens, optimizer, learning_rate)
             return self._by_graphs(self._whole, batches, loss_tokens, optimizer, learning_rate)
 
-    def _by_graphs(self, whole: GraphedStep, batches: Sequence[PackedBatch], loss_tokens: int, optimizer: Optimizer,
-                   learning_rate: float) -> tuple[Tensor, Tensor]:
+    def _by_graphs(
+        self,
+        whole: GraphedStep,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+    ) -> tuple[Tensor, Tensor]:
         tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
         uploaded = [batch.to(self._device) for batch in batches]
         if isinstance(self._model, Staged):
             for batch in uploaded:
-                self._model.begin(batch, tokens_in_step)  # may refuse what the host alone knows, and a graph would not
+                self._model.begin(
+                    batch, tokens_in_step
+                )  # may refuse what the host alone knows, and a graph would not
         reason = self._reason_against(whole, tokens_in_step, uploaded)
         if reason is not None:
             whole.stats.fallbacks[reason] += 1
@@ -96,7 +115,10 @@ class StepExecutor(Executor):
         super().close()
 
     def _graphed_step(self, optimizer: Optimizer) -> GraphedStep:
-        (graphed,), device = self._graphed, self._device  # nothing of ours: that would be a cycle, with the model in it
+        (graphed,), device = (
+            self._graphed,
+            self._device,
+        )  # nothing of ours: that would be a cycle, with the model in it
 
         def run(tokens_in_step: Tensor, *batches: PackedBatch) -> Tensor:
             optimizer.zero_grad()
@@ -107,11 +129,15 @@ class StepExecutor(Executor):
                 loss.backward()
             return torch.stack([total, optimizer.update(total)])
 
-        made = GraphedStep([self._model], run, graphed.capture_backend, device, compiled=graphed.compiles)
+        made = GraphedStep(
+            [self._model], run, graphed.capture_backend, device, compiled=graphed.compiles
+        )
         made.vote = self._whole_vote
         return made
 
-    def _reason_against(self, whole: GraphedStep, tokens_in_step: Tensor, batches: Sequence[PackedBatch]) -> str | None:
+    def _reason_against(
+        self, whole: GraphedStep, tokens_in_step: Tensor, batches: Sequence[PackedBatch]
+    ) -> str | None:
         """Why this step cannot be a replay, or None; captures it if it is new."""
         reason = undeclared((tokens_in_step, *batches), {}, self._options.captured_capacities())
         if reason is not None:
@@ -121,6 +147,10 @@ class StepExecutor(Executor):
         except CaptureError as error:
             if self._options.strict:
                 raise
-            warnings.warn(f"this step runs by its microbatches' graphs, because it cannot be one graph: {error}",
-                          PackgraphWarning, stacklevel=4)
+            warnings.warn(
+                "this step runs by its microbatches' graphs, because it cannot be one graph: "
+                f"{error}",
+                PackgraphWarning,
+                stacklevel=4,
+            )
             return fallback.CAPTURE_FAILED

@@ -1,9 +1,11 @@
 """The configuration of a run that is to go on: config.json, or what its checkpoints say.
 
-config.json is written at every start, with a checksum, and every checkpoint holds the configuration that it was saved
-under. A config.json that is empty, damaged or edited does not decide what a resumed run trains: the newest checkpoint
-that says so does. (A damaged file and an edited one look alike; values are changed by options.)
+config.json is written at every start, with a checksum, and every checkpoint holds the configuration
+that it was saved under. A config.json that is empty, damaged or edited does not decide what a
+resumed run trains: the newest checkpoint that says so does. (A damaged file and an edited one look
+alike; values are changed by options.)
 """
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +31,8 @@ def stored_config(folder: Path) -> StoredConfig:
     """The configuration of the run in `folder`.
 
     Raises:
-        ConfigError: If config.json cannot be read or is damaged, and no checkpoint holds the configuration.
+        ConfigError: If config.json cannot be read or is damaged, and no checkpoint holds the
+            configuration.
     """
     path = folder / CONFIG
     values = read_json(path)
@@ -41,19 +44,29 @@ def stored_config(folder: Path) -> StoredConfig:
         except CheckpointError:
             continue
         if isinstance(stored, Mapping):
-            return StoredConfig(ConfigLayer(str(checkpoint / STATE), stored), (
-                f"{path} is missing, damaged or was edited: the configuration is that of {checkpoint}, and is written "
-                "anew; values are changed by options"))
+            return StoredConfig(
+                ConfigLayer(str(checkpoint / STATE), stored),
+                (
+                    f"{path} is missing, damaged or was edited: the configuration is that of "
+                    f"{checkpoint}, and is written "
+                    "anew; values are changed by options"
+                ),
+            )
     # Of a run before configurations had checksums, or one that nothing can be said of.
     layer = load_file(path)
     if not values and layer.values:
-        raise ConfigError([f"{path}: damaged or edited: its checksum differs, and no checkpoint holds the "
-                           f"configuration. If you have edited it, remove its line {CHECKSUM!r}"])
+        raise ConfigError(
+            [
+                f"{path}: damaged or edited: its checksum differs, and no checkpoint holds the "
+                f"configuration. If you have edited it, remove its line {CHECKSUM!r}"
+            ]
+        )
     return StoredConfig(layer)
 
 
 def config_layer(path: Path, resume: bool) -> ConfigLayer:
-    """The values of a config file; for a run to go on, those that `stored_config` finds for its config.json.
+    """The values of a config file; for a run to go on, those that `stored_config` finds for its
+    config.json.
 
     Raises:
         ConfigError: If it cannot be read.

@@ -1,16 +1,20 @@
-"""Which way a training step is run so that each bucket gets timed both ways, with as few steps as that takes.
+"""Which way a training step is run so that each bucket gets timed both ways, with as few steps as
+that takes.
 
-A step goes one way as a whole. The host runs ahead of the device, so behind a replay, which costs the host next to
-nothing, an eager microbatch would be launched while the device is still busy, and the time of its own launches would
-not show: that is all there is to save where the host is the slower of the two.
+A step goes one way as a whole. The host runs ahead of the device, so behind a replay, which costs
+the host next to nothing, an eager microbatch would be launched while the device is still busy, and
+the time of its own launches would not show: that is all there is to save where the host is the
+slower of the two.
 
     step        0       1       2       3     ...
     way       replay  eager   replay  eager   -        `-`: no bucket in it is left to time
 
-Turns alternate, so slow changes of the machine (clocks, heat, neighbours) touch both ways alike. The invariant: turns
-follow from the buckets of all replicas' microbatches, which every rank knows from host integers; so all ranks take the
-same turns, and know together when a bucket is ready for its choice, without a word.
+Turns alternate, so slow changes of the machine (clocks, heat, neighbours) touch both ways alike.
+The invariant: turns follow from the buckets of all replicas' microbatches, which every rank knows
+from host integers; so all ranks take the same turns, and know together when a bucket is ready for
+its choice, without a word.
 """
+
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +40,8 @@ class Turns:
     last: Way = EAGER
 
     def next_way(self, shares: Shares, open_buckets: Iterable[Bucket]) -> Way | None:
-        """How to run a step; None where no bucket in it is left to time. open_buckets: those without a choice."""
+        """How to run a step; None where no bucket in it is left to time. open_buckets: those
+        without a choice."""
         present = {bucket for share in shares for bucket in share} & set(open_buckets)
         lacking = {way: sum(self._missing(bucket, way) for bucket in present) for way in WAYS}
         if not any(lacking.values()):
@@ -54,7 +59,9 @@ class Turns:
 
     def ripe(self, open_buckets: Iterable[Known]) -> list[Known]:
         """The buckets that were timed often enough both ways, in the order given."""
-        return [bucket for bucket in open_buckets if not any(self._missing(bucket, way) for way in WAYS)]
+        return [
+            bucket for bucket in open_buckets if not any(self._missing(bucket, way) for way in WAYS)
+        ]
 
     def without(self, bucket: Bucket) -> "Turns":
         """The turns as if `bucket` had not been timed yet."""
@@ -62,7 +69,8 @@ class Turns:
         return Turns(self.replicas, counts, self.last)
 
     def _missing(self, bucket: Bucket, way: Way) -> int:
-        """How many timings are missing: some replica needs all, and every replica enough to have a vote."""
+        """How many timings are missing: some replica needs all, and every replica enough to have a
+        vote."""
         counts = [self.counts.get((replica, bucket, way), 0) for replica in range(self.replicas)]
         if max(counts) >= MOST_SAMPLES:
             return 0

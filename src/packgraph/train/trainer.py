@@ -1,12 +1,15 @@
 """A training run: documents to packs to graphs to a trained model.
 
-    packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW ─▶ numbers of the step before ─▶ log, checkpoint
+    packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW ─▶ numbers of the step before ─▶
+    log, checkpoint
 
-The host never waits for the device within a step; the numbers of a step are read after the next one was launched.
-Several processes run the same loop over the same packs and take their share of each step; what they decide by, they
-agree on. The invariants: a checkpoint never holds the state of a run whose loss or gradients are not finite, a run that
-goes on from one is bitwise the run that never stopped, and a stop by a signal comes between steps.
+The host never waits for the device within a step; the numbers of a step are read after the next one
+was launched. Several processes run the same loop over the same packs and take their share of each
+step; what they decide by, they agree on. The invariants: a checkpoint never holds the state of a
+run whose loss or gradients are not finite, a run that goes on from one is bitwise the run that
+never stopped, and a stop by a signal comes between steps.
 """
+
 import contextlib
 import math
 import time
@@ -64,7 +67,8 @@ KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are 
 
 
 class NonFiniteLossError(RuntimeError):
-    """Loss, gradients or weights became NaN or infinite; the run stops and the last checkpoint stays."""
+    """Loss, gradients or weights became NaN or infinite; the run stops and the last checkpoint
+    stays."""
 
 
 class SpikeError(RuntimeError):
@@ -83,8 +87,8 @@ class _GoBack(Exception):
 class StepRecord:
     """Host facts of a launched step, kept until its device numbers arrive. Times in seconds.
 
-    microbatches, tokens and places are those of all replicas; replayed and fallbacks those of this rank since the
-    start of the run.
+    microbatches, tokens and places are those of all replicas; replayed and fallbacks those of this
+    rank since the start of the run.
     """
 
     step: int
@@ -99,11 +103,21 @@ class StepRecord:
 
 
 class Trainer:
-    """Owns model, optimizer, data and executor of one run. `run` trains; `close` frees the graphs."""
+    """Owns model, optimizer, data and executor of one run. `run` trains; `close` frees the
+    graphs."""
 
-    def __init__(self, config: TrainConfig, folder: Path, microbatches: Microbatches, device: torch.device,
-                 view: ProgressView, mesh: Mesh | None = None, whereabouts: Whereabouts | None = None) -> None:
-        """microbatches: the resumable iterator of packs on the host, the same on all processes of `mesh`.
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        microbatches: Microbatches,
+        device: torch.device,
+        view: ProgressView,
+        mesh: Mesh | None = None,
+        whereabouts: Whereabouts | None = None,
+    ) -> None:
+        """microbatches: the resumable iterator of packs on the host, the same on all processes of
+        `mesh`.
 
         whereabouts: what other ranks are told of this one. Creates nothing in `folder` yet.
         """
@@ -111,7 +125,9 @@ class Trainer:
         self.device, self.view, self.mesh = device, view, mesh or single_process()
         self._whereabouts = whereabouts or Whereabouts()
         if config.parallel.dispatcher_name == "symmetric":
-            self._whereabouts.limit = TIMEOUT.total_seconds()  # its barriers wait in kernels, for ever
+            self._whereabouts.limit = (
+                TIMEOUT.total_seconds()
+            )  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
         self._sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
@@ -128,7 +144,9 @@ class Trainer:
         self._fetch = LateFetch(device)
         self._last_end = 0.0
         self._saved_at = 0
-        self._positions: dict[int, dict[str, Any]] = {}  # of the data, after each of the newest steps
+        self._positions: dict[
+            int, dict[str, Any]
+        ] = {}  # of the data, after each of the newest steps
         self._others_stopped = False
         self._left_out = LeftOut(microbatches, view)
         self._graphs_before: dict[str, Any] = {}
@@ -137,13 +155,20 @@ class Trainer:
     @property
     def attention(self) -> str:
         """The attention backend in use, and why it is no faster one."""
-        return ", ".join(dict.fromkeys(str(chunk.attention_choice()) for chunk in self.model.chunks
-                                       if isinstance(chunk, DecoderStack)))
+        return ", ".join(
+            dict.fromkeys(
+                str(chunk.attention_choice())
+                for chunk in self.model.chunks
+                if isinstance(chunk, DecoderStack)
+            )
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
         model = {f"model.{name}": value for name, value in self.model.stored().items()}
-        return model | {f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()}
+        return model | {
+            f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()
+        }
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run. Raises CheckpointError."""
@@ -162,11 +187,14 @@ class Trainer:
         self.view.note(f"resumed from {path}")
 
     def _load(self, path: Path, step: int, state: Mapping[str, Any]) -> list[str]:
-        """Take tensors, random states and what is known of spikes from a checkpoint. Returns notes for people."""
+        """Take tensors, random states and what is known of spikes from a checkpoint. Returns notes
+        for people."""
         told = []
         random = random_states(self.device)
         stream = self._stream()
-        if state.get("random_streams", ["random"]) == all_streams(self.mesh, sequence=self._splits_rows):
+        if state.get("random_streams", ["random"]) == all_streams(
+            self.mesh, sequence=self._splits_rows
+        ):
             states = {f"{stream}.{name}": value for name, value in random.items()}
             load_tensors(path, self.tensors() | states, RANDOM, self.mesh)
             set_random_states(random, self.device)
@@ -181,16 +209,29 @@ class Trainer:
 
     def _find_checkpoint(self) -> FoundCheckpoint:
         """The newest whole checkpoint. Raises CheckpointError."""
-        found = newest_whole_checkpoint(self.folder / CHECKPOINTS, needed=("data", "random_device", "graphs"))
+        found = newest_whole_checkpoint(
+            self.folder / CHECKPOINTS, needed=("data", "random_device", "graphs")
+        )
         if found is None:
-            raise CheckpointError(f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from")
-        wrong = [name for name in ("data", "graphs", "experts") if not isinstance(found.state.get(name, {}), dict)]
+            raise CheckpointError(
+                f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from"
+            )
+        wrong = [
+            name
+            for name in ("data", "graphs", "experts")
+            if not isinstance(found.state.get(name, {}), dict)
+        ]
         if wrong or not found.state["graphs"].keys() >= COUNTS:
-            raise CheckpointError(f"{found.path}: damaged: its {wrong[0] if wrong else 'graphs'} are no counts and "
-                                  "positions; go on from another checkpoint")
+            raise CheckpointError(
+                f"{found.path}: damaged: its {wrong[0] if wrong else 'graphs'} are no counts and "
+                "positions; go on from another checkpoint"
+            )
         if found.state["random_device"] != self.device.type:
-            raise CheckpointError(f"{found.path}: written on {found.state['random_device']}, this is {self.device.type}"
-                                  "; a run goes on bitwise only on the same kind of device (run.device)")
+            raise CheckpointError(
+                f"{found.path}: written on {found.state['random_device']}, this is "
+                f"{self.device.type}"
+                "; a run goes on bitwise only on the same kind of device (run.device)"
+            )
         return found
 
     def _stream(self) -> str:
@@ -198,19 +239,31 @@ class Trainer:
         return stream_name(self.mesh.place, sequence=self._splits_rows)
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
-        """Train until all steps are done, the data ends or `stop` asks. Returns the summary, which is also written.
+        """Train until all steps are done, the data ends or `stop` asks. Returns the summary, which
+        is also written.
 
         Raises NonFiniteLossError, CheckpointError, and what the data raise on bad input.
         """
-        if self._resumed_at >= self.config.run.steps and (summary := self._finished_summary()) is not None:
-            self.view.note(f"nothing to do: all {self.config.run.steps} steps are done; raise run.steps to go on")
+        if (
+            self._resumed_at >= self.config.run.steps
+            and (summary := self._finished_summary()) is not None
+        ):
+            self.view.note(
+                f"nothing to do: all {self.config.run.steps} steps are done; raise run.steps to go "
+                "on"
+            )
             return summary
         log = self._open_log()
         if log.damaged:
             lines = ", ".join(map(str, log.damaged[:8])) + (" …" if len(log.damaged) > 8 else "")
-            self.view.note(f"{METRICS}: damaged lines are left out, the others kept (of what it was: {lines})")
+            self.view.note(
+                f"{METRICS}: damaged lines are left out, the others kept (of what it was: {lines})"
+            )
         if not log.has_board:
-            self.view.note("TensorBoard events are left out: tensorboard is not installed (pip install tensorboard)")
+            self.view.note(
+                "TensorBoard events are left out: tensorboard is not installed (pip install "
+                "tensorboard)"
+            )
         ended = COMPLETED
         try:
             self._saved_at, self._last_end = self.step, time.perf_counter()
@@ -220,9 +273,13 @@ class Trainer:
                 log = self._reopened(log)
             ended = done
         except DataError:
-            if self._whereabouts.together(f"bad data after step {self.step}"):  # to save takes all ranks
+            if self._whereabouts.together(
+                f"bad data after step {self.step}"
+            ):  # to save takes all ranks
                 with contextlib.suppress(_GoBack):  # the newest checkpoint stays
-                    self._save(log, self._position_after(self.step))  # the data are in the middle of another step
+                    self._save(
+                        log, self._position_after(self.step)
+                    )  # the data are in the middle of another step
             raise
         finally:
             log.close()
@@ -237,7 +294,8 @@ class Trainer:
         return summary
 
     def _steps(self, log: MetricsLog | RowsOnly, stop: StopRequest) -> str | None:
-        """Train to the end, and save there. Returns why it ended; None if the run has gone back to a checkpoint."""
+        """Train to the end, and save there. Returns why it ended; None if the run has gone back to
+        a checkpoint."""
         ended = COMPLETED
         try:
             while self.step < self.config.run.steps and not self._must_stop(stop):
@@ -256,8 +314,8 @@ class Trainer:
     def _go_back(self, found: _GoBack) -> None:
         """Load the newest checkpoint; the data go on after the step that went wrong. Collective.
 
-        Steps that were launched after that one are forgotten, and their data come again: what the host happened to
-        have launched does not count, so a resumed run goes the same way.
+        Steps that were launched after that one are forgotten, and their data come again: what the
+        host happened to have launched does not count, so a resumed run goes the same way.
         """
         while len(self._fetch):
             self._fetch.pop()
@@ -269,7 +327,9 @@ class Trainer:
         self.spikes.seen, self.spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
         self.spikes.returns = spikes.returns + 1
         self._saved_at, self._positions = step, {}
-        self.view.note(f"step {found.step}: {found}. Back to {path} ({wrong - step} steps), on with other data")
+        self.view.note(
+            f"step {found.step}: {found}. Back to {path} ({wrong - step} steps), on with other data"
+        )
 
     def _reopened(self, log: MetricsLog | RowsOnly) -> MetricsLog | RowsOnly:
         """The log without the steps behind the one that the run has gone back to."""
@@ -289,16 +349,20 @@ class Trainer:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._resumed_at:
-                (self.folder / SUMMARY).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+                (self.folder / SUMMARY).unlink(
+                    missing_ok=True
+                )  # of a run that ended before its first checkpoint
         write_json(self.folder / CONFIG, self._stored_config())
         return MetricsLog(self.folder, last_step=self.step)
 
     def _stored_config(self) -> dict[str, Any]:
-        """The configuration; `--resume` is a wish of this call, and a copy of config.json starts a run of its own."""
+        """The configuration; `--resume` is a wish of this call, and a copy of config.json starts a
+        run of its own."""
         return to_dict(replace(self.config, run=replace(self.config.run, resume=False)))
 
     def _must_stop(self, stop: StopRequest) -> bool:
-        """Whether the run ends here. Several processes find out together, from the numbers of a finished step."""
+        """Whether the run ends here. Several processes find out together, from the numbers of a
+        finished step."""
         return bool(stop) if self.mesh.world == 1 else self._others_stopped
 
     def _one_step(self, stop: StopRequest) -> bool:
@@ -314,51 +378,70 @@ class Trainer:
         captured = self.executor.before_step(self._made)
         if captured:
             self._whereabouts.at("replay", self.step + 1)
-        for told in self.executor.memory.notes if captured and self.executor.memory is not None else ():
+        for told in (
+            self.executor.memory.notes if captured and self.executor.memory is not None else ()
+        ):
             self.view.note(told)
         timed = self.executor.tune(batches, self.view.note)
         share = self._sharing.share(batches)
         learning_rate = self._learning_rate()
-        loss, norm = self._repeats.launch(share, count_loss_tokens(batches), learning_rate,
-                                          self.spikes.limits(self.step + 1))
+        loss, norm = self._repeats.launch(
+            share, count_loss_tokens(batches), learning_rate, self.spikes.limits(self.step + 1)
+        )
         started, self._last_end = self._last_end, time.perf_counter()
         graphs = self._graphs()
         self.step += 1
         self._made += 1
         record = StepRecord(
-            step=self.step, learning_rate=learning_rate, microbatches=len(batches),
-            tokens=sum(batch.num_tokens for batch in batches), places=sum(batch.capacity.tokens for batch in batches),
-            replayed=graphs["replayed"], fallbacks=sum(graphs["fallbacks"].values()), seconds=self._last_end - started,
-            starting=captured or timed or rows_timed or self._made == 1)
+            step=self.step,
+            learning_rate=learning_rate,
+            microbatches=len(batches),
+            tokens=sum(batch.num_tokens for batch in batches),
+            places=sum(batch.capacity.tokens for batch in batches),
+            replayed=graphs["replayed"],
+            fallbacks=sum(graphs["fallbacks"].values()),
+            seconds=self._last_end - started,
+            starting=captured or timed or rows_timed or self._made == 1,
+        )
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.verdicts(loss), stop))
         return True
 
     def _enter_step(self) -> None:
         """Say what the next step is."""
         done, graph = self._made, self.config.graph
-        phase = "warm-up" if done < graph.warmup else "capture" if done == graph.warmup else "replay"
+        phase = (
+            "warm-up" if done < graph.warmup else "capture" if done == graph.warmup else "replay"
+        )
         self._whereabouts.at(phase if graph.enabled else "training", self.step + 1)
 
     def _time_rows(self) -> bool:
-        """With the first step after the last capture done: measure what rows cost, and plan by that; whether it did.
-        Collective."""
+        """With the first step after the last capture done: measure what rows cost, and plan by
+        that; whether it did. Collective."""
         steps, run = self.microbatches, self.config.run
-        if not isinstance(steps, PlannedSteps) or steps.is_measured \
-                or self._made != self.executor.settles_after() + 1 \
-                or not is_wanted(self.config.parallel.time_rows, self.device, run.deterministic):
+        if (
+            not isinstance(steps, PlannedSteps)
+            or steps.is_measured
+            or self._made != self.executor.settles_after() + 1
+            or not is_wanted(self.config.parallel.time_rows, self.device, run.deterministic)
+        ):
             return False
         timed = time_row(self.executor, self.device, slowest_rank(self.mesh))
         with put_back(self.model.chunks, self.executor, self.device):
             found = measured_cost(steps.request, self.config.model.vocab_size, timed)
         if found.cost is not None:
             steps.plan_by(found.cost)
-        self._positions = dict.fromkeys(self._positions, steps.state_dict())  # earlier steps had other plans
+        self._positions = dict.fromkeys(
+            self._positions, steps.state_dict()
+        )  # earlier steps had other plans
         self.view.note(found.note)
         return True
 
-    def _numbers(self, loss: Tensor, norm: Tensor, verdicts: Tensor, stop: StopRequest | bool) -> Tensor:
-        """What is to be known of a step, float32 [5] on the device: loss, norm, how many processes want to stop, and
-        whether the step changed nothing because experts lacked room, or because of a spike."""
+    def _numbers(
+        self, loss: Tensor, norm: Tensor, verdicts: Tensor, stop: StopRequest | bool
+    ) -> Tensor:
+        """What is to be known of a step, float32 [5] on the device: loss, norm, how many processes
+        want to stop, and whether the step changed nothing because experts lacked room, or because
+        of a spike."""
         if self.mesh.world == 1:
             return torch.cat([torch.stack([loss, norm, torch.zeros_like(loss)]), verdicts])
         wish = torch.full_like(loss, float(bool(stop)))
@@ -371,11 +454,16 @@ class Trainer:
     def _learning_rate(self) -> float:
         options = self.config.optimizer
         return learning_rate_at(
-            self.step, peak=options.learning_rate, warmup_steps=options.warmup_steps,
-            decay_steps=options.decay_steps or self.config.run.steps, min_fraction=options.min_learning_rate_fraction)
+            self.step,
+            peak=options.learning_rate,
+            warmup_steps=options.warmup_steps,
+            decay_steps=options.decay_steps or self.config.run.steps,
+            min_fraction=options.min_learning_rate_fraction,
+        )
 
     def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
-        """Read the numbers of launched steps until `leave` of them are left on the device; write and show them."""
+        """Read the numbers of launched steps until `leave` of them are left on the device; write
+        and show them."""
         while len(self._fetch) > leave:
             record, (loss, norm, stopping, blocked, spiked) = self._fetch.pop()
             self._others_stopped = self._others_stopped or stopping > 0
@@ -384,11 +472,19 @@ class Trainer:
                 continue
             self._repeats.confirm()
             skipped = self._judge(record.step, loss, norm, spiked > 0)
-            row = {"step": record.step, "loss": _number(loss), "gradient_norm": _number(norm),
-                   "learning_rate": record.learning_rate, "tokens": record.tokens, "places": record.places,
-                   "microbatches": record.microbatches,
-                   "replayed": record.replayed, "fallbacks": record.fallbacks, "seconds": record.seconds,
-                   "starting": record.starting}
+            row = {
+                "step": record.step,
+                "loss": _number(loss),
+                "gradient_norm": _number(norm),
+                "learning_rate": record.learning_rate,
+                "tokens": record.tokens,
+                "places": record.places,
+                "microbatches": record.microbatches,
+                "replayed": record.replayed,
+                "fallbacks": record.fallbacks,
+                "seconds": record.seconds,
+                "starting": record.starting,
+            }
             log.write(row | ({"skipped": True} if skipped else {}))
             self.view.show(row)
 
@@ -402,7 +498,9 @@ class Trainer:
         if problem is None and not spiked:
             spikes.add(step, loss, norm)
             return False
-        problem = problem or f"loss {loss:.5g}, gradient norm {norm:.5g} are at the limit of the usual"
+        problem = (
+            problem or f"loss {loss:.5g}, gradient norm {norm:.5g} are at the limit of the usual"
+        )
         if policy == "rollback":
             self._must_go_back(step, problem)
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -411,8 +509,12 @@ class Trainer:
             spikes.skipped += 1
             spikes.in_a_row += 1
             if spikes.in_a_row >= MOST_IN_A_ROW:
-                raise SpikeError(self._how_to_go_on(step, f"{problem}; the updates of {MOST_IN_A_ROW} steps in a row "
-                                                    "were left out"))
+                raise SpikeError(
+                    self._how_to_go_on(
+                        step,
+                        f"{problem}; the updates of {MOST_IN_A_ROW} steps in a row were left out",
+                    )
+                )
             self.view.note(f"step {step}: {problem}. Its update is left out")
             return True
         if not finite:
@@ -426,8 +528,13 @@ class Trainer:
     def _must_go_back(self, step: int, problem: str) -> NoReturn:
         """Raise _GoBack, or SpikeError where that has not helped."""
         if self.spikes.returns >= MOST_RETURNS:
-            raise SpikeError(self._how_to_go_on(step, f"{problem}; the run has gone back to one checkpoint "
-                                                f"{MOST_RETURNS} times already"))
+            raise SpikeError(
+                self._how_to_go_on(
+                    step,
+                    f"{problem}; the run has gone back to one checkpoint "
+                    f"{MOST_RETURNS} times already",
+                )
+            )
         raise _GoBack(step, problem)
 
     def _again(self, record: StepRecord) -> None:
@@ -436,18 +543,29 @@ class Trainer:
         told, made = self._repeats.again()
         self.view.note(f"step {record.step} is made again: {told}")
         for again, (loss, norm, verdicts) in zip(records, made, strict=True):
-            self._fetch.push(replace(again, starting=True), self._numbers(loss, norm, verdicts, self._others_stopped))
+            self._fetch.push(
+                replace(again, starting=True),
+                self._numbers(loss, norm, verdicts, self._others_stopped),
+            )
 
     def _save(self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None) -> None:
-        """Checkpoint the current step once, after all its numbers and all weights were found finite.
+        """Checkpoint the current step once, after all its numbers and all weights were found
+        finite.
 
         position: of the data after this step, None for where they are now.
         """
         self._report(log, leave=0)
         if self._saved_at == self.step:
             return
-        largest = torch.stack([norm.float() for norm in torch._foreach_norm(
-            [local_tensor(value.detach()) for value in self.model.parameters()], float("inf"))]).max()
+        largest = torch.stack(
+            [
+                norm.float()
+                for norm in torch._foreach_norm(
+                    [local_tensor(value.detach()) for value in self.model.parameters()],
+                    float("inf"),
+                )
+            ]
+        ).max()
         if self.mesh.everyone() is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         if not math.isfinite(largest.item()):
@@ -456,20 +574,36 @@ class Trainer:
             raise NonFiniteLossError(self._how_to_go_on(self.step, "a weight is not finite"))
         self._write_checkpoint(log, position)
 
-    def _write_checkpoint(self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None) -> None:
+    def _write_checkpoint(
+        self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None
+    ) -> None:
         self._whereabouts.at("save", self.step)
         self.spikes.is_best(self.step)
         self.spikes.returns = 0
         stream = self._stream()
-        tensors = self.tensors() | {f"{stream}.{name}": value for name, value in random_states(self.device).items()}
+        tensors = self.tensors() | {
+            f"{stream}.{name}": value for name, value in random_states(self.device).items()
+        }
         self._saved_at = self.step
-        state = {"data": position or self.microbatches.state_dict(), "random_device": self.device.type,
-                 "random_streams": all_streams(self.mesh, sequence=self._splits_rows), "graphs": self._graphs(),
-                 "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
-                 "config": self._stored_config(), "spikes": self.spikes.state()}
+        state = {
+            "data": position or self.microbatches.state_dict(),
+            "random_device": self.device.type,
+            "random_streams": all_streams(self.mesh, sequence=self._splits_rows),
+            "graphs": self._graphs(),
+            "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
+            "config": self._stored_config(),
+            "spikes": self.spikes.state(),
+        }
         log.sync()
-        saved = save_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state, self.config.run.keep_checkpoints,
-                                self.mesh, self.spikes.best_step)
+        saved = save_checkpoint(
+            self.folder / CHECKPOINTS,
+            self.step,
+            tensors,
+            state,
+            self.config.run.keep_checkpoints,
+            self.mesh,
+            self.spikes.best_step,
+        )
         self._whereabouts.checkpoint = str(saved)
 
     def _position_after(self, step: int) -> dict[str, Any]:
@@ -477,26 +611,41 @@ class Trainer:
         return self._positions.get(step) or self.microbatches.state_dict()
 
     def _how_to_go_on(self, step: int, what: str) -> str:
-        kept, best = (find(self.folder / CHECKPOINTS) for find in (latest_checkpoint, best_checkpoint))
+        kept, best = (
+            find(self.folder / CHECKPOINTS) for find in (latest_checkpoint, best_checkpoint)
+        )
         lowest = "" if best in (None, kept) else f", that of the lowest loss {best}"
-        return (f"step {step}: {what}. Training stopped; "
-                + (f"the last good checkpoint is {kept}{lowest}. Go on from it with a lower learning rate: --resume "
-                   if kept else "there is no checkpoint yet. Start again with a lower learning rate: ")
-                + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} (or a lower "
-                "--optimizer.clip-norm), or look at the data of this step")
+        return (
+            f"step {step}: {what}. Training stopped; "
+            + (
+                f"the last good checkpoint is {kept}{lowest}. Go on from it with a lower learning "
+                "rate: --resume "
+                if kept
+                else "there is no checkpoint yet. Start again with a lower learning rate: "
+            )
+            + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} "
+            "(or a lower "
+            "--optimizer.clip-norm), or look at the data of this step"
+        )
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
-        summary = {"ended": ended, "device": str(self.device)} | summarize(log.rows) | {
-            "spikes": self.spikes.counts(), "documents": self._left_out.counts()}
+        summary = (
+            {"ended": ended, "device": str(self.device)}
+            | summarize(log.rows)
+            | {"spikes": self.spikes.counts(), "documents": self._left_out.counts()}
+        )
         summary |= self.executor.summary() | self._graphs()
         if isinstance(self.microbatches, PlannedSteps):
             summary["context"] = self.microbatches.summary()
-        if "loss_first" in self._summary_before:  # the mean over more steps, of a longer run, would be another one
+        if (
+            "loss_first" in self._summary_before
+        ):  # the mean over more steps, of a longer run, would be another one
             summary["loss_first"] = self._summary_before["loss_first"]
         return summary
 
     def _graphs(self) -> dict[str, Any]:
-        """What graphs did since the start of the run, in all processes that went on with it one after another."""
+        """What graphs did since the start of the run, in all processes that went on with it one
+        after another."""
         return add_counts(self._graphs_before, self.executor.totals())
 
     def _finished_summary(self) -> dict[str, Any] | None:

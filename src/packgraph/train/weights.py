@@ -1,9 +1,12 @@
 """Weights into and out of a run, in Hugging Face's layout.
 
-    config.json, safetensors ─▶ shape and first weights of a run ─▶ training ─▶ checkpoint ─▶ config.json, safetensors
+    config.json, safetensors ─▶ shape and first weights of a run ─▶ training ─▶ checkpoint ─▶
+    config.json, safetensors
 
-The invariant: the weights decide the shape of the model; an option that contradicts them is refused by name.
+The invariant: the weights decide the shape of the model; an option that contradicts them is refused
+by name.
 """
+
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +17,14 @@ import torch
 from safetensors import SafetensorError
 
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.models.hf import CONFIG, WeightsError, fill_pretrained, pretrained_config, read_json, save_pretrained
+from packgraph.models.hf import (
+    CONFIG,
+    WeightsError,
+    fill_pretrained,
+    pretrained_config,
+    read_json,
+    save_pretrained,
+)
 from packgraph.models.hf_config import config_from_json, shape_values
 from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors
 from packgraph.train.checkpoint_reader import CheckpointError
@@ -30,7 +40,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def shape_layer(path: str) -> ConfigLayer:
-    """The shape of the model in the folder `path` as values of a configuration. Raises WeightsError."""
+    """The shape of the model in the folder `path` as values of a configuration. Raises
+    WeightsError."""
     file = Path(path).expanduser() / CONFIG
     with _one_error():
         try:
@@ -50,31 +61,41 @@ def shape_layer(path: str) -> ConfigLayer:
 
 
 def load_weights(models: Sequence[DecoderModel], path: str) -> None:
-    """Copy the weights in the folder `path` into `models`: a whole decoder, or pipeline stages with their parts of it.
+    """Copy the weights in the folder `path` into `models`: a whole decoder, or pipeline stages with
+    their parts of it.
 
-    Raises WeightsError naming every value in which the shapes differ, and what `fill_pretrained` refuses.
+    Raises WeightsError naming every value in which the shapes differ, and what `fill_pretrained`
+    refuses.
     """
     folder = Path(path).expanduser()
     with _one_error():
         found, _ = pretrained_config(folder)
         differing = _differences(found, models[0].config)
         if differing:
-            raise WeightsError(f"{path}: these weights are of another shape than the run: {'; '.join(differing)}")
+            raise WeightsError(
+                f"{path}: these weights are of another shape than the run: {'; '.join(differing)}"
+            )
         fill_pretrained(models, folder)
 
 
 def export(run: Path, folder: Path) -> Path:
-    """Write the weights of the newest checkpoint of the run in the folder `run` as a Hugging Face checkpoint.
+    """Write the weights of the newest checkpoint of the run in the folder `run` as a Hugging Face
+    checkpoint.
 
-    A tokenizer.json that the run was trained with is copied. Returns the checkpoint's folder. Raises ConfigError,
-    CheckpointError, WeightsError and RunFileError.
+    A tokenizer.json that the run was trained with is copied. Returns the checkpoint's folder.
+    Raises ConfigError, CheckpointError, WeightsError and RunFileError.
     """
-    problems = [f"{shown(str(path))} cannot be the path of a folder: {problem}" for path in (run, folder)
-                if (problem := path_problem(str(path))) is not None]
+    problems = [
+        f"{shown(str(path))} cannot be the path of a folder: {problem}"
+        for path in (run, folder)
+        if (problem := path_problem(str(path))) is not None
+    ]
     if problems:
         raise ConfigError(problems)
     if folder.exists() and not folder.is_dir():
-        raise ConfigError([f"{folder}: this is no folder; the weights cannot go there, name a new one"])
+        raise ConfigError(
+            [f"{folder}: this is no folder; the weights cannot go there, name a new one"]
+        )
     config = _config_of(run)
     checkpoint = latest_checkpoint(run / CHECKPOINTS)
     if checkpoint is None:
@@ -109,8 +130,11 @@ def _config_of(run: Path) -> TrainConfig:
 
 def _differences(found: DecoderConfig, wanted: DecoderConfig) -> list[str]:
     here = shape_values(wanted)
-    return [f"model.{name} is {value!r} there, {here[name]!r} here"
-            for name, value in shape_values(found).items() if value != here[name]]
+    return [
+        f"model.{name} is {value!r} there, {here[name]!r} here"
+        for name, value in shape_values(found).items()
+        if value != here[name]
+    ]
 
 
 @contextmanager

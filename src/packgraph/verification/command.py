@@ -1,9 +1,11 @@
-"""`packgraph verify`: run the comparisons that were asked for, in one process or in all that torchrun has started.
+"""`packgraph verify`: run the comparisons that were asked for, in one process or in all that
+torchrun has started.
 
-In one process graphs are compared with eager training; over several each rank does so, and the run is compared with
-one process. Rank 0 alone prints: tables to stdout, how far it is to stderr. The invariant: every process returns the
-same verdict.
+In one process graphs are compared with eager training; over several each rank does so, and the run
+is compared with one process. Rank 0 alone prints: tables to stdout, how far it is to stderr. The
+invariant: every process returns the same verdict.
 """
+
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +21,12 @@ from packgraph.train.options import TrainConfig
 from packgraph.verification.matrix import default_matrix, ranks_matrix
 from packgraph.verification.progress import SILENT, VerificationProgress
 from packgraph.verification.ranks import RanksReport, verify_ranks
-from packgraph.verification.report import print_ranks_report, print_ranks_total, print_report, print_total
+from packgraph.verification.report import (
+    print_ranks_report,
+    print_ranks_total,
+    print_report,
+    print_total,
+)
 from packgraph.verification.sequential import verify_sequential
 from packgraph.verification.verify import VerifyReport, verify
 
@@ -27,12 +34,15 @@ PRESET_STEPS, MATRIX_STEPS = 50, 30
 FEWEST_STEPS = 3  # without a preset: of which two are warm-up
 
 
-def verify_command(config: TrainConfig | None, steps: int | None, *, one_process: bool, apart: bool) -> bool:
-    """Verify `config`, or a small model in many ways when it is None; print what was found. True if all is good.
+def verify_command(
+    config: TrainConfig | None, steps: int | None, *, one_process: bool, apart: bool
+) -> bool:
+    """Verify `config`, or a small model in many ways when it is None; print what was found. True if
+    all is good.
 
-    steps: of the run (default 50), or of each run of the small model (default 30). one_process: over several
-    processes, also compare with one. apart: hold one of the runs that are compared at a time, not both. Raises
-    ConfigError, DataError.
+    steps: of the run (default 50), or of each run of the small model (default 30). one_process:
+    over several processes, also compare with one. apart: hold one of the runs that are compared at
+    a time, not both. Raises ConfigError, DataError.
     """
     launch = Launch.read()
     problems = verify_problems(config, steps, launch.world, one_process=one_process, apart=apart)
@@ -50,32 +60,55 @@ def verify_command(config: TrainConfig | None, steps: int | None, *, one_process
         return _shown(default_matrix(device, steps or MATRIX_STEPS))
     made, pace = config, _pace(launch)
     if apart:
-        return _shown([verify_sequential(made.preset, made, lambda: iter(open_data(made, device)), device, pace=pace)])
+        return _shown(
+            [
+                verify_sequential(
+                    made.preset, made, lambda: iter(open_data(made, device)), device, pace=pace
+                )
+            ]
+        )
     return _shown([verify(made.preset, made, iter(open_data(made, device)), device, pace=pace)])
 
 
-def verify_problems(config: TrainConfig | None, steps: int | None, world: int, *, one_process: bool,
-                    apart: bool) -> list[str]:
-    """Why nothing could be compared, or not in this way, in `world` processes; else as `verify_command`."""
+def verify_problems(
+    config: TrainConfig | None, steps: int | None, world: int, *, one_process: bool, apart: bool
+) -> list[str]:
+    """Why nothing could be compared, or not in this way, in `world` processes; else as
+    `verify_command`."""
     problems = []
     if steps is not None and steps < 1:
         problems.append(f"--steps must be at least 1, got {steps}")
     elif steps is not None and config is None and steps < FEWEST_STEPS:
-        problems.append(f"--steps {steps} is too few: the first steps are warm-up, replay begins with step "
-                        f"{FEWEST_STEPS}")
+        problems.append(
+            f"--steps {steps} is too few: the first steps are warm-up, replay begins with step "
+            f"{FEWEST_STEPS}"
+        )
     if config is not None and not config.graph.enabled:
-        problems.append("graph.enabled = false: verify compares graphs with eager training, so graphs must be on")
+        problems.append(
+            "graph.enabled = false: verify compares graphs with eager training, so graphs must be "
+            "on"
+        )
     if apart and config is None:
-        problems.append("--apart: is for a model of which two do not fit, and without a preset all models are tiny; "
-                        "name a preset, or leave it out")
+        problems.append(
+            "--apart: is for a model of which two do not fit, and without a preset all models are "
+            "tiny; "
+            "name a preset, or leave it out"
+        )
     elif apart and one_process and world > 1:
-        problems.append("--apart: the comparison with one process holds the whole model on rank 0 beside the run, so "
-                        "two would have to fit after all; add --skip-one-process, or leave --apart out")
+        problems.append(
+            "--apart: the comparison with one process holds the whole model on rank 0 beside the "
+            "run, so "
+            "two would have to fit after all; add --skip-one-process, or leave --apart out"
+        )
     return problems
 
 
 def _pace(launch: Launch) -> VerificationProgress:
-    return SILENT if launch.rank else VerificationProgress(lambda text: print(text, file=sys.stderr, flush=True))
+    return (
+        SILENT
+        if launch.rank
+        else VerificationProgress(lambda text: print(text, file=sys.stderr, flush=True))
+    )
 
 
 def _shown(reports_as_done: Iterable[VerifyReport]) -> bool:
@@ -87,20 +120,42 @@ def _shown(reports_as_done: Iterable[VerifyReport]) -> bool:
     return all(report.good for report in reports)
 
 
-def _over_ranks(config: TrainConfig | None, steps: int, device: torch.device, launch: Launch,
-                one_process: bool, apart: bool) -> bool:
+def _over_ranks(
+    config: TrainConfig | None,
+    steps: int,
+    device: torch.device,
+    launch: Launch,
+    one_process: bool,
+    apart: bool,
+) -> bool:
     if config is not None:
-        open_data(config, device, launch.world)  # finds all that is wrong before the processes wait for each other
+        open_data(
+            config, device, launch.world
+        )  # finds all that is wrong before the processes wait for each other
     console = Console(quiet=launch.rank != 0)
     reports: list[RanksReport] = []
-    with processes(Layout() if config is None else config.parallel.layout(), device, launch) as mesh:
+    with processes(
+        Layout() if config is None else config.parallel.layout(), device, launch
+    ) as mesh:
         if config is None:
-            reports_as_done: Iterable[RanksReport] = ranks_matrix(device, steps, launch.world, one_process=one_process)
+            reports_as_done: Iterable[RanksReport] = ranks_matrix(
+                device, steps, launch.world, one_process=one_process
+            )
         else:
             made = config
             title = f"{made.preset}, {mesh.layout}"
-            reports_as_done = [verify_ranks(title, made, lambda: iter(open_data(made, device, launch.world)), device,
-                                            mesh, one_process=one_process, apart=apart, pace=_pace(launch))]
+            reports_as_done = [
+                verify_ranks(
+                    title,
+                    made,
+                    lambda: iter(open_data(made, device, launch.world)),
+                    device,
+                    mesh,
+                    one_process=one_process,
+                    apart=apart,
+                    pace=_pace(launch),
+                )
+            ]
         for report in reports_as_done:
             print_ranks_report(report, console)
             reports.append(report)

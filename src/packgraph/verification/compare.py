@@ -1,4 +1,6 @@
-"""Bitwise comparison of named tensors: equal in every bit, or the first that is not, and by how much."""
+"""Bitwise comparison of named tensors: equal in every bit, or the first that is not, and by how
+much."""
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -35,8 +37,8 @@ Value = TypeVar("Value", bound=Described)
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same width, in the same shape, so that NaN equals NaN and -0 differs from 0.
-    """
+    """The same memory as integers of the same width, in the same shape, so that NaN equals NaN and
+    -0 differs from 0."""
     return tensor.detach().view(INTEGER_OF_SIZE[tensor.element_size()])
 
 
@@ -45,24 +47,42 @@ def bits(tensor: Tensor) -> Tensor:
     return as_integers(tensor.contiguous()).view(-1)
 
 
-def first_difference(step: int, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Difference | None:
-    """The first name (in `expected`'s order) whose tensors are not equal bit by bit; None when all are."""
-    return first_unequal(step, expected, found, lambda left, right:
-                         None if torch.equal(bits(left), bits(right)) else _size(left, right))
+def first_difference(
+    step: int, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> Difference | None:
+    """The first name (in `expected`'s order) whose tensors are not equal bit by bit; None when all
+    are."""
+    return first_unequal(
+        step,
+        expected,
+        found,
+        lambda left, right: None if torch.equal(bits(left), bits(right)) else _size(left, right),
+    )
 
 
-def first_unequal(step: int, expected: Mapping[str, Value], found: Mapping[str, Value],
-                  differs: Callable[[Value, Value], str | None]) -> Difference | None:
+def first_unequal(
+    step: int,
+    expected: Mapping[str, Value],
+    found: Mapping[str, Value],
+    differs: Callable[[Value, Value], str | None],
+) -> Difference | None:
     """The first name (in `expected`'s order) whose values are not equal; None when all are.
 
-    differs: of two values of one shape and dtype, what differs, in words; None where they are equal.
+    differs: of two values of one shape and dtype, what differs, in words; None where they are
+    equal.
     """
     for name in [*expected, *(name for name in found if name not in expected)]:
         if name not in expected or name not in found:
-            return Difference(step, name, "only in the " + ("eager run" if name in expected else "graph run"))
+            return Difference(
+                step, name, "only in the " + ("eager run" if name in expected else "graph run")
+            )
         left, right = expected[name], found[name]
         if left.shape != right.shape or left.dtype != right.dtype:
-            return Difference(step, name, f"{left.dtype} {list(left.shape)} against {right.dtype} {list(right.shape)}")
+            return Difference(
+                step,
+                name,
+                f"{left.dtype} {list(left.shape)} against {right.dtype} {list(right.shape)}",
+            )
         size = differs(left, right)
         if size is not None:
             return Difference(step, name, size)

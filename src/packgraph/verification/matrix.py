@@ -1,11 +1,14 @@
-"""The default check of `packgraph verify`: a tiny model under every combination that may go wrong on its own.
+"""The default check of `packgraph verify`: a tiny model under every combination that may go wrong
+on its own.
 
-Granularity layer and chunk, dropout off and on; the same with latent attention and experts, and a choice of scopes of
-these; with a hybrid of Mamba-2 and attention; in each case three capacities, microbatch counts that change from step to
-step, and steps whose forwards all run before their backwards. Over several processes: every layout that they can take
-and granularity layer and chunk, with dropout; layouts in which replicas share experts with the model that has some, and
-layouts in which ranks share rows: always, and in groups whose size changes with every microbatch.
+Granularity layer and chunk, dropout off and on; the same with latent attention and experts, and a
+choice of scopes of these; with a hybrid of Mamba-2 and attention; in each case three capacities,
+microbatch counts that change from step to step, and steps whose forwards all run before their
+backwards. Over several processes: every layout that they can take and granularity layer and chunk,
+with dropout; layouts in which replicas share experts with the model that has some, and layouts in
+which ranks share rows: always, and in groups whose size changes with every microbatch.
 """
+
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -39,9 +42,14 @@ CAPACITIES = (Capacity(32, 4), Capacity(64, 6), Capacity(128, 12))
 BUDGETS = (200, 60, 330, 120, 20)
 FEWEST = 5  # steps, of which two are warm-up: enough for all budgets
 EXPERTS = 4
-# Each ends a region of experts at another stage; granularity layer without a scope captures all of them.
+# Each ends a region of experts at another stage; granularity layer without a scope captures all of
+# them.
 EXPERT_SCOPES = (("attn", "moe_router"), ("attn", "mlp", "moe_router", "moe_preprocess"), ("moe",))
-HYBRID_SCOPES = (("layer", ("mamba",)), ("chunk", ("mamba", "attn", "mlp", "moe_router")), ("chunk", None))
+HYBRID_SCOPES = (
+    ("layer", ("mamba",)),
+    ("chunk", ("mamba", "attn", "mlp", "moe_router")),
+    ("chunk", None),
+)
 
 
 def tiny_config(granularity: str, dropout: float, steps: int) -> TrainConfig:
@@ -49,34 +57,70 @@ def tiny_config(granularity: str, dropout: float, steps: int) -> TrainConfig:
     return TrainConfig(
         preset="verify",
         model=DecoderConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
-            head_dim=8, rope_theta=10_000.0, tie_embeddings=True, dropout=dropout),
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            rope_theta=10_000.0,
+            tie_embeddings=True,
+            dropout=dropout,
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-2),
-        graph=GraphConfig(capacities=CAPACITIES, granularity="chunk" if granularity == "chunk" else "layer"),
+        graph=GraphConfig(
+            capacities=CAPACITIES, granularity="chunk" if granularity == "chunk" else "layer"
+        ),
         run=RunConfig(steps=steps, tokens_per_step=200),
     )
 
 
-def tiny_experts_config(granularity: str, dropout: float, steps: int, scope: tuple[str, ...] | None = None
-                        ) -> TrainConfig:
-    """The same with latent attention, and experts in all layers but the first, whose routers have biases."""
+def tiny_experts_config(
+    granularity: str, dropout: float, steps: int, scope: tuple[str, ...] | None = None
+) -> TrainConfig:
+    """The same with latent attention, and experts in all layers but the first, whose routers have
+    biases."""
     config = tiny_config(granularity, dropout, steps)
     model = replace(
-        config.model, num_kv_heads=4, head_dim=12, qk_norm=False,
+        config.model,
+        num_kv_heads=4,
+        head_dim=12,
+        qk_norm=False,
         latent=LatentConfig(kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8),
-        experts=ExpertConfig(count=EXPERTS, per_token=2, intermediate_size=16, shared=1, first_dense=1,
-                             score="sigmoid", score_bias=True, bias_rate=0.01, document_loss=1e-2))
+        experts=ExpertConfig(
+            count=EXPERTS,
+            per_token=2,
+            intermediate_size=16,
+            shared=1,
+            first_dense=1,
+            score="sigmoid",
+            score_bias=True,
+            bias_rate=0.01,
+            document_loss=1e-2,
+        ),
+    )
     return replace(config, model=model, graph=replace(config.graph, scope=scope))
 
 
-def tiny_hybrid_config(granularity: str, dropout: float, steps: int, scope: tuple[str, ...] | None = None
-                       ) -> TrainConfig:
-    """A hybrid of four layers of one branch each: Mamba-2, attention without positions, feed-forward, experts."""
+def tiny_hybrid_config(
+    granularity: str, dropout: float, steps: int, scope: tuple[str, ...] | None = None
+) -> TrainConfig:
+    """A hybrid of four layers of one branch each: Mamba-2, attention without positions,
+    feed-forward, experts."""
     config = tiny_config(granularity, dropout, steps)
     model = replace(
-        config.model, num_layers=4, pattern="M*-E", activation="relu2", rotary_share=0.0, qk_norm=False,
+        config.model,
+        num_layers=4,
+        pattern="M*-E",
+        activation="relu2",
+        rotary_share=0.0,
+        qk_norm=False,
         mamba=MambaConfig(num_heads=4, head_dim=16, state=16, groups=2, chunk=16),
-        experts=ExpertConfig(count=EXPERTS, per_token=2, intermediate_size=16, score="sigmoid", score_bias=True))
+        experts=ExpertConfig(
+            count=EXPERTS, per_token=2, intermediate_size=16, score="sigmoid", score_bias=True
+        ),
+    )
     return replace(config, model=model, graph=replace(config.graph, scope=scope))
 
 
@@ -85,23 +129,38 @@ def random_packs(seed: int) -> Iterator[PackedBatch]:
     draw = random.Random(seed)
     longest = max(capacity.tokens for capacity in CAPACITIES)
     while True:
-        lengths = [min(longest, 1 + int(draw.paretovariate(0.8) * 4)) for _ in range(draw.randint(3, 12))]
+        lengths = [
+            min(longest, 1 + int(draw.paretovariate(0.8) * 4)) for _ in range(draw.randint(3, 12))
+        ]
         documents = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
         yield from pack(documents, list(CAPACITIES))
 
 
 def default_matrix(device: torch.device, steps: int) -> Iterator[VerifyReport]:
-    """Verify every combination for `steps` steps each (scopes, hybrids: a third); yields reports as they are done."""
+    """Verify every combination for `steps` steps each (scopes, hybrids: a third); yields reports as
+    they are done."""
     for granularity, dropout in itertools.product(("layer", "chunk"), (0.0, 0.1)):
         title = f"granularity {granularity}, dropout {dropout}"
         config = tiny_config(granularity, dropout, steps)
         yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
-    for granularity, scope in (("layer", None), ("chunk", None), *(("layer", scope) for scope in EXPERT_SCOPES)):
-        title = f"experts, granularity {granularity}, {'all' if scope is None else ' '.join(scope)}, dropout 0.1"
-        config = tiny_experts_config(granularity, 0.1, steps if scope is None else max(steps // 3, FEWEST), scope)
+    for granularity, scope in (
+        ("layer", None),
+        ("chunk", None),
+        *(("layer", scope) for scope in EXPERT_SCOPES),
+    ):
+        title = (
+            f"experts, granularity {granularity}, {'all' if scope is None else ' '.join(scope)}, "
+            "dropout 0.1"
+        )
+        config = tiny_experts_config(
+            granularity, 0.1, steps if scope is None else max(steps // 3, FEWEST), scope
+        )
         yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
     for granularity, scope in HYBRID_SCOPES:
-        title = f"hybrid, granularity {granularity}, {'all' if scope is None else ' '.join(scope)}, dropout 0.1"
+        title = (
+            f"hybrid, granularity {granularity}, {'all' if scope is None else ' '.join(scope)}, "
+            "dropout 0.1"
+        )
         config = tiny_hybrid_config(granularity, 0.1, max(steps // 3, FEWEST), scope)
         yield verify(title, config, random_packs(seed=1), device, budget=budget_of)
 
@@ -117,60 +176,110 @@ def budget_over(replicas: int) -> Callable[[int], int]:
 
 
 def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
-    """The tiny model with as many layers and heads as `layout` (dp filled in) has stages and parts of a matrix.
+    """The tiny model with as many layers and heads as `layout` (dp filled in) has stages and parts
+    of a matrix.
 
-    Ranks of a pipeline hold two chunks each where a chunk is a region. The model has experts where replicas share them.
+    Ranks of a pipeline hold two chunks each where a chunk is a region. The model has experts where
+    replicas share them.
     """
     chunks = 2 if layout.pp > 1 and granularity == "chunk" else 1
-    parallel = ParallelConfig(dp=layout.dp, cp=layout.cp, tp=layout.tp, pp=layout.pp, chunks=chunks, ep=layout.ep,
-                              expert_room=float(layout.ep))  # enough for whatever is routed
+    parallel = ParallelConfig(
+        dp=layout.dp,
+        cp=layout.cp,
+        tp=layout.tp,
+        pp=layout.pp,
+        chunks=chunks,
+        ep=layout.ep,
+        expert_room=float(layout.ep),
+    )  # enough for whatever is routed
     layers = max(2, layout.pp * chunks)
     if layout.ep > 1:
         config = tiny_experts_config(granularity, 0.1, steps)
         return replace(config, model=replace(config.model, num_layers=layers), parallel=parallel)
     config = tiny_config(granularity, 0.1, steps)
-    model = replace(config.model, num_layers=layers, num_heads=max(4, layout.tp, layout.cp),
-                    num_kv_heads=max(2, layout.tp))
+    model = replace(
+        config.model,
+        num_layers=layers,
+        num_heads=max(4, layout.tp, layout.cp),
+        num_kv_heads=max(2, layout.tp),
+    )
     return replace(config, model=model, parallel=parallel)
 
 
 def layouts_of(world: int) -> list[Layout]:
-    """Every way to spread the tiny models over `world` processes; all replicas share the experts, or
-    are ranks that share rows instead, where any do."""
+    """Every way to spread the tiny models over `world` processes; all replicas share the experts,
+    or are ranks that share rows instead, where any do."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
-    every = [Layout(dp=world // (pp * tp), pp=pp, tp=tp) for pp in sizes for tp in sizes if world % (pp * tp) == 0]
+    every = [
+        Layout(dp=world // (pp * tp), pp=pp, tp=tp)
+        for pp in sizes
+        for tp in sizes
+        if world % (pp * tp) == 0
+    ]
     replicas = [layout for layout in every if layout.tp == 1 and (layout.dp or 1) > 1]
     every += [replace(layout, ep=layout.dp or 1) for layout in replicas]
     every += [replace(layout, dp=1, cp=layout.dp or 1) for layout in replicas]
-    return [layout for layout in every if not validate(config_for(layout, "layer", 30), "cpu", world=world)]
+    return [
+        layout
+        for layout in every
+        if not validate(config_for(layout, "layer", 30), "cpu", world=world)
+    ]
 
 
 def dynamic_config(layout: Layout, granularity: str, steps: int) -> TrainConfig:
-    """`config_for` of a layout whose ranks share rows, where up to all of them do so, with two numbers of places."""
+    """`config_for` of a layout whose ranks share rows, where up to all of them do so, with two
+    numbers of places."""
     config = config_for(layout, granularity, steps)
     capacities = tuple(Capacity(CAPACITIES[0].tokens * layout.cp, places) for places in (4, 12))
-    return replace(config, parallel=replace(config.parallel, dynamic_cp=True),
-                   graph=replace(config.graph, capacities=capacities))
+    return replace(
+        config,
+        parallel=replace(config.parallel, dynamic_cp=True),
+        graph=replace(config.graph, capacities=capacities),
+    )
 
 
 def switching_steps(layout: Layout) -> SwitchingSteps:
     """The steps of such a run."""
-    return SwitchingSteps((layout.dp or 1) * layout.cp, CAPACITIES[0].tokens, context_sizes(layout.cp), (4, 12),
-                          VOCABULARY)
+    return SwitchingSteps(
+        (layout.dp or 1) * layout.cp,
+        CAPACITIES[0].tokens,
+        context_sizes(layout.cp),
+        (4, 12),
+        VOCABULARY,
+    )
 
 
-def ranks_matrix(device: torch.device, steps: int, world: int, *, one_process: bool = True) -> Iterator[RanksReport]:
-    """Verify every layout of `world` connected processes, at granularity layer and chunk; collective."""
+def ranks_matrix(
+    device: torch.device, steps: int, world: int, *, one_process: bool = True
+) -> Iterator[RanksReport]:
+    """Verify every layout of `world` connected processes, at granularity layer and chunk;
+    collective."""
     for layout, granularity in itertools.product(layouts_of(world), ("layer", "chunk")):
         config = config_for(layout, granularity, steps)
         chunks = f" x {config.parallel.chunks} chunks" if config.parallel.chunks > 1 else ""
         shared = f", ep={layout.ep}" if layout.ep > 1 else ""
         rows = f", cp={layout.cp}" if layout.cp > 1 else ""
-        title = (f"dp={layout.dp}, pp={layout.pp}{chunks}{rows}, tp={layout.tp}{shared}, granularity {granularity}, "
-                 "dropout 0.1")
-        yield verify_ranks(title, config, lambda: random_packs(seed=1), device, make_mesh(layout, device),
-                           one_process=one_process, budget=budget_over(layout.dp or 1))
+        title = (
+            f"dp={layout.dp}, pp={layout.pp}{chunks}{rows}, tp={layout.tp}{shared}, granularity "
+            f"{granularity}, "
+            "dropout 0.1"
+        )
+        yield verify_ranks(
+            title,
+            config,
+            lambda: random_packs(seed=1),
+            device,
+            make_mesh(layout, device),
+            one_process=one_process,
+            budget=budget_over(layout.dp or 1),
+        )
         if layout.cp > 1:
             config = dynamic_config(layout, granularity, steps)
-            yield verify_ranks(f"dynamic {title}", config, partial(switching_steps, layout), device,
-                               make_mesh(config.parallel.layout(), device), one_process=one_process)
+            yield verify_ranks(
+                f"dynamic {title}",
+                config,
+                partial(switching_steps, layout),
+                device,
+                make_mesh(config.parallel.layout(), device),
+                one_process=one_process,
+            )

@@ -1,18 +1,23 @@
 """Does a run over several processes compute what one process computes, within rounding?
 
-Rank 0 also holds the whole model, trained eagerly by itself: same first weights, same microbatches of all replicas, no
-dropout. Sums over ranks are rounded in another order than sums in one process, so equal bits cannot be asked for, and
-two trainings that differ in the last bit drift apart: Adam divides a gradient by its own size, so an element that is
-hardly more than rounding moves by a full step, in either direction; and a token whose scores for two experts are equal
-but for rounding may go to another one. Hence the comparison goes step by step:
+Rank 0 also holds the whole model, trained eagerly by itself: same first weights, same microbatches
+of all replicas, no dropout. Sums over ranks are rounded in another order than sums in one process,
+so equal bits cannot be asked for, and two trainings that differ in the last bit drift apart: Adam
+divides a gradient by its own size, so an element that is hardly more than rounding moves by a full
+step, in either direction; and a token whose scores for two experts are equal but for rounding may
+go to another one. Hence the comparison goes step by step:
 
-    same weights    ─▶ loss and gradients of both     compared; what may differ is what one step rounds
-    same gradients  ─▶ update of both                 compared; the single process has taken over the run's gradients,
-                                                      and now takes over its weights, biases and optimizer state
+    same weights    ─▶ loss and gradients of both     compared; what may differ is what one step
+                                                      rounds
+    same gradients  ─▶ update of both                 compared; the single process has taken over
+                                                      the run's gradients,
+                                                      and now takes over its weights, biases and
+                                                      optimizer state
 
-The invariant: by induction over the steps, a report within its limits means that losses, gradients, weights and
-optimizer state of the run are those of one process, up to rounding of a single step.
+The invariant: by induction over the steps, a report within its limits means that losses, gradients,
+weights and optimizer state of the run are those of one process, up to rounding of a single step.
 """
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -32,26 +37,37 @@ from packgraph.verification.copies import copies
 from packgraph.verification.progress import SILENT, VerificationProgress
 
 FIRST_WEIGHTS, LOSS, NORM, GRADIENTS, PARAMETERS, COPIES, STATE = (
-    "first weights", "loss", "gradient norm", "gradients", "parameters", "copies of parameters", "optimizer state")
+    "first weights",
+    "loss",
+    "gradient norm",
+    "gradients",
+    "parameters",
+    "copies of parameters",
+    "optimizer state",
+)
 
-# Largest allowed distances, relative to the size of what is compared; right runs of a few layers over two to four ranks
-# stay below a fifth of them. One rounding is 6e-8 of a value in float32, 4e-3 in bfloat16. A loss is a mean over
-# tokens, taken in float32, so little is left of them; a gradient adds up terms of either sign, so more is. The norm,
-# which clipping divides by, is a float32 sum over all elements of the model.
+# Largest allowed distances, relative to the size of what is compared; right runs of a few layers
+# over two to four ranks stay below a fifth of them. One rounding is 6e-8 of a value in float32,
+# 4e-3 in bfloat16. A loss is a mean over tokens, taken in float32, so little is left of them; a
+# gradient adds up terms of either sign, so more is. The norm, which clipping divides by, is a
+# float32 sum over all elements of the model.
 LIMITS: Mapping[str, Mapping[str, float]] = {
     "float32": {LOSS: 1e-5, NORM: 1e-4, GRADIENTS: 1e-4, PARAMETERS: 1e-5},
     "bfloat16": {LOSS: 1e-3, NORM: 2e-2, GRADIENTS: 2e-1, PARAMETERS: 5e-3},
 }
-# Float32 whatever the run's type is, made elementwise from equal gradients, but divided by the norm, squares twice.
+# Float32 whatever the run's type is, made elementwise from equal gradients, but divided by the
+# norm, squares twice.
 STATE_LIMIT = 1e-3
 EXACT = (FIRST_WEIGHTS, COPIES)  # their limit is 0
-# A tensor whose gradient is less than this part of the whole one is compared with that part: it may be all rounding.
+# A tensor whose gradient is less than this part of the whole one is compared with that part: it may
+# be all rounding.
 SMALLEST_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
 class Distance:
-    """The largest distance of one kind, relative. name: of the tensor, empty for a number of the whole step."""
+    """The largest distance of one kind, relative. name: of the tensor, empty for a number of the
+    whole step."""
 
     step: int
     name: str
@@ -66,7 +82,8 @@ class Distance:
 
 @dataclass
 class OneProcessReport:
-    """The comparison of a run with one process. distances: kind -> the largest one, in order of comparison."""
+    """The comparison of a run with one process. distances: kind -> the largest one, in order of
+    comparison."""
 
     dtype: str
     steps: int = 0
@@ -78,7 +95,8 @@ class OneProcessReport:
         return self.steps > 0 and all(distance.good for distance in self.distances.values())
 
     def note(self, kind: str, step: int, name: str, size: float) -> None:
-        """Keep the largest distance of a kind; the first one that is NaN or over the limit stays."""
+        """Keep the largest distance of a kind; the first one that is NaN or over the limit
+        stays."""
         limit = 0.0 if kind in EXACT else LIMITS[self.dtype].get(kind, STATE_LIMIT)
         known = self.distances.get(kind)
         if known is None or (known.good and not size <= known.size):
@@ -86,9 +104,11 @@ class OneProcessReport:
 
 
 def relative_distance(found: Tensor, expected: Tensor, smallest: float = 0.0) -> float:
-    """Euclidean norm of the difference, as a part of `expected`'s norm or of `smallest` if that is larger.
+    """Euclidean norm of the difference, as a part of `expected`'s norm or of `smallest` if that is
+    larger.
 
-    0 where the two are equal, infinite where only `expected` is zero or the shapes differ; NaN where a value is.
+    0 where the two are equal, infinite where only `expected` is zero or the shapes differ; NaN
+    where a value is.
     """
     if found.shape != expected.shape:
         return float("inf")
@@ -99,17 +119,28 @@ def relative_distance(found: Tensor, expected: Tensor, smallest: float = 0.0) ->
     return difference / scale if scale else float("inf")
 
 
-def compare_with_one_process(config: TrainConfig, packs: Packs, device: torch.device, mesh: Mesh,
-                             budget: Callable[[int], int] | None = None, pace: VerificationProgress = SILENT
-                             ) -> OneProcessReport:
-    """Compare `config.run.steps` steps of the run over `mesh` with one process, on rank 0, without dropout.
+def compare_with_one_process(
+    config: TrainConfig,
+    packs: Packs,
+    device: torch.device,
+    mesh: Mesh,
+    budget: Callable[[int], int] | None = None,
+    pace: VerificationProgress = SILENT,
+) -> OneProcessReport:
+    """Compare `config.run.steps` steps of the run over `mesh` with one process, on rank 0, without
+    dropout.
 
-    packs: on the host, the same on every rank. budget: real tokens of a step (default: run.tokens_per_step).
-    pace: told how far it is. Collective; all ranks return the report. Besides its own part, rank 0 needs memory for the
-    whole model and its optimizer.
+    packs: on the host, the same on every rank. budget: real tokens of a step (default:
+    run.tokens_per_step). pace: told how far it is. Collective; all ranks return the report. Besides
+    its own part, rank 0 needs memory for the whole model and its optimizer.
     """
-    # The comparison stands between gradients and update, so the update cannot be in a graph with them.
-    config = replace(config, model=replace(config.model, dropout=0.0), graph=replace(config.graph, optimizer=False))
+    # The comparison stands between gradients and update, so the update cannot be in a graph with
+    # them.
+    config = replace(
+        config,
+        model=replace(config.model, dropout=0.0),
+        graph=replace(config.graph, optimizer=False),
+    )
     report = OneProcessReport(config.run.dtype)
     run = ComparedRun(config, device, mesh)
     alone = ComparedRun(_for_one(config), device) if mesh.rank == 0 else None
@@ -130,15 +161,25 @@ def _for_one(config: TrainConfig) -> TrainConfig:
     return replace(config, parallel=ParallelConfig(), graph=graph)
 
 
-def _one_step(step: int, run: ComparedRun, alone: ComparedRun | None, batches: list[PackedBatch], learning_rate: float,
-              report: OneProcessReport) -> None:
+def _one_step(
+    step: int,
+    run: ComparedRun,
+    alone: ComparedRun | None,
+    batches: list[PackedBatch],
+    learning_rate: float,
+    report: OneProcessReport,
+) -> None:
     number = step + 1
     loss = _loss_of_all(run, run.gradients_of(step, batches, in_flight=False))
     whole = 0.0
     if alone is not None:
         expected = alone.gradients_of(step, batches, in_flight=False)
         report.note(LOSS, number, "", relative_distance(loss, expected))
-        whole = float(torch.stack([value.double().norm() for value in alone.optimizer.gradients().values()]).norm())
+        whole = float(
+            torch.stack(
+                [value.double().norm() for value in alone.optimizer.gradients().values()]
+            ).norm()
+        )
     _compare_and_take_gradients(number, run, alone, whole, report)
     norm = run.optimizer.step(learning_rate)
     if alone is not None:
@@ -151,41 +192,56 @@ def _one_step(step: int, run: ComparedRun, alone: ComparedRun | None, batches: l
 
 
 def _loss_of_all(run: ComparedRun, loss: Tensor) -> Tensor:
-    """The loss of the whole step, float32 []: every rank has that of its replica's share of packs and of its rows;
-    stages and tensor parallel ranks have the same."""
+    """The loss of the whole step, float32 []: every rank has that of its replica's share of packs
+    and of its rows; stages and tensor parallel ranks have the same."""
     tells = not any(run.mesh.place[axis] for axis in AXES if axis not in ("dp", "cp"))
     total = loss.clone() if tells else torch.zeros_like(loss)
     dist.all_reduce(total)
     return total
 
 
-def _compare_and_take_gradients(step: int, run: ComparedRun, alone: ComparedRun | None, whole: float,
-                                report: OneProcessReport) -> None:
-    """Compare every gradient of the step; then the single process goes on with the run's. whole: norm of all."""
+def _compare_and_take_gradients(
+    step: int, run: ComparedRun, alone: ComparedRun | None, whole: float, report: OneProcessReport
+) -> None:
+    """Compare every gradient of the step; then the single process goes on with the run's. whole:
+    norm of all."""
     expected = {} if alone is None else alone.optimizer.gradients()
     for name, found in collect(run.mesh, run.reduced_gradients()):
         if name not in expected:
             report.note(GRADIENTS, step, f"{name} (only in the run)", float("inf"))
             continue
         gradient = expected.pop(name)
-        report.note(GRADIENTS, step, name, relative_distance(found, gradient, SMALLEST_SHARE * whole))
+        report.note(
+            GRADIENTS, step, name, relative_distance(found, gradient, SMALLEST_SHARE * whole)
+        )
         gradient.copy_(found)
     for name in expected:
         report.note(GRADIENTS, step, f"{name} (not in the run)", float("inf"))
 
 
 @torch.no_grad()
-def _compare(kind: str, step: int, run: ComparedRun, alone: ComparedRun | None, report: OneProcessReport,
-             tensors_of: Callable[[ComparedRun], Mapping[str, Tensor]]) -> None:
-    """Compare what `tensors_of` gives for both, tensor by tensor; then the single process goes on with the run's.
+def _compare(
+    kind: str,
+    step: int,
+    run: ComparedRun,
+    alone: ComparedRun | None,
+    report: OneProcessReport,
+    tensors_of: Callable[[ComparedRun], Mapping[str, Tensor]],
+) -> None:
+    """Compare what `tensors_of` gives for both, tensor by tensor; then the single process goes on
+    with the run's.
 
     Collective.
     """
     expected = {} if alone is None else dict(tensors_of(alone))
     for name, found in collect(run.mesh, tensors_of(run)):
         known = expected.pop(name, None)
-        report.note(kind, step, name if known is not None else f"{name} (only in the run)",
-                    relative_distance(found, known) if known is not None else float("inf"))
+        report.note(
+            kind,
+            step,
+            name if known is not None else f"{name} (only in the run)",
+            relative_distance(found, known) if known is not None else float("inf"),
+        )
         if known is not None and known.shape == found.shape:
             known.copy_(found)
     for name in expected:

@@ -1,12 +1,14 @@
-"""Steps that are hard on dynamic context parallelism: every microbatch has other groups than the one before.
+"""Steps that are hard on dynamic context parallelism: every microbatch has other groups than the
+one before.
 
-    wave      0        1        2      3      4 ...
-    ranks     1        4        2      1      4          per row, on 4 ranks: whatever a graph or a communicator has
-                                                         left behind meets another size at once
+    wave    0   1   2   3     4 ...
+    ranks   1   4   2   1     4          per row, on 4 ranks: whatever a graph or a communicator has
+                                         left behind meets another size at once
 
-And rows as they rarely come: one document that fills all ranks to the last token, as
-many documents of one or two tokens as there are places, rows without any, lengths that no number of ranks divides.
+And rows as they rarely come: one document that fills all ranks to the last token, as many documents
+of one or two tokens as there are places, rows without any, lengths that no number of ranks divides.
 """
+
 import random
 from collections.abc import Callable, Sequence
 
@@ -19,11 +21,19 @@ WAVES = (3, 4, 1, 6, 2)  # of the steps, in turn
 class SwitchingSteps:
     """Endless steps for `world` ranks with `rank_tokens` tokens each; a `train.step.StepSource`.
 
-    sizes: of groups, ascending. places: for documents, as a row may have them. The same for the same arguments.
+    sizes: of groups, ascending. places: for documents, as a row may have them. The same for the
+    same arguments.
     """
 
-    def __init__(self, world: int, rank_tokens: int, sizes: Sequence[int], places: Sequence[int], vocabulary: int,
-                 seed: int = 1) -> None:
+    def __init__(
+        self,
+        world: int,
+        rank_tokens: int,
+        sizes: Sequence[int],
+        places: Sequence[int],
+        vocabulary: int,
+        seed: int = 1,
+    ) -> None:
         self._world, self._rank_tokens, self._places = world, rank_tokens, sorted(places)
         self._sizes = [sizes[0], *reversed(sizes[1:])]
         self._vocabulary, self._draw = vocabulary, random.Random(seed)
@@ -40,13 +50,20 @@ class SwitchingSteps:
         return packs
 
     def _row(self, tokens: int) -> PackedBatch:
-        kinds: list[Callable[[int], list[int]]] = [self._some, lambda room: [room], self._tiny, lambda room: []]
+        kinds: list[Callable[[int], list[int]]] = [
+            self._some,
+            lambda room: [room],
+            self._tiny,
+            lambda room: [],
+        ]
         lengths = self._draw.choices(kinds, (3, 1, 1, 1))[0](tokens)
         places = next(places for places in self._places if places >= len(lengths))
         capacity = Capacity(tokens, places)
         if not lengths:
             return PackedBatch.empty(capacity)
-        documents = [[self._draw.randrange(self._vocabulary) for _ in range(length)] for length in lengths]
+        documents = [
+            [self._draw.randrange(self._vocabulary) for _ in range(length)] for length in lengths
+        ]
         return PackedBatch.build(documents, capacity)
 
     def _some(self, room: int) -> list[int]:

@@ -1,18 +1,21 @@
 """Does the graph path compute what the eager path computes, bit by bit?
 
-The same run is made twice in lockstep: one model runs eagerly, its twin through graphs, both on the same
-microbatches and from the same random state. After every step loss, all gradients (before the update), parameters,
-buffers (such as the biases of routers; told as parameters) and random states are compared. The invariant: a report
-without differences and with replays means that every step agreed in every bit.
+The same run is made twice in lockstep: one model runs eagerly, its twin through graphs, both on the
+same microbatches and from the same random state. After every step loss, all gradients (before the
+update), parameters, buffers (such as the biases of routers; told as parameters) and random states
+are compared. The invariant: a report without differences and with replays means that every step
+agreed in every bit.
 
     eager:  random state E ─▶ forward, backward ─▶ update ─▶ E'
     graph:  random state G ─▶ forward, backward ─▶ update ─▶ G'      compared after each arrow
 
 Both models are in memory at once; where they do not fit, `apart.py` makes one run after the other.
 
-Of several processes each makes both runs and compares what it holds itself: its share of the loss, the gradients that
-its own microbatches have added up, its parts of the parameters. What ranks send each other is in both runs.
+Of several processes each makes both runs and compares what it holds itself: its share of the loss,
+the gradients that its own microbatches have added up, its parts of the parameters. What ranks send
+each other is in both runs.
 """
+
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +28,14 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs
 from packgraph.verification.compare import Difference, first_difference
-from packgraph.verification.compare_points import Held, Moment, Step, compare_points, some_in_flight, steps_of
+from packgraph.verification.compare_points import (
+    Held,
+    Moment,
+    Step,
+    compare_points,
+    some_in_flight,
+    steps_of,
+)
 from packgraph.verification.compared_run import ComparedRun
 from packgraph.verification.progress import SILENT, VerificationProgress
 
@@ -34,8 +44,8 @@ from packgraph.verification.progress import SILENT, VerificationProgress
 class VerifyReport:
     """What was compared. differences: kind → the first difference, for kinds that differ.
 
-    rows: how many of the microbatches had which capacity, those of all ranks. made_again: how often a step of the graph
-    run was made once more because experts lacked room.
+    rows: how many of the microbatches had which capacity, those of all ranks. made_again: how often
+    a step of the graph run was made once more because experts lacked room.
     """
 
     title: str
@@ -49,7 +59,8 @@ class VerifyReport:
 
     @property
     def good(self) -> bool:
-        """Whether everything was equal and graphs were replayed, more often than calls were eager for want of one."""
+        """Whether everything was equal and graphs were replayed, more often than calls were eager
+        for want of one."""
         return not self.differences and self.shows
 
     @property
@@ -57,8 +68,13 @@ class VerifyReport:
         """Whether it was graphs that were compared."""
         return self.replayed > self.fallbacks.get(CAPTURE_FAILED, 0)
 
-    def compare(self, step: Step, expected: Moment[Held], found: Moment[Held],
-                first: Callable[[int, Mapping[str, Held], Mapping[str, Held]], Difference | None]) -> None:
+    def compare(
+        self,
+        step: Step,
+        expected: Moment[Held],
+        found: Moment[Held],
+        first: Callable[[int, Mapping[str, Held], Mapping[str, Held]], Difference | None],
+    ) -> None:
         """Keep the first difference of every kind at a moment of both runs, as `first` finds it."""
         for kind, values in expected.items():
             difference = first(step.number, values, found[kind])
@@ -73,20 +89,37 @@ class VerifyReport:
     def read_counts(self, graph: ComparedRun) -> None:
         """What the graph run has replayed and made again."""
         totals = graph.executor.summary()
-        self.replayed, self.fallbacks, self.made_again = totals["replayed"], totals["fallbacks"], graph.made_again
+        self.replayed, self.fallbacks, self.made_again = (
+            totals["replayed"],
+            totals["fallbacks"],
+            graph.made_again,
+        )
 
 
-def verify(title: str, config: TrainConfig, packs: Packs, device: torch.device, *,
-           mesh: Mesh | None = None, in_flight: Callable[[int], bool] = some_in_flight,
-           budget: Callable[[int], int] | None = None, pace: VerificationProgress = SILENT) -> VerifyReport:
-    """Compare `config.run.steps` steps of eager and graph training on the packs of `packs` (on the host).
+def verify(
+    title: str,
+    config: TrainConfig,
+    packs: Packs,
+    device: torch.device,
+    *,
+    mesh: Mesh | None = None,
+    in_flight: Callable[[int], bool] = some_in_flight,
+    budget: Callable[[int], int] | None = None,
+    pace: VerificationProgress = SILENT,
+) -> VerifyReport:
+    """Compare `config.run.steps` steps of eager and graph training on the packs of `packs` (on the
+    host).
 
-    mesh: where the processes are, each of which calls this with the same packs; None = this process alone. in_flight:
-    for a step, whether all forwards run before the first backward (pipelines have their own order). budget: real
-    tokens of a step (default: run.tokens_per_step). pace: told how far it is. Goes on after a difference of one kind,
-    to report the first one of each: those of this rank.
+    mesh: where the processes are, each of which calls this with the same packs; None = this process
+    alone. in_flight: for a step, whether all forwards run before the first backward (pipelines have
+    their own order). budget: real tokens of a step (default: run.tokens_per_step). pace: told how
+    far it is. Goes on after a difference of one kind, to report the first one of each: those of
+    this rank.
     """
-    eager, graph = ComparedRun(without_graphs(config), device, mesh), ComparedRun(with_graphs(config), device, mesh)
+    eager, graph = (
+        ComparedRun(without_graphs(config), device, mesh),
+        ComparedRun(with_graphs(config), device, mesh),
+    )
     report = VerifyReport(title)
     try:
         for step in pace.of("", config.run.steps, steps_of(config, packs, in_flight, budget)):
@@ -107,7 +140,7 @@ def with_graphs(config: TrainConfig) -> TrainConfig:
 
 
 def without_graphs(config: TrainConfig) -> TrainConfig:
-    """The same training eagerly; where layers are compiled, the compiled code that graphs are captured from: what is
-    compared is capture and replay, not the compiler."""
+    """The same training eagerly; where layers are compiled, the compiled code that graphs are
+    captured from: what is compared is capture and replay, not the compiler."""
     eager = {"warmup": config.run.steps + 1} if config.graph.compile else {"enabled": False}
     return replace(config, graph=replace(config.graph, **eager))  # type: ignore[arg-type]

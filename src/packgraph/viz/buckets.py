@@ -1,4 +1,5 @@
 """A plan of buckets as a table for people, and as values for programs."""
+
 from typing import Any
 
 from packgraph.packing.buckets.choose import BucketPlan
@@ -18,35 +19,58 @@ def _held_out(unseen: PackedRows) -> str:
 
 
 def describe_plan(plan: BucketPlan, unseen: PackedRows) -> str:
-    """The chosen buckets, what they cost and what they leave empty. unseen: held out documents, packed into them."""
+    """The chosen buckets, what they cost and what they leave empty. unseen: held out documents,
+    packed into them."""
     request, buckets = plan.request, len(plan.capacities)
     cost = request.cost
     lines = [
-        *_aligned([HEADER, *_table(plan)]), "",
+        *_aligned([HEADER, *_table(plan)]),
+        "",
         f"padding   {plan.sample.padding:.2%} of the places for tokens; {_held_out(unseen)}"
         f"{plan.alone.padding:.2%} with the largest bucket alone",
-        f"time      {plan.above_bound:.1%} above rows in shapes of their own, by the model of costs; "
+        f"time      {plan.above_bound:.1%} above rows in shapes of their own, by the model of "
+        "costs; "
         f"{plan.alone.above_bound(cost):.1%} with the largest bucket alone",
-        f"memory    {plan.memory_bytes / GIBIBYTE:.2f} GiB predicted: {_count(request.slots, 'slot')} with a pool of "
+        f"memory    {plan.memory_bytes / GIBIBYTE:.2f} GiB predicted: "
+        f"{_count(request.slots, 'slot')} with a pool of "
         f"{max(plan.pool_bytes) / GIBIBYTE:.2f} GiB and the graphs of {_count(buckets, 'bucket')}",
         f"capture   {plan.capture_seconds:.1f} s predicted: {_count(buckets, 'bucket')} x "
         f"{_count(request.layers, 'layer')} x {_count(request.slots, 'slot')}",
         *(f"note      {note}" for note in plan.notes),
-        f"use       --graph.capacities {capacities_option(plan)}"]
+        f"use       --graph.capacities {capacities_option(plan)}",
+    ]
     return "\n".join(lines) + "\n"
 
 
 def plan_values(plan: BucketPlan, unseen: PackedRows) -> dict[str, Any]:
     """The plan as JSON-able values: tokens, bytes, seconds, and shares between 0 and 1."""
-    buckets = [{"tokens": capacity.tokens, "documents": capacity.documents, "rows": _rows(fills) / plan.sample.rows,
-                "tokens_used": _mean(fills, 0), "documents_used": _mean(fills, 1), "pool_bytes": pool}
-               for (capacity, fills), pool in zip(plan.sample.fills, plan.pool_bytes)]
+    buckets = [
+        {
+            "tokens": capacity.tokens,
+            "documents": capacity.documents,
+            "rows": _rows(fills) / plan.sample.rows,
+            "tokens_used": _mean(fills, 0),
+            "documents_used": _mean(fills, 1),
+            "pool_bytes": pool,
+        }
+        for (capacity, fills), pool in zip(plan.sample.fills, plan.pool_bytes)
+    ]
     cost = plan.request.cost
-    return {"capacities": capacities_option(plan), "buckets": buckets, "padding": plan.sample.padding,
-            "padding_held_out": unseen.padding, "padding_alone": plan.alone.padding, "above_bound": plan.above_bound,
-            "above_bound_alone": plan.alone.above_bound(cost), "memory_bytes": plan.memory_bytes,
-            "graph_bytes": plan.request.graph_bytes, "slots": plan.request.slots, "layers": plan.request.layers,
-            "capture_seconds": plan.capture_seconds, "notes": list(plan.notes)}
+    return {
+        "capacities": capacities_option(plan),
+        "buckets": buckets,
+        "padding": plan.sample.padding,
+        "padding_held_out": unseen.padding,
+        "padding_alone": plan.alone.padding,
+        "above_bound": plan.above_bound,
+        "above_bound_alone": plan.alone.above_bound(cost),
+        "memory_bytes": plan.memory_bytes,
+        "graph_bytes": plan.request.graph_bytes,
+        "slots": plan.request.slots,
+        "layers": plan.request.layers,
+        "capture_seconds": plan.capture_seconds,
+        "notes": list(plan.notes),
+    }
 
 
 def capacities_option(plan: BucketPlan) -> str:
@@ -56,9 +80,16 @@ def capacities_option(plan: BucketPlan) -> str:
 
 def _table(plan: BucketPlan) -> list[tuple[str, ...]]:
     return [
-        (f"{capacity.tokens}x{capacity.documents}", f"{_rows(fills) / plan.sample.rows:.1%}",
-         *((f"{_mean(fills, 0) / capacity.tokens:.1%}", f"{_mean(fills, 1):.1f}") if fills else ("-", "-")),
-         f"{pool / GIBIBYTE:.2f} GiB")
+        (
+            f"{capacity.tokens}x{capacity.documents}",
+            f"{_rows(fills) / plan.sample.rows:.1%}",
+            *(
+                (f"{_mean(fills, 0) / capacity.tokens:.1%}", f"{_mean(fills, 1):.1f}")
+                if fills
+                else ("-", "-")
+            ),
+            f"{pool / GIBIBYTE:.2f} GiB",
+        )
         for (capacity, fills), pool in zip(plan.sample.fills, plan.pool_bytes)
     ]
 
@@ -78,5 +109,10 @@ def _count(number: int, word: str) -> str:
 
 def _aligned(table: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return ["  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                      for column, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in table]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in table
+    ]

@@ -1,10 +1,12 @@
-"""A plan of dynamic context parallelism as text: a line per rank with time to the right, and a table of its groups.
+"""A plan of dynamic context parallelism as text: a line per rank with time to the right, and a
+table of its groups.
 
     rank 0  4:3,17,40────── 2:5,9─── 1:8──
     rank 1  4:3,17,40────── 2:5,9─── 1:11─
 
 c:documents is a group of c ranks and what is in its row. Every rank of a group shows it.
 """
+
 from typing import Any
 
 from packgraph.parallel.context.plan import ContextPlan, RowGroup
@@ -18,15 +20,37 @@ def describe_context(plan: ContextPlan, width: int = 120) -> str:
 
 
 def context_values(plan: ContextPlan) -> dict[str, Any]:
-    """The plan as JSON-able values: indices of documents, tokens, microseconds, and shares between 0 and 1."""
-    waves = [[{"ranks": list(group.ranks), "documents": list(group.documents), "tokens": _tokens(plan, group),
-               "bucket": [group.bucket.tokens, group.bucket.documents], "us": group.us} for group in wave]
-             for wave in plan.waves]
-    return {"world": plan.request.world, "tokens_per_rank": plan.request.tokens, "sizes": list(plan.request.sizes),
-            "documents": len(plan.lengths) - len(plan.left), "tokens": plan.tokens, "left": list(plan.left),
-            "step_us": plan.step_us, "barrier_us": plan.barrier_us, "bound_us": plan.bound.step_us,
-            "balance": plan.balance, "padding": plan.padding, "rank_us": list(plan.rank_us),
-            "buckets": [[size, bucket.tokens, bucket.documents] for size, bucket in plan.buckets], "waves": waves}
+    """The plan as JSON-able values: indices of documents, tokens, microseconds, and shares between
+    0 and 1."""
+    waves = [
+        [
+            {
+                "ranks": list(group.ranks),
+                "documents": list(group.documents),
+                "tokens": _tokens(plan, group),
+                "bucket": [group.bucket.tokens, group.bucket.documents],
+                "us": group.us,
+            }
+            for group in wave
+        ]
+        for wave in plan.waves
+    ]
+    return {
+        "world": plan.request.world,
+        "tokens_per_rank": plan.request.tokens,
+        "sizes": list(plan.request.sizes),
+        "documents": len(plan.lengths) - len(plan.left),
+        "tokens": plan.tokens,
+        "left": list(plan.left),
+        "step_us": plan.step_us,
+        "barrier_us": plan.barrier_us,
+        "bound_us": plan.bound.step_us,
+        "balance": plan.balance,
+        "padding": plan.padding,
+        "rank_us": list(plan.rank_us),
+        "buckets": [[size, bucket.tokens, bucket.documents] for size, bucket in plan.buckets],
+        "waves": waves,
+    }
 
 
 def _picture(plan: ContextPlan, width: int) -> list[str]:
@@ -37,7 +61,10 @@ def _picture(plan: ContextPlan, width: int) -> list[str]:
         line = f"rank {rank}".ljust(margin)
         for number, wave_starts in enumerate(plan.starts):
             group = plan.group_of(number, rank)
-            start, end = (margin + round(time * scale) for time in (wave_starts[rank], wave_starts[rank] + group.us))
+            start, end = (
+                margin + round(time * scale)
+                for time in (wave_starts[rank], wave_starts[rank] + group.us)
+            )
             line = line.ljust(start) + _cell(group, end - start - 1)
         lines.append(line.rstrip())
     return lines
@@ -47,8 +74,16 @@ def _cell(group: RowGroup, room: int) -> str:
     """The name of a group in `room` columns, drawn on to its end."""
     if room < 1:
         return ""
-    name = f"{group.size}:{','.join(map(str, group.documents))}" if group.documents else f"{group.size}:"
-    return name[: room - 1] + "…" if len(name) > room else name.ljust(room, "─" if group.documents else "·")
+    name = (
+        f"{group.size}:{','.join(map(str, group.documents))}"
+        if group.documents
+        else f"{group.size}:"
+    )
+    return (
+        name[: room - 1] + "…"
+        if len(name) > room
+        else name.ljust(room, "─" if group.documents else "·")
+    )
 
 
 def _table(plan: ContextPlan, width: int) -> list[str]:
@@ -56,16 +91,38 @@ def _table(plan: ContextPlan, width: int) -> list[str]:
     named = ["documents (tokens)"]
     for number, wave in enumerate(plan.waves):
         for group in wave:
-            ranks = f"{group.first}-{group.first + group.size - 1}" if group.size > 1 else str(group.first)
-            table.append((str(number), ranks, str(group.size), f"{group.bucket.tokens}x{group.bucket.documents}",
-                          f"{_tokens(plan, group) / group.bucket.tokens:.1%}", f"{group.us / 1000:.2f}"))
-            named.append(", ".join(f"{document} ({plan.lengths[document]:,})" for document in group.documents) or "-")
+            ranks = (
+                f"{group.first}-{group.first + group.size - 1}"
+                if group.size > 1
+                else str(group.first)
+            )
+            table.append(
+                (
+                    str(number),
+                    ranks,
+                    str(group.size),
+                    f"{group.bucket.tokens}x{group.bucket.documents}",
+                    f"{_tokens(plan, group) / group.bucket.tokens:.1%}",
+                    f"{group.us / 1000:.2f}",
+                )
+            )
+            named.append(
+                ", ".join(
+                    f"{document} ({plan.lengths[document]:,})" for document in group.documents
+                )
+                or "-"
+            )
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = ["  ".join([*(cell.rjust(size) for cell, size in zip(row, widths)), text])
-             for row, text in zip(table, named)]
+    lines = [
+        "  ".join([*(cell.rjust(size) for cell, size in zip(row, widths)), text])
+        for row, text in zip(table, named)
+    ]
     lines = [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
     if len(lines) > MOST_LINES:
-        lines = [*lines[:MOST_LINES], f"... {len(lines) - MOST_LINES} more groups; --json or an SVG shows them"]
+        lines = [
+            *lines[:MOST_LINES],
+            f"... {len(lines) - MOST_LINES} more groups; --json or an SVG shows them",
+        ]
     return lines
 
 
@@ -73,20 +130,31 @@ def _figures(plan: ContextPlan) -> list[str]:
     """What the plan amounts to, one line each."""
     request, placed = plan.request, len(plan.lengths) - len(plan.left)
     groups = [group for wave in plan.waves for group in wave]
-    shared = ", ".join(f"{sum(group.size == size for group in groups)} of {size}" for size in request.sizes)
+    shared = ", ".join(
+        f"{sum(group.size == size for group in groups)} of {size}" for size in request.sizes
+    )
     left = f"; {len(plan.left):,} wait for the next step" if plan.left else ""
     busiest, idlest = max(plan.rank_us, default=0.0), min(plan.rank_us, default=0.0)
     return [
-        f"step      {plan.step_us / 1000:.1f} ms predicted; {plan.barrier_us / 1000:.1f} ms if all ranks waited after "
+        f"step      {plan.step_us / 1000:.1f} ms predicted; {plan.barrier_us / 1000:.1f} ms if all "
+        "ranks waited after "
         "every wave",
-        f"balance   {plan.balance:.1%} of the lower bound of {plan.bound.step_us / 1000:.1f} ms; ranks work "
+        f"balance   {plan.balance:.1%} of the lower bound of {plan.bound.step_us / 1000:.1f} ms; "
+        "ranks work "
         f"{idlest / 1000:.1f} to {busiest / 1000:.1f} ms",
-        f"waves     {len(plan.waves)} (microbatches of every rank), at least {plan.bound.waves}; groups: {shared} "
+        f"waves     {len(plan.waves)} (microbatches of every rank), at least {plan.bound.waves}; "
+        f"groups: {shared} "
         "ranks",
-        f"padding   {plan.padding:.2%} of the places for {request.world} x {request.tokens:,} tokens a wave",
+        f"padding   {plan.padding:.2%} of the places for {request.world} x {request.tokens:,} "
+        "tokens a wave",
         f"documents {placed:,} of {plan.tokens:,} tokens have a place{left}",
-        "variants  " + (", ".join(f"cp{size} {bucket.tokens}x{bucket.documents}" for size, bucket in plan.buckets)
-                        or "none"),
+        "variants  "
+        + (
+            ", ".join(
+                f"cp{size} {bucket.tokens}x{bucket.documents}" for size, bucket in plan.buckets
+            )
+            or "none"
+        ),
     ]
 
 

@@ -1,16 +1,20 @@
-"""Pieces that drawings as SVG share: the page with its style and title, text, numbers, a ruler of time in milliseconds.
+"""Pieces that drawings as SVG share: the page with its style and title, text, numbers, a ruler of
+time in milliseconds.
 
 The file that they make needs no font, script or other file.
 """
+
 from html import escape
 
 from packgraph.viz.svg import STYLE
 
 
 def page(width: int, height: int, title: str, subtitle: str) -> list[str]:
-    """The opening of the file: page, title and a quiet line below it. `</svg>` is left to whoever draws on."""
+    """The opening of the file: page, title and a quiet line below it. `</svg>` is left to whoever
+    draws on."""
     return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
+        f'{width} {height}" '
         f'role="img" aria-label="{escape(title)}">',
         f"<style>{STYLE}\n</style>",
         f'<rect class="page" width="{width}" height="{height}"/>',
@@ -30,13 +34,24 @@ def number(value: float) -> str:
 
 
 def ruler(span_us: float, left: float, width: float, top: float, bottom: float) -> list[str]:
-    """About ten lines from `top` to `bottom` at 1, 2 or 5 times a power of ten milliseconds, named above."""
+    """About ten lines from `top` to `bottom` at 1, 2 or 5 times a power of ten milliseconds, named
+    above."""
     ms = span_us / 1000
-    step = next((unit * 10.0**power for power in range(-4, 7) for unit in (1, 2, 5)
-                 if unit * 10.0**power * 12 >= ms), 1e7)
+    step = next(
+        (
+            unit * 10.0**power
+            for power in range(-4, 7)
+            for unit in (1, 2, 5)
+            if unit * 10.0**power * 12 >= ms
+        ),
+        1e7,
+    )
     marks = []
     for mark in range(int(ms / step) + 1 if ms > 0 else 1):
         x = left + (mark * step / ms * width if ms > 0 else 0)
-        marks.append(f'<line class="line" x1="{number(x)}" x2="{number(x)}" y1="{number(top)}" y2="{number(bottom)}"/>')
+        marks.append(
+            f'<line class="line" x1="{number(x)}" x2="{number(x)}" y1="{number(top)}" '
+            f'y2="{number(bottom)}"/>'
+        )
         marks.append(text(x, top - 4, f"{mark * step:g}", "quiet small middle"))
     return marks

@@ -1,4 +1,5 @@
-"""What modules are called with: structures, constants, views of each other, inputs read twice, inputs that change."""
+"""What modules are called with: structures, constants, views of each other, inputs read twice,
+inputs that change."""
 
 import dataclasses
 from typing import NamedTuple
@@ -52,7 +53,9 @@ case(
     "keywords in another order",
     lambda m, x, y: two(m, x, y),
     lambda draw, step: (
-        Keywords(x=draw.rows(), y=draw.rows()) if step % 2 else Keywords(y=draw.rows(), x=draw.rows()),
+        Keywords(x=draw.rows(), y=draw.rows())
+        if step % 2
+        else Keywords(y=draw.rows(), x=draw.rows()),
     ),
 )
 case(
@@ -63,7 +66,9 @@ case(
 case(
     "a dict whose order changes",
     lambda m, state: m.linear(state["x"]) * state["y"],
-    lambda draw, step: ({"x": draw.rows(), "y": draw.rows()} if step % 2 else {"y": draw.rows(), "x": draw.rows()},),
+    lambda draw, step: (
+        {"x": draw.rows(), "y": draw.rows()} if step % 2 else {"y": draw.rows(), "x": draw.rows()},
+    ),
 )
 case(
     "a nested structure",
@@ -80,7 +85,11 @@ case(
     lambda m, record: m.linear(record.x) * record.scale,
     lambda draw, step: (Record(draw.rows(), 1.0 + step % 2),),
 )
-case("a list that forward changes", lambda m, xs: m.linear(xs.pop()), lambda draw, step: ([draw.rows(), draw.rows()],))
+case(
+    "a list that forward changes",
+    lambda m, xs: m.linear(xs.pop()),
+    lambda draw, step: ([draw.rows(), draw.rows()],),
+)
 case(
     "a dict that forward writes to",
     lambda m, s: s.setdefault("h", m.linear(s["x"])) * 2,
@@ -110,7 +119,9 @@ for label, values in {
 
     case(f"constant, {label}", scaled, alternate(*values))
 case(
-    "a float that is another in every call", lambda m, x, s: m.linear(x) * s, lambda draw, step: (draw.rows(), step / 7)
+    "a float that is another in every call",
+    lambda m, x, s: m.linear(x) * s,
+    lambda draw, step: (draw.rows(), step / 7),
 )
 case(
     "a 0-d tensor that is another in every call",
@@ -124,7 +135,11 @@ case(
     lambda draw, step: (draw.rows(), lambda y, step=step: y * (1 + step)),
 )
 case("a generator", lambda m, xs: m.linear(next(xs)), lambda draw, step: (iter([draw.rows()]),))
-case("a numpy array", lambda m, x, a: m.linear(x) * float(a.sum()), lambda draw, step: (draw.rows(), _array(step)))
+case(
+    "a numpy array",
+    lambda m, x, a: m.linear(x) * float(a.sum()),
+    lambda draw, step: (draw.rows(), _array(step)),
+)
 case("shapes that change", plain, lambda draw, step: (draw.rows(2 + step % 3, 4),))
 case("rank that changes", plain, lambda draw, step: (draw.rows(*(2, 3, 4)[step % 2 :]),))
 case(
@@ -135,10 +150,22 @@ case(
 case("requires grad in turns", plain, lambda draw, step: (draw.rows(grad=step % 2 == 0),))
 case("no rows", plain, lambda draw, step: (draw.rows(0, 4) if step % 2 else draw.rows(),))
 case("always no rows", plain, lambda draw, step: (draw.rows(0, 4),))
-case("attribute of an input", lambda m, x: m.linear(x) * getattr(x, "scale", 1.0), lambda draw, step: (_marked(draw),))
-case("0-d input", lambda m, x, s: m.linear(x) * s, lambda draw, step: (draw.rows(), draw.rows(1).squeeze(0)))
+case(
+    "attribute of an input",
+    lambda m, x: m.linear(x) * getattr(x, "scale", 1.0),
+    lambda draw, step: (_marked(draw),),
+)
+case(
+    "0-d input",
+    lambda m, x, s: m.linear(x) * s,
+    lambda draw, step: (draw.rows(), draw.rows(1).squeeze(0)),
+)
 case("transposed input", plain, lambda draw, step: (draw.rows(4, 3).t(),))
-case("transposed input with a gradient", plain, lambda draw, step: (draw.rows(4, 3).t().requires_grad_(),))
+case(
+    "transposed input with a gradient",
+    plain,
+    lambda draw, step: (draw.rows(4, 3).t().requires_grad_(),),
+)
 case(
     "transposed in turns",
     lambda m, x: m.linear(x).reshape(-1).view(4, 3),
@@ -146,15 +173,26 @@ case(
 )
 case("strided input", plain, lambda draw, step: (draw.rows(3, 8)[:, ::2],))
 case("expanded input", plain, lambda draw, step: (draw.rows(1, 4).expand(3, 4),))
-case("expanded input with a gradient", plain, lambda draw, step: (draw.rows(1, 4, grad=True).expand(3, 4),))
+case(
+    "expanded input with a gradient",
+    plain,
+    lambda draw, step: (draw.rows(1, 4, grad=True).expand(3, 4),),
+)
 case("overlapping input", plain, lambda draw, step: (draw.rows(8).as_strided((3, 4), (2, 1)),))
-case("view at an odd offset", plain, lambda draw, step: (draw.rows(13)[1:].view(3, 4),), documented=ALIGNMENT)
+case(
+    "view at an odd offset",
+    plain,
+    lambda draw, step: (draw.rows(13)[1:].view(3, 4),),
+    documented=ALIGNMENT,
+)
 case("the same tensor twice", two, lambda draw, step: (draw.rows(),) * 2)
 case("the same leaf twice", two, lambda draw, step: (draw.rows(grad=True),) * 2)
 case(
     "the same leaf twice, in turns",
     two,
-    lambda draw, step: (draw.rows(grad=True),) * 2 if step % 2 else (draw.rows(grad=True), draw.rows(grad=True)),
+    lambda draw, step: (
+        (draw.rows(grad=True),) * 2 if step % 2 else (draw.rows(grad=True), draw.rows(grad=True))
+    ),
 )
 case("two views of one tensor", two, lambda draw, step: tuple(draw.rows(6, 4).split(3)))
 case("two views of one leaf", two, lambda draw, step: tuple(draw.rows(6, 4, grad=True).split(3)))
@@ -169,7 +207,12 @@ case(
     lambda m, x, y: m.linear(x) @ y,
     lambda draw, step: (lambda t: (t, t.t()))(draw.rows()),
 )
-case("input written in place", lambda m, x: m.linear(x.mul_(2.0)), one, call=lambda m, a: (m(a[0]), a[0].clone()))
+case(
+    "input written in place",
+    lambda m, x: m.linear(x.mul_(2.0)),
+    one,
+    call=lambda m, a: (m(a[0]), a[0].clone()),
+)
 case("input written after use", lambda m, x: (m.linear(x), x.add_(1.0))[0], one)
 case(
     "non-leaf input written in place",
@@ -177,7 +220,9 @@ case(
     one_grad,
     call=lambda m, a: (lambda h: (m(h), h * 1.0))(a[0] * 1.0),
 )
-case("input's metadata changed", lambda m, x: m.linear(x.t_()), lambda draw, step: (draw.rows(4, 3),))
+case(
+    "input's metadata changed", lambda m, x: m.linear(x.t_()), lambda draw, step: (draw.rows(4, 3),)
+)
 case("input detached", lambda m, x: m.linear(x.detach()) + m.linear(x) * 0.5, one_grad)
 case(
     "input's requires_grad asked",
@@ -202,7 +247,11 @@ case(
     one_grad,
     call=lambda m, a: m(a[0].exp()),
 )
-case("input unused", lambda m, x, y: m.linear(x), lambda draw, step: (draw.rows(), draw.rows(grad=True)))
+case(
+    "input unused",
+    lambda m, x, y: m.linear(x),
+    lambda draw, step: (draw.rows(), draw.rows(grad=True)),
+)
 case(
     "input only in a shape",
     lambda m, x, y: m.linear(x) * y.shape[0],
@@ -221,26 +270,42 @@ case(
     lambda draw, step: (draw.rows(), torch.tensor(1 + step % 3, device=draw.device)),
 )
 case("mask picks rows", lambda m, x: m.linear(x)[x[:, 0] > 0].sum(), one)
-case("nonzero", lambda m, x: m.linear(x).reshape(-1)[torch.nonzero(x.reshape(-1) > 0)[:, 0]].sum(), one)
+case(
+    "nonzero",
+    lambda m, x: m.linear(x).reshape(-1)[torch.nonzero(x.reshape(-1) > 0)[:, 0]].sum(),
+    one,
+)
 case(
     "input tensor of a sparse layout",
     lambda m, x, s: s @ m.linear(x),
     lambda draw, step: (draw.rows(), torch.eye(3, device=draw.device).to_sparse()),
 )
 case(
-    "int inputs", lambda m, x, i: m.linear(x).index_select(0, i), lambda draw, step: (draw.rows(), draw.ids(5, words=3))
+    "int inputs",
+    lambda m, x, i: m.linear(x).index_select(0, i),
+    lambda draw, step: (draw.rows(), draw.ids(5, words=3)),
 )
-case("bool input", lambda m, x, k: m.linear(x).masked_fill(k, 0.0), lambda draw, step: (draw.rows(), draw.rows() > 0))
+case(
+    "bool input",
+    lambda m, x, k: m.linear(x).masked_fill(k, 0.0),
+    lambda draw, step: (draw.rows(), draw.rows() > 0),
+)
 case(
     "input on the CPU",
     lambda m, x, c: m.linear(x) * c.to(x.device),
     lambda draw, step: (draw.rows(), draw.rows(4).cpu()),
 )
-case("CPU scalar tensor", lambda m, x, c: m.linear(x) * c, lambda draw, step: (draw.rows(), torch.tensor(1.0 + step)))
+case(
+    "CPU scalar tensor",
+    lambda m, x, c: m.linear(x) * c,
+    lambda draw, step: (draw.rows(), torch.tensor(1.0 + step)),
+)
 case(
     "nested tensor",
     lambda m, x: m.linear(x).values() if hasattr(x, "values") else m.linear(x),
-    lambda draw, step: (torch.nested.nested_tensor([draw.rows(2, 4), draw.rows(3, 4)], layout=torch.jagged),),
+    lambda draw, step: (
+        torch.nested.nested_tensor([draw.rows(2, 4), draw.rows(3, 4)], layout=torch.jagged),
+    ),
 )
 case(
     "parameter as an input",

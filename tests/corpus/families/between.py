@@ -1,4 +1,5 @@
-"""What happens between forward and backward, and around the module: changes, hooks, patches, modes of autograd."""
+"""What happens between forward and backward, and around the module: changes, hooks, patches, modes
+of autograd."""
 
 import torch
 from corpus.entry import Own, add, one, one_grad
@@ -49,7 +50,9 @@ CHANGES = {
     "buffer through .data": lambda m: m.scale.data.add_(1),
     "weight by numpy": lambda m: m.frozen.data.cpu().numpy().__setitem__((0, 0), 5.0),
     "weight's data replaced": lambda m: setattr(m.other.weight, "data", m.other.weight.data * 2),
-    "frozen parameter replaced": lambda m: setattr(m, "frozen", nn.Parameter(m.frozen * 2, requires_grad=False)),
+    "frozen parameter replaced": lambda m: setattr(
+        m, "frozen", nn.Parameter(m.frozen * 2, requires_grad=False)
+    ),
     "buffer replaced": lambda m: setattr(m, "scale", m.scale * 2),
     "parameter frozen": lambda m: m.linear.weight.requires_grad_(False),
     "evaluation mode": lambda m: m.eval(),
@@ -60,7 +63,9 @@ CHANGES = {
 }
 for label, change in CHANGES.items():
     between(f"{label} changes", quietly(change))
-between("input changes in place", lambda m, loss, outputs, arguments: arguments[0].add_(1.0), inputs=one)
+between(
+    "input changes in place", lambda m, loss, outputs, arguments: arguments[0].add_(1.0), inputs=one
+)
 between("output changes in place", lambda m, loss, outputs, arguments: outputs.data.add_(1.0))
 between(
     "output that its own gradient needs changes in place",
@@ -68,15 +73,26 @@ between(
     lambda: Own(lambda m, x: m.linear(x).exp()),
     loss=lambda out: out.sum(),
 )
-between("hook on a parameter is added", lambda m, *_: m.linear.weight.register_hook(lambda g: g * 3))
+between(
+    "hook on a parameter is added", lambda m, *_: m.linear.weight.register_hook(lambda g: g * 3)
+)
 between(
     "hook on a parameter is removed",
     lambda m, *_: m.__dict__["handle"].remove(),
     prepare=lambda m: m.__dict__.update(handle=m.linear.weight.register_hook(lambda g: g * 3)),
 )
-between("post-accumulate hook is added", lambda m, *_: m.linear.weight.register_post_accumulate_grad_hook(_halved))
-between("hook on the output is added", lambda m, loss, outputs, arguments: outputs.register_hook(lambda g: g * 3))
-between("hook on the input is added", lambda m, loss, outputs, arguments: arguments[0].register_hook(lambda g: g * 3))
+between(
+    "post-accumulate hook is added",
+    lambda m, *_: m.linear.weight.register_post_accumulate_grad_hook(_halved),
+)
+between(
+    "hook on the output is added",
+    lambda m, loss, outputs, arguments: outputs.register_hook(lambda g: g * 3),
+)
+between(
+    "hook on the input is added",
+    lambda m, loss, outputs, arguments: arguments[0].register_hook(lambda g: g * 3),
+)
 between(
     "hook on the output's node",
     lambda m, loss, outputs, arguments: outputs.grad_fn.register_hook(
@@ -85,14 +101,19 @@ between(
     observe=lambda m: len(m.__dict__.get("count", [])),
 )
 between("another forward", lambda m, loss, outputs, arguments: m(arguments[0]))
-between("another forward and backward", lambda m, loss, outputs, arguments: m(arguments[0]).sum().backward())
+between(
+    "another forward and backward",
+    lambda m, loss, outputs, arguments: m(arguments[0]).sum().backward(),
+)
 between("an evaluation", lambda m, loss, outputs, arguments: (m.eval(), m(arguments[0]), m.train()))
 between("random numbers are drawn", lambda m, loss, outputs, arguments: torch.rand(3))
 between("seeded", lambda m, loss, outputs, arguments: torch.manual_seed(1))
 between("a step of descent", quietly(lambda m: [p.sub_(0.01) for p in m.parameters()]))
 between(
     "the input gets a gradient",
-    lambda m, loss, outputs, arguments: setattr(arguments[0], "grad", torch.ones_like(arguments[0])),
+    lambda m, loss, outputs, arguments: setattr(
+        arguments[0], "grad", torch.ones_like(arguments[0])
+    ),
 )
 between(
     "retain_grad on the output",
@@ -112,7 +133,10 @@ def patched(name, patch, make=model, **options):
 
 
 patched("forward patched", lambda m: _patch(m, lambda x, old: old(x) * 2))
-patched("forward patched for keywords", lambda m: setattr(m, "forward", lambda x: torch.tanh(m.linear(x))))
+patched(
+    "forward patched for keywords",
+    lambda m: setattr(m, "forward", lambda x: torch.tanh(m.linear(x))),
+)
 add(
     GROUP,
     "forward patched before the first call",
@@ -133,8 +157,12 @@ for label, register in {
     "forward pre-hook": lambda m: m.register_forward_pre_hook(lambda mod, args: (args[0] * 2,)),
     "full backward hook": lambda m: m.register_full_backward_hook(lambda mod, gi, go: (gi[0] * 2,)),
     "hook on a child": lambda m: m.linear.register_forward_hook(lambda mod, args, out: out * 2),
-    "pre-hook on a child": lambda m: m.linear.register_forward_pre_hook(lambda mod, args: (args[0] * 2,)),
-    "backward hook on a child": lambda m: m.linear.register_full_backward_hook(lambda mod, gi, go: None),
+    "pre-hook on a child": lambda m: m.linear.register_forward_pre_hook(
+        lambda mod, args: (args[0] * 2,)
+    ),
+    "backward hook on a child": lambda m: m.linear.register_full_backward_hook(
+        lambda mod, gi, go: None
+    ),
     "state dict hook": lambda m: m.register_state_dict_post_hook(lambda *a: None),
 }.items():
     patched(f"{label} added", register)
@@ -186,14 +214,28 @@ def _weight_tangent(m, arguments):
         finally:
             del m.linear.weight
             m.linear.register_parameter("weight", weight)
-        return primal.detach().clone(), torch.zeros_like(primal) if tangent is None else tangent.detach().clone()
+        return primal.detach().clone(), torch.zeros_like(
+            primal
+        ) if tangent is None else tangent.detach().clone()
 
 
 add(GROUP, "forward-mode tangent of a weight", model, one, call=_weight_tangent)
 add(GROUP, "forward-mode tangent of the input", model, one, call=_forward_mode)
-add(GROUP, "torch.func.jvp", model, one, call=lambda m, a: torch.func.jvp(m, (a[0],), (torch.ones_like(a[0]),)))
+add(
+    GROUP,
+    "torch.func.jvp",
+    model,
+    one,
+    call=lambda m, a: torch.func.jvp(m, (a[0],), (torch.ones_like(a[0]),)),
+)
 add(GROUP, "torch.func.vjp", model, one, call=lambda m, a: _vjp(m, a[0]))
-add(GROUP, "torch.func.grad", model, one, call=lambda m, a: torch.func.grad(lambda x: m(x).sum())(a[0]))
+add(
+    GROUP,
+    "torch.func.grad",
+    model,
+    one,
+    call=lambda m, a: torch.func.grad(lambda x: m(x).sum())(a[0]),
+)
 add(GROUP, "torch.func.vmap", model, one, call=lambda m, a: torch.func.vmap(m)(a[0][:, None]))
 add(
     GROUP,
@@ -225,7 +267,9 @@ add(
     lambda: Own(lambda m, x: (m.linear(x) * 0.0).sqrt() * 0.0),
     one,
     backward=lambda m, loss, outputs, arguments, step: (
-        _within(torch.autograd.detect_anomaly(check_nan=True), loss.backward) if step == 5 else loss.backward()
+        _within(torch.autograd.detect_anomaly(check_nan=True), loss.backward)
+        if step == 5
+        else loss.backward()
     ),
 )
 add(
@@ -234,7 +278,9 @@ add(
     model,
     one_grad,
     backward=lambda m, loss, outputs, arguments, step: (
-        _within(torch.autograd.detect_anomaly(check_nan=True), loss.backward) if step == 4 else loss.backward()
+        _within(torch.autograd.detect_anomaly(check_nan=True), loss.backward)
+        if step == 4
+        else loss.backward()
     ),
 )
 add(
@@ -258,10 +304,24 @@ add(
     "mutation of saved tensors allowed",
     model,
     one_grad,
-    call=lambda m, a: _within(torch.autograd.graph.allow_mutation_on_saved_tensors(), lambda: m(*a) * 1.0),
+    call=lambda m, a: _within(
+        torch.autograd.graph.allow_mutation_on_saved_tensors(), lambda: m(*a) * 1.0
+    ),
 )
-add(GROUP, "dispatch mode around the call", model, one_grad, call=lambda m, a: _within(_Doubling(), lambda: m(*a)))
-add(GROUP, "function mode around the call", model, one_grad, call=lambda m, a: _within(_TanhIsSigmoid(), lambda: m(*a)))
+add(
+    GROUP,
+    "dispatch mode around the call",
+    model,
+    one_grad,
+    call=lambda m, a: _within(_Doubling(), lambda: m(*a)),
+)
+add(
+    GROUP,
+    "function mode around the call",
+    model,
+    one_grad,
+    call=lambda m, a: _within(_TanhIsSigmoid(), lambda: m(*a)),
+)
 add(
     GROUP,
     "profiler around the call",

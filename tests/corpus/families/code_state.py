@@ -1,4 +1,5 @@
-"""State that forward's code reaches by itself: globals, closures, classes, defaults, functions that are exchanged."""
+"""State that forward's code reaches by itself: globals, closures, classes, defaults, functions that
+are exchanged."""
 
 import ctypes
 import functools
@@ -115,23 +116,45 @@ case("global number", lambda m, x: m.linear(x) * SCALE, setter("SCALE", 2.0))
 case("global number, in a function called", lambda m, x: nested(m.linear(x)), setter("SCALE", 2.0))
 case("global dict", lambda m, x: m.linear(x) * TABLE["scale"], lambda m: TABLE.update(scale=2.0))
 case("global list", lambda m, x: m.linear(x) * ITEMS[0], lambda m: ITEMS.__setitem__(0, 2.0))
-case("global object", lambda m, x: m.linear(x) * SETTINGS.scale, lambda m: setattr(SETTINGS, "scale", 2.0))
+case(
+    "global object",
+    lambda m, x: m.linear(x) * SETTINGS.scale,
+    lambda m: setattr(SETTINGS, "scale", 2.0),
+)
 case(
     "global object, two levels",
     lambda m, x: m.linear(x) * SETTINGS.deep.scale,
     lambda m: setattr(SETTINGS.deep, "scale", 2.0),
 )
-case("global tensor replaced", lambda m, x: m.linear(x) * SHIFT.to(x.device), setter("SHIFT", torch.full((4,), 2.0)))
-case("global tensor in place", lambda m, x: m.linear(x) * SHIFT.to(x.device), lambda m: SHIFT.mul_(2))
+case(
+    "global tensor replaced",
+    lambda m, x: m.linear(x) * SHIFT.to(x.device),
+    setter("SHIFT", torch.full((4,), 2.0)),
+)
+case(
+    "global tensor in place", lambda m, x: m.linear(x) * SHIFT.to(x.device), lambda m: SHIFT.mul_(2)
+)
 case(
     "global list of a tensor, replaced",
     lambda m, x: m.linear(x) * MASK[0].to(x.device),
     lambda m: MASK.__setitem__(0, torch.full((4,), 3.0)),
 )
 case("global function replaced", lambda m, x: helper(m.linear(x)), setter("helper", second_helper))
-case("global activation replaced", lambda m, x: activation(m.linear(x)), setter("activation", torch.sigmoid))
-case("default of an argument", lambda m, x: defaults(m.linear(x)), lambda m: setattr(defaults, "__defaults__", (2.0,)))
-case("attribute of a function", lambda m, x: attributed(m.linear(x)), lambda m: setattr(attributed, "scale", 2.0))
+case(
+    "global activation replaced",
+    lambda m, x: activation(m.linear(x)),
+    setter("activation", torch.sigmoid),
+)
+case(
+    "default of an argument",
+    lambda m, x: defaults(m.linear(x)),
+    lambda m: setattr(defaults, "__defaults__", (2.0,)),
+)
+case(
+    "attribute of a function",
+    lambda m, x: attributed(m.linear(x)),
+    lambda m: setattr(attributed, "scale", 2.0),
+)
 case(
     "environment variable",
     lambda m, x: m.linear(x) * float(os.environ["PACKGRAPH_CORPUS_SCALE"]),
@@ -152,11 +175,33 @@ for reading, value in (
 case("code of a function exchanged", lambda m, x: helper(m.linear(x)), lambda m: _exchange_code())
 add(GROUP, "class attribute", classy, mutate=lambda m: setattr(Classy, "scale", 2.0))
 add(GROUP, "class attribute of a base", classy, mutate=lambda m: setattr(Base, "inherited", 2.0))
-add(GROUP, "class attribute, inside a dict", classy, mutate=lambda m: Classy.table.update(scale=2.0))
-add(GROUP, "class attribute shadowed on the module", classy, mutate=lambda m: setattr(m, "scale", 2.0))
-add(GROUP, "static method of the class", classy, mutate=lambda m: setattr(Classy, "factor", staticmethod(lambda: 2.0)))
-add(GROUP, "method of the class", classy, mutate=lambda m: setattr(Classy, "method", lambda self, x: x * 2))
-add(GROUP, "method of the module patched", classy, mutate=lambda m: setattr(m, "method", lambda x: x * 2))
+add(
+    GROUP, "class attribute, inside a dict", classy, mutate=lambda m: Classy.table.update(scale=2.0)
+)
+add(
+    GROUP,
+    "class attribute shadowed on the module",
+    classy,
+    mutate=lambda m: setattr(m, "scale", 2.0),
+)
+add(
+    GROUP,
+    "static method of the class",
+    classy,
+    mutate=lambda m: setattr(Classy, "factor", staticmethod(lambda: 2.0)),
+)
+add(
+    GROUP,
+    "method of the class",
+    classy,
+    mutate=lambda m: setattr(Classy, "method", lambda self, x: x * 2),
+)
+add(
+    GROUP,
+    "method of the module patched",
+    classy,
+    mutate=lambda m: setattr(m, "method", lambda x: x * 2),
+)
 add(
     GROUP,
     "forward of a child patched",
@@ -169,7 +214,12 @@ add(
     lambda: _patched_class(),
     mutate=lambda m: setattr(type(m.child), "forward", lambda self, x: x * 3),
 )
-add(GROUP, "__class__ of a child", lambda: _patched_class(), mutate=lambda m: setattr(m.child, "__class__", _Other))
+add(
+    GROUP,
+    "__class__ of a child",
+    lambda: _patched_class(),
+    mutate=lambda m: setattr(m.child, "__class__", _Other),
+)
 
 
 def _exchange_code():
@@ -226,7 +276,9 @@ add(GROUP, "dict inside a partial", partials, mutate=lambda m: m.apply_to.args[0
 add(
     GROUP,
     "keywords of a partial",
-    lambda: Own(lambda m, x: m.apply_to(m.linear(x)), apply_to=functools.partial(defaults, scale=1.0)),
+    lambda: Own(
+        lambda m, x: m.apply_to(m.linear(x)), apply_to=functools.partial(defaults, scale=1.0)
+    ),
     mutate=lambda m: m.apply_to.keywords.update(scale=2.0),
 )
 
@@ -269,6 +321,7 @@ class _Scaler:
 
 def executed(names):
     """A module whose source was executed, in a namespace with these further names."""
+
     def make():
         namespace = {"nn": nn, "SCALE": 1.0, **names}
         exec(SOURCE, namespace)
@@ -288,7 +341,12 @@ class Made(nn.Module):
         globals()["SCALE"] = 2.0
 """
 add(GROUP, "global of executed code", executed({"__name__": "made"}), mutate=lambda m: m.change())
-add(GROUP, "global of executed code that belongs to no module", executed({}), mutate=lambda m: m.change())
+add(
+    GROUP,
+    "global of executed code that belongs to no module",
+    executed({}),
+    mutate=lambda m: m.change(),
+)
 
 
 class Record(ctypes.Structure):
@@ -298,4 +356,8 @@ class Record(ctypes.Structure):
     scale = 1.0
 
 
-case("attribute of a class of ctypes", lambda m, x: m.linear(x) * Record.scale, lambda m: setattr(Record, "scale", 2.0))
+case(
+    "attribute of a class of ctypes",
+    lambda m, x: m.linear(x) * Record.scale,
+    lambda m: setattr(Record, "scale", 2.0),
+)

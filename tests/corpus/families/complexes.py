@@ -1,4 +1,5 @@
-"""FFTs and complex numbers: conjugate and negative bits, real and imaginary views, complex weights."""
+"""FFTs and complex numbers: conjugate and negative bits, real and imaginary views, complex
+weights."""
 
 import torch
 from corpus.entry import GRADIENT_LAYOUT, Own, add, one, one_grad
@@ -48,8 +49,12 @@ FFTS = {
     "irfft of a conjugate": lambda h: torch.fft.irfft(torch.fft.rfft(h).conj(), n=4),
     "power spectrum": lambda h: torch.fft.rfft(h).abs().square(),
     "norm ortho over rows": lambda h: torch.fft.fft(h, dim=0, norm="ortho"),
-    "cross correlation": lambda h: torch.fft.irfft(torch.fft.rfft(h) * torch.fft.rfft(h.flip(0)).conj(), n=4),
-    "stft": lambda h: torch.stft(h.flatten().repeat(3), 8, window=torch.ones(8, device=h.device), return_complex=True),
+    "cross correlation": lambda h: torch.fft.irfft(
+        torch.fft.rfft(h) * torch.fft.rfft(h.flip(0)).conj(), n=4
+    ),
+    "stft": lambda h: torch.stft(
+        h.flatten().repeat(3), 8, window=torch.ones(8, device=h.device), return_complex=True
+    ),
 }
 for label, transform in FFTS.items():
     case(label, lambda m, x, transform=transform: transform(m.linear(x)))
@@ -67,7 +72,9 @@ OPERATIONS = {
     "imag of conj, twice": lambda m, u: (u.conj().imag, u.conj().imag * 2),
     "neg of conj": lambda m, u: -u.conj(),
     "view as real": lambda m, u: torch.view_as_real(u),
-    "view as real of a resolved conjugate": lambda m, u: torch.view_as_real(u.conj().resolve_conj()),
+    "view as real of a resolved conjugate": lambda m, u: torch.view_as_real(
+        u.conj().resolve_conj()
+    ),
     "abs and angle": lambda m, u: (u.abs(), u.angle()),
     "exp(1j w)": lambda m, u: u * torch.exp(1j * m.phase),
     "polar": lambda m, u: u * torch.polar(m.phase.abs(), m.phase),
@@ -90,7 +97,9 @@ OPERATIONS = {
     "conj and base": lambda m, u: (u, u.conj()),
     "double": lambda m, u: u.to(torch.complex128).conj(),
     "transposed imag": lambda m, u: u.imag.t(),
-    "negative imag view": lambda m, u: u.conj().imag.view(2, 6) if u.conj().imag.is_contiguous() else u.conj().imag.t(),
+    "negative imag view": lambda m, u: (
+        u.conj().imag.view(2, 6) if u.conj().imag.is_contiguous() else u.conj().imag.t()
+    ),
     "prod": lambda m, u: u[:, :2].prod(1),
     "cumsum": lambda m, u: u.cumsum(0),
     "reciprocal": lambda m, u: 1 / (u + 3),
@@ -105,9 +114,15 @@ for label, inputs in {
 }.items():
     case(label, lambda m, x: x @ m.w.to(x.dtype) if x.is_complex() else m.linear(x), inputs)
 case(
-    "conjugated in turns", lambda m, x: x @ m.w, lambda draw, step: (conjugated if step % 2 else complexes)(draw, step)
+    "conjugated in turns",
+    lambda m, x: x @ m.w,
+    lambda draw, step: (conjugated if step % 2 else complexes)(draw, step),
 )
-case("conjugated leaf", lambda m, x: x @ m.w, lambda draw, step: (conjugated(draw, step)[0].requires_grad_(),))
+case(
+    "conjugated leaf",
+    lambda m, x: x @ m.w,
+    lambda draw, step: (conjugated(draw, step)[0].requires_grad_(),),
+)
 case("conj of an input returned", lambda m, x: (x @ m.w, x.conj()), complex_leaves)
 case("conj of a weight returned", lambda m, x: (m.linear(x), m.w.conj()), one)
 case("imag of a weight returned", lambda m, x: (m.linear(x), m.w.imag), one)
@@ -115,7 +130,9 @@ case(
     "conjugated buffer",
     lambda m, x: (m.linear(x) * m.spectrum).real,
     one,
-    prepare=lambda m: m.register_buffer("spectrum", torch.exp(1j * torch.arange(4.0)).to(m.w.device).conj()),
+    prepare=lambda m: m.register_buffer(
+        "spectrum", torch.exp(1j * torch.arange(4.0)).to(m.w.device).conj()
+    ),
     mutate=lambda m: m.spectrum.mul_(1j),
 )
 case(
@@ -125,15 +142,29 @@ case(
     prepare=lambda m: setattr(m, "held", torch.exp(1j * torch.arange(4.0)).to(m.w.device).conj()),
     mutate=lambda m: setattr(m, "held", m.held * 2),
 )
-case("loss is the real part", lambda m, x: z(m, x).conj(), loss=lambda out: (out * out.conj()).real.sum())
-case("loss of the imaginary part", lambda m, x: z(m, x).conj(), loss=lambda out: out.imag.square().sum())
-case("gradient arrives conjugated", lambda m, x: z(m, x), loss=lambda out: (out.conj() * 1j).real.sum())
+case(
+    "loss is the real part",
+    lambda m, x: z(m, x).conj(),
+    loss=lambda out: (out * out.conj()).real.sum(),
+)
+case(
+    "loss of the imaginary part",
+    lambda m, x: z(m, x).conj(),
+    loss=lambda out: out.imag.square().sum(),
+)
+case(
+    "gradient arrives conjugated",
+    lambda m, x: z(m, x),
+    loss=lambda out: (out.conj() * 1j).real.sum(),
+)
 case(
     "two outputs conjugated differently",
     lambda m, x: (lambda u: (u.conj(), u * 1j))(z(m, x)),
     loss=lambda out: (out[0].conj() * out[1]).real.sum(),
 )
-case("double backward friendly phases", lambda m, x: torch.exp(1j * m.phase) * m.linear(x), one_grad)
+case(
+    "double backward friendly phases", lambda m, x: torch.exp(1j * m.phase) * m.linear(x), one_grad
+)
 
 
 class ComplexLinear(nn.Module):
@@ -144,7 +175,9 @@ class ComplexLinear(nn.Module):
         self.real, self.imag = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, u):
-        return torch.complex(self.real(u.real) - self.imag(u.imag), self.real(u.imag) + self.imag(u.real))
+        return torch.complex(
+            self.real(u.real) - self.imag(u.imag), self.real(u.imag) + self.imag(u.real)
+        )
 
 
 class Spectral(nn.Module):
@@ -180,7 +213,9 @@ class Diagonal(nn.Module):
         powers = poles[:, None] ** torch.arange(12, device=x.device)
         read = self.c.conj() if self.conjugate else self.c
         kernel = 2 * (read[:, None] * powers).sum(0).real
-        return torch.fft.irfft(torch.fft.rfft(x.flatten(), n=24) * torch.fft.rfft(kernel, n=24), n=24)[:12]
+        return torch.fft.irfft(
+            torch.fft.rfft(x.flatten(), n=24) * torch.fft.rfft(kernel, n=24), n=24
+        )[:12]
 
 
 class Rotary(nn.Module):
@@ -203,7 +238,9 @@ class Rotary(nn.Module):
 
 
 for name, make in {
-    "complex linear": lambda: nn.Sequential(_ToComplex(), ComplexLinear(), _Split(), ComplexLinear()),
+    "complex linear": lambda: nn.Sequential(
+        _ToComplex(), ComplexLinear(), _Split(), ComplexLinear()
+    ),
     "spectral layer": lambda: Spectral("plain"),
     "spectral layer, conjugated": lambda: Spectral("conjugated"),
     "FFT convolution": lambda: Spectral("convolution"),

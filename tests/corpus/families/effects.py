@@ -1,4 +1,5 @@
-"""What forward does besides returning outputs: things left elsewhere, backwards of its own, random states."""
+"""What forward does besides returning outputs: things left elsewhere, backwards of its own, random
+states."""
 
 import contextlib
 import logging
@@ -16,20 +17,25 @@ TABLE: dict = {}
 
 
 def leave(name, effect, observe, use=None, **options):
-    """`effect(m, h)` leaves something of the hidden values somewhere; `use` makes a further loss of it."""
+    """`effect(m, h)` leaves something of the hidden values somewhere; `use` makes a further loss of
+    it."""
 
     def make():
         AUX.clear()
         TABLE.clear()
         BOX.value = None
-        return Own(_leaving(effect), other=nn.Linear(4, 4), held=types.SimpleNamespace(value=None), box=[])
+        return Own(
+            _leaving(effect), other=nn.Linear(4, 4), held=types.SimpleNamespace(value=None), box=[]
+        )
 
     def backward(m, loss, outputs, arguments, step):
         extra = use(m) if use is not None else None
         (loss if extra is None else loss + extra).backward()
         AUX.clear()
 
-    add(GROUP, name, make, options.pop("inputs", one), backward=backward, observe=observe, **options)
+    add(
+        GROUP, name, make, options.pop("inputs", one), backward=backward, observe=observe, **options
+    )
 
 
 def _leaving(effect):
@@ -51,10 +57,23 @@ leave(
     lambda m: len(AUX),
     lambda m: sum(AUX),
 )
-leave("hidden values on a global list", lambda m, h: AUX.append(h), lambda m: len(AUX), lambda m: summed(AUX))
-leave("detached values on a global list", lambda m, h: AUX.append(h.detach()), lambda m: [t.clone() for t in AUX])
+leave(
+    "hidden values on a global list",
+    lambda m, h: AUX.append(h),
+    lambda m: len(AUX),
+    lambda m: summed(AUX),
+)
+leave(
+    "detached values on a global list",
+    lambda m, h: AUX.append(h.detach()),
+    lambda m: [t.clone() for t in AUX],
+)
 leave("a number on a global list", lambda m, h: AUX.append(3), lambda m: len(AUX))
-leave("a number of a tensor on a global list", lambda m, h: AUX.append(float(h.detach().sum())), lambda m: list(AUX))
+leave(
+    "a number of a tensor on a global list",
+    lambda m, h: AUX.append(float(h.detach().sum())),
+    lambda m: list(AUX),
+)
 leave(
     "a global object's attribute",
     lambda m, h: setattr(BOX, "value", h.square().mean()),
@@ -67,25 +86,50 @@ leave(
     lambda m: m.held.value,
     lambda m: m.held.value,
 )
-leave("the module's attribute", lambda m, h: setattr(m, "aux", h.square().mean()), lambda m: m.aux, lambda m: m.aux)
-leave("the module's attribute, detached", lambda m, h: setattr(m, "aux", h.detach()), lambda m: m.aux)
+leave(
+    "the module's attribute",
+    lambda m, h: setattr(m, "aux", h.square().mean()),
+    lambda m: m.aux,
+    lambda m: m.aux,
+)
+leave(
+    "the module's attribute, detached", lambda m, h: setattr(m, "aux", h.detach()), lambda m: m.aux
+)
 leave(
     "a child's attribute",
     lambda m, h: setattr(m.other, "aux", h.square().mean()),
     lambda m: m.other.aux,
     lambda m: m.other.aux,
 )
-leave("the module's __dict__", lambda m, h: m.__dict__.update(aux=h.square().mean()), lambda m: m.aux, lambda m: m.aux)
+leave(
+    "the module's __dict__",
+    lambda m, h: m.__dict__.update(aux=h.square().mean()),
+    lambda m: m.aux,
+    lambda m: m.aux,
+)
 leave(
     "a list of the module",
     lambda m, h: (m.box.clear(), m.box.append(h.mean())),
     lambda m: list(m.box),
     lambda m: m.box[0],
 )
-leave("a global dict", lambda m, h: TABLE.update(h=h.mean()), lambda m: dict(TABLE), lambda m: TABLE["h"])
-leave("a class attribute", lambda m, h: setattr(type(m), "aux", h.mean()), lambda m: Own.aux, lambda m: Own.aux)
 leave(
-    "a function's attribute", lambda m, h: setattr(summed, "aux", h.mean()), lambda m: summed.aux, lambda m: summed.aux
+    "a global dict",
+    lambda m, h: TABLE.update(h=h.mean()),
+    lambda m: dict(TABLE),
+    lambda m: TABLE["h"],
+)
+leave(
+    "a class attribute",
+    lambda m, h: setattr(type(m), "aux", h.mean()),
+    lambda m: Own.aux,
+    lambda m: Own.aux,
+)
+leave(
+    "a function's attribute",
+    lambda m, h: setattr(summed, "aux", h.mean()),
+    lambda m: summed.aux,
+    lambda m: summed.aux,
 )
 leave(
     "a tensor's attribute",
@@ -99,18 +143,31 @@ leave(
     lambda m: TABLE["h"],
     lambda m: TABLE["h"][0],
 )
-leave("a closure", lambda m, h: TABLE.update(f=lambda: h.mean()), lambda m: TABLE["f"](), lambda m: TABLE["f"]())
 leave(
-    "a weak reference to an output's part", lambda m, h: TABLE.update(h=weakref.ref(h)), lambda m: TABLE["h"]() is None
+    "a closure",
+    lambda m, h: TABLE.update(f=lambda: h.mean()),
+    lambda m: TABLE["f"](),
+    lambda m: TABLE["f"](),
+)
+leave(
+    "a weak reference to an output's part",
+    lambda m, h: TABLE.update(h=weakref.ref(h)),
+    lambda m: TABLE["h"]() is None,
 )
 leave("the graph's node", lambda m, h: TABLE.update(h=h.grad_fn), lambda m: TABLE["h"].name())
 leave(
     "a reference cycle",
-    lambda m, h: TABLE.update(h=(lambda loop: (loop.append(loop), loop.append(h.mean()), loop)[2])([])),
+    lambda m, h: TABLE.update(
+        h=(lambda loop: (loop.append(loop), loop.append(h.mean()), loop)[2])([])
+    ),
     lambda m: TABLE["h"][1],
     lambda m: TABLE["h"][1],
 )
-leave("an exception that is kept", lambda m, h: TABLE.update(e=_kept_exception(h)), lambda m: TABLE["e"].args[0])
+leave(
+    "an exception that is kept",
+    lambda m, h: TABLE.update(e=_kept_exception(h)),
+    lambda m: TABLE["e"].args[0],
+)
 leave("the input is kept", lambda m, h: TABLE.update(w=m.linear.weight), lambda m: TABLE["w"])
 leave(
     "written into a global tensor",
@@ -118,9 +175,19 @@ leave(
     lambda m: TABLE["sum"].clone(),
 )
 leave("written into a held tensor", lambda m, h: _into_held(m, h), lambda m: m.held.value.clone())
-leave("counted on the host", lambda m, h: TABLE.update(n=TABLE.get("n", 0) + 1), lambda m: TABLE["n"])
-leave("counted in an object", lambda m, h: setattr(m.held, "n", getattr(m.held, "n", 0) + 1), lambda m: m.held.n)
-leave("counted on the class", lambda m, h: setattr(Own, "calls", getattr(Own, "calls", 0) + 1), lambda m: None)
+leave(
+    "counted on the host", lambda m, h: TABLE.update(n=TABLE.get("n", 0) + 1), lambda m: TABLE["n"]
+)
+leave(
+    "counted in an object",
+    lambda m, h: setattr(m.held, "n", getattr(m.held, "n", 0) + 1),
+    lambda m: m.held.n,
+)
+leave(
+    "counted on the class",
+    lambda m, h: setattr(Own, "calls", getattr(Own, "calls", 0) + 1),
+    lambda m: None,
+)
 leave("logged", lambda m, h: logging.getLogger("corpus").debug("norm %s", h.shape), lambda m: None)
 leave(
     "printed to a buffer",
@@ -130,27 +197,57 @@ leave(
 leave("backward inside", lambda m, h: m.linear(h.detach()).sum().backward(), lambda m: None)
 leave(
     "autograd.grad inside",
-    lambda m, h: m.__dict__.update(g=torch.autograd.grad(h.square().sum(), m.linear.weight, retain_graph=True)[0]),
+    lambda m, h: m.__dict__.update(
+        g=torch.autograd.grad(h.square().sum(), m.linear.weight, retain_graph=True)[0]
+    ),
     lambda m: m.g,
 )
-leave("backward of the hidden values inside", lambda m, h: h.square().sum().backward(retain_graph=True), lambda m: None)
+leave(
+    "backward of the hidden values inside",
+    lambda m, h: h.square().sum().backward(retain_graph=True),
+    lambda m: None,
+)
 leave(
     "weight's data replaced inside",
     lambda m, h: setattr(m.linear.weight, "data", m.linear.weight.data * 1.01),
     lambda m: None,
 )
-leave("weight's data changed in place inside", lambda m, h: m.other.bias.data.mul_(1.1), lambda m: None)
-leave("weight changed in place inside", lambda m, h: _no_grad(lambda: m.other.bias.add_(0.1)), lambda m: None)
-leave("weight's norm limited inside", lambda m, h: _no_grad(lambda: m.other.weight.renorm_(2, 0, 0.5)), lambda m: None)
+leave(
+    "weight's data changed in place inside",
+    lambda m, h: m.other.bias.data.mul_(1.1),
+    lambda m: None,
+)
+leave(
+    "weight changed in place inside",
+    lambda m, h: _no_grad(lambda: m.other.bias.add_(0.1)),
+    lambda m: None,
+)
+leave(
+    "weight's norm limited inside",
+    lambda m, h: _no_grad(lambda: m.other.weight.renorm_(2, 0, 0.5)),
+    lambda m: None,
+)
 leave("hook on hidden values", lambda m, h: h.register_hook(lambda g: g * 2), lambda m: None)
 leave(
     "hook that reads the host",
     lambda m, h: h.register_hook(lambda g: TABLE.update(g=g.clone())),
     lambda m: TABLE.get("g"),
 )
-leave("hook on a node of the graph", lambda m, h: h.grad_fn.register_hook(lambda gi, go: None), lambda m: None)
-leave("hook on a weight, in every call", lambda m, h: m.linear.weight.register_hook(lambda g: g * 1.1), lambda m: None)
-leave("retain_grad inside", lambda m, h: (h.retain_grad(), TABLE.update(h=h)), lambda m: TABLE["h"].grad)
+leave(
+    "hook on a node of the graph",
+    lambda m, h: h.grad_fn.register_hook(lambda gi, go: None),
+    lambda m: None,
+)
+leave(
+    "hook on a weight, in every call",
+    lambda m, h: m.linear.weight.register_hook(lambda g: g * 1.1),
+    lambda m: None,
+)
+leave(
+    "retain_grad inside",
+    lambda m, h: (h.retain_grad(), TABLE.update(h=h)),
+    lambda m: TABLE["h"].grad,
+)
 leave(
     "gradient of a weight set inside",
     lambda m, h: setattr(m.linear.weight, "grad", torch.ones_like(m.linear.weight)),
@@ -173,11 +270,23 @@ leave(
 leave("random state forked", lambda m, h: _forked(h), lambda m: torch.rand(2))
 leave("Python's random state moved", lambda m, h: __import__("random").random(), lambda m: None)
 leave("numpy's random state moved", lambda m, h: __import__("numpy").random.rand(), lambda m: None)
-leave("gradient mode switched and left", lambda m, h: torch.set_grad_enabled(True), lambda m: torch.is_grad_enabled())
-leave("default dtype set", lambda m, h: torch.set_default_dtype(torch.float32), lambda m: torch.get_default_dtype())
+leave(
+    "gradient mode switched and left",
+    lambda m, h: torch.set_grad_enabled(True),
+    lambda m: torch.is_grad_enabled(),
+)
+leave(
+    "default dtype set",
+    lambda m, h: torch.set_default_dtype(torch.float32),
+    lambda m: torch.get_default_dtype(),
+)
 leave("a child replaced inside", lambda m, h: setattr(m, "extra", nn.Identity()), lambda m: None)
 leave("a parameter registered inside", lambda m, h: _lazy(m), lambda m: None)
-leave("a buffer registered inside", lambda m, h: m.register_buffer("seen", h.detach().mean()), lambda m: m.seen)
+leave(
+    "a buffer registered inside",
+    lambda m, h: m.register_buffer("seen", h.detach().mean()),
+    lambda m: m.seen,
+)
 leave(
     "a module hook registered inside",
     lambda m, h: m.other.register_forward_pre_hook(lambda mod, a: (a[0] * 1.1,)),
@@ -194,9 +303,21 @@ leave(
 leave("a thread started inside", lambda m, h: _in_thread(h), lambda m: TABLE["thread"])
 leave("a host synchronisation inside", lambda m, h: h.detach().cpu(), lambda m: None)
 leave("printed", lambda m, h: repr(h), lambda m: None)
-leave("saved by torch.save", lambda m, h: torch.save(h.detach(), __import__("io").BytesIO()), lambda m: None)
-leave("deep-copied", lambda m, h: TABLE.update(c=__import__("copy").deepcopy(h.detach())), lambda m: TABLE["c"])
-leave("reference counts asked", lambda m, h: TABLE.update(n=__import__("sys").getrefcount(h) > 0), lambda m: TABLE["n"])
+leave(
+    "saved by torch.save",
+    lambda m, h: torch.save(h.detach(), __import__("io").BytesIO()),
+    lambda m: None,
+)
+leave(
+    "deep-copied",
+    lambda m, h: TABLE.update(c=__import__("copy").deepcopy(h.detach())),
+    lambda m: TABLE["c"],
+)
+leave(
+    "reference counts asked",
+    lambda m, h: TABLE.update(n=__import__("sys").getrefcount(h) > 0),
+    lambda m: TABLE["n"],
+)
 leave("an error in one call", lambda m, h: _error(m), lambda m: None)
 add(
     GROUP,

@@ -174,7 +174,9 @@ class Dropping(torch.autograd.Function):
 
 
 def fn(name, function, **parts):
-    add(GROUP, name, lambda: Own(function, **{key: make() for key, make in parts.items()}), one_grad)
+    add(
+        GROUP, name, lambda: Own(function, **{key: make() for key, make in parts.items()}), one_grad
+    )
 
 
 fn("saved tensors", lambda m, x: Square.apply(m.linear(x)))
@@ -183,7 +185,11 @@ fn("several outputs", lambda m, x: Several.apply(m.linear(x), x))
 fn("one of several outputs", lambda m, x: Several.apply(m.linear(x), x)[1])
 fn("in place", lambda m, x: InPlace.apply(m.linear(x) * 1.0))
 fn("straight-through rounding", lambda m, x: Straight.apply(m.linear(x) * 3))
-fn("gradient reversal", lambda m, x: m.other(Reversed.apply(m.linear(x), 0.5)), other=lambda: nn.Linear(4, 4))
+fn(
+    "gradient reversal",
+    lambda m, x: m.other(Reversed.apply(m.linear(x), 0.5)),
+    other=lambda: nn.Linear(4, 4),
+)
 fn("undifferentiable output", lambda m, x: Undifferentiable.apply(m.linear(x)))
 fn("recomputing", lambda m, x: Recomputing.apply(m.linear(x), m.linear.weight))
 fn(
@@ -229,26 +235,34 @@ for reentrant in (False, True):
         )
     fn(
         f"checkpoint of the whole, {form}",
-        lambda m, x, reentrant=reentrant: checkpoint(lambda y: m.block(m.linear(y)), x, use_reentrant=reentrant),
+        lambda m, x, reentrant=reentrant: checkpoint(
+            lambda y: m.block(m.linear(y)), x, use_reentrant=reentrant
+        ),
         block=block,
     )
     fn(
         f"checkpoints nested, {form}",
         lambda m, x, reentrant=reentrant: checkpoint(
-            lambda y: m.linear(checkpoint(m.block, y, use_reentrant=reentrant)), m.linear(x), use_reentrant=reentrant
+            lambda y: m.linear(checkpoint(m.block, y, use_reentrant=reentrant)),
+            m.linear(x),
+            use_reentrant=reentrant,
         ),
         block=block,
     )
     fn(
         f"checkpoint of two calls, {form}",
         lambda m, x, reentrant=reentrant: checkpoint(
-            m.block, checkpoint(m.block, m.linear(x), use_reentrant=reentrant), use_reentrant=reentrant
+            m.block,
+            checkpoint(m.block, m.linear(x), use_reentrant=reentrant),
+            use_reentrant=reentrant,
         ),
         block=block,
     )
     fn(
         f"checkpoint_sequential, {form}",
-        lambda m, x, reentrant=reentrant: checkpoint_sequential(m.block, 2, m.linear(x), use_reentrant=reentrant),
+        lambda m, x, reentrant=reentrant: checkpoint_sequential(
+            m.block, 2, m.linear(x), use_reentrant=reentrant
+        ),
         block=block,
     )
     fn(
@@ -260,7 +274,11 @@ add(
     GROUP,
     "checkpointing switched on",
     lambda: Own(
-        lambda m, x: checkpoint(m.block, m.linear(x), use_reentrant=False) if m.saving else m.block(m.linear(x)),
+        lambda m, x: (
+            checkpoint(m.block, m.linear(x), use_reentrant=False)
+            if m.saving
+            else m.block(m.linear(x))
+        ),
         block=block(),
         saving=False,
     ),
@@ -274,7 +292,9 @@ fn(
 )
 fn(
     "functional_call of scaled weights",
-    lambda m, x: torch.func.functional_call(m.block, {"0.weight": m.block[0].weight * 2}, (m.linear(x),)),
+    lambda m, x: torch.func.functional_call(
+        m.block, {"0.weight": m.block[0].weight * 2}, (m.linear(x),)
+    ),
     block=block,
 )
 fn(
@@ -287,7 +307,10 @@ fn(
 fn(
     "functional_call of a stack of models",
     lambda m, x: torch.stack(
-        [torch.func.functional_call(m.linear, {"weight": w, "bias": m.linear.bias}, (x,)) for w in m.stack.unbind(0)]
+        [
+            torch.func.functional_call(m.linear, {"weight": w, "bias": m.linear.bias}, (x,))
+            for w in m.stack.unbind(0)
+        ]
     ),
     stack=lambda: nn.Parameter(torch.randn(2, 4, 4)),
 )
@@ -295,33 +318,50 @@ fn("vmap", lambda m, x: torch.func.vmap(m.linear)(x))
 add(
     GROUP,
     "vmap of a stack of weights",
-    lambda: Own(lambda m, x: torch.func.vmap(lambda w: x @ w)(m.stack), stack=nn.Parameter(torch.randn(2, 4, 4))),
+    lambda: Own(
+        lambda m, x: torch.func.vmap(lambda w: x @ w)(m.stack),
+        stack=nn.Parameter(torch.randn(2, 4, 4)),
+    ),
     one_grad,
     documented=GRADIENT_LAYOUT,
 )
-fn("torch.func.grad inside", lambda m, x: m.linear(x) + torch.func.grad(lambda y: m.linear(y).square().sum())(x))
+fn(
+    "torch.func.grad inside",
+    lambda m, x: m.linear(x) + torch.func.grad(lambda y: m.linear(y).square().sum())(x),
+)
 fn("torch.func.jvp inside", lambda m, x: torch.func.jvp(m.linear, (x,), (torch.ones_like(x),)))
 fn("torch.func.jacrev inside", lambda m, x: torch.func.jacrev(lambda y: m.linear(y).tanh())(x[0]))
 fn(
     "autograd.grad inside, graph kept",
-    lambda m, x: (lambda h: m.linear(x) + torch.autograd.grad(m.linear(h).tanh().sum(), h, create_graph=True)[0])(
-        x.detach().requires_grad_()
-    ),
+    lambda m, x: (
+        lambda h: (
+            m.linear(x) + torch.autograd.grad(m.linear(h).tanh().sum(), h, create_graph=True)[0]
+        )
+    )(x.detach().requires_grad_()),
 )
 fn(
     "energy and its forces",
     lambda m, x: (
-        lambda p: (lambda e: (e, -torch.autograd.grad(e, p, create_graph=True)[0]))(m.linear(p).tanh().sum())
+        lambda p: (lambda e: (e, -torch.autograd.grad(e, p, create_graph=True)[0]))(
+            m.linear(p).tanh().sum()
+        )
     )(x.detach().requires_grad_()),
 )
 fn("inner step of descent", lambda m, x: _inner(m, x))
-fn("torch.jit.script", lambda m, x: m.scripted(m.linear(x)), scripted=lambda: torch.jit.script(_scripted))
+fn(
+    "torch.jit.script",
+    lambda m, x: m.scripted(m.linear(x)),
+    scripted=lambda: torch.jit.script(_scripted),
+)
 fn(
     "torch.compile inside, eager backend",
     lambda m, x: m.compiled(m.linear(x)),
     compiled=lambda: torch.compile(torch.tanh, backend="eager"),
 )
-fn("einops by hand", lambda m, x: m.linear(x).reshape(3, 2, 2).permute(1, 0, 2).reshape(2, -1).contiguous())
+fn(
+    "einops by hand",
+    lambda m, x: m.linear(x).reshape(3, 2, 2).permute(1, 0, 2).reshape(2, -1).contiguous(),
+)
 fn("while loop on the host", lambda m, x: _until(m, x))
 fn("fixed point of ten steps", lambda m, x: _fixed(m, x))
 
@@ -331,7 +371,9 @@ def _selective():
 
     save = [torch.ops.aten.addmm.default]
     return create_selective_checkpoint_contexts(
-        lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in save else CheckpointPolicy.PREFER_RECOMPUTE
+        lambda ctx, op, *args, **kwargs: (
+            CheckpointPolicy.MUST_SAVE if op in save else CheckpointPolicy.PREFER_RECOMPUTE
+        )
     )
 
 
@@ -341,7 +383,9 @@ def _scripted(x: torch.Tensor) -> torch.Tensor:
 
 def _inner(m, x):
     weight = m.linear.weight
-    gradient = torch.autograd.grad((x.detach() @ weight).square().mean(), weight, create_graph=True)[0]
+    gradient = torch.autograd.grad(
+        (x.detach() @ weight).square().mean(), weight, create_graph=True
+    )[0]
     return x @ (weight - 0.1 * gradient)
 
 

@@ -1,4 +1,5 @@
-"""How gradients are asked for, of what, and who owns them: partial losses, autograd.grad, higher orders."""
+"""How gradients are asked for, of what, and who owns them: partial losses, autograd.grad, higher
+orders."""
 
 import torch
 from corpus.entry import WEIGHT_TWICE, Own, add, one, one_grad, scalar, tensors_in, trained
@@ -27,7 +28,9 @@ def asked(name, backward, make=model, inputs=one_grad, **options):
 def give(m, gradients, targets):
     for target, gradient in zip(targets, gradients, strict=True):
         if gradient is not None:
-            target.grad = gradient.detach() if target.grad is None else target.grad + gradient.detach()
+            target.grad = (
+                gradient.detach() if target.grad is None else target.grad + gradient.detach()
+            )
 
 
 def by_grad(pick, **options):
@@ -41,7 +44,9 @@ def by_grad(pick, **options):
 
 
 def by_inputs(pick, **options):
-    return lambda m, loss, outputs, arguments, step: loss.backward(inputs=pick(parameters(m), arguments), **options)
+    return lambda m, loss, outputs, arguments, step: loss.backward(
+        inputs=pick(parameters(m), arguments), **options
+    )
 
 
 PICKS = {
@@ -56,7 +61,10 @@ for label, pick in PICKS.items():
     asked(f"autograd.grad of {label}", by_grad(pick, allow_unused=True))
     asked(f"backward(inputs={label})", by_inputs(pick))
 asked("autograd.grad without allow_unused", by_grad(lambda ps, xs: ps))
-asked("autograd.grad, materialize_grads", by_grad(lambda ps, xs: ps, allow_unused=True, materialize_grads=True))
+asked(
+    "autograd.grad, materialize_grads",
+    by_grad(lambda ps, xs: ps, allow_unused=True, materialize_grads=True),
+)
 asked(
     "autograd.grad with retain_graph, then backward",
     lambda m, loss, outputs, arguments, step: (
@@ -66,20 +74,23 @@ asked(
 )
 asked(
     "autograd.grad of an output to an output",
-    lambda m, loss, outputs, arguments, step: (lambda g: (outputs["b"].sum() * g.sum().detach()).backward())(
-        torch.autograd.grad(outputs["b"].sum(), outputs["a"], retain_graph=True)[0]
-    ),
+    lambda m, loss, outputs, arguments, step: (
+        lambda g: (outputs["b"].sum() * g.sum().detach()).backward()
+    )(torch.autograd.grad(outputs["b"].sum(), outputs["a"], retain_graph=True)[0]),
 )
 asked(
     "backward twice with retain_graph",
     lambda m, loss, outputs, arguments, step: (loss.backward(retain_graph=True), loss.backward()),
 )
 asked(
-    "backward twice without retain_graph", lambda m, loss, outputs, arguments, step: (loss.backward(), loss.backward())
+    "backward twice without retain_graph",
+    lambda m, loss, outputs, arguments, step: (loss.backward(), loss.backward()),
 )
 asked(
     "backward of each output by itself",
-    lambda m, loss, outputs, arguments, step: [t.sum().backward(retain_graph=True) for t in trained(outputs)],
+    lambda m, loss, outputs, arguments, step: [
+        t.sum().backward(retain_graph=True) for t in trained(outputs)
+    ],
 )
 asked(
     "backward of one output, then of another",
@@ -90,7 +101,9 @@ asked(
 )
 asked(
     "backward with a gradient given",
-    lambda m, loss, outputs, arguments, step: outputs["b"].backward(torch.ones_like(outputs["b"]) * (1 + step)),
+    lambda m, loss, outputs, arguments, step: outputs["b"].backward(
+        torch.ones_like(outputs["b"]) * (1 + step)
+    ),
 )
 asked(
     "backward with an expanded gradient",
@@ -100,23 +113,37 @@ asked(
 )
 asked(
     "backward with a transposed gradient",
-    lambda m, loss, outputs, arguments, step: outputs["b"].backward(torch.randn(4, 3).to(outputs["b"].device).t()),
+    lambda m, loss, outputs, arguments, step: outputs["b"].backward(
+        torch.randn(4, 3).to(outputs["b"].device).t()
+    ),
 )
 asked(
     "autograd.backward of two tensors",
-    lambda m, loss, outputs, arguments, step: torch.autograd.backward([outputs["a"].sum(), outputs["b"].mean()]),
+    lambda m, loss, outputs, arguments, step: torch.autograd.backward(
+        [outputs["a"].sum(), outputs["b"].mean()]
+    ),
 )
-asked("no backward in some steps", lambda m, loss, outputs, arguments, step: loss.backward() if step % 3 else None)
+asked(
+    "no backward in some steps",
+    lambda m, loss, outputs, arguments, step: loss.backward() if step % 3 else None,
+)
 asked("no backward at all", lambda m, loss, outputs, arguments, step: None)
 asked("zero times the loss", lambda m, loss, outputs, arguments, step: (loss * 0.0).backward())
-asked("loss of NaN", lambda m, loss, outputs, arguments, step: (loss * float("nan") if step == 3 else loss).backward())
+asked(
+    "loss of NaN",
+    lambda m, loss, outputs, arguments, step: (
+        loss * float("nan") if step == 3 else loss
+    ).backward(),
+)
 asked("loss scaled", lambda m, loss, outputs, arguments, step: (loss * 1024.0).backward())
 asked(
     "jacobian row by row",
     lambda m, loss, outputs, arguments, step: [
         give(
             m,
-            torch.autograd.grad(outputs["b"][0, n], parameters(m), retain_graph=True, allow_unused=True),
+            torch.autograd.grad(
+                outputs["b"][0, n], parameters(m), retain_graph=True, allow_unused=True
+            ),
             parameters(m),
         )
         for n in range(4)
@@ -145,7 +172,9 @@ asked(
 
 def second_order(pick):
     def backward(m, loss, outputs, arguments, step):
-        gradients = torch.autograd.grad(loss, pick(parameters(m), arguments), create_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            loss, pick(parameters(m), arguments), create_graph=True, allow_unused=True
+        )
         (loss + sum(g.square().sum() for g in gradients if g is not None)).backward()
 
     return backward
@@ -173,14 +202,18 @@ asked(
 asked(
     "Hessian times a vector",
     lambda m, loss, outputs, arguments, step: (
-        lambda gs: torch.autograd.backward(sum((g * p.detach()).sum() for g, p in zip(gs, parameters(m), strict=True)))
+        lambda gs: torch.autograd.backward(
+            sum((g * p.detach()).sum() for g, p in zip(gs, parameters(m), strict=True))
+        )
     )(torch.autograd.grad(loss, parameters(m), create_graph=True)),
     smooth,
 )
 asked(
     "create_graph in one step of four",
     lambda m, loss, outputs, arguments, step: (
-        second_order(lambda ps, xs: ps)(m, loss, outputs, arguments, step) if step % 4 == 3 else loss.backward()
+        second_order(lambda ps, xs: ps)(m, loss, outputs, arguments, step)
+        if step % 4 == 3
+        else loss.backward()
     ),
     smooth,
 )
@@ -206,17 +239,23 @@ asked(
     "another output in every step",
     lambda m, loss, outputs, arguments, step: outputs[step % 3].square().sum().backward(),
     lambda: Own(
-        lambda m, x: (lambda h: (h, m.other(h), m.third(h)))(m.linear(x)), other=nn.Linear(4, 4), third=nn.Linear(4, 4)
+        lambda m, x: (lambda h: (h, m.other(h), m.third(h)))(m.linear(x)),
+        other=nn.Linear(4, 4),
+        third=nn.Linear(4, 4),
     ),
 )
 asked(
     "an output joins late",
-    lambda m, loss, outputs, arguments, step: (outputs[0].sum() + (outputs[1].sum() if step > 4 else 0.0)).backward(),
+    lambda m, loss, outputs, arguments, step: (
+        outputs[0].sum() + (outputs[1].sum() if step > 4 else 0.0)
+    ).backward(),
     lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
 )
 asked(
     "an output leaves early",
-    lambda m, loss, outputs, arguments, step: (outputs[0].sum() + (outputs[1].sum() if step < 3 else 0.0)).backward(),
+    lambda m, loss, outputs, arguments, step: (
+        outputs[0].sum() + (outputs[1].sum() if step < 3 else 0.0)
+    ).backward(),
     lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
 )
 INFINITE = {
@@ -375,7 +414,10 @@ owned(
 )
 owned(
     "gradients clipped in place",
-    lambda m, loss, outputs, arguments, step: (loss.backward(), nn.utils.clip_grad_norm_(list(m.parameters()), 0.5)),
+    lambda m, loss, outputs, arguments, step: (
+        loss.backward(),
+        nn.utils.clip_grad_norm_(list(m.parameters()), 0.5),
+    ),
 )
 owned(
     "gradients exchanged between parameters",
@@ -393,16 +435,23 @@ owned(
 )
 owned(
     "gradients averaged by hand, in place",
-    lambda m, loss, outputs, arguments, step: (loss.backward(), [p.grad.div_(2) for p in m.parameters()]),
+    lambda m, loss, outputs, arguments, step: (
+        loss.backward(),
+        [p.grad.div_(2) for p in m.parameters()],
+    ),
 )
 owned(
     "the loss uses a parameter, too",
-    lambda m, loss, outputs, arguments, step: (loss + 0.1 * m.linear.weight.square().sum()).backward(),
+    lambda m, loss, outputs, arguments, step: (
+        loss + 0.1 * m.linear.weight.square().sum()
+    ).backward(),
     documented=WEIGHT_TWICE,
 )
 owned(
     "the loss multiplies by a parameter",
-    lambda m, loss, outputs, arguments, step: ((outputs @ m.linear.weight.t()).square().sum()).backward(),
+    lambda m, loss, outputs, arguments, step: (
+        (outputs @ m.linear.weight.t()).square().sum()
+    ).backward(),
     documented=WEIGHT_TWICE,
 )
 owned(
@@ -456,7 +505,8 @@ owned(
     "a hook on many tensors",
     lambda m, loss, outputs, arguments, step: (
         torch.autograd.graph.register_multi_grad_hook(
-            list(m.parameters()), lambda gs: m.__dict__.setdefault("seen", []).append([g.clone() for g in gs])
+            list(m.parameters()),
+            lambda gs: m.__dict__.setdefault("seen", []).append([g.clone() for g in gs]),
         ),
         loss.backward(),
     ),
@@ -473,7 +523,9 @@ for label, change in {
     "replaced": lambda m: setattr(m.linear, "weight", nn.Parameter(m.linear.weight.detach() * 2)),
     "data replaced": lambda m: setattr(m.linear.weight, "data", m.linear.weight.data * 2),
     "copied in": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
-    "assigned": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}, assign=True),
+    "assigned": lambda m: m.load_state_dict(
+        {k: v * 2 for k, v in m.state_dict().items()}, assign=True
+    ),
     "to double and back": lambda m: m.double().float(),
     "bias to None": lambda m: setattr(m.linear, "bias", None),
     "resized": lambda m: setattr(m, "linear", nn.Linear(4, 6).to(m.linear.weight.device)),
@@ -509,14 +561,17 @@ asked(
 )
 asked(
     "hook on a parameter that a partial loss leaves out",
-    lambda m, loss, outputs, arguments, step: (outputs[0] if step > 3 else outputs[0] + outputs[1]).sum().backward(),
+    lambda m, loss, outputs, arguments, step: (
+        (outputs[0] if step > 3 else outputs[0] + outputs[1]).sum().backward()
+    ),
     lambda: Own(lambda m, x: (m.linear(x), m.other(x)), other=nn.Linear(4, 4)),
     prepare=lambda m: m.other.weight.register_hook(lambda g: g * 2),
 )
 asked(
     "two calls in one backward, accumulated",
-    lambda m, loss, outputs, arguments, step: [(m(arguments[0]) + m(arguments[0].cos())).square().sum().backward()
-                                               for _ in range(3)],
+    lambda m, loss, outputs, arguments, step: [
+        (m(arguments[0]) + m(arguments[0].cos())).square().sum().backward() for _ in range(3)
+    ],
     lambda: Own(lambda m, x: torch.tanh(m.linear(x))),
     documented=WEIGHT_TWICE,
 )

@@ -1,4 +1,5 @@
-"""Small models of transformers at their default settings, and the switches that people turn while they train."""
+"""Small models of transformers at their default settings, and the switches that people turn while
+they train."""
 
 import importlib
 
@@ -19,7 +20,13 @@ TEXT = {
     "pad_token_id": 0,
 }
 GROUPED = {**TEXT, "num_key_value_heads": 1, "head_dim": 8}
-EXPERTS = {**GROUPED, "num_local_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS = {
+    **GROUPED,
+    "num_local_experts": 3,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
 
 DECODERS = {
     "GPT2LMHeadModel": (
@@ -50,7 +57,10 @@ DECODERS = {
             "eos_token_id": 1,
         },
     ),
-    "BloomForCausalLM": ("BloomConfig", {"vocab_size": 11, "hidden_size": 16, "n_layer": 1, "n_head": 2}),
+    "BloomForCausalLM": (
+        "BloomConfig",
+        {"vocab_size": 11, "hidden_size": 16, "n_layer": 1, "n_head": 2},
+    ),
     "LlamaForCausalLM": ("LlamaConfig", GROUPED),
     "MistralForCausalLM": ("MistralConfig", {**GROUPED, "sliding_window": 4}),
     "Qwen2ForCausalLM": ("Qwen2Config", GROUPED),
@@ -66,14 +76,24 @@ DECODERS = {
     "MixtralForCausalLM": ("MixtralConfig", EXPERTS),
     "OlmoeForCausalLM": ("OlmoeConfig", EXPERTS),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", EXPERTS),
-    "MambaForCausalLM": ("MambaConfig", {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}),
+    "MambaForCausalLM": (
+        "MambaConfig",
+        {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+    ),
 }
 ENCODERS = {
     "BertForMaskedLM": ("BertConfig", TEXT),
     "RobertaForMaskedLM": ("RobertaConfig", {**TEXT, "pad_token_id": 1}),
     "DistilBertForMaskedLM": (
         "DistilBertConfig",
-        {"vocab_size": 11, "dim": 16, "hidden_dim": 24, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 16},
+        {
+            "vocab_size": 11,
+            "dim": 16,
+            "hidden_dim": 24,
+            "n_layers": 1,
+            "n_heads": 2,
+            "max_position_embeddings": 16,
+        },
     ),
     "ElectraForMaskedLM": ("ElectraConfig", {**TEXT, "embedding_size": 16}),
     "AlbertForMaskedLM": ("AlbertConfig", {**TEXT, "embedding_size": 8}),
@@ -129,7 +149,13 @@ IMAGES = {
     ),
     "ConvNextForImageClassification": (
         "ConvNextConfig",
-        {"hidden_sizes": [4, 6], "depths": [1, 1], "num_stages": 2, "patch_size": 2, "num_labels": 3},
+        {
+            "hidden_sizes": [4, 6],
+            "depths": [1, 1],
+            "num_stages": 2,
+            "patch_size": 2,
+            "num_labels": 3,
+        },
     ),
     "ResNetForImageClassification": (
         "ResNetConfig",
@@ -178,8 +204,17 @@ def case(name, make, inputs, **options):
 FEW = {"loops": ("plain",)}
 for group, inputs in ((DECODERS, tokens), (ENCODERS, masked), (PAIRS, masked), (IMAGES, pictures)):
     for architecture, (config, options) in group.items():
-        loops = {} if architecture in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM") else FEW
-        case(architecture, lambda a=architecture, c=config, o=options: build(a, c, o), inputs, **loops)
+        loops = (
+            {}
+            if architecture in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM")
+            else FEW
+        )
+        case(
+            architecture,
+            lambda a=architecture, c=config, o=options: build(a, c, o),
+            inputs,
+            **loops,
+        )
 
 
 def llama(**further):
@@ -193,12 +228,19 @@ case(
     **FEW,
 )
 case("Llama without a cache", lambda: llama(use_cache=False), tokens, **FEW)
-case("Llama, eager attention", lambda: llama(attn_implementation="eager", use_cache=False), masked, **FEW)
+case(
+    "Llama, eager attention",
+    lambda: llama(attn_implementation="eager", use_cache=False),
+    masked,
+    **FEW,
+)
 case("Llama with a mask", lambda: llama(use_cache=False), masked, **FEW)
 case(
     "Llama, lengths change",
     lambda: llama(use_cache=False),
-    lambda draw, step: ((lambda ids: Keywords(input_ids=ids, labels=ids.clone()))(draw.ids(2, 4 + step % 3)),),
+    lambda draw, step: (
+        (lambda ids: Keywords(input_ids=ids, labels=ids.clone()))(draw.ids(2, 4 + step % 3)),
+    ),
     **FEW,
 )
 case("Llama, tied", lambda: llama(use_cache=False, tie_word_embeddings=True), tokens, **FEW)
@@ -208,11 +250,15 @@ case(
     tokens,
     **FEW,
 )
-case("Llama, attention dropout", lambda: llama(use_cache=False, attention_dropout=0.2), tokens, **FEW)
+case(
+    "Llama, attention dropout", lambda: llama(use_cache=False, attention_dropout=0.2), tokens, **FEW
+)
 case(
     "Llama, embeddings given",
     lambda: llama(use_cache=False),
-    lambda draw, step: (Keywords(inputs_embeds=draw.rows(2, 6, 16, grad=True), labels=draw.ids(2, 6)),),
+    lambda draw, step: (
+        Keywords(inputs_embeds=draw.rows(2, 6, 16, grad=True), labels=draw.ids(2, 6)),
+    ),
     **FEW,
 )
 case(
@@ -241,13 +287,17 @@ case(
     "Llama, hidden states asked",
     lambda: llama(use_cache=False),
     tokens,
-    call=lambda m, a: (lambda out: {"loss": out["loss"], "logits": out["logits"], "hidden": out["hidden_states"]})(
-        m(**a[0], output_hidden_states=True)
-    ),
+    call=lambda m, a: (
+        lambda out: {"loss": out["loss"], "logits": out["logits"], "hidden": out["hidden_states"]}
+    )(m(**a[0], output_hidden_states=True)),
     **FEW,
 )
 case(
-    "Llama, frozen below", lambda: llama(use_cache=False), tokens, mutate=lambda m: m.model.requires_grad_(False), **FEW
+    "Llama, frozen below",
+    lambda: llama(use_cache=False),
+    tokens,
+    mutate=lambda m: m.model.requires_grad_(False),
+    **FEW,
 )
 case(
     "Llama, vocabulary resized",
@@ -277,7 +327,9 @@ case(
 )
 case(
     "Mixtral with its router's loss",
-    lambda: build("MixtralForCausalLM", "MixtralConfig", EXPERTS, use_cache=False, output_router_logits=True),
+    lambda: build(
+        "MixtralForCausalLM", "MixtralConfig", EXPERTS, use_cache=False, output_router_logits=True
+    ),
     tokens,
     **FEW,
 )

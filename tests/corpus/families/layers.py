@@ -38,7 +38,11 @@ for name, kind in {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}.items():
         " of two layers with dropout": {"num_layers": 2, "dropout": 0.2},
         " both ways": {"bidirectional": True},
     }.items():
-        simple(f"{name}{label}", lambda kind=kind, options=options: kind(4, 4, batch_first=True, **options), sequence)
+        simple(
+            f"{name}{label}",
+            lambda kind=kind, options=options: kind(4, 4, batch_first=True, **options),
+            sequence,
+        )
     simple(
         f"{name} with a state given",
         lambda kind=kind: kind(4, 4, batch_first=True),
@@ -48,7 +52,9 @@ for name, kind in {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}.items():
         ),
     )
 simple("LSTM with projections", lambda: nn.LSTM(4, 4, proj_size=2), sequence)
-simple("GRU over packed sequences", lambda: Own(_packed, rnn=nn.GRU(4, 4, batch_first=True)), sequence)
+simple(
+    "GRU over packed sequences", lambda: Own(_packed, rnn=nn.GRU(4, 4, batch_first=True)), sequence
+)
 
 
 def _packed(m, x):
@@ -77,7 +83,11 @@ simple(
     lambda: Own(_cells, cell=nn.GRUCell(4, 4)),
     lambda draw, step: (draw.rows(2, 3 + step % 2, 4),),
 )
-simple("recurrence carried in an attribute", lambda: Own(_carried, cell=nn.GRUCell(4, 4), state=torch.zeros(3, 4)), one)
+simple(
+    "recurrence carried in an attribute",
+    lambda: Own(_carried, cell=nn.GRUCell(4, 4), state=torch.zeros(3, 4)),
+    one,
+)
 
 
 def _carried(m, x):
@@ -102,7 +112,9 @@ for name, (make, inputs) in NORMS.items():
     before = (lambda: nn.Linear(4, 4)) if inputs is one else (lambda: nn.Conv2d(3, 3, 3, padding=1))
     simple(name, lambda make=make, before=before: Tail(make(), before()), inputs)
 simple(
-    "BatchNorm to evaluation mode", lambda: Tail(nn.BatchNorm1d(4), nn.Linear(4, 4)), mutate=lambda m: m.layer.eval()
+    "BatchNorm to evaluation mode",
+    lambda: Tail(nn.BatchNorm1d(4), nn.Linear(4, 4)),
+    mutate=lambda m: m.layer.eval(),
 )
 simple(
     "BatchNorm's statistics reset",
@@ -110,9 +122,14 @@ simple(
     mutate=lambda m: m.layer.reset_running_stats(),
 )
 simple(
-    "BatchNorm frozen", lambda: Tail(nn.BatchNorm1d(4), nn.Linear(4, 4)), mutate=lambda m: m.layer.requires_grad_(False)
+    "BatchNorm frozen",
+    lambda: Tail(nn.BatchNorm1d(4), nn.Linear(4, 4)),
+    mutate=lambda m: m.layer.requires_grad_(False),
 )
-simple("BatchNorm used twice", lambda: Own(lambda m, x: m.norm(m.linear(m.norm(m.linear(x)))), norm=nn.BatchNorm1d(4)))
+simple(
+    "BatchNorm used twice",
+    lambda: Own(lambda m, x: m.norm(m.linear(m.norm(m.linear(x)))), norm=nn.BatchNorm1d(4)),
+)
 DROPOUTS = {
     "Dropout": (nn.Dropout, one),
     "Dropout in place": (lambda p: nn.Dropout(p, inplace=True), one),
@@ -133,10 +150,18 @@ for name, (make, inputs) in DROPOUTS.items():
                 act=nn.Tanh(),
                 scale=nn.Parameter(torch.ones(2)),
             ),
-            lambda draw, step, inputs=inputs: tuple(t.detach().requires_grad_() for t in inputs(draw, step)),
+            lambda draw, step, inputs=inputs: tuple(
+                t.detach().requires_grad_() for t in inputs(draw, step)
+            ),
         )
-simple("dropout of a function", lambda: Own(lambda m, x: functional.dropout(m.linear(x), 0.4, m.training)))
-simple("dropout twice of one layer", lambda: Own(lambda m, x: m.drop(m.linear(m.drop(x))), drop=nn.Dropout(0.4)))
+simple(
+    "dropout of a function",
+    lambda: Own(lambda m, x: functional.dropout(m.linear(x), 0.4, m.training)),
+)
+simple(
+    "dropout twice of one layer",
+    lambda: Own(lambda m, x: m.drop(m.linear(m.drop(x))), drop=nn.Dropout(0.4)),
+)
 simple(
     "dropout switched off",
     lambda: Own(lambda m, x: m.drop(m.linear(x)), drop=nn.Dropout(0.4)),
@@ -144,7 +169,11 @@ simple(
 )
 simple(
     "stochastic depth by rows",
-    lambda: Own(lambda m, x: x + m.linear(x) * torch.bernoulli(torch.full((x.shape[0], 1), 0.5, device=x.device))),
+    lambda: Own(
+        lambda m, x: (
+            x + m.linear(x) * torch.bernoulli(torch.full((x.shape[0], 1), 0.5, device=x.device))
+        )
+    ),
 )
 RANDOM = {
     "randn_like": lambda x: torch.randn_like(x),
@@ -162,7 +191,10 @@ RANDOM = {
     "trunc_normal": lambda x: nn.init.trunc_normal_(torch.empty_like(x)),
 }
 for name, draw_of in RANDOM.items():
-    simple(f"draws: {name}", lambda draw_of=draw_of: Own(lambda m, x: m.linear(x) + draw_of(m.linear(x))))
+    simple(
+        f"draws: {name}",
+        lambda draw_of=draw_of: Own(lambda m, x: m.linear(x) + draw_of(m.linear(x))),
+    )
 
 
 def attention(**options):
@@ -187,7 +219,11 @@ ATTENTION = {
     " padding": ({}, {"key_padding_mask": padding}),
     " additive mask": (
         {},
-        {"attn_mask": lambda x: torch.zeros(5, 5, device=x.device).masked_fill(causal(x), float("-inf"))},
+        {
+            "attn_mask": lambda x: torch.zeros(5, 5, device=x.device).masked_fill(
+                causal(x), float("-inf")
+            )
+        },
     ),
     " with added zeros": ({"add_zero_attn": True, "add_bias_kv": True}, {}),
     " weights of each head": ({}, {"average_attn_weights": False}),
@@ -196,7 +232,9 @@ ATTENTION = {
 for name, (options, arguments) in ATTENTION.items():
     simple(
         f"MultiheadAttention{name}",
-        lambda options=options, arguments=arguments: Own(attend(**arguments), attention=attention(**options)),
+        lambda options=options, arguments=arguments: Own(
+            attend(**arguments), attention=attention(**options)
+        ),
         sequence,
     )
 for causal_flag in (False, True):
@@ -230,7 +268,9 @@ for name, options in {
     )
     simple(
         f"TransformerDecoder{name}",
-        lambda options=options: nn.TransformerDecoder(layer(nn.TransformerDecoderLayer, **options), 2),
+        lambda options=options: nn.TransformerDecoder(
+            layer(nn.TransformerDecoderLayer, **options), 2
+        ),
         lambda draw, step: (draw.rows(2, 5, 4), draw.rows(2, 3, 4, grad=True)),
     )
 simple(
@@ -242,7 +282,9 @@ simple(
     "TransformerEncoder with a padding mask",
     lambda: Own(
         lambda m, x: m.encoder(x, src_key_padding_mask=padding(x)),
-        encoder=nn.TransformerEncoder(layer(nn.TransformerEncoderLayer), 1, enable_nested_tensor=False),
+        encoder=nn.TransformerEncoder(
+            layer(nn.TransformerEncoderLayer), 1, enable_nested_tensor=False
+        ),
     ),
     sequence,
 )
@@ -300,7 +342,10 @@ MISC = {
     "GLU": (lambda: Tail(nn.GLU(), nn.Linear(4, 8)), one),
     "Conv1d": (lambda: nn.Conv1d(5, 3, 3), sequence),
     "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 2, 3, 2), image),
-    "Conv2d, groups and dilation": (lambda: nn.Conv2d(3, 6, 3, groups=3, dilation=2, padding="same"), image),
+    "Conv2d, groups and dilation": (
+        lambda: nn.Conv2d(3, 6, 3, groups=3, dilation=2, padding="same"),
+        image,
+    ),
     "MaxPool with indices": (
         lambda: Own(
             lambda m, x: functional.max_unpool2d(*m.pool(m.conv(x)), 2),
@@ -309,10 +354,16 @@ MISC = {
         ),
         image,
     ),
-    "FractionalMaxPool": (lambda: Tail(nn.FractionalMaxPool2d(2, output_ratio=0.5), nn.Conv2d(3, 3, 1)), image),
+    "FractionalMaxPool": (
+        lambda: Tail(nn.FractionalMaxPool2d(2, output_ratio=0.5), nn.Conv2d(3, 3, 1)),
+        image,
+    ),
     "adaptive pooling": (lambda: Tail(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 4, 3)), image),
     "PixelShuffle": (lambda: Tail(nn.PixelShuffle(2), nn.Conv2d(3, 4, 1)), image),
-    "Upsample": (lambda: Tail(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(3, 2, 3)), image),
+    "Upsample": (
+        lambda: Tail(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(3, 2, 3)),
+        image,
+    ),
     "grid_sample": (
         lambda: Own(
             lambda m, x: functional.grid_sample(m.conv(x), torch.tanh(m.grid), align_corners=False),
@@ -322,12 +373,20 @@ MISC = {
         image,
     ),
     "Unfold and Fold": (
-        lambda: Own(lambda m, x: functional.fold(functional.unfold(m.conv(x), 2), 8, 2), conv=nn.Conv2d(3, 3, 1)),
+        lambda: Own(
+            lambda m, x: functional.fold(functional.unfold(m.conv(x), 2), 8, 2),
+            conv=nn.Conv2d(3, 3, 1),
+        ),
         image,
     ),
-    "CosineSimilarity": (lambda: Own(lambda m, x: functional.cosine_similarity(m.linear(x), x)), one),
+    "CosineSimilarity": (
+        lambda: Own(lambda m, x: functional.cosine_similarity(m.linear(x), x)),
+        one,
+    ),
     "CrossEntropyLoss inside": (
-        lambda: Own(lambda m, x: functional.cross_entropy(m.linear(x), x.argmax(1), label_smoothing=0.1)),
+        lambda: Own(
+            lambda m, x: functional.cross_entropy(m.linear(x), x.argmax(1), label_smoothing=0.1)
+        ),
         one,
     ),
     "CTCLoss": (
@@ -343,7 +402,8 @@ MISC = {
     ),
     "AdaptiveLogSoftmax": (
         lambda: Own(
-            lambda m, x: tuple(m.head(m.linear(x), x.argmax(1))), head=nn.AdaptiveLogSoftmaxWithLoss(4, 6, [3])
+            lambda m, x: tuple(m.head(m.linear(x), x.argmax(1))),
+            head=nn.AdaptiveLogSoftmaxWithLoss(4, 6, [3]),
         ),
         one,
     ),
@@ -351,16 +411,26 @@ MISC = {
     "sort and gather": (lambda: Own(lambda m, x: m.linear(x).sort(-1).values.cumsum(-1)), one),
     "svd": (lambda: Own(lambda m, x: torch.linalg.svdvals(m.linear(x))), one),
     "matrix inverse": (
-        lambda: Own(lambda m, x: x @ torch.linalg.inv(m.linear.weight + 4 * torch.eye(4, device=x.device))),
+        lambda: Own(
+            lambda m, x: x @ torch.linalg.inv(m.linear.weight + 4 * torch.eye(4, device=x.device))
+        ),
         one,
     ),
     "einsum": (lambda: Own(lambda m, x: torch.einsum("ij,kj->ik", m.linear(x), x)), one_grad),
     "ParameterList": (
-        lambda: Own(lambda m, x: x * sum(m.scales), scales=nn.ParameterList([torch.ones(4), torch.ones(1)])),
+        lambda: Own(
+            lambda m, x: x * sum(m.scales), scales=nn.ParameterList([torch.ones(4), torch.ones(1)])
+        ),
         one,
     ),
-    "ParameterDict": (lambda: Own(lambda m, x: x * m.scales["a"], scales=nn.ParameterDict({"a": torch.ones(4)})), one),
-    "Sequential": (lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 2)), one),
+    "ParameterDict": (
+        lambda: Own(lambda m, x: x * m.scales["a"], scales=nn.ParameterDict({"a": torch.ones(4)})),
+        one,
+    ),
+    "Sequential": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 2)),
+        one,
+    ),
     "no parameters": (lambda: nn.Tanh(), one_grad),
     "frozen everywhere": (lambda: nn.Linear(4, 4).requires_grad_(False), one_grad),
     "unused parameters": (lambda: Own(lambda m, x: m.linear(x), other=nn.Linear(4, 4)), one),
@@ -372,7 +442,11 @@ simple(
     lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
     mutate=lambda m: m.__setitem__(1, nn.Sigmoid()),
 )
-simple("layer appended to a Sequential", lambda: nn.Sequential(nn.Linear(4, 4)), mutate=lambda m: m.append(nn.Tanh()))
+simple(
+    "layer appended to a Sequential",
+    lambda: nn.Sequential(nn.Linear(4, 4)),
+    mutate=lambda m: m.append(nn.Tanh()),
+)
 simple(
     "layer removed from a ModuleList",
     lambda: Own(_stack, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))),

@@ -11,9 +11,11 @@ GROUP = "modes"
 
 
 def net(dtype=torch.float32):
-    return Own(lambda m, x: m.norm(m.other(torch.tanh(m.linear(x)))), other=nn.Linear(4, 4), norm=nn.LayerNorm(4)).to(
-        dtype
-    )
+    return Own(
+        lambda m, x: m.norm(m.other(torch.tanh(m.linear(x)))),
+        other=nn.Linear(4, 4),
+        norm=nn.LayerNorm(4),
+    ).to(dtype)
 
 
 for dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -73,11 +75,24 @@ def _toggled(m, a):
 
 add(GROUP, "autocast around", net, one_grad, call=casted)
 add(GROUP, "autocast around, loss inside", net, one_grad, call=_losses)
-add(GROUP, "autocast around, no cache", net, one_grad, call=lambda m, a: casted(m, a, cache_enabled=False))
+add(
+    GROUP,
+    "autocast around, no cache",
+    net,
+    one_grad,
+    call=lambda m, a: casted(m, a, cache_enabled=False),
+)
 add(GROUP, "autocast inside", lambda: Own(_inside, other=nn.Linear(4, 4)), one_grad)
 add(GROUP, "autocast inside, partly off", lambda: Own(_partly, other=nn.Linear(4, 4)), one_grad)
 add(GROUP, "autocast in turns", net, one_grad, call=_toggled)
-add("last bits", "autocast, two calls in one backward", net, one_grad, call=_two, documented=AUTOCAST_CALLS)
+add(
+    "last bits",
+    "autocast, two calls in one backward",
+    net,
+    one_grad,
+    call=_two,
+    documented=AUTOCAST_CALLS,
+)
 add(
     "last bits",
     "autocast, two calls in one region",
@@ -86,7 +101,12 @@ add(
     call=_two,
     documented=AUTOCAST_CALLS,
 )
-add(GROUP, "autocast of a weight used twice", lambda: Own(lambda m, x: m.linear(torch.tanh(m.linear(x)))), call=casted)
+add(
+    GROUP,
+    "autocast of a weight used twice",
+    lambda: Own(lambda m, x: m.linear(torch.tanh(m.linear(x)))),
+    call=casted,
+)
 add(
     GROUP,
     "gradient scaler's scale",
@@ -107,7 +127,9 @@ def under(name, enter, **options):
         with enter() if m.__dict__["n"] > 4 else contextlib.nullcontext():
             return m(*a)
 
-    add(GROUP, name, options.pop("make", net), options.pop("inputs", one_grad), call=call, **options)
+    add(
+        GROUP, name, options.pop("make", net), options.pop("inputs", one_grad), call=call, **options
+    )
 
 
 @contextlib.contextmanager
@@ -127,7 +149,9 @@ under("multithreading off in autograd", lambda: torch.autograd.set_multithreadin
 under(
     "default dtype double",
     lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    make=lambda: Own(lambda m, x: (m.linear(x).double() * torch.ones(4, device=x.device).sqrt() / 3).sum()),
+    make=lambda: Own(
+        lambda m, x: (m.linear(x).double() * torch.ones(4, device=x.device).sqrt() / 3).sum()
+    ),
 )
 under(
     "default dtype double, of a product",
@@ -141,11 +165,15 @@ under(
 )
 under(
     "matmul precision",
-    lambda: setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    lambda: setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
 )
 under(
     "deterministic algorithms",
-    lambda: setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    lambda: setting(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
 )
 under("flush of denormals", lambda: setting(lambda: False, torch.set_flush_denormal, True))
 under("number of threads", lambda: setting(torch.get_num_threads, torch.set_num_threads, 1))
@@ -164,7 +192,9 @@ for label, act in {
     "deepcopy and load": lambda m: m.load_state_dict(__import__("copy").deepcopy(m.state_dict())),
     "half and float": lambda m: m.half().float(),
     "share_memory": lambda m: m.share_memory(),
-    "apply": lambda m: m.apply(lambda c: setattr(c, "p", 0.0) if isinstance(c, nn.Dropout) else None),
+    "apply": lambda m: m.apply(
+        lambda c: setattr(c, "p", 0.0) if isinstance(c, nn.Dropout) else None
+    ),
     "weights initialised again": lambda m: m.linear.reset_parameters(),
     "type": lambda m: m.type(torch.float64),
 }.items():
@@ -175,7 +205,9 @@ for label, act in {
         one_grad,
         mutate=act,
         call=lambda m, a: m(a[0].to(m.linear.weight.dtype)),
-        backward=lambda m, loss, outputs, arguments, step: loss.backward() if loss.requires_grad else None,
+        backward=lambda m, loss, outputs, arguments, step: (
+            loss.backward() if loss.requires_grad else None
+        ),
     )
 for asking, is_captured in (
     ("torch", lambda: torch.cuda.is_current_stream_capturing()),
@@ -186,11 +218,23 @@ for asking, is_captured in (
     add(
         GROUP,
         f"asks whether it is captured, {asking}",
-        lambda is_captured=is_captured: Own(lambda m, x: m.linear(x) * (2.0 if x.is_cuda and is_captured() else 1.0)),
+        lambda is_captured=is_captured: Own(
+            lambda m, x: m.linear(x) * (2.0 if x.is_cuda and is_captured() else 1.0)
+        ),
         one,
     )
-add(GROUP, "training flag read", lambda: Own(lambda m, x: m.linear(x) * (2.0 if m.training else 1.0)), one)
-add(GROUP, "grad mode read", lambda: Own(lambda m, x: m.linear(x) * (2.0 if torch.is_grad_enabled() else 1.0)), one)
+add(
+    GROUP,
+    "training flag read",
+    lambda: Own(lambda m, x: m.linear(x) * (2.0 if m.training else 1.0)),
+    one,
+)
+add(
+    GROUP,
+    "grad mode read",
+    lambda: Own(lambda m, x: m.linear(x) * (2.0 if torch.is_grad_enabled() else 1.0)),
+    one,
+)
 add(
     GROUP,
     "random state seeded by the loop",

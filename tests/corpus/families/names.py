@@ -1,11 +1,28 @@
-"""Modules whose children, buffers, parameters and attributes are called what the wrapper's own are called."""
+"""Modules whose children, buffers, parameters and attributes are called what the wrapper's own are
+called."""
+
 import torch
 from corpus.entry import Own, add, one_grad
 from torch import nn
 
 GROUP = "names"
-NAMES = ("stats", "device", "strict", "capacities", "vote", "lends", "backend", "failures", "steady", "build", "claim",
-         "compiles", "slots", "program", "signature")
+NAMES = (
+    "stats",
+    "device",
+    "strict",
+    "capacities",
+    "vote",
+    "lends",
+    "backend",
+    "failures",
+    "steady",
+    "build",
+    "claim",
+    "compiles",
+    "slots",
+    "program",
+    "signature",
+)
 
 
 def child(name):
@@ -23,9 +40,24 @@ def buffer(name):
 
 
 for name in NAMES:
-    add(GROUP, f"child {name}, frozen", lambda name=name: child(name), one_grad,
-        mutate=lambda m, name=name: getattr(m, name).requires_grad_(False))
-    add(GROUP, f"attribute {name}, set", lambda name=name: attribute(name), one_grad,
-        mutate=lambda m, name=name: setattr(m, name, 5.0))
-    add(GROUP, f"buffer {name}, written", lambda name=name: buffer(name), one_grad,
-        mutate=lambda m, name=name: getattr(m, name).mul_(2))
+    add(
+        GROUP,
+        f"child {name}, frozen",
+        lambda name=name: child(name),
+        one_grad,
+        mutate=lambda m, name=name: getattr(m, name).requires_grad_(False),
+    )
+    add(
+        GROUP,
+        f"attribute {name}, set",
+        lambda name=name: attribute(name),
+        one_grad,
+        mutate=lambda m, name=name: setattr(m, name, 5.0),
+    )
+    add(
+        GROUP,
+        f"buffer {name}, written",
+        lambda name=name: buffer(name),
+        one_grad,
+        mutate=lambda m, name=name: getattr(m, name).mul_(2),
+    )

@@ -1,4 +1,5 @@
-"""What modules return: containers, views, aliases of inputs, parameters and each other, every dtype and layout."""
+"""What modules return: containers, views, aliases of inputs, parameters and each other, every dtype
+and layout."""
 
 import dataclasses
 from collections import OrderedDict, UserDict
@@ -57,8 +58,16 @@ CONTAINERS = {
 }
 for label, make in CONTAINERS.items():
     case(f"in a {label}", lambda m, x, make=make: make(*parts(m, x)))
-case("None", lambda m, x: (m.linear(x), None)[1], loss=lambda out: torch.zeros((), requires_grad=True))
-case("nothing but a number", lambda m, x: (m.linear(x), 3)[1], loss=lambda out: torch.zeros((), requires_grad=True))
+case(
+    "None",
+    lambda m, x: (m.linear(x), None)[1],
+    loss=lambda out: torch.zeros((), requires_grad=True),
+)
+case(
+    "nothing but a number",
+    lambda m, x: (m.linear(x), 3)[1],
+    loss=lambda out: torch.zeros((), requires_grad=True),
+)
 case("a constant tensor", lambda m, x: (m.linear(x), torch.ones(3, device=x.device)))
 case("a host number of a tensor", lambda m, x: (m.linear(x), float(x.sum())))
 
@@ -93,15 +102,34 @@ VIEWS = {
 for label, view in VIEWS.items():
     case(label, lambda m, x, view=view: view(m.linear(x)))
     if label not in ("no view", "sum", "detached"):
-        case(f"{label}, and what it is a view of", lambda m, x, view=view: (lambda h: (h, view(h)))(m.linear(x)))
+        case(
+            f"{label}, and what it is a view of",
+            lambda m, x, view=view: (lambda h: (h, view(h)))(m.linear(x)),
+        )
 case("transposed, then used by an optimizer of inputs", lambda m, x: m.linear(x).t(), one_grad)
-case("dtypes", lambda m, x: (lambda h: (h, h > 0, h.argmax(1), h.to(torch.int32), h.to(torch.uint8)))(m.linear(x)))
-case("integers only", lambda m, x: m.linear(x).argmax(1), loss=lambda out: torch.zeros((), requires_grad=True))
+case(
+    "dtypes",
+    lambda m, x: (lambda h: (h, h > 0, h.argmax(1), h.to(torch.int32), h.to(torch.uint8)))(
+        m.linear(x)
+    ),
+)
+case(
+    "integers only",
+    lambda m, x: m.linear(x).argmax(1),
+    loss=lambda out: torch.zeros((), requires_grad=True),
+)
 case("split in three", lambda m, x: m.linear(x).split(1))
 case("unbound", lambda m, x: m.linear(x).unbind(0))
-case("chunked, all but one used", lambda m, x: m.linear(x).chunk(2, 1), loss=lambda out: scalar(out[:1]))
+case(
+    "chunked, all but one used",
+    lambda m, x: m.linear(x).chunk(2, 1),
+    loss=lambda out: scalar(out[:1]),
+)
 case("one tensor twice", lambda m, x: (lambda h: (h, h))(m.linear(x)))
-case("one tensor three times in containers", lambda m, x: (lambda h: {"a": h, "b": [h, (h,)]})(m.linear(x)))
+case(
+    "one tensor three times in containers",
+    lambda m, x: (lambda h: {"a": h, "b": [h, (h,)]})(m.linear(x)),
+)
 case(
     "one tensor twice, each used once",
     lambda m, x: (lambda h: (h, h))(m.linear(x)),
@@ -133,11 +161,17 @@ case("a slice of a parameter and a product", lambda m, x: (m.linear(x), m.linear
 case("a parameter's data", lambda m, x: (m.linear(x), m.linear.weight.data))
 case("a parameter detached", lambda m, x: (m.linear(x), m.linear.weight.detach()))
 add(GROUP, "a buffer", lambda: _with_buffer(lambda m, x: (m.linear(x), m.table)))
-add(GROUP, "a buffer written by forward", lambda: _with_buffer(lambda m, x: (m.linear(x), m.table.add_(1.0))))
+add(
+    GROUP,
+    "a buffer written by forward",
+    lambda: _with_buffer(lambda m, x: (m.linear(x), m.table.add_(1.0))),
+)
 add(
     GROUP,
     "a view of a buffer written later",
-    lambda: _with_buffer(lambda m, x: (lambda v: (m.table.add_(1.0), (m.linear(x), v))[1])(m.table[:2])),
+    lambda: _with_buffer(
+        lambda m, x: (lambda v: (m.table.add_(1.0), (m.linear(x), v))[1])(m.table[:2])
+    ),
 )
 case("a new leaf", lambda m, x: (m.linear(x), torch.ones(3, device=x.device, requires_grad=True)))
 case(
@@ -150,7 +184,11 @@ case(
     lambda m, x: [m.linear(x)] if x.shape[0] == 2 else {"h": m.linear(x)},
     lambda draw, step: (draw.rows(2 + step % 2, 4),),
 )
-case("output left to the garbage collector", lambda m, x: m.linear(x), call=lambda m, a: (m(a[0]), m(a[0]))[0])
+case(
+    "output left to the garbage collector",
+    lambda m, x: m.linear(x),
+    call=lambda m, a: (m(a[0]), m(a[0]))[0],
+)
 case("output held for long", lambda m, x: m.linear(x), call=lambda m, a: _held(m, m(*a)))
 case("output of a sparse layout", lambda m, x: (m.linear(x), m.linear(x).detach().to_sparse()))
 case("hooks on outputs", lambda m, x: m.linear(x), call=lambda m, a: _hooked(m(*a)))
@@ -168,15 +206,25 @@ case(
 case(
     "is_leaf, _base and strides asked",
     lambda m, x: m.linear(x).t(),
-    call=lambda m, a: (lambda out: out * (1.0 + out.is_leaf + 2.0 * out.is_contiguous() + out.stride()[0]))(m(*a)),
+    call=lambda m, a: (
+        lambda out: out * (1.0 + out.is_leaf + 2.0 * out.is_contiguous() + out.stride()[0])
+    )(m(*a)),
 )
-case("written in place by the caller", lambda m, x: m.linear(x), call=lambda m, a: m(*a).mul_(2.0).add_(1.0))
+case(
+    "written in place by the caller",
+    lambda m, x: m.linear(x),
+    call=lambda m, a: m(*a).mul_(2.0).add_(1.0),
+)
 case(
     "written in place, then read by the next call",
     lambda m, x: torch.tanh(m.linear(x)),
     call=lambda m, a: m(m(*a).detach().mul_(0.5)),
 )
-case("exponential written in place", lambda m, x: m.linear(x).exp(), call=lambda m, a: m(*a).add_(1.0))
+case(
+    "exponential written in place",
+    lambda m, x: m.linear(x).exp(),
+    call=lambda m, a: m(*a).add_(1.0),
+)
 ALIASES = {
     "base and view": lambda h: (h, h[:, :2]),
     "base and transpose": lambda h: (h, h.t()),
@@ -197,7 +245,9 @@ for label, alias in ALIASES.items():
             call=lambda m, a, which=which: _write(m(*a), which, quietly=True),
         )
 case(
-    "detached alias written", lambda m, x: (lambda h: (h, h.detach()))(m.linear(x)), call=lambda m, a: _write(m(*a), 1)
+    "detached alias written",
+    lambda m, x: (lambda h: (h, h.detach()))(m.linear(x)),
+    call=lambda m, a: _write(m(*a), 1),
 )
 case(
     "input alias written by the caller",
@@ -218,7 +268,9 @@ case("one hundred outputs", lambda m, x: [m.linear(x) * n for n in range(100)])
 case(
     "outputs as keys of a dict by identity",
     lambda m, x: (m.linear(x), m.linear(x)),
-    loss=lambda out: sum(n * t.sum() for n, t in enumerate({id(t): t for t in tensors_in(out)}.values(), 1)),
+    loss=lambda out: sum(
+        n * t.sum() for n, t in enumerate({id(t): t for t in tensors_in(out)}.values(), 1)
+    ),
 )
 
 
@@ -268,7 +320,10 @@ def _first_retained(m, out):
     return out
 
 
-DEPENDENT = {"hook": lambda m, a: _first_hooked(m(*a)), "retained gradient": lambda m, a: _first_retained(m, m(*a))}
+DEPENDENT = {
+    "hook": lambda m, a: _first_hooked(m(*a)),
+    "retained gradient": lambda m, a: _first_retained(m, m(*a)),
+}
 for label, call in DEPENDENT.items():
     case(
         f"{label} of an output that another one depends on",

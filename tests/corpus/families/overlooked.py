@@ -1,4 +1,5 @@
-"""State that is easily overlooked: of one thread, of a metaclass, in a custom operator, by a name in a string."""
+"""State that is easily overlooked: of one thread, of a metaclass, in a custom operator, by a name
+in a string."""
 
 import hiddenkit
 from corpus.entry import add

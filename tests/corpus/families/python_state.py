@@ -1,4 +1,5 @@
-"""Python state of a module that forward reads, in every kind of container, changed between calls."""
+"""Python state of a module that forward reads, in every kind of container, changed between
+calls."""
 
 import dataclasses
 import enum
@@ -8,7 +9,16 @@ import queue
 import random
 import types
 import weakref
-from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections import (
+    ChainMap,
+    Counter,
+    OrderedDict,
+    UserDict,
+    UserList,
+    defaultdict,
+    deque,
+    namedtuple,
+)
 from decimal import Decimal
 
 import numpy as np
@@ -86,7 +96,12 @@ class Attributes(dict):
 
 def holder(name, make, read, change):
     """`held` is what make gives; forward multiplies by read(held); change gets the model."""
-    add(GROUP, name, lambda: Own(lambda m, x: m.linear(x) * read(m.held), held=make()), mutate=change)
+    add(
+        GROUP,
+        name,
+        lambda: Own(lambda m, x: m.linear(x) * read(m.held), held=make()),
+        mutate=change,
+    )
 
 
 def put(name, value):
@@ -102,8 +117,18 @@ for label, make in {
     "dict with attributes": lambda: Attributes(scale=1.0),
 }.items():
     holder(f"{label}, attribute assigned", make, lambda held: held.scale, put("scale", 2.0))
-holder("plain object, __dict__ updated", Plain, lambda held: held.scale, lambda m: vars(m.held).update(scale=2.0))
-holder("plain object, replaced", Plain, lambda held: held.scale, lambda m: setattr(m, "held", Plain(2.0)))
+holder(
+    "plain object, __dict__ updated",
+    Plain,
+    lambda held: held.scale,
+    lambda m: vars(m.held).update(scale=2.0),
+)
+holder(
+    "plain object, replaced",
+    Plain,
+    lambda held: held.scale,
+    lambda m: setattr(m, "held", Plain(2.0)),
+)
 holder(
     "frozen dataclass replaced",
     Frozen,
@@ -136,7 +161,12 @@ holder(
     lambda held: held.scale.scale.scale.scale.scale,
     lambda m: setattr(m.held.scale.scale.scale.scale, "scale", 2.0),
 )
-holder("object in a list", lambda: [Plain()], lambda held: held[0].scale, lambda m: setattr(m.held[0], "scale", 2.0))
+holder(
+    "object in a list",
+    lambda: [Plain()],
+    lambda held: held[0].scale,
+    lambda m: setattr(m.held[0], "scale", 2.0),
+)
 holder(
     "object in a dict",
     lambda: {"a": Plain()},
@@ -149,11 +179,28 @@ holder(
     lambda held: held.scales[0],
     lambda m: m.held.scales.__setitem__(0, 2.0),
 )
-holder("list, entry", lambda: [1.0, 2.0], lambda held: held[0], lambda m: m.held.__setitem__(0, 2.0))
-holder("list, longer than most", lambda: [1.0] * 200, lambda held: held[150], lambda m: m.held.__setitem__(150, 2.0))
+holder(
+    "list, entry", lambda: [1.0, 2.0], lambda held: held[0], lambda m: m.held.__setitem__(0, 2.0)
+)
+holder(
+    "list, longer than most",
+    lambda: [1.0] * 200,
+    lambda held: held[150],
+    lambda m: m.held.__setitem__(150, 2.0),
+)
 holder("list, appended", lambda: [1.0], lambda held: sum(held), lambda m: m.held.append(2.0))
-holder("list, reversed in place", lambda: [1.0, 2.0, 3.0], lambda held: held[0], lambda m: m.held.reverse())
-holder("list of lists", lambda: [[1.0], [2.0]], lambda held: held[1][0], lambda m: m.held[1].__setitem__(0, 3.0))
+holder(
+    "list, reversed in place",
+    lambda: [1.0, 2.0, 3.0],
+    lambda held: held[0],
+    lambda m: m.held.reverse(),
+)
+holder(
+    "list of lists",
+    lambda: [[1.0], [2.0]],
+    lambda held: held[1][0],
+    lambda m: m.held[1].__setitem__(0, 3.0),
+)
 holder(
     "list of 100 tuples",
     lambda: [(1.0, 2.0)] * 100,
@@ -166,9 +213,17 @@ holder(
     lambda held: 2.0 if isinstance(held[0], float) else 1.0,
     lambda m: setattr(m, "held", (1.0,)),
 )
-holder("int becomes bool", lambda: 1, lambda held: 2.0 if held is True else 1.0, lambda m: setattr(m, "held", True))
 holder(
-    "zero becomes minus zero", lambda: 0.0, lambda held: 1.0 / torch.tensor(held), lambda m: setattr(m, "held", -0.0)
+    "int becomes bool",
+    lambda: 1,
+    lambda held: 2.0 if held is True else 1.0,
+    lambda m: setattr(m, "held", True),
+)
+holder(
+    "zero becomes minus zero",
+    lambda: 0.0,
+    lambda held: 1.0 / torch.tensor(held),
+    lambda m: setattr(m, "held", -0.0),
 )
 holder(
     "list of ints becomes floats",
@@ -178,7 +233,12 @@ holder(
 )
 holder("number", lambda: 1.0, lambda held: held, lambda m: setattr(m, "held", 2.0))
 holder("string", lambda: "a", lambda held: 1.0 + (held == "b"), lambda m: setattr(m, "held", "b"))
-holder("bytearray", lambda: bytearray(b"\x01"), lambda held: held[0], lambda m: m.held.__setitem__(0, 2))
+holder(
+    "bytearray",
+    lambda: bytearray(b"\x01"),
+    lambda held: held[0],
+    lambda m: m.held.__setitem__(0, 2),
+)
 holder("dict, value", lambda: {"s": 1.0}, lambda held: held["s"], lambda m: m.held.update(s=2.0))
 holder(
     "dict, key exchanged for another",
@@ -198,11 +258,23 @@ holder(
     lambda held: next(iter(held.values())),
     lambda m: m.held.move_to_end("a"),
 )
-holder("defaultdict", lambda: defaultdict(float, s=1.0), lambda held: held["s"], lambda m: m.held.update(s=2.0))
+holder(
+    "defaultdict",
+    lambda: defaultdict(float, s=1.0),
+    lambda held: held["s"],
+    lambda m: m.held.update(s=2.0),
+)
 holder("Counter", lambda: Counter(a=1), lambda held: held["a"], lambda m: m.held.update(a=1))
-holder("ChainMap", lambda: ChainMap({}, {"s": 1.0}), lambda held: held["s"], lambda m: m.held.maps[1].update(s=2.0))
+holder(
+    "ChainMap",
+    lambda: ChainMap({}, {"s": 1.0}),
+    lambda held: held["s"],
+    lambda m: m.held.maps[1].update(s=2.0),
+)
 holder("UserDict", lambda: UserDict(s=1.0), lambda held: held["s"], lambda m: m.held.update(s=2.0))
-holder("UserList", lambda: UserList([1.0]), lambda held: held[0], lambda m: m.held.__setitem__(0, 2.0))
+holder(
+    "UserList", lambda: UserList([1.0]), lambda held: held[0], lambda m: m.held.__setitem__(0, 2.0)
+)
 holder(
     "mapping proxy",
     lambda: types.MappingProxyType(_fresh(SHARED, s=1.0)),
@@ -235,25 +307,61 @@ holder(
     lambda held: held.scale[0],
     lambda m: m.held.scale.__setitem__(0, 2.0),
 )
-holder("Enum", lambda: Mode.SOFT, lambda held: 1.0 + (held is Mode.HARD), lambda m: setattr(m, "held", Mode.HARD))
-holder("IntEnum", lambda: Level.LOW, lambda held: float(held), lambda m: setattr(m, "held", Level.HIGH))
-holder("Flag", lambda: Flags.A, lambda held: float(held.value), lambda m: setattr(m, "held", Flags.A | Flags.B))
 holder(
-    "Enum in an object", lambda: Plain(Mode.SOFT), lambda held: 1.0 + (held.scale is Mode.HARD), put("scale", Mode.HARD)
+    "Enum",
+    lambda: Mode.SOFT,
+    lambda held: 1.0 + (held is Mode.HARD),
+    lambda m: setattr(m, "held", Mode.HARD),
 )
-holder("slice", lambda: slice(0, 1), lambda held: float(held.stop), lambda m: setattr(m, "held", slice(0, 2)))
-holder("range", lambda: range(2), lambda held: float(len(held)), lambda m: setattr(m, "held", range(4)))
-holder("Fraction", lambda: fractions.Fraction(1, 2), float, lambda m: setattr(m, "held", fractions.Fraction(3, 2)))
+holder(
+    "IntEnum", lambda: Level.LOW, lambda held: float(held), lambda m: setattr(m, "held", Level.HIGH)
+)
+holder(
+    "Flag",
+    lambda: Flags.A,
+    lambda held: float(held.value),
+    lambda m: setattr(m, "held", Flags.A | Flags.B),
+)
+holder(
+    "Enum in an object",
+    lambda: Plain(Mode.SOFT),
+    lambda held: 1.0 + (held.scale is Mode.HARD),
+    put("scale", Mode.HARD),
+)
+holder(
+    "slice",
+    lambda: slice(0, 1),
+    lambda held: float(held.stop),
+    lambda m: setattr(m, "held", slice(0, 2)),
+)
+holder(
+    "range", lambda: range(2), lambda held: float(len(held)), lambda m: setattr(m, "held", range(4))
+)
+holder(
+    "Fraction",
+    lambda: fractions.Fraction(1, 2),
+    float,
+    lambda m: setattr(m, "held", fractions.Fraction(3, 2)),
+)
 holder("Decimal", lambda: Decimal("0.5"), float, lambda m: setattr(m, "held", Decimal("1.5")))
-holder("complex number", lambda: 1 + 1j, lambda held: held.imag, lambda m: setattr(m, "held", 1 + 2j))
+holder(
+    "complex number", lambda: 1 + 1j, lambda held: held.imag, lambda m: setattr(m, "held", 1 + 2j)
+)
 holder(
     "torch.Size",
     lambda: torch.Size([1, 2]),
     lambda held: float(held[1]),
     lambda m: setattr(m, "held", torch.Size([1, 3])),
 )
-holder("numpy scalar", lambda: np.float32(1.0), float, lambda m: setattr(m, "held", np.float32(2.0)))
-holder("numpy array in place", lambda: np.ones(2), lambda held: float(held[0]), lambda m: m.held.__setitem__(0, 2.0))
+holder(
+    "numpy scalar", lambda: np.float32(1.0), float, lambda m: setattr(m, "held", np.float32(2.0))
+)
+holder(
+    "numpy array in place",
+    lambda: np.ones(2),
+    lambda held: float(held[0]),
+    lambda m: m.held.__setitem__(0, 2.0),
+)
 holder(
     "numpy array replaced",
     lambda: np.ones(2),
@@ -284,14 +392,24 @@ holder(
     lambda held: held().scale,
     lambda m: setattr(KEPT, "scale", 2.0),
 )
-holder("class as a value", lambda: type("Made", (), {"scale": 1.0}), lambda held: held.scale, put("scale", 2.0))
+holder(
+    "class as a value",
+    lambda: type("Made", (), {"scale": 1.0}),
+    lambda held: held.scale,
+    put("scale", 2.0),
+)
 holder(
     "module of Python as a value",
     lambda: types.ModuleType("made"),
     lambda held: getattr(held, "scale", 1.0),
     put("scale", 2.0),
 )
-holder("queue", lambda: _queue(), lambda held: held.queue[0], lambda m: m.held.queue.__setitem__(0, 2.0))
+holder(
+    "queue",
+    lambda: _queue(),
+    lambda held: held.queue[0],
+    lambda m: m.held.queue.__setitem__(0, 2.0),
+)
 holder("attribute added later", Plain, lambda held: getattr(held, "extra", 1.0), put("extra", 2.0))
 holder(
     "None becomes an object",
@@ -324,7 +442,10 @@ holder(
     lambda m: (m.held.clear(), m.held.add(torch.full((4,), 2.0, device=m.linear.weight.device))),
 )
 holder(
-    "deque holds a tensor, in place", lambda: deque([torch.ones(4)]), lambda held: held[0], lambda m: m.held[0].mul_(2)
+    "deque holds a tensor, in place",
+    lambda: deque([torch.ones(4)]),
+    lambda held: held[0],
+    lambda m: m.held[0].mul_(2),
 )
 
 SHARED = {"s": 1.0}
@@ -378,12 +499,19 @@ class Shared(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = torch.nn.functional.dropout(layer(x) * layer.config.scale, self.config.drop, self.training)
+            x = torch.nn.functional.dropout(
+                layer(x) * layer.config.scale, self.config.drop, self.training
+            )
         return x + self.layers[0].bias if self.config.bias else x
 
 
 add(GROUP, "shared config, scale", Shared, mutate=lambda m: setattr(m.config, "scale", 2.0))
-add(GROUP, "shared config, dropout switched on", Shared, mutate=lambda m: setattr(m.config, "drop", 0.5))
+add(
+    GROUP,
+    "shared config, dropout switched on",
+    Shared,
+    mutate=lambda m: setattr(m.config, "drop", 0.5),
+)
 add(GROUP, "shared config, flag", Shared, mutate=lambda m: setattr(m.config, "bias", False))
 add(GROUP, "shared config, nothing changes", Shared)
 add(
@@ -424,10 +552,16 @@ def hidden(name, make, draw):
 
 hidden("random.Random", lambda: random.Random(3), lambda held: held.random())
 hidden("random.Random in a list", lambda: [random.Random(3)], lambda held: held[0].random())
-hidden("random.Random in an object", lambda: Plain(random.Random(3)), lambda held: held.scale.random())
+hidden(
+    "random.Random in an object", lambda: Plain(random.Random(3)), lambda held: held.scale.random()
+)
 hidden("numpy Generator", lambda: np.random.default_rng(3), lambda held: float(held.random()))
 hidden("numpy RandomState", lambda: np.random.RandomState(3), lambda held: float(held.rand()))
-hidden("numpy Generator in a dict", lambda: {"rng": np.random.default_rng(3)}, lambda held: float(held["rng"].normal()))
+hidden(
+    "numpy Generator in a dict",
+    lambda: {"rng": np.random.default_rng(3)},
+    lambda held: float(held["rng"].normal()),
+)
 hidden("itertools.count", lambda: itertools.count(1), lambda held: float(next(held)))
 hidden("itertools.cycle", lambda: itertools.cycle([1.0, 2.0]), lambda held: next(held))
 hidden("list iterator", lambda: iter([float(n) for n in range(1, 100)]), lambda held: next(held))
@@ -442,10 +576,22 @@ add(
         held=torch.Generator(torch.get_default_device()).manual_seed(3),
     ),
 )
-hidden("deque that forward rotates", lambda: deque([1.0, 2.0]), lambda held: (held.rotate(), held[0])[1])
+hidden(
+    "deque that forward rotates",
+    lambda: deque([1.0, 2.0]),
+    lambda held: (held.rotate(), held[0])[1],
+)
 hidden("list that forward pops", lambda: [float(n) for n in range(1, 100)], lambda held: held.pop())
-hidden("dict that forward counts in", lambda: {"n": 0}, lambda held: held.update(n=held["n"] + 1) or float(held["n"]))
-hidden("object that forward counts in", Plain, lambda held: setattr(held, "scale", held.scale + 1) or held.scale)
+hidden(
+    "dict that forward counts in",
+    lambda: {"n": 0},
+    lambda held: held.update(n=held["n"] + 1) or float(held["n"]),
+)
+hidden(
+    "object that forward counts in",
+    Plain,
+    lambda held: setattr(held, "scale", held.scale + 1) or held.scale,
+)
 hidden("object counted by a method", lambda: Counting(), lambda held: held.next())
 hidden("queue that forward takes from", lambda: _long_queue(), lambda held: held.get())
 hidden("set that forward grows", set, lambda held: (held.add(len(held)), float(len(held)))[1])
@@ -476,7 +622,11 @@ def _long_queue():
 
 add("hidden state", "module's counter", lambda: Own(_count, n=0))
 add("hidden state", "global random", lambda: Own(lambda m, x: m.linear(x) * random.random()))
-add("hidden state", "global numpy random", lambda: Own(lambda m, x: m.linear(x) * float(np.random.rand())))
+add(
+    "hidden state",
+    "global numpy random",
+    lambda: Own(lambda m, x: m.linear(x) * float(np.random.rand())),
+)
 add(
     "hidden state",
     "random.choice of a branch",
@@ -490,7 +640,9 @@ add(
 add(
     "hidden state",
     "layer drop by torch.rand on the CPU",
-    lambda: Own(lambda m, x: m.linear(x) if bool(torch.rand(1, device="cpu") < 0.5) else x * m.linear.bias),
+    lambda: Own(
+        lambda m, x: m.linear(x) if bool(torch.rand(1, device="cpu") < 0.5) else x * m.linear.bias
+    ),
 )
 
 

@@ -1,4 +1,5 @@
-"""Routing of tokens to experts, in the ways that people write it, and other gathers and scatters."""
+"""Routing of tokens to experts, in the ways that people write it, and other gathers and
+scatters."""
 
 import torch
 from corpus.entry import GRADIENT_LAYOUT, Draw, add
@@ -14,16 +15,20 @@ def tokens(draw: Draw, step: int):
 
 
 class Experts(nn.Module):
-    """form: how tokens reach experts; k: how many each token gets; balance: how the auxiliary loss leaves."""
+    """form: how tokens reach experts; k: how many each token gets; balance: how the auxiliary loss
+    leaves."""
 
     def __init__(self, form, k=2, balance="output", noise=False, bias=False):
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 6), nn.SiLU(), nn.Linear(6, WIDTH)) for _ in range(EXPERTS)
+            nn.Sequential(nn.Linear(WIDTH, 6), nn.SiLU(), nn.Linear(6, WIDTH))
+            for _ in range(EXPERTS)
         )
         self.stacked = (
-            nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.3) if form in ("bmm", "grouped", "padded") else None
+            nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.3)
+            if form in ("bmm", "grouped", "padded")
+            else None
         )
         if self.stacked is not None:
             del self.experts
@@ -75,14 +80,18 @@ class Experts(nn.Module):
 
     def by_bmm(self, x, picked, chosen):
         spread = torch.einsum("td,edf->tef", x, self.stacked)
-        return (spread.gather(1, picked[..., None].expand(-1, -1, WIDTH)) * chosen[..., None]).sum(1)
+        return (spread.gather(1, picked[..., None].expand(-1, -1, WIDTH)) * chosen[..., None]).sum(
+            1
+        )
 
     def by_grouped(self, x, picked, chosen):
         flat = picked.flatten()
         order = flat.argsort(stable=True)
         rows = x[order // self.k]
         done = torch.einsum("td,tdf->tf", rows, self.stacked[flat[order]])
-        return torch.zeros_like(x).index_add(0, order // self.k, done * chosen.flatten()[order, None])
+        return torch.zeros_like(x).index_add(
+            0, order // self.k, done * chosen.flatten()[order, None]
+        )
 
     def by_padded(self, x, picked, chosen):
         mask = functional.one_hot(picked, EXPERTS).float()
@@ -90,11 +99,19 @@ class Experts(nn.Module):
         fits = (place > 0) & (place <= 4)
         dispatch = functional.one_hot((place - 1).clamp(0, 3).long(), 4) * fits[..., None]
         routed = torch.einsum("tkec,td->ecd", dispatch.float(), x)
-        return torch.einsum("tkec,tk,ecd->td", dispatch.float(), chosen, torch.bmm(routed, self.stacked))
+        return torch.einsum(
+            "tkec,tk,ecd->td", dispatch.float(), chosen, torch.bmm(routed, self.stacked)
+        )
 
 
 for form in ("mask", "where", "host", "bmm", "grouped", "padded"):
-    add(GROUP, f"experts by {form}", lambda form=form: Experts(form), tokens, documented=GRADIENT_LAYOUT)
+    add(
+        GROUP,
+        f"experts by {form}",
+        lambda form=form: Experts(form),
+        tokens,
+        documented=GRADIENT_LAYOUT,
+    )
     add(
         GROUP,
         f"experts by {form}, one each, noise",
@@ -116,20 +133,44 @@ add(
     tokens,
     backward=lambda m, loss, outputs, arguments, step: outputs[0].square().sum().backward(),
 )
-add(GROUP, "balance without a loss", lambda: Experts("bmm", balance="nothing"), tokens,
-    documented=GRADIENT_LAYOUT)
+add(
+    GROUP,
+    "balance without a loss",
+    lambda: Experts("bmm", balance="nothing"),
+    tokens,
+    documented=GRADIENT_LAYOUT,
+)
 add(GROUP, "offset learned without gradients", lambda: Experts("grouped", bias=True), tokens)
-add(GROUP, "k changes", lambda: Experts("bmm", k=1), tokens, mutate=lambda m: setattr(m, "k", 2),
-    documented=GRADIENT_LAYOUT)
-add(GROUP, "an expert is frozen", lambda: Experts("mask"), tokens, mutate=lambda m: m.experts[0].requires_grad_(False))
+add(
+    GROUP,
+    "k changes",
+    lambda: Experts("bmm", k=1),
+    tokens,
+    mutate=lambda m: setattr(m, "k", 2),
+    documented=GRADIENT_LAYOUT,
+)
+add(
+    GROUP,
+    "an expert is frozen",
+    lambda: Experts("mask"),
+    tokens,
+    mutate=lambda m: m.experts[0].requires_grad_(False),
+)
 add(
     GROUP,
     "an expert is added",
     lambda: Experts("mask"),
     tokens,
-    mutate=lambda m: m.experts.append(nn.Sequential(nn.Linear(WIDTH, WIDTH)).to(m.router.weight.device)),
+    mutate=lambda m: m.experts.append(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH)).to(m.router.weight.device)
+    ),
 )
-add(GROUP, "number of tokens changes", lambda: Experts("grouped"), lambda draw, step: (draw.rows(4 + step % 3, WIDTH),))
+add(
+    GROUP,
+    "number of tokens changes",
+    lambda: Experts("grouped"),
+    lambda draw, step: (draw.rows(4 + step % 3, WIDTH),),
+)
 
 
 class Pooling(nn.Module):
@@ -146,12 +187,16 @@ class Pooling(nn.Module):
                 0, where[:, None].expand_as(h), h, "amax", include_self=False
             )
         if self.form == "segment":
-            return torch.segment_reduce(h, "mean", lengths=torch.bincount(where, minlength=3), axis=0, unsafe=True)
+            return torch.segment_reduce(
+                h, "mean", lengths=torch.bincount(where, minlength=3), axis=0, unsafe=True
+            )
         if self.form == "index_add":
             return torch.zeros(3, WIDTH, device=x.device).index_add(0, where, h)
         if self.form == "sparse":
             adjacency = torch.sparse_coo_tensor(
-                torch.stack([where, torch.arange(6, device=x.device)]), torch.ones(6, device=x.device), (3, 6)
+                torch.stack([where, torch.arange(6, device=x.device)]),
+                torch.ones(6, device=x.device),
+                (3, 6),
             )
             return torch.sparse.mm(adjacency, h)
         if self.form == "one_hot":
@@ -163,7 +208,16 @@ class Pooling(nn.Module):
         return torch.stack([h[where == n].sum(0) for n in range(3)])
 
 
-for form in ("scatter_reduce", "segment", "index_add", "sparse", "one_hot", "message", "searchsorted", "boolean"):
+for form in (
+    "scatter_reduce",
+    "segment",
+    "index_add",
+    "sparse",
+    "one_hot",
+    "message",
+    "searchsorted",
+    "boolean",
+):
     add(
         GROUP,
         f"pooling by {form}",

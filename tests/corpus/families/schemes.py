@@ -1,4 +1,5 @@
-"""Ways to train: adversaries, penalties, surgery, adapters, averages, distillation, optimizers of torch, schedules."""
+"""Ways to train: adversaries, penalties, surgery, adapters, averages, distillation, optimizers of
+torch, schedules."""
 
 import copy
 
@@ -23,7 +24,11 @@ def loop(name, make, drive):
 
 
 def net(dropout=0.0):
-    return Own(lambda m, x: m.other(m.drop(torch.tanh(m.linear(x)))), other=nn.Linear(4, 4), drop=nn.Dropout(dropout))
+    return Own(
+        lambda m, x: m.other(m.drop(torch.tanh(m.linear(x)))),
+        other=nn.Linear(4, 4),
+        drop=nn.Dropout(dropout),
+    )
 
 
 OPTIMIZERS = {
@@ -75,7 +80,10 @@ def adversaries(model, draw):
     for step in range(STEPS):
         real, fake = draw(step).rows(), generator(draw(100 + step).rows())
         ours.zero_grad()
-        (functional.softplus(-model(real)).mean() + functional.softplus(model(fake.detach())).mean()).backward()
+        (
+            functional.softplus(-model(real)).mean()
+            + functional.softplus(model(fake.detach())).mean()
+        ).backward()
         ours.step()
         theirs.zero_grad()
         functional.softplus(-model(fake)).mean().backward()
@@ -134,7 +142,10 @@ def surgery(model, draw):
         for parts in zip(list(model.parameters()), *found, strict=True):
             first, *others = parts[1:]
             for other in others:
-                first = first - torch.clamp((first * other).sum() / other.square().sum(), max=0.0) * other
+                first = (
+                    first
+                    - torch.clamp((first * other).sum() / other.square().sum(), max=0.0) * other
+                )
             parts[0].grad = first
         yield {"found": [[g.clone() for g in one] for one in found]}
         _sgd(model)
@@ -155,7 +166,10 @@ def surgery_saved(model, draw):
 def surgery_by_grad(model, draw):
     for step in range(STEPS):
         out = model(draw(step).rows())
-        found = [torch.autograd.grad(out[:, n].sum(), list(model.parameters()), retain_graph=n < 3) for n in range(4)]
+        found = [
+            torch.autograd.grad(out[:, n].sum(), list(model.parameters()), retain_graph=n < 3)
+            for n in range(4)
+        ]
         for parameter, *parts in zip(model.parameters(), *found, strict=True):
             parameter.grad = torch.stack(parts).median(0).values
         yield {"found": found}
@@ -184,7 +198,9 @@ def sharpness(model, draw):
 
 
 def averaged(model, draw):
-    mean = AveragedModel(copy.deepcopy(model), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    mean = AveragedModel(
+        copy.deepcopy(model), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     for step in range(STEPS):
         model(draw(step).rows()).square().mean().backward()
         _sgd(model)
@@ -558,4 +574,6 @@ add(GROUP, "loss of all outputs by hand", lambda: net(), one, loss=lambda out: s
 def _quantised(m, x):
     scale = m.linear.weight.detach().abs().max() / 7
     rounded = (m.linear.weight / scale).round() * scale
-    return functional.linear(x, m.linear.weight + (rounded - m.linear.weight).detach(), m.linear.bias)
+    return functional.linear(
+        x, m.linear.weight + (rounded - m.linear.weight).detach(), m.linear.bias
+    )

@@ -1,4 +1,5 @@
-"""Modules and tensors that a module holds without registering them: frozen teachers, tables, caches."""
+"""Modules and tensors that a module holds without registering them: frozen teachers, tables,
+caches."""
 
 import types
 
@@ -33,7 +34,9 @@ def _scale(module):
 CHANGES = {
     "eval": lambda t: t.eval(),
     "weights in place": _scale,
-    "weights replaced": lambda t: setattr(t[0], "weight", nn.Parameter(t[0].weight * 2, requires_grad=False)),
+    "weights replaced": lambda t: setattr(
+        t[0], "weight", nn.Parameter(t[0].weight * 2, requires_grad=False)
+    ),
     "weight data": lambda t: setattr(t[0].weight, "data", t[0].weight.data * 2),
     "buffer replaced": lambda t: setattr(t[2], "running_mean", t[2].running_mean + 1),
     "layer replaced": lambda t: t.__setitem__(1, nn.Identity()),
@@ -66,7 +69,9 @@ add(GROUP, "in a list, under no_grad", lambda: Own(_without_gradients, held=[tea
 add(
     GROUP,
     "moving average of the student",
-    lambda: Own(lambda m, x: (m.linear(x), m.held[0](x)), held=[nn.Linear(4, 4).requires_grad_(False)]),
+    lambda: Own(
+        lambda m, x: (m.linear(x), m.held[0](x)), held=[nn.Linear(4, 4).requires_grad_(False)]
+    ),
     call=lambda m, arguments: _averaged(m, *arguments),
 )
 

@@ -1,4 +1,5 @@
-"""Threads that train one module or several, and what goes on beside a capture; turns make sums repeatable."""
+"""Threads that train one module or several, and what goes on beside a capture; turns make sums
+repeatable."""
 
 import threading
 
@@ -11,7 +12,11 @@ GROUP = "threads"
 
 
 def net():
-    return Own(lambda m, x: m.other(m.drop(torch.tanh(m.linear(x)))), other=nn.Linear(4, 4), drop=nn.Dropout(0.0))
+    return Own(
+        lambda m, x: m.other(m.drop(torch.tanh(m.linear(x)))),
+        other=nn.Linear(4, 4),
+        drop=nn.Dropout(0.0),
+    )
 
 
 def together(*acts):
@@ -45,7 +50,10 @@ def one_thread_of_its_own(model, draw):
     for step in range(6):
         found = []
         together(
-            lambda step=step, found=found: (found.append(model(draw(step).rows())), found[0].square().mean().backward())
+            lambda step=step, found=found: (
+                found.append(model(draw(step).rows())),
+                found[0].square().mean().backward(),
+            )
         )
         yield {"out": found[0]}
         model.zero_grad()
@@ -73,7 +81,12 @@ def two_forwards_at_once(model, draw):
     for step in range(8):
         found = {}
         together(
-            *(lambda n=n, step=step, found=found: found.update({n: model(draw(10 * step + n).rows())}) for n in (0, 1))
+            *(
+                lambda n=n, step=step, found=found: found.update(
+                    {n: model(draw(10 * step + n).rows())}
+                )
+                for n in (0, 1)
+            )
         )
         for n in (0, 1):
             found[n].square().mean().backward()
@@ -92,7 +105,8 @@ def two_backwards_at_once(model, draw):
 
 
 def two_loops_at_once(model, draw):
-    """Both threads run forward and backward, ten rounds each. Only inputs get gradients: sums have no order."""
+    """Both threads run forward and backward, ten rounds each. Only inputs get gradients: sums have
+    no order."""
     for step in range(4):
         found = {}
 
@@ -128,7 +142,10 @@ def another_module_in_each_thread(model, draw):
     other = nn.Linear(4, 4).to(device)
     for step in range(6):
         x = draw(step).rows()
-        together(lambda x=x: model(x).square().mean().backward(), lambda x=x: other(x).square().mean().backward())
+        together(
+            lambda x=x: model(x).square().mean().backward(),
+            lambda x=x: other(x).square().mean().backward(),
+        )
         yield {"other": [p.grad.clone() for p in other.parameters()]}
         model.zero_grad()
         other.zero_grad()

@@ -28,7 +28,8 @@ def norm(kind, width):
 
 
 class Residual(nn.Module):
-    """torchvision's basic block, with squeeze and excitation and stochastic depth as timm has them."""
+    """torchvision's basic block, with squeeze and excitation and stochastic depth as timm has
+    them."""
 
     def __init__(self, width, kind="batch", squeeze=False, depth=0.0, inplace=True):
         super().__init__()
@@ -37,7 +38,11 @@ class Residual(nn.Module):
         self.act, self.depth = nn.ReLU(inplace=inplace), depth
         self.squeeze = (
             nn.Sequential(
-                nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, 2, 1), nn.SiLU(), nn.Conv2d(2, width, 1), nn.Sigmoid()
+                nn.AdaptiveAvgPool2d(1),
+                nn.Conv2d(width, 2, 1),
+                nn.SiLU(),
+                nn.Conv2d(2, width, 1),
+                nn.Sigmoid(),
             )
             if squeeze
             else None
@@ -58,9 +63,15 @@ class ResNet(nn.Module):
     def __init__(self, last=False, **options):
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 4, 3, 2, 1), norm(options.get("kind", "batch"), 4), nn.ReLU(), nn.MaxPool2d(2)
+            nn.Conv2d(3, 4, 3, 2, 1),
+            norm(options.get("kind", "batch"), 4),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
         )
-        self.blocks, self.head = nn.Sequential(Residual(4, **options), Residual(4, **options)), nn.Linear(4, 5)
+        self.blocks, self.head = (
+            nn.Sequential(Residual(4, **options), Residual(4, **options)),
+            nn.Linear(4, 5),
+        )
         self.last = last
 
     def forward(self, x):
@@ -101,7 +112,9 @@ class Dense(nn.Module):
         for layer in self.layers:
             act = lambda *parts, layer=layer: torch.relu(layer(torch.cat(parts, 1)))  # noqa: E731
             found.append(
-                torch.utils.checkpoint.checkpoint(act, *found, use_reentrant=False) if self.saving else act(*found)
+                torch.utils.checkpoint.checkpoint(act, *found, use_reentrant=False)
+                if self.saving
+                else act(*found)
             )
         return torch.cat(found, 1)
 
@@ -109,8 +122,15 @@ class Dense(nn.Module):
 class ConvNeXt(nn.Module):
     def __init__(self):
         super().__init__()
-        self.depthwise, self.norm = nn.Conv2d(3, 3, 5, padding=2, groups=3), nn.LayerNorm(3, eps=1e-6)
-        self.up, self.down, self.gamma = nn.Linear(3, 6), nn.Linear(6, 3), nn.Parameter(1e-1 * torch.ones(3))
+        self.depthwise, self.norm = (
+            nn.Conv2d(3, 3, 5, padding=2, groups=3),
+            nn.LayerNorm(3, eps=1e-6),
+        )
+        self.up, self.down, self.gamma = (
+            nn.Linear(3, 6),
+            nn.Linear(6, 3),
+            nn.Parameter(1e-1 * torch.ones(3)),
+        )
 
     def forward(self, x):
         h = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
@@ -126,9 +146,16 @@ class Attention(nn.Module):
 
     def forward(self, x):
         b, n, c = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(x)
+            .reshape(b, n, 3, self.heads, c // self.heads)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         if self.fused:
-            x = functional.scaled_dot_product_attention(q, k, v, dropout_p=self.drop.p if self.training else 0.0)
+            x = functional.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.drop.p if self.training else 0.0
+            )
         else:
             x = self.drop((q @ k.transpose(-2, -1) / math.sqrt(c // self.heads)).softmax(-1)) @ v
         return self.proj(x.transpose(1, 2).reshape(b, n, c))
@@ -137,8 +164,14 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, width, depth=0.0, scale=False, **options):
         super().__init__()
-        self.one, self.two, self.attention = nn.LayerNorm(width), nn.LayerNorm(width), Attention(width, **options)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.one, self.two, self.attention = (
+            nn.LayerNorm(width),
+            nn.LayerNorm(width),
+            Attention(width, **options),
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
         self.gamma = nn.Parameter(0.1 * torch.ones(width)) if scale else None
         self.depth = depth
 
@@ -154,7 +187,8 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """timm's vision transformer. pool: how tokens become one; dynamic: positions interpolated to the size."""
+    """timm's vision transformer. pool: how tokens become one; dynamic: positions interpolated to
+    the size."""
 
     def __init__(self, pool="token", dynamic=False, drop_patches=0.0, **options):
         super().__init__()
@@ -213,7 +247,9 @@ class Timed(nn.Module):
         self.norm, self.conv = nn.GroupNorm(2, width), nn.Conv2d(width, width, 3, padding=1)
         self.time = nn.Linear(8, 2 * width)
         self.attention = Attention(width) if attends else None
-        self.context = nn.MultiheadAttention(width, 2, kdim=4, vdim=4, batch_first=True) if attends else None
+        self.context = (
+            nn.MultiheadAttention(width, 2, kdim=4, vdim=4, batch_first=True) if attends else None
+        )
 
     def forward(self, x, time, context):
         scale, shift = self.time(functional.silu(time))[:, :, None, None].chunk(2, 1)
@@ -227,7 +263,8 @@ class Timed(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down, middle, up with skips popped from a list. sampled: whether noise and time are drawn inside."""
+    """Down, middle, up with skips popped from a list. sampled: whether noise and time are drawn
+    inside."""
 
     def __init__(self, sampled=False, saving=False):
         super().__init__()
@@ -257,7 +294,10 @@ class UNet(nn.Module):
         skips.append(h)
         h = self.run(self.middle, self.down(h), embedded, context)
         h = functional.interpolate(h, scale_factor=2.0, mode="nearest")
-        h = self.run(self.last, self.join(torch.cat([h, skips.pop()], 1)), embedded, context) + skips.pop()
+        h = (
+            self.run(self.last, self.join(torch.cat([h, skips.pop()], 1)), embedded, context)
+            + skips.pop()
+        )
         h = self.out(h)
         return functional.mse_loss(h, target) if self.sampled else h
 
@@ -268,7 +308,8 @@ class UNet(nn.Module):
 
 
 class Modulated(nn.Module):
-    """A diffusion transformer's block: adaptive norms, gates that begin at zero, class dropout for guidance."""
+    """A diffusion transformer's block: adaptive norms, gates that begin at zero, class dropout for
+    guidance."""
 
     def __init__(self):
         super().__init__()
@@ -282,7 +323,9 @@ class Modulated(nn.Module):
 
     def forward(self, x, labels):
         labels = torch.where(torch.rand(labels.shape, device=labels.device) < 0.3, 5, labels)
-        shift, scale, gate = self.modulation(functional.silu(self.classes(labels)))[:, None].chunk(3, -1)
+        shift, scale, gate = self.modulation(functional.silu(self.classes(labels)))[:, None].chunk(
+            3, -1
+        )
         h = self.into(x.flatten(2).transpose(1, 2))
         h = h + gate * self.attention(self.norm(h) * (1 + scale) + shift)
         return self.out(h).transpose(1, 2).reshape(x.shape)
@@ -293,7 +336,11 @@ class Quantised(nn.Module):
 
     def __init__(self, averaged):
         super().__init__()
-        self.encode, self.decode, self.averaged = nn.Conv2d(3, 4, 2, 2), nn.ConvTranspose2d(4, 3, 2, 2), averaged
+        self.encode, self.decode, self.averaged = (
+            nn.Conv2d(3, 4, 2, 2),
+            nn.ConvTranspose2d(4, 3, 2, 2),
+            averaged,
+        )
         if averaged:
             self.register_buffer("codes", torch.randn(5, 4))
             self.register_buffer("sizes", torch.ones(5))
@@ -328,15 +375,22 @@ class Variational(nn.Module):
 
 
 class Mixed(nn.Module):
-    """mixup inside: a permutation and a coefficient are drawn in forward. where: on the host or on the device."""
+    """mixup inside: a permutation and a coefficient are drawn in forward. where: on the host or on
+    the device."""
 
     def __init__(self, where):
         super().__init__()
         self.net, self.where = ResNet(), where
 
     def forward(self, x):
-        order = torch.randperm(x.shape[0], device=x.device if self.where == "device" else "cpu").to(x.device)
-        share = torch.rand((), device=x.device) if self.where == "device" else float(torch.rand((), device="cpu"))
+        order = torch.randperm(x.shape[0], device=x.device if self.where == "device" else "cpu").to(
+            x.device
+        )
+        share = (
+            torch.rand((), device=x.device)
+            if self.where == "device"
+            else float(torch.rand((), device="cpu"))
+        )
         return self.net(x * share + x[order] * (1 - share))["logits"]
 
 
@@ -352,17 +406,36 @@ for label, options in {
     "channels last": {"last": True},
     "not in place": {"inplace": False},
 }.items():
-    add(GROUP, f"ResNet, {label}", lambda options=options: ResNet(**options), image_grad, documented=GRADIENT_LAYOUT)
-add(GROUP, "ResNet, sizes change", ResNet, lambda draw, step: (draw.rows(2, 3, 8 + 4 * (step % 2), 8),))
+    add(
+        GROUP,
+        f"ResNet, {label}",
+        lambda options=options: ResNet(**options),
+        image_grad,
+        documented=GRADIENT_LAYOUT,
+    )
+add(
+    GROUP,
+    "ResNet, sizes change",
+    ResNet,
+    lambda draw, step: (draw.rows(2, 3, 8 + 4 * (step % 2), 8),),
+)
 add(
     GROUP,
     "ResNet, channels last in turns",
     ResNet,
     lambda draw, step: (
-        image(draw, step)[0].contiguous(memory_format=torch.channels_last if step % 2 else torch.contiguous_format),
+        image(draw, step)[0].contiguous(
+            memory_format=torch.channels_last if step % 2 else torch.contiguous_format
+        ),
     ),
 )
-add(GROUP, "ResNet to channels last", ResNet, image, mutate=lambda m: m.to(memory_format=torch.channels_last))
+add(
+    GROUP,
+    "ResNet to channels last",
+    ResNet,
+    image,
+    mutate=lambda m: m.to(memory_format=torch.channels_last),
+)
 add(
     GROUP,
     "ResNet, BatchNorm frozen",
@@ -403,16 +476,38 @@ add(
     image,
     mutate=lambda m: [setattr(b.attention, "fused", False) for b in m.blocks],
 )
-add(GROUP, "ViT, loss of a middle layer", lambda: ViT(), image, loss=lambda out: out[1][0].square().mean())
+add(
+    GROUP,
+    "ViT, loss of a middle layer",
+    lambda: ViT(),
+    image,
+    loss=lambda out: out[1][0].square().mean(),
+)
 for shift in (0, 1):
     add(GROUP, f"windows shifted by {shift}", lambda shift=shift: Windows(shift), image_grad)
 add(GROUP, "UNet", UNet, diffusion)
 add(GROUP, "UNet, noise drawn inside", lambda: UNet(sampled=True), diffusion)
 add(GROUP, "UNet, checkpointed", lambda: UNet(saving=True), diffusion)
-add(GROUP, "UNet, checkpointing switched on", UNet, diffusion, mutate=lambda m: setattr(m, "saving", True))
-add(GROUP, "diffusion transformer", Modulated, lambda draw, step: (draw.rows(2, 3, 4, 4), draw.ids(2, words=5)))
+add(
+    GROUP,
+    "UNet, checkpointing switched on",
+    UNet,
+    diffusion,
+    mutate=lambda m: setattr(m, "saving", True),
+)
+add(
+    GROUP,
+    "diffusion transformer",
+    Modulated,
+    lambda draw, step: (draw.rows(2, 3, 4, 4), draw.ids(2, words=5)),
+)
 for averaged in (False, True):
-    add(GROUP, f"VQ-VAE, codes by averages {averaged}", lambda averaged=averaged: Quantised(averaged), image_grad)
+    add(
+        GROUP,
+        f"VQ-VAE, codes by averages {averaged}",
+        lambda averaged=averaged: Quantised(averaged),
+        image_grad,
+    )
 add(GROUP, "variational autoencoder", Variational, image)
 for where in ("host", "device"):
     add(GROUP, f"mixup on the {where}", lambda where=where: Mixed(where), image)

@@ -20,7 +20,9 @@ def buffered(name, function, inputs=one, **options):
 
 
 def then(write):
-    return lambda m, x: (lambda h: (write(m, h.detach()), h * m.mean.cos() + m.count)[1])(m.linear(x))
+    return lambda m, x: (lambda h: (write(m, h.detach()), h * m.mean.cos() + m.count)[1])(
+        m.linear(x)
+    )
 
 
 WRITES = {
@@ -41,7 +43,9 @@ WRITES = {
     "zeroed and added": lambda m, h: m.mean.zero_().add_(h[0]),
     "rolled": lambda m, h: m.table.copy_(m.table.roll(1, 0)),
     "out=": lambda m, h: torch.add(m.mean, 0.1, out=m.mean),
-    "scatter": lambda m, h: m.mean.scatter_add_(0, torch.zeros(1, dtype=torch.int64, device=h.device), h[0, :1]),
+    "scatter": lambda m, h: m.mean.scatter_add_(
+        0, torch.zeros(1, dtype=torch.int64, device=h.device), h[0, :1]
+    ),
     "random": lambda m, h: m.mean.normal_(),
     "swapped": lambda m, h: _swap(m),
     "resized": lambda m, h: m.table.resize_(4, 4).zero_(),
@@ -52,13 +56,20 @@ WRITES = {
 for label, write in WRITES.items():
     buffered(f"buffer {label}", then(write))
 buffered("buffer written and returned", lambda m, x: (m.linear(x), m.mean.add_(1.0)))
-buffered("buffer read, then written", lambda m, x: (lambda out: (m.mean.add_(1.0), out)[1])(m.linear(x) * m.mean))
 buffered(
-    "buffer saved for backward, then written",
-    lambda m, x: (lambda out: (m.mean.add_(1.0), out)[1])(m.linear(x).exp() * m.mean * m.linear.weight[0]),
+    "buffer read, then written",
+    lambda m, x: (lambda out: (m.mean.add_(1.0), out)[1])(m.linear(x) * m.mean),
 )
 buffered(
-    "buffer written by the loop", lambda m, x: m.linear(x) * m.mean, call=lambda m, a: (m.mean.add_(0.1), m(*a))[1]
+    "buffer saved for backward, then written",
+    lambda m, x: (lambda out: (m.mean.add_(1.0), out)[1])(
+        m.linear(x).exp() * m.mean * m.linear.weight[0]
+    ),
+)
+buffered(
+    "buffer written by the loop",
+    lambda m, x: m.linear(x) * m.mean,
+    call=lambda m, a: (m.mean.add_(0.1), m(*a))[1],
 )
 buffered(
     "buffer replaced by the loop",
@@ -78,7 +89,10 @@ buffered(
 buffered(
     "buffer deleted and made again",
     lambda m, x: m.linear(x) * m.mean,
-    mutate=lambda m: (m.__delattr__("mean"), m.register_buffer("mean", torch.ones(4, device=m.linear.weight.device))),
+    mutate=lambda m: (
+        m.__delattr__("mean"),
+        m.register_buffer("mean", torch.ones(4, device=m.linear.weight.device)),
+    ),
 )
 buffered(
     "buffer that needs a gradient",
@@ -121,7 +135,13 @@ class Tied(nn.Module):
 
 for form in ("parameter", "module", "function", "data", "none"):
     add(GROUP, f"tied by {form}", lambda form=form: Tied(form), words)
-add(GROUP, "tied later", lambda: Tied("none"), words, mutate=lambda m: setattr(m.head, "weight", m.embedding.weight))
+add(
+    GROUP,
+    "tied later",
+    lambda: Tied("none"),
+    words,
+    mutate=lambda m: setattr(m.head, "weight", m.embedding.weight),
+)
 add(
     GROUP,
     "untied later",
@@ -165,14 +185,18 @@ INSIDE = {
     ),
     "masked_fill_": lambda m, h: h.masked_fill_(h > 0, 0.5),
     "scatter_": lambda m, h: torch.zeros_like(h).scatter_(1, h.argmax(1, True), 1.0) + h,
-    "index_add_": lambda m, h: torch.zeros_like(h).index_add_(0, torch.tensor([0, 0, 1], device=h.device), h),
+    "index_add_": lambda m, h: torch.zeros_like(h).index_add_(
+        0, torch.tensor([0, 0, 1], device=h.device), h
+    ),
     "copy_": lambda m, h: torch.empty_like(h).copy_(h),
     "exp_ saved": lambda m, h: h.exp_().mul(2.0),
     "transpose_": lambda m, h: h.t_(),
     "unsqueeze_": lambda m, h: h.unsqueeze_(0),
     "resize by set_": lambda m, h: h.reshape(4, 3),
     "cumulative list": lambda m, h: torch.cat([h, h * 2]).chunk(2)[1],
-    "out= of a view": lambda m, h: torch.mul(h.detach(), 2.0, out=torch.empty(6, 4, device=h.device)[::2]) + h,
+    "out= of a view": lambda m, h: (
+        torch.mul(h.detach(), 2.0, out=torch.empty(6, 4, device=h.device)[::2]) + h
+    ),
     "split written": lambda m, h: h.split(2, 1)[0] * 3,
     "chunks exchanged": lambda m, h: torch.cat(h.chunk(2, 1)[::-1], 1),
     "detach_": lambda m, h: h.clone().detach_() + h,
@@ -189,10 +213,15 @@ INSIDE = {
     "tensor of numbers": lambda m, h: h * torch.tensor([1.0, 2.0, 3.0, 4.0], device=h.device),
     "tensor of nothing": lambda m, h: torch.cat([torch.tensor([], device=h.device), h.flatten()]),
     "arange and meshgrid": lambda m, h: (
-        h * torch.meshgrid(torch.arange(3.0, device=h.device), torch.arange(4.0, device=h.device), indexing="ij")[0]
+        h
+        * torch.meshgrid(
+            torch.arange(3.0, device=h.device), torch.arange(4.0, device=h.device), indexing="ij"
+        )[0]
     ),
     "full of a number": lambda m, h: h * torch.full((4,), 2.5, device=h.device),
-    "from_numpy": lambda m, h: h * torch.from_numpy(__import__("numpy").ones(4, dtype="float32")).to(h.device),
+    "from_numpy": lambda m, h: (
+        h * torch.from_numpy(__import__("numpy").ones(4, dtype="float32")).to(h.device)
+    ),
     "as_tensor of a list": lambda m, h: h * torch.as_tensor([1.0] * 4).to(h.device),
     "new_tensor": lambda m, h: h * h.new_tensor([1.0, 2.0, 3.0, 4.0]),
     "one_hot": lambda m, h: functional.one_hot(h.argmax(1), 4) * h,
@@ -203,7 +232,12 @@ INSIDE = {
     "where with a number": lambda m, h: torch.where(h > 0, h, 0.1),
 }
 for label, inside in INSIDE.items():
-    add(GROUP, f"inside: {label}", lambda inside=inside: Own(lambda m, x: inside(m, m.linear(x))), one_grad)
+    add(
+        GROUP,
+        f"inside: {label}",
+        lambda inside=inside: Own(lambda m, x: inside(m, m.linear(x))),
+        one_grad,
+    )
 
 
 def _partly(h):

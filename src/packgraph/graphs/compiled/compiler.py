@@ -1,15 +1,19 @@
-"""torch.compile for stages: the stages of one layer become one piece of compiled code, which all like layers share.
+"""torch.compile for stages: the stages of one layer become one piece of compiled code, which all
+like layers share.
 
     stages    embed | attn mlp | attn mlp | ... | head
     pieces    [---]   [------]   [------]         [--]
     code        A         B          B              C        per bucket: shapes are static
 
-Code is shared when the stages are methods of modules of the same class: the module is an argument of the code, so its
-parameters are inputs. What the code depends on besides shapes is checked by torch before every call; code that does not
-fit is compiled again, counted with its place. The invariants: nothing runs uncompiled in silence (a break in the graph,
-or code that would have to be compiled over and over, is a CaptureError at the user's line); forward and backward are
-both there after the first call, so that a capture compiles nothing; every call, replayed or not, runs the same code.
+Code is shared when the stages are methods of modules of the same class: the module is an argument
+of the code, so its parameters are inputs. What the code depends on besides shapes is checked by
+torch before every call; code that does not fit is compiled again, counted with its place. The
+invariants: nothing runs uncompiled in silence (a break in the graph, or code that would have to be
+compiled over and over, is a CaptureError at the user's line); forward and backward are both there
+after the first call, so that a capture compiles nothing; every call, replayed or not, runs the same
+code.
 """
+
 import contextlib
 import time
 import warnings
@@ -41,17 +45,21 @@ from packgraph.packing.layout import Field, layout_of
 
 BACKENDS = ("inductor", "aot_eager")
 NEVER_CUDAGRAPHS = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
-TO_DO = "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or compile=False"
+TO_DO = (
+    "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or "
+    "compile=False"
+)
 MORE = "; TORCH_LOGS=graph_breaks,recompiles says more"
 Code = Callable[[Any, State], State]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OpenBatch(PackedBatch):
-    """A packed batch as compiled code gets it: its tensors are inputs, not views to be made of one buffer of bytes.
+    """A packed batch as compiled code gets it: its tensors are inputs, not views to be made of one
+    buffer of bytes.
 
-    Inductor cannot read booleans out of bytes before torch 2.13, and outputs that are views of inputs take detours.
-    parts: the tensors by their first byte.
+    Inductor cannot read booleans out of bytes before torch 2.13, and outputs that are views of
+    inputs take detours. parts: the tensors by their first byte.
     """
 
     parts: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -59,9 +67,15 @@ class OpenBatch(PackedBatch):
     @staticmethod
     def of(batch: PackedBatch) -> "OpenBatch":
         """The same batch, without what the host knows of it: a graph would freeze that."""
-        fields = [value for value in vars(layout_of(batch.capacity)).values() if isinstance(value, Field)]
-        return OpenBatch(batch.data, batch.capacity, batch.without_lengths().host,
-                         {place.start: batch._view(place) for place in fields})
+        fields = [
+            value for value in vars(layout_of(batch.capacity)).values() if isinstance(value, Field)
+        ]
+        return OpenBatch(
+            batch.data,
+            batch.capacity,
+            batch.without_lengths().host,
+            {place.start: batch._view(place) for place in fields},
+        )
 
     def _view(self, field: Field) -> torch.Tensor:
         return self.parts[field.start]
@@ -70,22 +84,32 @@ class OpenBatch(PackedBatch):
 class Compiler:
     """The compiled code of one graphed module.
 
-    backend: `inductor`, or `aot_eager`, which traces and differentiates but generates no kernels (for tests). make:
-    how a function becomes compiled code, if not by this class's own way. stats: gets the counts. options: of Inductor;
-    its own graphs stay off whatever they say. Raises ValueError for names that torch does not know.
+    backend: `inductor`, or `aot_eager`, which traces and differentiates but generates no kernels
+    (for tests). make: how a function becomes compiled code, if not by this class's own way. stats:
+    gets the counts. options: of Inductor; its own graphs stay off whatever they say. Raises
+    ValueError for names that torch does not know.
 
-    adds_products: whether gradients of weights may be added to `.grad` by the products that make them; set before the
-    first call, and only where nothing but compiled stages uses the weights.
+    adds_products: whether gradients of weights may be added to `.grad` by the products that make
+    them; set before the first call, and only where nothing but compiled stages uses the weights.
     """
 
-    def __init__(self, backend: str, stats: Stats, make: Callable[[Code], Code] | None = None,
-                 options: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        backend: str,
+        stats: Stats,
+        make: Callable[[Code], Code] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         if backend not in BACKENDS:
-            raise ValueError(f"compile={backend!r}: use True, False, options of Inductor, or one of "
-                             f"{', '.join(BACKENDS)}")
+            raise ValueError(
+                f"compile={backend!r}: use True, False, options of Inductor, or one of "
+                f"{', '.join(BACKENDS)}"
+            )
         unknown = sorted(name for name in options if not _is_option(name))
         if unknown:
-            raise ValueError(f"compile: Inductor has no option {', '.join(unknown)}; see torch._inductor.config")
+            raise ValueError(
+                f"compile: Inductor has no option {', '.join(unknown)}; see torch._inductor.config"
+            )
         self.backend, self.stats, self.options = backend, stats, {**options, **NEVER_CUDAGRAPHS}
         self.adds_products = False
         self._make = make or self._compiled
@@ -97,8 +121,13 @@ class Compiler:
         self._shared: set[int] = set()
 
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State:
-        """Run the stages on `state`. Raises CaptureError at the user's line for what cannot be compiled."""
-        opened = {key: OpenBatch.of(value) for key, value in state.items() if isinstance(value, PackedBatch)}
+        """Run the stages on `state`. Raises CaptureError at the user's line for what cannot be
+        compiled."""
+        opened = {
+            key: OpenBatch.of(value)
+            for key, value in state.items()
+            if isinstance(value, PackedBatch)
+        }
         closed = {id(batch): state[key] for key, batch in opened.items()}
         state = state | opened
         key = (tuple(pieces), _shapes(state))
@@ -106,7 +135,9 @@ class Compiler:
         with unguarded():
             for piece, code in zip(pieces, list(codes), strict=False):
                 state = self._call(piece, code, state)
-            for piece in pieces[len(codes) :]:  # the first time: what is compiled for depends on what came before
+            for piece in pieces[
+                len(codes) :
+            ]:  # the first time: what is compiled for depends on what came before
                 with _quiet():
                     code = self._code_for(piece, state)
                     state = self._call(piece, code, state)
@@ -122,7 +153,8 @@ class Compiler:
             raise _explained(piece, error) from error
 
     def _code_for(self, piece: CompileUnit, state: State) -> Code:
-        """Code of its own for every function and every bucket: torch limits how often one code is compiled."""
+        """Code of its own for every function and every bucket: torch limits how often one code is
+        compiled."""
         shared = (type(piece.owner), piece.methods)
         key = (shared, _shapes(state))
         if key not in self._code:
@@ -138,9 +170,13 @@ class Compiler:
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
             nonlocal done
             if all_is_compiled():
-                raise CaptureError("code that was compiled before does not fit inside the capture of it", "",
-                                   "something that torch takes for a constant differs from call to call: " + TO_DO
-                                   + MORE)
+                raise CaptureError(
+                    "code that was compiled before does not fit inside the capture of it",
+                    "",
+                    "something that torch takes for a constant differs from call to call: "
+                    + TO_DO
+                    + MORE,
+                )
             compiler = this()
             assert compiler is not None, "it has the code that is called"
             started = time.perf_counter()
@@ -156,16 +192,24 @@ class Compiler:
 
     def _build(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Forward and backward of `graph`, both now, each as CompiledCode."""
-        weights = frozenset(number for number, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
-        code_of = partial(_code_of, self._uses, self._shared if self.adds_products else None, weights)
-        with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+        weights = frozenset(
+            number for number, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)
+        )
+        code_of = partial(
+            _code_of, self._uses, self._shared if self.adds_products else None, weights
+        )
+        with functorch_config.patch(
+            force_non_lazy_backward_lowering=True, enable_autograd_cache=False
+        ):
             if self.backend == "aot_eager":
                 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-                return aot_autograd(fw_compiler=partial(code_of, as_traced),
-                                    bw_compiler=partial(code_of, as_traced, is_backward=True),
-                                    partition_fn=min_cut_rematerialization_partition,
-                                    keep_inference_input_mutations=True)(graph, inputs)
+                return aot_autograd(
+                    fw_compiler=partial(code_of, as_traced),
+                    bw_compiler=partial(code_of, as_traced, is_backward=True),
+                    partition_fn=min_cut_rematerialization_partition,
+                    keep_inference_input_mutations=True,
+                )(graph, inputs)
             from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
             inner: Any = partial(code_of, compile_fx_inner)
@@ -173,14 +217,17 @@ class Compiler:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Within the block, one forward, it is found out which tensors several pieces use; backwards look it up."""
+        """Within the block, one forward, it is found out which tensors several pieces use;
+        backwards look it up."""
         outside, uses = self._uses.now, Counter[int]()
         self._uses.now = uses
         try:
             yield
             self._shared |= {address for address, count in uses.items() if count > 1}
         finally:
-            self._uses.now = outside  # a forward that is made again in its backward counts for itself
+            self._uses.now = (
+                outside  # a forward that is made again in its backward counts for itself
+            )
 
 
 class _Uses:
@@ -195,11 +242,20 @@ class _Uses:
             self.now.update({x.data_ptr() for x in arguments if isinstance(x, torch.nn.Parameter)})
 
 
-def _code_of(uses: _Uses, shared: set[int] | None, weights: frozenset[int], generate: Callable[..., Any],
-             graph: torch.fx.GraphModule, inputs: Sequence[Any], is_backward: bool = False, **options: Any) -> Any:
-    """The code that `generate` makes of a traced forward or backward. shared: addresses of weights that several pieces
-    use, None = no product adds to gradients. weights: inputs that are parameters. No method: torch keeps what it has
-    compiled with, and would keep the compiler with all modules in it."""
+def _code_of(
+    uses: _Uses,
+    shared: set[int] | None,
+    weights: frozenset[int],
+    generate: Callable[..., Any],
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    is_backward: bool = False,
+    **options: Any,
+) -> Any:
+    """The code that `generate` makes of a traced forward or backward. shared: addresses of weights
+    that several pieces use, None = no product adds to gradients. weights: inputs that are
+    parameters. No method: torch keeps what it has compiled with, and would keep the compiler with
+    all modules in it."""
     refuse_unsafe_graph(graph, inputs)
     products = take_products(graph, weights) if is_backward and shared is not None else []
     if products:
@@ -207,13 +263,19 @@ def _code_of(uses: _Uses, shared: set[int] | None, weights: frozenset[int], gene
         inputs = [*inputs, *(total.meta["val"] for total in totals)]
     written = written_inputs(graph)  # before code is generated: Inductor rewrites the graph
     function = generate(graph, inputs, is_backward=is_backward, **options)
-    code = CompiledCode(function, "backward" if is_backward else "forward", len(inputs), written,
-                        None if is_backward else uses.note)
+    code = CompiledCode(
+        function,
+        "backward" if is_backward else "forward",
+        len(inputs),
+        written,
+        None if is_backward else uses.note,
+    )
     return code if shared is None or not products else AddingCode(code, products, shared)
 
 
 def _chain(piece: CompileUnit) -> Code:
-    """The piece's stages as one function, with a code object of its own: torch keeps what it compiled with that."""
+    """The piece's stages as one function, with a code object of its own: torch keeps what it
+    compiled with that."""
     methods, owned = piece.methods, piece.owner is not None
 
     def run(owner: Any, state: State) -> State:
@@ -227,7 +289,10 @@ def _chain(piece: CompileUnit) -> Code:
 
 def _shapes(state: State) -> Hashable:
     """What of a state code is compiled for: the form of every tensor, and constants."""
-    return tuple((key, tuple(map(_shape, tree_flatten(value, is_leaf=_is_batch)[0]))) for key, value in state.items())
+    return tuple(
+        (key, tuple(map(_shape, tree_flatten(value, is_leaf=_is_batch)[0])))
+        for key, value in state.items()
+    )
 
 
 def _is_batch(value: Any) -> bool:
@@ -242,8 +307,11 @@ def _shape(leaf: Any) -> Hashable:
     return type(leaf), leaf if isinstance(leaf, CONSTANTS) else None
 
 
-def as_traced(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
+def as_traced(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+) -> Callable[[list[Any]], Any]:
     """A traced graph as it is."""
+
     def run(arguments: list[Any]) -> Any:
         taken = list(arguments)
         arguments.clear()
@@ -260,24 +328,33 @@ def _is_option(name: str) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warning that it looks through functools caches: the functions behind ours are pure."""
+    """Without torch's warning that it looks through functools caches: the functions behind ours are
+    pure."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Dynamo detected a call to a `functools.lru_cache`")
+        warnings.filterwarnings(
+            "ignore", message=r"Dynamo detected a call to a `functools.lru_cache`"
+        )
         yield
 
 
 def _explained(piece: CompileUnit, error: Exception) -> CaptureError:
     """What torch.compile has raised, as an error at the user's line."""
     if isinstance(error, FailOnRecompileLimitHit):
-        return CaptureError(f"the stages {piece.name} were compiled again and again for the same shapes: something "
-                            "that torch takes for a constant differs from layer to layer or from call to call",
-                            _definition(piece), "make it a tensor (a buffer), or " + TO_DO + MORE)
+        return CaptureError(
+            f"the stages {piece.name} were compiled again and again for the same shapes: something "
+            "that torch takes for a constant differs from layer to layer or from call to call",
+            _definition(piece),
+            "make it a tensor (a buffer), or " + TO_DO + MORE,
+        )
     inner = getattr(error, "inner_exception", None) or error
     if isinstance(inner, CaptureError):
         return CaptureError(inner.what, inner.where or _definition(piece), inner.remedy)
     lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
-    return CaptureError(f"torch.compile cannot compile {piece.name}: {lines[0] if lines else type(inner).__name__}",
-                        _line(error) or _definition(piece), TO_DO + MORE)
+    return CaptureError(
+        f"torch.compile cannot compile {piece.name}: {lines[0] if lines else type(inner).__name__}",
+        _line(error) or _definition(piece),
+        TO_DO + MORE,
+    )
 
 
 def _line(error: BaseException) -> str | None:
@@ -291,4 +368,8 @@ def _line(error: BaseException) -> str | None:
 def _definition(piece: CompileUnit) -> str:
     """Where the first of the stages begins."""
     code = getattr(piece.methods[0], "__code__", None)
-    return user_line() if code is None else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    return (
+        user_line()
+        if code is None
+        else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    )

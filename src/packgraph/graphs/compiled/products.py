@@ -1,16 +1,20 @@
 """Gradients of weights added by the product that makes them, in compiled backwards.
 
-    usual      product -> gradient [O, I] -> written, read, added to `.grad`, which is read and written
+    usual      product -> gradient [O, I] -> written, read, added to `.grad`, which is read and
+               written
     here       product + `.grad` -> `.grad`, which is read and written        (and rounded once instead of twice)
 
-In the traced backward of a piece the gradient of a linear layer's weight is one matrix product that nothing else reads.
-It is replaced by an operation that adds the product to memory that comes in: the weight's `.grad`. Which weight that is
-is known from the weight itself, which the backward of a linear layer reads, so that layers go on to share their code.
-The same goes for an operation of this library, `packgraph::name`, that has a sibling `packgraph::add_name(total, ...)`.
+In the traced backward of a piece the gradient of a linear layer's weight is one matrix product that
+nothing else reads. It is replaced by an operation that adds the product to memory that comes in:
+the weight's `.grad`. Which weight that is is known from the weight itself, which the backward of a
+linear layer reads, so that layers go on to share their code. The same goes for an operation of this
+library, `packgraph::name`, that has a sibling `packgraph::add_name(total, ...)`.
 
-The invariant: eager calls, captures and replays add alike. Where adding in place would be wrong (somebody wants the
-gradient itself: `autograd.grad`, a hook, other uses of the weight), the product is added to zeros and handed on.
-"""
+The invariant: eager calls, captures and replays add alike. Where adding in place would be wrong
+(somebody wants the gradient itself: `autograd.grad`, a hook, other uses of the weight), the product
+is added to zeros and handed on.
+"""  # noqa: E501
+
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +29,9 @@ aten = torch.ops.aten
 @torch.library.custom_op("packgraph::add_product", mutates_args=("total",))
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total [O, I] += left [O, T] @ right [T, I], rounded once."""
-    total.addmm_(left, right)  # with out=total CUDA code would be asked for a copy, which is skipped at best
+    total.addmm_(
+        left, right
+    )  # with out=total CUDA code would be asked for a copy, which is skipped at best
 
 
 @add_product.register_fake
@@ -34,17 +40,19 @@ def _add_product_shapes(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class Product(NamedTuple):
-    """A gradient that is a product: output `output` of a backward, of the weight that is its input `weight`."""
+    """A gradient that is a product: output `output` of a backward, of the weight that is its input
+    `weight`."""
 
     output: int
     weight: int
 
 
 def take_products(graph: torch.fx.GraphModule, weights: Container[int]) -> list[Product]:
-    """Rewrite a traced backward in place: products that are gradients of weights are added to new inputs at its end.
+    """Rewrite a traced backward in place: products that are gradients of weights are added to new
+    inputs at its end.
 
-    weights: which inputs of the forward are parameters. Returns the products in the order of the new inputs; their
-    outputs are None from then on.
+    weights: which inputs of the forward are parameters. Returns the products in the order of the
+    new inputs; their outputs are None from then on.
     """
     (output,) = graph.graph.find_nodes(op="output")
     placeholders = graph.graph.find_nodes(op="placeholder")
@@ -52,16 +60,24 @@ def take_products(graph: torch.fx.GraphModule, weights: Container[int]) -> list[
     outputs, found = list(output.args[0]), []
     last = placeholders[-1] if placeholders else None
     for number, node in enumerate(outputs):
-        # AOTAutograd's names: input n of the forward is primals_n, and output n of the backward its gradient.
+        # AOTAutograd's names: input n of the forward is primals_n, and output n of the backward its
+        # gradient.
         weight = place.get(f"primals_{number + 1}")
         chain = _product_behind(node)
-        if number not in weights or weight is None or chain is None or last is None \
-                or not _same_form(node, placeholders[weight]):
+        if (
+            number not in weights
+            or weight is None
+            or chain is None
+            or last is None
+            or not _same_form(node, placeholders[weight])
+        ):
             continue
         product = chain[-1]
         with graph.graph.inserting_after(last):
             last = graph.graph.placeholder(f"total_{number + 1}")
-        last.meta["val"] = torch.empty_like(placeholders[weight].meta["val"])  # with memory of its own
+        last.meta["val"] = torch.empty_like(
+            placeholders[weight].meta["val"]
+        )  # with memory of its own
         with graph.graph.inserting_before(product):
             adding = _adding_call(graph, product, last, flipped=len(chain) % 2 == 0)
         adding.meta["val"] = None
@@ -76,23 +92,29 @@ def take_products(graph: torch.fx.GraphModule, weights: Container[int]) -> list[
 
 
 def _hide(output: torch.fx.Node, taken: set[int]) -> None:
-    """Note that outputs are None now: Inductor has noted which outputs of a backward are tensors, by their numbers."""
+    """Note that outputs are None now: Inductor has noted which outputs of a backward are tensors,
+    by their numbers."""
     if "user_visible_output_idxs" in output.meta:
         output.meta["user_visible_output_idxs"] = [
-            number for number in output.meta["user_visible_output_idxs"] if number not in taken]
+            number for number in output.meta["user_visible_output_idxs"] if number not in taken
+        ]
 
 
 def _product_behind(node: Any) -> list[torch.fx.Node] | None:
-    """[node, ..., the product], with transpositions in between, if nothing else reads any of them."""
+    """[node, ..., the product], with transpositions in between, if nothing else reads any of
+    them."""
     chain: list[torch.fx.Node] = []
     while isinstance(node, torch.fx.Node) and node.op == "call_function" and len(node.users) == 1:
         chain.append(node)
         if node.target is aten.mm.default:
             return chain
         if _sibling(node.target) is not None:
-            return chain if len(chain) % 2 == 1 else None  # a stack of matrices is not turned around
+            return (
+                chain if len(chain) % 2 == 1 else None
+            )  # a stack of matrices is not turned around
         swaps = node.target is aten.t.default or (
-            node.target is aten.permute.default and list(node.args[1]) in ([1, 0], [0, 2, 1]))  # type: ignore[arg-type]
+            node.target is aten.permute.default and list(node.args[1]) in ([1, 0], [0, 2, 1])  # type: ignore[arg-type]
+        )
         if not swaps:
             return None
         node = node.args[0]
@@ -107,13 +129,18 @@ def _sibling(target: Any) -> torch._ops.OpOverload | None:
     return None if packet is None else packet.default
 
 
-def _adding_call(graph: torch.fx.GraphModule, product: torch.fx.Node, total: torch.fx.Node, flipped: bool
-                 ) -> torch.fx.Node:
+def _adding_call(
+    graph: torch.fx.GraphModule, product: torch.fx.Node, total: torch.fx.Node, flipped: bool
+) -> torch.fx.Node:
     """The call that adds `product`, turned around if `flipped`, to `total`."""
     sibling = _sibling(product.target)
     if sibling is not None:
         return graph.graph.call_function(sibling, (total, *product.args), dict(product.kwargs))
-    left, right = product.all_input_nodes if len(product.all_input_nodes) == 2 else product.all_input_nodes * 2
+    left, right = (
+        product.all_input_nodes
+        if len(product.all_input_nodes) == 2
+        else product.all_input_nodes * 2
+    )
     if flipped:
         left, right = (_flip(graph, operand) for operand in (right, left))
     return graph.graph.call_function(torch.ops.packgraph.add_product.default, (total, left, right))
@@ -131,13 +158,18 @@ def _flip(graph: torch.fx.GraphModule, operand: torch.fx.Node) -> torch.fx.Node:
 
 
 class AddingCode:
-    """A compiled backward whose last inputs are what its products are added to. code: takes a list, as CompiledCode.
+    """A compiled backward whose last inputs are what its products are added to. code: takes a list,
+    as CompiledCode.
 
     shared: addresses of weights that several pieces use, whose gradients autograd adds up first.
     """
 
-    def __init__(self, code: Callable[[list[Any]], Sequence[Any]], products: Sequence[Product], shared: set[int]
-                 ) -> None:
+    def __init__(
+        self,
+        code: Callable[[list[Any]], Sequence[Any]],
+        products: Sequence[Product],
+        shared: set[int],
+    ) -> None:
         self.code, self.products, self.shared = code, list(products), shared
         self._boxed_call = True
 
@@ -154,7 +186,11 @@ class AddingCode:
     def _total(self, weight: Tensor) -> tuple[Tensor, bool]:
         """What to add to, and whether it is the weight's `.grad`."""
         weight = _leaf_behind(weight)
-        if isinstance(weight, torch.nn.Parameter) and weight.data_ptr() not in self.shared and _adds(weight):
+        if (
+            isinstance(weight, torch.nn.Parameter)
+            and weight.data_ptr() not in self.shared
+            and _adds(weight)
+        ):
             with torch.no_grad():
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
@@ -164,20 +200,22 @@ class AddingCode:
 
 
 def _leaf_behind(weight: Tensor) -> Tensor:
-    """The parameter that a backward's input is: where hooks of saved tensors were (those of offloading), autograd hands
-    out another tensor with the same memory, which has no `.grad` but knows who adds to it."""
+    """The parameter that a backward's input is: where hooks of saved tensors were (those of
+    offloading), autograd hands out another tensor with the same memory, which has no `.grad` but
+    knows who adds to it."""
     if isinstance(weight, torch.nn.Parameter) or not (weight.is_leaf and weight.requires_grad):
         return weight
-    return torch.autograd.graph.get_gradient_edge(weight).node.variable  # type: ignore[attr-defined, no-any-return]
+    return torch.autograd.graph.get_gradient_edge(weight).node.variable
 
 
 def _adds(weight: torch.nn.Parameter) -> bool:
-    """Whether the backward that is running adds to `.grad` of this weight, and nobody wants to see the gradient."""
+    """Whether the backward that is running adds to `.grad` of this weight, and nobody wants to see
+    the gradient."""
     if has_hooks(weight):
         return False
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # the answer for leaves under autograd.grad, which adds to nothing
         return False
 

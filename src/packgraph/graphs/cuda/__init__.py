@@ -1,1 +1,2 @@
-"""The CUDA backend: captures, private pools of the allocator, workspaces of cuBLAS, copies beside captured work."""
+"""The CUDA backend: captures, private pools of the allocator, workspaces of cuBLAS, copies beside
+captured work."""

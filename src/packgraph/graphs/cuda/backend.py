@@ -1,9 +1,11 @@
 """The CUDA backend: `torch.cuda.CUDAGraph` with private memory pools.
 
-Rules it keeps: `thread_local` capture mode, so that other threads (data loading, NCCL's watchdog) may go on; one
-capture stream per backend, since pool segments belong to a stream; every graph registers its random generators; a
-failed capture is ended before the error leaves, so that the stream and the generators are usable afterwards.
+Rules it keeps: `thread_local` capture mode, so that other threads (data loading, NCCL's watchdog)
+may go on; one capture stream per backend, since pool segments belong to a stream; every graph
+registers its random generators; a failed capture is ended before the error leaves, so that the
+stream and the generators are usable afterwards.
 """
+
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +27,8 @@ from packgraph.graphs.strides import with_bits
 class CudaPool:
     """A private memory pool of the caching allocator.
 
-    live: graphs that use it. The allocator forgets a pool without graphs, so the next capture needs a new handle.
+    live: graphs that use it. The allocator forgets a pool without graphs, so the next capture needs
+    a new handle.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +46,11 @@ class CudaPool:
 
     def segments(self) -> list[dict[str, int]]:
         """The allocator's segments of this pool."""
-        return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.handle)]
+        return [
+            s
+            for s in torch.cuda.memory_snapshot()
+            if tuple(s["segment_pool_id"]) == tuple(self.handle)
+        ]
 
     def nbytes(self) -> int:
         """Bytes reserved by the allocator for this pool."""
@@ -69,7 +76,8 @@ class CudaStatic:
     def __init__(self, tensor: torch.Tensor) -> None:
         owner = tensor.untyped_storage()
         storage = torch._C._construct_storage_from_data_pointer(  # type: ignore[attr-defined]
-            owner.data_ptr(), tensor.device, owner.nbytes())
+            owner.data_ptr(), tensor.device, owner.nbytes()
+        )
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         self.tensor = with_bits(empty, tensor.is_conj(), tensor.is_neg())
@@ -80,7 +88,10 @@ class CudaGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: CudaPool, window: "CudaWindow") -> None:
         self.graph: torch.cuda.CUDAGraph | None = graph
-        self.pool, self.host = pool, window.pool.host  # host memory that the graph knows by its address only
+        self.pool, self.host = (
+            pool,
+            window.pool.host,
+        )  # host memory that the graph knows by its address only
         self.lanes, self.scope = window.lanes, window.lanes.scope  # and clocks
         self.launched = window.backend.lanes.launched
 
@@ -95,7 +106,9 @@ class CudaGraph:
     def reset(self) -> None:
         """Free the executable graph and its claim on the pool."""
         if self.graph is not None:
-            if self.host.arenas.pieces:  # torch takes it for free when nobody holds it: a replay may be copying yet
+            if (
+                self.host.arenas.pieces
+            ):  # torch takes it for free when nobody holds it: a replay may be copying yet
                 torch.cuda.synchronize(self.pool.device)
             self.graph.reset()
             self.graph = None
@@ -107,7 +120,9 @@ class CudaWindow:
 
     def __init__(self, backend: "CudaBackend", pool: CudaPool, brief: CudaPool) -> None:
         self.backend, self.pool, self.brief = backend, pool, brief
-        self.lanes = CudaCopyStreams(backend.device, backend.out_stream, backend.back_stream, pool.host)
+        self.lanes = CudaCopyStreams(
+            backend.device, backend.out_stream, backend.back_stream, pool.host
+        )
         self.graphs: list[CudaGraph] = []
         self._waiting: list[CudaGraph] = []
         self._noted: list[Lifetime] | None = None
@@ -117,8 +132,12 @@ class CudaWindow:
         graph, pool = self._new_graph(), self.brief if brief else self.pool
         self.lanes.next_capture()
         # What the code calls was seen in the dry run.
-        with torch.cuda.stream(self.backend.stream), capturing_copy_streams(self.lanes), unwatched_calls(), \
-                told_as_in_eager_calls():
+        with (
+            torch.cuda.stream(self.backend.stream),
+            capturing_copy_streams(self.lanes),
+            unwatched_calls(),
+            told_as_in_eager_calls(),
+        ):
             pool.begin(graph)
             ended = False
             try:
@@ -135,11 +154,12 @@ class CudaWindow:
         return holder, result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
-        """End a capture that an error left open, so that the stream, allocator and generators are usable again.
+        """End a capture that an error left open, so that the stream, allocator and generators are
+        usable again.
 
-        When the driver has voided the capture, ending it fails too, and torch then skips the rest of its own end:
-        telling the allocator, and taking the generators out of capture mode. The first is said here; the second a
-        small capture that succeeds does on the way.
+        When the driver has voided the capture, ending it fails too, and torch then skips the rest
+        of its own end: telling the allocator, and taking the generators out of capture mode. The
+        first is said here; the second a small capture that succeeds does on the way.
         """
         with contextlib.suppress(RuntimeError):  # of a capture that the driver has voided already
             self.lanes.join()
@@ -175,7 +195,8 @@ class CudaWindow:
         return graph
 
     def materialise(self) -> None:
-        """Replay what was captured so far, in order, so that an eager stage can read its results."""
+        """Replay what was captured so far, in order, so that an eager stage can read its
+        results."""
         for graph in self._waiting:
             graph.replay()
         self._waiting = []
@@ -191,7 +212,9 @@ class CudaWindow:
         history.start()
         try:
             yield
-            self._noted = history.lifetimes({tuple(self.brief.handle): True, tuple(self.pool.handle): False})
+            self._noted = history.lifetimes(
+                {tuple(self.brief.handle): True, tuple(self.pool.handle): False}
+            )
         finally:
             history.stop()
 
@@ -208,8 +231,12 @@ class CudaBackend:
     device_type = "cuda"
     guard_device: str | None = "cuda"
 
-    def __init__(self, device: torch.device, extra_generators: Sequence[torch.Generator] = ()) -> None:
-        self.device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
+    def __init__(
+        self, device: torch.device, extra_generators: Sequence[torch.Generator] = ()
+    ) -> None:
+        self.device = torch.device(
+            "cuda", device.index if device.index is not None else torch.cuda.current_device()
+        )
         self.workspaces = CublasWorkspaces(self.device)
         self.stream = self.workspaces.stream
         # Copies beside the captured work, and beside eager work.
@@ -223,7 +250,9 @@ class CudaBackend:
         return CudaPool(self.device)
 
     @contextlib.contextmanager
-    def window(self, pool: CudaPool, brief: CudaPool, journal: Journal, trial: bool = False) -> Iterator[CudaWindow]:
+    def window(
+        self, pool: CudaPool, brief: CudaPool, journal: Journal, trial: bool = False
+    ) -> Iterator[CudaWindow]:
         """See Backend; on an error the window's graphs are freed."""
         self.workspaces.ensure()
         window = CudaWindow(self, pool, brief)
@@ -242,8 +271,8 @@ class CudaBackend:
                     graph.reset()
 
     def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
-        """Run once on the capture stream: library handles, workspaces and compiled kernels come to life here.
-        as_called: on the current stream instead."""
+        """Run once on the capture stream: library handles, workspaces and compiled kernels come to
+        life here. as_called: on the current stream instead."""
         self.workspaces.ensure()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
@@ -254,11 +283,17 @@ class CudaBackend:
             torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def watching_host(self, step: Callable[[Callable[[], Any]], None]) -> contextlib.AbstractContextManager[None]:
+    def watching_host(
+        self, step: Callable[[Callable[[], Any]], None]
+    ) -> contextlib.AbstractContextManager[None]:
         """See Backend: a capture holds none."""
         return contextlib.nullcontext()
 
     def generators(self) -> list[torch.Generator]:
         """The device's and the host's default generators, and those the module holds."""
         index = self.device.index or 0
-        return [torch.default_generator, torch.cuda.default_generators[index], *self.extra_generators]
+        return [
+            torch.default_generator,
+            torch.cuda.default_generators[index],
+            *self.extra_generators,
+        ]

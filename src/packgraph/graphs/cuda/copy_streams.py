@@ -1,12 +1,14 @@
 """The lanes on CUDA: one stream for each direction, events between them, pinned host memory.
 
-Inside a capture the same calls become nodes of the graph: the lanes fork from the capture stream at their first copy
-and are joined before the capture ends. Waiting for an event of another capture would be illegal, and is not needed: the
-graph that recorded it has ended before this one begins, on the same stream.
+Inside a capture the same calls become nodes of the graph: the lanes fork from the capture stream at
+their first copy and are joined before the capture ends. Waiting for an event of another capture
+would be illegal, and is not needed: the graph that recorded it has ended before this one begins, on
+the same stream.
 
-Sources are kept by reference until main has waited, not by `record_stream`: that has no effect on private pools, and
-elsewhere it gives memory back at times that nobody can plan.
+Sources are kept by reference until main has waited, not by `record_stream`: that has no effect on
+private pools, and elsewhere it gives memory back at times that nobody can plan.
 """
+
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,27 +16,41 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.copy_streams import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, placed
+from packgraph.graphs.copy_streams import (
+    Copy,
+    DeviceMemory,
+    FreeHost,
+    HostMemories,
+    HostMemory,
+    TimedCopy,
+    placed,
+)
 from packgraph.graphs.memory.peak import look
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Pinned host memory, uint8 [nbytes]. Made by another thread, since a capturing one must not make any.
+    """Pinned host memory, uint8 [nbytes]. Made by another thread, since a capturing one must not
+    make any.
 
     Raises RuntimeError when there is not so much.
     """
     made: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: made.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)))
+    thread = threading.Thread(
+        target=lambda: made.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+    )
     thread.start()
     thread.join()
     if not made:
-        raise RuntimeError(f"{nbytes / 2**20:.0f} MiB of pinned host memory could not be had: offload less "
-                          "(offload.fraction), or give the process more memory")
+        raise RuntimeError(
+            f"{nbytes / 2**20:.0f} MiB of pinned host memory could not be had: offload less "
+            "(offload.fraction), or give the process more memory"
+        )
     return made[0]
 
 
 def streams_beside(stream: torch.cuda.Stream, count: int) -> list[torch.cuda.Stream]:
-    """`count` streams that are different from each other and from `stream`: torch deals out 32 in turn."""
+    """`count` streams that are different from each other and from `stream`: torch deals out 32 in
+    turn."""
     found: dict[int, torch.cuda.Stream] = {}
     while len(found) < count:
         other = torch.cuda.Stream(stream.device)
@@ -46,8 +62,13 @@ def streams_beside(stream: torch.cuda.Stream, count: int) -> list[torch.cuda.Str
 class CudaCopyStreams:
     """The lanes of eager work, or, with `memories` of a slot, of the captures of one window."""
 
-    def __init__(self, device: torch.device, out: torch.cuda.Stream, back: torch.cuda.Stream,
-                 memories: HostMemories | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        out: torch.cuda.Stream,
+        back: torch.cuda.Stream,
+        memories: HostMemories | None = None,
+    ) -> None:
         self.device, self._streams = device, {"out": out, "back": back}
         self.memories = memories or HostMemories(pinned)
         self._free = FreeHost(self.memories)
@@ -87,8 +108,15 @@ class CudaCopyStreams:
         pieces, places = placed(host, targets)
         return self._queue("back", pieces, places, host, None, [])
 
-    def _queue(self, lane: str, targets: list[torch.Tensor], sources: list[torch.Tensor], host: HostMemory, since: Any,
-               held: list[torch.Tensor]) -> Copy:
+    def _queue(
+        self,
+        lane: str,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        host: HostMemory,
+        since: Any,
+        held: list[torch.Tensor],
+    ) -> Copy:
         stream = self._streams[lane]
         stream.wait_event(since or self.point())
         if host.last is not None and host.last.scope == self.scope:
@@ -147,7 +175,7 @@ class CudaCopyStreams:
 
     def memory(self) -> DeviceMemory:
         """See CopyStreams."""
-        # The plain dictionary: memory_allocated and max_memory_allocated flatten and sort it first, each for itself.
+        # The plain dictionary: memory_allocated and max_memory_allocated flatten and sort it first,
+        # each for itself.
         found = look(self.device)["allocated_bytes"]["all"]
         return DeviceMemory(found["current"], found["peak"])
-

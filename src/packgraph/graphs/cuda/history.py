@@ -1,14 +1,18 @@
-"""What torch's allocator for CUDA does in some private pools, block by block, told by its own history.
+"""What torch's allocator for CUDA does in some private pools, block by block, told by its own
+history.
 
-    record ─▶ captures into fresh pools ─▶ snapshot: segments of each pool, and all that was done, in order
+    record ─▶ captures into fresh pools ─▶ snapshot: segments of each pool, and all that was done,
+    in order
                                               │ by address
                                               ▼
                                        births and deaths of blocks in those pools
 
-So everything that a capture takes is seen, also what a kernel or compiled code takes and gives back inside one
-operation. Somebody who records a history himself, to see where memory goes, keeps his: it is read, and goes on.
-(torch.cuda.memory._record_memory_history, which torch's documentation describes for that purpose.)
+So everything that a capture takes is seen, also what a kernel or compiled code takes and gives back
+inside one operation. Somebody who records a history himself, to see where memory goes, keeps his:
+it is read, and goes on. (torch.cuda.memory._record_memory_history, which torch's documentation
+describes for that purpose.)
 """
+
 import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,19 +46,26 @@ class PoolHistory:
         self._starts = False
 
     def lifetimes(self, pools: Mapping[Handle, bool]) -> list[Lifetime]:
-        """All blocks of `pools` (handle: whether its blocks are brief) since they have memory, oldest first.
+        """All blocks of `pools` (handle: whether its blocks are brief) since they have memory,
+        oldest first.
 
-        Raises CaptureError where the history, which somebody else began, is too short to tell of them all.
+        Raises CaptureError where the history, which somebody else began, is too short to tell of
+        them all.
         """
         shot = torch.cuda.memory._snapshot()
-        segments = [segment for segment in shot["segments"]
-                    if segment["device"] == self.device.index and tuple(segment["segment_pool_id"]) in pools]
+        segments = [
+            segment
+            for segment in shot["segments"]
+            if segment["device"] == self.device.index and tuple(segment["segment_pool_id"]) in pools
+        ]
         return blocks_of(segments, shot["device_traces"][self.device.index], pools)
 
 
-def blocks_of(segments: list[dict[str, Any]], events: list[dict[str, Any]], pools: Mapping[Handle, bool]
-              ) -> list[Lifetime]:
-    """The blocks that `events` (of one device, in order) tell of in `segments`, all of `pools`. See PoolHistory."""
+def blocks_of(
+    segments: list[dict[str, Any]], events: list[dict[str, Any]], pools: Mapping[Handle, bool]
+) -> list[Lifetime]:
+    """The blocks that `events` (of one device, in order) tell of in `segments`, all of `pools`. See
+    PoolHistory."""
     segments = sorted(segments, key=lambda segment: segment["address"])
     starts = [segment["address"] for segment in segments]
     mapped: set[int] = set()  # segments that the history knows from their beginning
@@ -77,9 +88,13 @@ def blocks_of(segments: list[dict[str, Any]], events: list[dict[str, Any]], pool
         elif event["action"] == "free_completed" and address in alive:
             alive.pop(address).death = tick
     if len(mapped) < len(segments):
-        raise CaptureError("the allocator's history begins too late to tell what graphs take", user_line(),
-                           "record it with more entries (max_entries of torch.cuda.memory._record_memory_history), or "
-                           "from after the capture on")
+        raise CaptureError(
+            "the allocator's history begins too late to tell what graphs take",
+            user_line(),
+            "record it with more entries (max_entries of "
+            "torch.cuda.memory._record_memory_history), or "
+            "from after the capture on",
+        )
     return [Lifetime(block.nbytes, block.birth, block.death, block.brief) for block in blocks]
 
 

@@ -1,9 +1,11 @@
 """What the code of a module is told when it asks whether it is captured: no, as in an eager call.
 
-`torch.cuda.is_current_stream_capturing` lets code take another way in a capture (transformers builds masks that it
-would leave out), and a replay would then have other numbers than an eager call. Code of torch and packgraph, which asks
-in order to be capturable at all, is told the truth, and so is every other thread.
+`torch.cuda.is_current_stream_capturing` lets code take another way in a capture (transformers
+builds masks that it would leave out), and a replay would then have other numbers than an eager
+call. Code of torch and packgraph, which asks in order to be capturable at all, is told the truth,
+and so is every other thread.
 """
+
 import contextlib
 import os
 import sys
@@ -14,8 +16,14 @@ from pathlib import Path
 import torch
 import torch.cuda.graphs
 
-_KNOWING = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1],
-                                                    Path(__file__).parents[2] / "moe"))
+_KNOWING = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        Path(torch.__file__).parent,
+        Path(__file__).parents[1],
+        Path(__file__).parents[2] / "moe",
+    )
+)
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing
 
 
@@ -31,7 +39,8 @@ _capturing_threads = 0
 
 @contextlib.contextmanager
 def told_as_in_eager_calls() -> Iterator[None]:
-    """Within the block, which captures, code of this thread that asks is told that it is not captured."""
+    """Within the block, which captures, code of this thread that asks is told that it is not
+    captured."""
     _count(1)
     _HERE.captures += 1
     try:
@@ -46,9 +55,13 @@ def _count(change: int) -> None:
     global _capturing_threads
     with _LOCK:
         _capturing_threads += change
-        torch.cuda.graphs._cuda_isCurrentStreamCapturing = _answer if _capturing_threads else _is_capturing
+        torch.cuda.graphs._cuda_isCurrentStreamCapturing = (
+            _answer if _capturing_threads else _is_capturing
+        )
 
 
 def _answer() -> bool:
-    asking = sys._getframe(2).f_code.co_filename  # whoever calls torch.cuda.is_current_stream_capturing
+    asking = sys._getframe(
+        2
+    ).f_code.co_filename  # whoever calls torch.cuda.is_current_stream_capturing
     return (not _HERE.captures or asking.startswith(_KNOWING)) and bool(_is_capturing())

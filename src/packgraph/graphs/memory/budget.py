@@ -1,4 +1,5 @@
 """How a limit on memory is written: `12GiB`, `512MiB`, or `40%` of what the device has."""
+
 import re
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -12,14 +13,19 @@ def budget_bytes(text: str, total: int | None) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(GiB|MiB|KiB|%)\s*", text)
     if found is None or not float(found[1]):
-        raise ValueError(f"a memory budget is written 12GiB, 512MiB or 40% (of the device's memory), not {text!r}")
+        raise ValueError(
+            "a memory budget is written 12GiB, 512MiB or 40% (of the device's memory), not "
+            f"{text!r}"
+        )
     amount = float(found[1])
     if found[2] != SHARE:
         return round(amount * UNITS[found[2]])
     if amount > 100:
         raise ValueError(f"a memory budget of {text.strip()} is more than there is")
     if total is None:
-        raise ValueError(f"a memory budget of {text.strip()} needs a CUDA device; write it in GiB or MiB")
+        raise ValueError(
+            f"a memory budget of {text.strip()} needs a CUDA device; write it in GiB or MiB"
+        )
     return round(total * amount / 100)
 
 

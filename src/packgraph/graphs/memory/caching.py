@@ -1,18 +1,23 @@
-"""A model of torch's caching allocator for CUDA, by sizes alone: how many bytes a private pool reserves.
+"""A model of torch's caching allocator for CUDA, by sizes alone: how many bytes a private pool
+reserves.
 
-    size asked for ─▶ rounded to 512 B ─▶ best fit among free blocks ─▶ else a new segment, cut as far as it pays
+    size asked for ─▶ rounded to 512 B ─▶ best fit among free blocks ─▶ else a new segment, cut as
+    far as it pays
 
-Blocks of up to 1 MiB come from segments of 2 MiB; larger ones from segments of 20 MiB, or, from 10 MiB on, from
-segments of their own in steps of 2 MiB. Among free blocks the smallest that is large enough is taken; what is left of
-it becomes a block of its own if it has 512 B (small) or more than 1 MiB (large), else it stays unused. Free neighbours
-are joined. Rules and constants: c10/cuda/CUDACachingAllocator.cpp with its default settings (expandable segments:
-`expandable.py`); sizes rounded to divisions of powers of two are not modelled.
+Blocks of up to 1 MiB come from segments of 2 MiB; larger ones from segments of 20 MiB, or, from 10
+MiB on, from segments of their own in steps of 2 MiB. Among free blocks the smallest that is large
+enough is taken; what is left of it becomes a block of its own if it has 512 B (small) or more than
+1 MiB (large), else it stays unused. Free neighbours are joined. Rules and constants:
+c10/cuda/CUDACachingAllocator.cpp with its default settings (expandable segments: `expandable.py`);
+sizes rounded to divisions of powers of two are not modelled.
 
-Of pieces of one size torch takes that with the lowest address, and which segment lies lowest nobody knows before. CUDA
-hands out most addresses from above, so here the newest segment lies lowest. Told the addresses, this model reserves
-what eight captures of large models reserved, piece by piece. With its guess it was 0.5 % off there at the most. One
-smaller pool, of which nobody told the addresses, was 3.7 % off (docs/LOG.md).
+Of pieces of one size torch takes that with the lowest address, and which segment lies lowest nobody
+knows before. CUDA hands out most addresses from above, so here the newest segment lies lowest. Told
+the addresses, this model reserves what eight captures of large models reserved, piece by piece.
+With its guess it was 0.5 % off there at the most. One smaller pool, of which nobody told the
+addresses, was 3.7 % off (docs/LOG.md).
 """
+
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +33,8 @@ OWN_SEGMENT_FROM = 10 * MEBIBYTE
 
 @dataclass(frozen=True)
 class CachedBlock:
-    """A piece of a segment that was handed out. segment: its number, the newest has the lowest. nbytes: of the piece,
-    not of what was asked for.
+    """A piece of a segment that was handed out. segment: its number, the newest has the lowest.
+    nbytes: of the piece, not of what was asked for.
     """
 
     segment: int
@@ -43,7 +48,10 @@ class CachingPool:
 
     def __init__(self) -> None:
         self.segments: list[int] = []
-        self._free: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}  # by small: (bytes, segment, offset)
+        self._free: dict[bool, list[tuple[int, int, int]]] = {
+            True: [],
+            False: [],
+        }  # by small: (bytes, segment, offset)
         self._starts: dict[tuple[int, int], int] = {}  # of free pieces: (segment, offset) -> bytes
         self._ends: dict[tuple[int, int], int] = {}
 
@@ -55,7 +63,11 @@ class CachingPool:
     def replay(self, blocks: Sequence[Lifetime]) -> None:
         """Allocate and free what one capture does, in the order of the ticks."""
         births = [(block.birth, 1, number) for number, block in enumerate(blocks)]
-        deaths = [(block.death, 0, number) for number, block in enumerate(blocks) if block.death is not None]
+        deaths = [
+            (block.death, 0, number)
+            for number, block in enumerate(blocks)
+            if block.death is not None
+        ]
         held: dict[int, CachedBlock] = {}
         for _, is_birth, number in sorted(births + deaths):
             if is_birth:

@@ -1,13 +1,16 @@
-"""A model of torch's allocator for CUDA with `expandable_segments:True`: how many bytes a private pool reserves.
+"""A model of torch's allocator for CUDA with `expandable_segments:True`: how many bytes a private
+pool reserves.
 
-    small blocks   [........~~          ~ free, then pages that are mapped when no free block fits: 2 MiB a page
+    small blocks   [........~~          ~ free, then pages that are mapped when no free block fits:
+                                        2 MiB a page
     large blocks   [...~~...~~~~        20 MiB a page
 
-Each of the two is one range of addresses that only grows, so free memory at its end is not lost to a larger block, as
-that of a segment is. Best fit as in `caching.py`, but the piece at the end counts as large as the range may get, and
-every rest of 512 B or more is a block of its own. Rules: c10/cuda/CUDACachingAllocator.cpp (get_free_block,
-try_allocate_expandable_block, should_split).
+Each of the two is one range of addresses that only grows, so free memory at its end is not lost to
+a larger block, as that of a segment is. Best fit as in `caching.py`, but the piece at the end
+counts as large as the range may get, and every rest of 512 B or more is a block of its own. Rules:
+c10/cuda/CUDACachingAllocator.cpp (get_free_block, try_allocate_expandable_block, should_split).
 """
+
 from packgraph.graphs.memory.caching import LARGE_SEGMENT, SMALL_SEGMENT, SMALLEST, CachingPool
 
 

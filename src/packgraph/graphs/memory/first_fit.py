@@ -1,12 +1,14 @@
 """First-fit placement of blocks with known lifetimes: how the recorder lays out its pools.
 
-When a variant is complete, its blocks are placed in the order of their births, each at the lowest place that is free
-for its whole life, so two blocks share memory exactly when their lifetimes do not overlap.
+When a variant is complete, its blocks are placed in the order of their births, each at the lowest
+place that is free for its whole life, so two blocks share memory exactly when their lifetimes do
+not overlap.
 
     time ->   a [----]        a and c share an offset,
               b    [-------]  b gets its own
               c        [---]
 """
+
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ ALIGNMENT = 64
 
 @dataclass
 class Segment:
-    """Placement in one segment. size: bytes, None = as many as it takes. top: the highest byte in use so far.
+    """Placement in one segment. size: bytes, None = as many as it takes. top: the highest byte in
+    use so far.
 
     used: blocks as (offset, end, death), sorted by offset.
     """
@@ -28,7 +31,8 @@ class Segment:
     top: int = 0
 
     def place(self, nbytes: int, birth: int, death: int) -> int | None:
-        """The offset of a block, or None where it does not fit. Blocks must come in the order of their births."""
+        """The offset of a block, or None where it does not fit. Blocks must come in the order of
+        their births."""
         self.used = [block for block in self.used if block[2] > birth]
         offset = 0
         for start, end, _ in self.used:
@@ -42,12 +46,13 @@ class Segment:
         return offset
 
 
-def place_blocks(sizes: Sequence[int], blocks: Sequence[tuple[int, int, int | None]]
-                 ) -> tuple[list[tuple[int, int] | None], int]:
+def place_blocks(
+    sizes: Sequence[int], blocks: Sequence[tuple[int, int, int | None]]
+) -> tuple[list[tuple[int, int] | None], int]:
     """(segment, offset) of every block, and the bytes of the segment that must be added (0 = none).
 
-    sizes: of the segments there are, all free. blocks: (bytes, birth, death); those that outlive the capture (death
-    None) are not placed. A segment numbered len(sizes) is the one to add.
+    sizes: of the segments there are, all free. blocks: (bytes, birth, death); those that outlive
+    the capture (death None) are not placed. A segment numbered len(sizes) is the one to add.
     """
     plans = [Segment(size) for size in sizes] + [Segment(None)]
     chosen: list[tuple[int, int] | None] = []
@@ -77,6 +82,8 @@ class FirstFitPool:
 
     def replay(self, blocks: Sequence[Lifetime]) -> None:
         """Place what one capture allocates."""
-        _, added = place_blocks(self.sizes, [(block.nbytes, block.birth, block.death) for block in blocks])
+        _, added = place_blocks(
+            self.sizes, [(block.nbytes, block.birth, block.death) for block in blocks]
+        )
         if added:
             self.sizes.append(added)

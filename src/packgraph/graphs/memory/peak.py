@@ -1,9 +1,11 @@
 """The most that torch's allocator for CUDA has held, over all starts of its statistics.
 
-Who asks for the peak of one module or one stretch starts the statistics again, and what came before would be
-forgotten: `torch.cuda.max_memory_allocated` is of the time since then. So whoever does that does it by `look`, and who
-wants the peak of a stretch in which others may look asks a `Stretch`.
+Who asks for the peak of one module or one stretch starts the statistics again, and what came before
+would be forgotten: `torch.cuda.max_memory_allocated` is of the time since then. So whoever does
+that does it by `look`, and who wants the peak of a stretch in which others may look asks a
+`Stretch`.
 """
+
 import weakref
 from collections import Counter
 from typing import Any
@@ -29,7 +31,8 @@ class Stretch:
 
     @classmethod
     def looked(cls, device: torch.device, peak: int) -> None:
-        """Peaks of `device` begin anew; `peak`: bytes of tensors at the most since they did last."""
+        """Peaks of `device` begin anew; `peak`: bytes of tensors at the most since they did
+        last."""
         for stretch in cls._all:
             if _number(stretch.device) == _number(device):
                 stretch.ended = max(stretch.ended, peak)

@@ -1,1 +1,2 @@
-"""The CPU backend: records operations on static memory, replays them bit by bit, and emulates pools and copies."""
+"""The CPU backend: records operations on static memory, replays them bit by bit, and emulates pools
+and copies."""

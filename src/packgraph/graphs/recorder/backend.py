@@ -1,15 +1,19 @@
 """The CPU backend: records tensor operations on static storages and replays them bit-exactly.
 
-It has the life cycle of CUDA graphs: a capture runs Python once, a replay never does; temporary blocks are reused as
-the caching allocator would reuse them; what a replay did not write is NaN; host syncs are refused at the user's line.
-So slot order, aliasing, sync, RNG and multi-rank bugs fail on a laptop.
+It has the life cycle of CUDA graphs: a capture runs Python once, a replay never does; temporary
+blocks are reused as the caching allocator would reuse them; what a replay did not write is NaN;
+host syncs are refused at the user's line. So slot order, aliasing, sync, RNG and multi-rank bugs
+fail on a laptop.
 
-Unlike CUDA, capturing here executes the operations. The window undoes their effects when it closes: tensors that
-existed before get their contents back (journal), and the captured results are poisoned until the first replay.
+Unlike CUDA, capturing here executes the operations. The window undoes their effects when it closes:
+tensors that existed before get their contents back (journal), and the captured results are poisoned
+until the first replay.
 
-Operands are remembered by name (block, offset, shape), not by reference: a recorder that kept its operands alive
-would keep every block alive and hide reuse bugs. Tensors from outside (parameters, static inputs) are held strongly.
+Operands are remembered by name (block, offset, shape), not by reference: a recorder that kept its
+operands alive would keep every block alive and hide reuse bugs. Tensors from outside (parameters,
+static inputs) are held strongly.
 """
+
 import contextlib
 import gc
 import weakref
@@ -33,7 +37,14 @@ from packgraph.graphs.host_sync import (
     shapes_only,
 )
 from packgraph.graphs.memory.bank import Lifetime
-from packgraph.graphs.operations import PLAIN_TENSORS, Operation, flat, operands_of, operation_of, storages
+from packgraph.graphs.operations import (
+    PLAIN_TENSORS,
+    Operation,
+    flat,
+    operands_of,
+    operation_of,
+    storages,
+)
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
 from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
 from packgraph.graphs.recorder.pool import POISON, RecordedStorage, RecorderPool
@@ -55,8 +66,8 @@ class _Operand(NamedTuple):
 class _Node(NamedTuple):
     """One recorded operation.
 
-    called_with: None for a step of the host. kinds: per output `new` (copy into its block), `work` (a transfer, its
-    number stands in outputs) or empty.
+    called_with: None for a step of the host. kinds: per output `new` (copy into its block), `work`
+    (a transfer, its number stands in outputs) or empty.
     """
 
     function: Any
@@ -81,24 +92,34 @@ class _Recording(CodeWatcher):
             return func(*args, **kwargs)
         if types and not PLAIN_TENSORS.issuperset(types):
             return NotImplemented
-        if func is torch.ops.aten.lift_fresh.default:  # a tensor made of numbers: each replay has one of its own
+        if (
+            func is torch.ops.aten.lift_fresh.default
+        ):  # a tensor made of numbers: each replay has one of its own
             func = torch.ops.aten.clone.default
         with Unseen():
             operation = operation_of(func)
             if operation is None:
-                raise CaptureError(f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT)
+                raise CaptureError(
+                    f"the higher-order operator {func} cannot be recorded", user_line(), LEAVE_OUT
+                )
             operands = operands_of(args, kwargs)
             refuse_unsafe(operation, args, kwargs, operands, None)
             for key, tensor in storages(operation.written_of(args, kwargs)).items():
                 if key not in window.block_of:
                     window.journal.before_write(tensor)
             inputs, named = storages(operands).keys(), _changed((args, kwargs), window.operand)
-        result = window.journal.call(operation, args, kwargs) if operation.may_draw else func(*args, **kwargs)
+        result = (
+            window.journal.call(operation, args, kwargs)
+            if operation.may_draw
+            else func(*args, **kwargs)
+        )
         with Unseen():
             self._note(operation, named, inputs, flat((result,)))
         return result
 
-    def _note(self, operation: Operation, named: Any, inputs: Set[int], made: Sequence[Any]) -> None:
+    def _note(
+        self, operation: Operation, named: Any, inputs: Set[int], made: Sequence[Any]
+    ) -> None:
         """An operation has run. named: its operands. inputs: their storages. made: its results."""
         if shapes_only(map(type, made)):  # a factory has no operand that would have said so
             return
@@ -113,13 +134,17 @@ class _Recording(CodeWatcher):
             if kinds[-1] == "work":
                 outputs[-1] = window.transfer(dist.Work.unbox(out))
         if operation.mutates or "new" in kinds or "work" in kinds:
-            self.nodes.append(_Node(operation.function, named, outputs, kinds, torch.is_grad_enabled()))
+            self.nodes.append(
+                _Node(operation.function, named, outputs, kinds, torch.is_grad_enabled())
+            )
         window.clock += 1
 
     @staticmethod
     def _kind(func: Any, out: Any, inputs: Set[int]) -> str:
         if not isinstance(out, torch.Tensor):
-            return "work" if isinstance(out, torch.ScriptObject) and func.namespace == "c10d" else ""
+            return (
+                "work" if isinstance(out, torch.ScriptObject) and func.namespace == "c10d" else ""
+            )
         storage = out.untyped_storage()
         return "" if storage._cdata in inputs or storage.nbytes() == 0 else "new"
 
@@ -183,7 +208,8 @@ class RecorderGraph:
                 _host_step(function, pending)
                 continue
             if grad_mode != torch.is_grad_enabled():
-                # Some operations (LSTM) make what their backward needs only in grad mode. No operand needs a gradient.
+                # Some operations (LSTM) make what their backward needs only in grad mode. No
+                # operand needs a gradient.
                 torch._C._set_grad_enabled(grad_mode)
             result = function(*args, **kwargs)
             if "new" not in kinds and "work" not in kinds:
@@ -205,7 +231,8 @@ class RecorderGraph:
 
 @dataclass(frozen=True)
 class _Wait:
-    """The place in a program where the user waited for transfer `number`, or, when that is not known, for all."""
+    """The place in a program where the user waited for transfer `number`, or, when that is not
+    known, for all."""
 
     number: int | None
 
@@ -224,7 +251,9 @@ def _host_step(step: Any, pending: dict[int, Any]) -> None:
 class RecorderWindow:
     """The capture of one variant: all its graphs share one clock of births and deaths."""
 
-    def __init__(self, pool: RecorderPool, brief: RecorderPool, journal: Journal, lanes: EmulatedCopyStreams) -> None:
+    def __init__(
+        self, pool: RecorderPool, brief: RecorderPool, journal: Journal, lanes: EmulatedCopyStreams
+    ) -> None:
         """lanes: of the backend's eager work."""
         self.pool, self.brief, self.journal = pool, brief, journal
         self.lanes = RecordedCopyStreams(self, pool.host, lanes.queues.late)
@@ -251,11 +280,15 @@ class RecorderWindow:
                 del self.block_of[cdata]
 
         self.blocks.append(
-            RecordedStorage(storage.nbytes(), self.clock, weakref.ref(storage, died), brief=self._is_brief))
+            RecordedStorage(
+                storage.nbytes(), self.clock, weakref.ref(storage, died), brief=self._is_brief
+            )
+        )
         self.block_of[cdata] = number
 
     def note(self, step: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
-        """Put `step` into the program: it is called with the memory of `tensors` at every replay."""
+        """Put `step` into the program: it is called with the memory of `tensors` at every
+        replay."""
         self._nodes.append(_Node(step, (tuple(map(self.operand, tensors)), {}), [], []))
         self.clock += 1
 
@@ -270,28 +303,40 @@ class RecorderWindow:
         return next((number for number, known in enumerate(self._transfers) if known is work), None)
 
     def operand(self, tensor: Any) -> Any:
-        """The symbolic name of `tensor`, or a strong reference when it comes from outside; what is none is left."""
+        """The symbolic name of `tensor`, or a strong reference when it comes from outside; what is
+        none is left."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         number = self.block_of.get(tensor.untyped_storage()._cdata)
         if number is None:
             if id(tensor) not in self._external:
                 own = tensor
-                if tensor.requires_grad:  # and may have a graph behind it; whoever has not is counted by its users
+                if (
+                    tensor.requires_grad
+                ):  # and may have a graph behind it; whoever has not is counted by its users
                     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
                         own = tensor.detach()
                 self._external[id(tensor)] = (tensor, own)
             return self._external[id(tensor)][1]
         offset = int(tensor.storage_offset())
-        return _Operand(number, tensor.dtype, offset, tuple(tensor.shape), tuple(tensor.stride()), tensor.is_conj(),
-                        tensor.is_neg())
+        return _Operand(
+            number,
+            tensor.dtype,
+            offset,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def resolve(self, operand: Any) -> Any:
         """The tensor behind an operand, once the window has closed."""
         if not isinstance(operand, _Operand):
             return operand
         if self._places is None:
-            raise RuntimeError("the memory of a captured tensor is known only after its capture has finished")
+            raise RuntimeError(
+                "the memory of a captured tensor is known only after its capture has finished"
+            )
         place = self._places[operand.block]
         if isinstance(place, tuple):
             storage, base = place[0].untyped_storage(), place[1] // operand.dtype.itemsize
@@ -314,8 +359,11 @@ class RecorderWindow:
         self.own(tensor)
         return tensor
 
-    def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[RecorderGraph, Result]:
-        """Run and record `run`. Raises CaptureError at the user's line for what a graph cannot hold."""
+    def capture(
+        self, run: Callable[[], Result], brief: bool = False
+    ) -> tuple[RecorderGraph, Result]:
+        """Run and record `run`. Raises CaptureError at the user's line for what a graph cannot
+        hold."""
         nodes = self._nodes = list[_Node]()
         self._is_brief = brief
         self.lanes.scope += 1
@@ -326,9 +374,16 @@ class RecorderWindow:
         def waited(work: Any) -> None:
             nodes.append(_Node(_Wait(self.number_of(work)), None, [], []))
 
-        with capturing_copy_streams(self.lanes), recorded_host(step, waited), HostSyncCheck(None), \
-                _Recording(self, nodes), contextlib.ExitStack() as at_end:
-            at_end.callback(self.lanes.join)  # also on errors: sources of copies under way are held until then
+        with (
+            capturing_copy_streams(self.lanes),
+            recorded_host(step, waited),
+            HostSyncCheck(None),
+            _Recording(self, nodes),
+            contextlib.ExitStack() as at_end,
+        ):
+            at_end.callback(
+                self.lanes.join
+            )  # also on errors: sources of copies under way are held until then
             result = run()
         self._is_brief = False
 
@@ -343,13 +398,16 @@ class RecorderWindow:
     def lifetimes(self) -> list[Lifetime]:
         """See Window."""
         assert self._places is not None, "the window is open yet"
-        return [Lifetime(block.nbytes, block.birth, block.death, block.brief) for block in self.blocks]
+        return [
+            Lifetime(block.nbytes, block.birth, block.death, block.brief) for block in self.blocks
+        ]
 
     def close(self) -> None:
         """Place all blocks, bind the graphs to them, and poison what the capture has computed."""
         if any(block.death is None for block in self.blocks):
             gc.collect()
-        # Held while blocks are placed: the threads of transfers let go of their tensors when they like.
+        # Held while blocks are placed: the threads of transfers let go of their tensors when they
+        # like.
         held = [block.storage() if block.death is None else None for block in self.blocks]
         for block, storage in zip(self.blocks, held, strict=True):
             if storage is None and block.death is None:
@@ -357,8 +415,12 @@ class RecorderWindow:
         places: list[Any] = [None] * len(self.blocks)
         pool_of = {True: self.brief, False: self.pool}
         for pool in dict.fromkeys((self.pool, self.brief)):
-            numbers = [number for number, block in enumerate(self.blocks) if pool_of[block.brief] is pool]
-            for number, found in zip(numbers, pool.place([self.blocks[n] for n in numbers]), strict=True):
+            numbers = [
+                number for number, block in enumerate(self.blocks) if pool_of[block.brief] is pool
+            ]
+            for number, found in zip(
+                numbers, pool.place([self.blocks[n] for n in numbers]), strict=True
+            ):
                 places[number] = found
         for number, storage in enumerate(held):
             if storage is not None:
@@ -386,8 +448,9 @@ class RecorderBackend:
         return RecorderPool()
 
     @contextlib.contextmanager
-    def window(self, pool: RecorderPool, brief: RecorderPool, journal: Journal, trial: bool = False
-               ) -> Iterator[RecorderWindow]:
+    def window(
+        self, pool: RecorderPool, brief: RecorderPool, journal: Journal, trial: bool = False
+    ) -> Iterator[RecorderWindow]:
         """See Backend; every window notes what it allocates."""
         window = RecorderWindow(pool, brief, journal, self.lanes)
         window.lanes.trial = trial
@@ -398,7 +461,9 @@ class RecorderBackend:
         """Run once; the CPU itself has nothing to initialise before a capture."""
         run()
 
-    def watching_host(self, step: Callable[[Callable[[], Any]], None]) -> contextlib.AbstractContextManager[None]:
+    def watching_host(
+        self, step: Callable[[Callable[[], Any]], None]
+    ) -> contextlib.AbstractContextManager[None]:
         """See Backend."""
         return watched_calls(RecordedHost(step))
 

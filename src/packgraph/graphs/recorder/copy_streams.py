@@ -1,16 +1,19 @@
 """The lanes on the CPU: queues of copies that run when they must, or at once.
 
-A copy on a real lane may happen at any time between two moments: when it is queued and what it waits for is done, and
-when main waits for it. Tests run both extremes. A lane that is `late` runs a copy only when main waits for it, or when
-a copy of the other lane waits for it. A wait that is missing is then a wrong number: a late copy out reads memory that
-has been reused, a late reload leaves NaN where main reads, an early reload reads host memory that nobody has written.
+A copy on a real lane may happen at any time between two moments: when it is queued and what it
+waits for is done, and when main waits for it. Tests run both extremes. A lane that is `late` runs a
+copy only when main waits for it, or when a copy of the other lane waits for it. A wait that is
+missing is then a wrong number: a late copy out reads memory that has been reused, a late reload
+leaves NaN where main reads, an early reload reads host memory that nobody has written.
 
     eager work      EmulatedLanes   queues as the program goes
-    recorder        RecordedLanes   puts `queue` and `wait` into the recorded program; every replay has queues
+    recorder        RecordedLanes   puts `queue` and `wait` into the recorded program; every replay
+                                    has queues
 
-What was reloaded is overwritten with NaN on the host, and targets of a reload when it is queued: nobody may count on
-either.
+What was reloaded is overwritten with NaN on the host, and targets of a reload when it is queued:
+nobody may count on either.
 """
+
 import time
 import weakref
 from collections import deque
@@ -19,7 +22,15 @@ from typing import Any, Protocol
 
 import torch
 
-from packgraph.graphs.copy_streams import Copy, DeviceMemory, FreeHost, HostMemories, HostMemory, TimedCopy, placed
+from packgraph.graphs.copy_streams import (
+    Copy,
+    DeviceMemory,
+    FreeHost,
+    HostMemories,
+    HostMemory,
+    TimedCopy,
+    placed,
+)
 
 POISON = 0xFF
 
@@ -35,7 +46,10 @@ class Queues:
 
     def __init__(self, late: Collection[str]) -> None:
         self.late = late
-        self._queues: dict[str, deque[tuple[int, int | None, Callable[[], None]]]] = {"out": deque(), "back": deque()}
+        self._queues: dict[str, deque[tuple[int, int | None, Callable[[], None]]]] = {
+            "out": deque(),
+            "back": deque(),
+        }
 
     def add(self, lane: str, number: int, after: int | None, run: Callable[[], None]) -> None:
         """Queue copy `number`, which waits for copy `after`."""
@@ -70,7 +84,8 @@ class Queues:
 
 
 def copy_out(sources: Sequence[torch.Tensor | None], places: Sequence[torch.Tensor]) -> None:
-    """Copy to the host; of a source that is gone (None) NaN, as if something else were there now."""
+    """Copy to the host; of a source that is gone (None) NaN, as if something else were there
+    now."""
     for source, place in zip(sources, places, strict=True):
         place.fill_(POISON) if source is None else place.copy_(source)
 
@@ -99,7 +114,8 @@ class _Weak:
 
 
 class EmulatedCopyStreams:
-    """The lanes of eager work on the CPU. late: lanes whose copies run as late as they may, of `out` and `back`."""
+    """The lanes of eager work on the CPU. late: lanes whose copies run as late as they may, of
+    `out` and `back`."""
 
     def __init__(self, late: Collection[str] = ()) -> None:
         self.queues = Queues(late)
@@ -126,7 +142,9 @@ class EmulatedCopyStreams:
         """See CopyStreams."""
         pieces, places = placed(host, sources)
         weak = [_Weak(piece) for piece in pieces]
-        return self._queue("out", host, list(sources), lambda: copy_out([w.tensor() for w in weak], places))
+        return self._queue(
+            "out", host, list(sources), lambda: copy_out([w.tensor() for w in weak], places)
+        )
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
         """See CopyStreams."""
@@ -135,7 +153,9 @@ class EmulatedCopyStreams:
         weak = [_Weak(piece) for piece in pieces]
         return self._queue("back", host, [], lambda: copy_back([w.tensor() for w in weak], places))
 
-    def _queue(self, lane: str, host: HostMemory, held: list[torch.Tensor], run: Callable[[], None]) -> Copy:
+    def _queue(
+        self, lane: str, host: HostMemory, held: list[torch.Tensor], run: Callable[[], None]
+    ) -> Copy:
         self._count += 1
         after, host.last = host.last, Copy(lane, self.scope, held, self._count)
         self._under_way[self._count] = host.last
@@ -178,6 +198,7 @@ class EmulatedCopyStreams:
 
 def _unseen(run: Callable[[], Any]) -> Callable[[], None]:
     """`run`, which nobody watches: a copy on a lane is no operation of the program."""
+
     def unseen() -> None:
         with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
             run()
@@ -189,11 +210,13 @@ class Recorder(Protocol):
     """What lanes need of a recorder's window."""
 
     def note(self, step: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
-        """Put `step` into the program: it is called with the memory of `tensors` at every replay."""
+        """Put `step` into the program: it is called with the memory of `tensors` at every
+        replay."""
 
 
 class RecordedCopyStreams(EmulatedCopyStreams):
-    """The lanes of the captures of one window: they run at once while the program is recorded, and as told in replays.
+    """The lanes of the captures of one window: they run at once while the program is recorded, and
+    as told in replays.
 
     late: as above, looked at in every replay.
     """
@@ -201,22 +224,38 @@ class RecordedCopyStreams(EmulatedCopyStreams):
     def __init__(self, window: Recorder, memories: HostMemories, late: Collection[str]) -> None:
         super().__init__()
         self.memories, self._free = memories, FreeHost(memories)
-        self._window, self._replays = weakref.proxy(window), Queues(late)  # the window has its lanes
+        self._window, self._replays = (
+            weakref.proxy(window),
+            Queues(late),
+        )  # the window has its lanes
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
         """See CopyStreams."""
-        before, copy, (pieces, places) = host.last, super().out(sources, host), placed(host, sources)
+        before, copy, (pieces, places) = (
+            host.last,
+            super().out(sources, host),
+            placed(host, sources),
+        )
         self._note(copy, before, pieces, lambda given: copy_out(given, places))
         return copy
 
     def back(self, host: HostMemory, targets: Sequence[torch.Tensor]) -> Copy:
         """See CopyStreams."""
-        before, copy, (pieces, places) = host.last, super().back(host, targets), placed(host, targets)
+        before, copy, (pieces, places) = (
+            host.last,
+            super().back(host, targets),
+            placed(host, targets),
+        )
         self._note(copy, before, pieces, lambda given: copy_back(given, places))
         return copy
 
-    def _note(self, copy: Copy, before: Copy | None, tensors: Sequence[torch.Tensor],
-              run: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    def _note(
+        self,
+        copy: Copy,
+        before: Copy | None,
+        tensors: Sequence[torch.Tensor],
+        run: Callable[[Sequence[torch.Tensor]], None],
+    ) -> None:
         after = None if before is None or before.scope != self.scope else before.native
 
         def queue(*given: torch.Tensor) -> None:
@@ -238,6 +277,8 @@ class RecordedCopyStreams(EmulatedCopyStreams):
 
     def wait(self, copy: Copy) -> None:
         """See CopyStreams."""
-        if not copy.done and copy.scope == self.scope:  # those of earlier captures were joined there
+        if (
+            not copy.done and copy.scope == self.scope
+        ):  # those of earlier captures were joined there
             self._window.note(lambda: self._replays.finish(copy.native), [])
         super().wait(copy)

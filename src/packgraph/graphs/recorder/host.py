@@ -1,13 +1,16 @@
 """Effects on the host that pass by torch's dispatcher, put into a recorded program.
 
-Recomputation moves the default generator back and forth by `torch.get_rng_state` and `torch.set_rng_state`, and code
-that communicates waits for its transfers. Both must happen at every replay, at their place. Resizing a storage, or
-moving a generator in another way, cannot be recorded and is refused.
+Recomputation moves the default generator back and forth by `torch.get_rng_state` and
+`torch.set_rng_state`, and code that communicates waits for its transfers. Both must happen at every
+replay, at their place. Resizing a storage, or moving a generator in another way, cannot be recorded
+and is refused.
 
-Calls are seen in the recording thread alone (graphs/host_calls.py). The wait of a transfer is the exception: what
-Python tells of a call is the function and not the object. `dist.Work.wait` is therefore replaced, once and for good
-when a transfer is first recorded, by a function that passes everything on, unless its thread is recording.
+Calls are seen in the recording thread alone (graphs/host_calls.py). The wait of a transfer is the
+exception: what Python tells of a call is the function and not the object. `dist.Work.wait` is
+therefore replaced, once and for good when a transfer is first recorded, by a function that passes
+everything on, unless its thread is recording.
 """
+
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +25,12 @@ from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.host_calls import SeesBuiltin, SeesFunction, Watcher, watched_calls
 from packgraph.graphs.host_sync import LEAVE_OUT
 
-_BY_FUNCTIONS = "move the default generator by torch.get_rng_state and torch.set_rng_state. " + LEAVE_OUT
-_RECORDED: ContextVar[Callable[[Any], None] | None] = ContextVar("packgraph_recorded_wait", default=None)
+_BY_FUNCTIONS = (
+    "move the default generator by torch.get_rng_state and torch.set_rng_state. " + LEAVE_OUT
+)
+_RECORDED: ContextVar[Callable[[Any], None] | None] = ContextVar(
+    "packgraph_recorded_wait", default=None
+)
 
 
 class RecordedHost(Watcher):
@@ -34,12 +41,17 @@ class RecordedHost(Watcher):
 
     def builtins(self) -> Mapping[str, SeesBuiltin]:
         """See Watcher."""
-        return {"resize_": self._resized,
-                **dict.fromkeys(("get_state", "set_state", "get_offset", "set_offset"), self._moved)}
+        return {
+            "resize_": self._resized,
+            **dict.fromkeys(("get_state", "set_state", "get_offset", "set_offset"), self._moved),
+        }
 
     def functions(self) -> Mapping[CodeType, SeesFunction]:
         """See Watcher."""
-        return {torch.random.get_rng_state.__code__: self._read, torch.random.set_rng_state.__code__: self._set}
+        return {
+            torch.random.get_rng_state.__code__: self._read,
+            torch.random.set_rng_state.__code__: self._set,
+        }
 
     def _read(self, frame: FrameType, state: Any, done: bool) -> None:
         if isinstance(state, torch.Tensor):
@@ -52,18 +64,30 @@ class RecordedHost(Watcher):
 
     def _resized(self, frame: FrameType, function: Any, done: bool) -> None:
         if isinstance(function.__self__, torch.UntypedStorage):
-            raise CaptureError("a storage is resized inside a captured stage (FSDP does this)", user_line(frame),
-                               LEAVE_OUT)
+            raise CaptureError(
+                "a storage is resized inside a captured stage (FSDP does this)",
+                user_line(frame),
+                LEAVE_OUT,
+            )
 
     def _moved(self, frame: FrameType, function: Any, done: bool) -> None:
-        if isinstance(function.__self__, torch.Generator) and is_user_file(frame.f_code.co_filename):
-            raise CaptureError(f"Generator.{function.__name__}() inside a captured stage: a replay would not do it",
-                               user_line(frame), _BY_FUNCTIONS)
+        if isinstance(function.__self__, torch.Generator) and is_user_file(
+            frame.f_code.co_filename
+        ):
+            raise CaptureError(
+                f"Generator.{function.__name__}() inside a captured stage: a replay would not do "
+                "it",
+                user_line(frame),
+                _BY_FUNCTIONS,
+            )
 
 
 @contextlib.contextmanager
-def recorded_host(step: Callable[[Callable[[], Any]], None], waited: Callable[[Any], None]) -> Iterator[None]:
-    """Within the block effects of this thread are told: `step` what a replay has to do, `waited` for which transfer."""
+def recorded_host(
+    step: Callable[[Callable[[], Any]], None], waited: Callable[[Any], None]
+) -> Iterator[None]:
+    """Within the block effects of this thread are told: `step` what a replay has to do, `waited`
+    for which transfer."""
     token = _RECORDED.set(waited)
     try:
         with watched_calls(RecordedHost(step)):

@@ -1,10 +1,12 @@
 """The recorder's memory: blocks with lifetimes, placed as a caching allocator would place them.
 
-A block lives from the operation that made its storage to the moment the last reference to that storage went away.
-When a variant is complete, its blocks are placed first-fit into the pool's segments (`graphs/memory/first_fit.py`), so
-two blocks share memory exactly when their lifetimes do not overlap. Variants of one pool start from offset zero again:
-that is the reuse that makes a shared pool dangerous, and it is what the tests must be able to see.
+A block lives from the operation that made its storage to the moment the last reference to that
+storage went away. When a variant is complete, its blocks are placed first-fit into the pool's
+segments (`graphs/memory/first_fit.py`), so two blocks share memory exactly when their lifetimes do
+not overlap. Variants of one pool start from offset zero again: that is the reuse that makes a
+shared pool dangerous, and it is what the tests must be able to see.
 """
+
 import weakref
 from dataclasses import dataclass
 
@@ -49,9 +51,12 @@ class RecorderPool:
         self.host.arenas.poison()
 
     def place(self, blocks: list[RecordedStorage]) -> list[tuple[torch.Tensor, int] | None]:
-        """(segment, offset) for every dead block, None for those still referenced; grows the pool as needed."""
+        """(segment, offset) for every dead block, None for those still referenced; grows the pool
+        as needed."""
         sizes = [segment.numel() for segment in self.segments]
-        chosen, added = place_blocks(sizes, [(block.nbytes, block.birth, block.death) for block in blocks])
+        chosen, added = place_blocks(
+            sizes, [(block.nbytes, block.birth, block.death) for block in blocks]
+        )
         if added:
             self.segments.append(torch.full((added,), POISON, dtype=torch.uint8))
         return [None if c is None else (self.segments[c[0]], c[1]) for c in chosen]

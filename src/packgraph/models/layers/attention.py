@@ -22,14 +22,22 @@ class GroupedQueryAttention(MergedProjections):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
         self.merged = ("q_proj", "k_proj", "v_proj") if config.merge_projections else ()
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        )
         self.offload: Mark = nowhere
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
         """x: [T, H]; rotary: cos and sin [T, head_dim]. Returns [T, H]."""
         with self.offload("qkv_linear", leave=rotary):
-            parts = self.project(x) if self.merged else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            parts = (
+                self.project(x) if self.merged else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            )
             q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
             q, k = apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
         with self.offload("core_attn", leave=metadata):

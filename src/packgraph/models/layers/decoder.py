@@ -1,13 +1,15 @@
-"""One pre-norm decoder layer and its stages: a mixer, a feed-forward branch, or one after the other.
+"""One pre-norm decoder layer and its stages: a mixer, a feed-forward branch, or one after the
+other.
 
     hidden --+-- norm -- self_attn -- dropout --(+)--+-- norm -- mlp -- dropout --(+)-- hidden
              +----------------------------------+    +----------------------------+
     |<------------------ attn ------------------->|<------------- mlp -------------->|
 
-A Mamba-2 layer has the stage `mamba` in the place of `attn`, a layer with experts five `moe_*` stages in the place of
-`mlp`; a layer of one branch has those of it alone. Each stage reads and replaces `hidden` in the state; the rest of the
-model does not know them.
+A Mamba-2 layer has the stage `mamba` in the place of `attn`, a layer with experts five `moe_*`
+stages in the place of `mlp`; a layer of one branch has those of it alone. Each stage reads and
+replaces `hidden` in the state; the rest of the model does not know them.
 """
+
 from collections.abc import Sequence
 
 import torch.nn.functional as F
@@ -36,7 +38,9 @@ class DecoderLayer(nn.Module):
         if self.branches[0] in ("attn", "mamba"):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if "attn" in self.branches:
-            self.self_attn = LatentAttention(config) if config.latent.enabled else GroupedQueryAttention(config)
+            self.self_attn = (
+                LatentAttention(config) if config.latent.enabled else GroupedQueryAttention(config)
+            )
         elif "mamba" in self.branches:
             self.mamba = MambaMixer(config)
         if self.branches[-1] in ("mlp", "moe"):
@@ -51,11 +55,17 @@ class DecoderLayer(nn.Module):
         runs = {"attn": self.run_attention, "mamba": self.run_mamba, "mlp": self.run_mlp}
         if branch in runs:
             return [Stage(branch, self.index, runs[branch])]
-        moe_runs = {"moe_router": self.run_router, "moe_preprocess": self.run_preprocess,
-                    "moe_dispatch": self.run_dispatch, "moe_experts": self.run_experts,
-                    "moe_combine": self.run_combine}
+        moe_runs = {
+            "moe_router": self.run_router,
+            "moe_preprocess": self.run_preprocess,
+            "moe_dispatch": self.run_dispatch,
+            "moe_experts": self.run_experts,
+            "moe_combine": self.run_combine,
+        }
         why_not = self._moe.dispatcher.why_not
-        return [Stage(name, self.index, run, why_not.get(name, "")) for name, run in moe_runs.items()]
+        return [
+            Stage(name, self.index, run, why_not.get(name, "")) for name, run in moe_runs.items()
+        ]
 
     def run_attention(self, state: State) -> State:
         """Stage `attn`: reads hidden, rotary and attention; replaces hidden."""
@@ -82,7 +92,8 @@ class DecoderLayer(nn.Module):
         return {**state, "hidden": hidden + self._drop(branch)}
 
     def run_router(self, state: State) -> State:
-        """Stage `moe_router`: reads hidden and batch; see MoEBlock for what it and the next ones add to the state."""
+        """Stage `moe_router`: reads hidden and batch; see MoEBlock for what it and the next ones
+        add to the state."""
         with self.offload("mlp_norm"):
             normed = self.post_attention_layernorm(state["hidden"])
         return self._moe.run_router(state, normed)
@@ -110,4 +121,8 @@ class DecoderLayer(nn.Module):
         return self.mlp
 
     def _drop(self, branch: Tensor) -> Tensor:
-        return F.dropout(branch, self.dropout, training=True) if self.training and self.dropout else branch
+        return (
+            F.dropout(branch, self.dropout, training=True)
+            if self.training and self.dropout
+            else branch
+        )

@@ -4,9 +4,10 @@
     x --kv_a_proj_with_mqa--> latent [T, kv_rank] | shared [T, rope]
         latent --norm, kv_b_proj--> [T, heads, nope | value]         keys = nope | shared, turned, for every head
 
-The queries' rope columns and the shared ones are turned by the position. Source: DeepSeek-V2, arXiv:2405.04434. The
-numbers are those of DeepseekV3Attention in transformers.
-"""
+The queries' rope columns and the shared ones are turned by the position. Source: DeepSeek-V2,
+arXiv:2405.04434. The numbers are those of DeepseekV3Attention in transformers.
+"""  # noqa: E501
+
 import torch
 from torch import Tensor, nn
 
@@ -36,14 +37,18 @@ class LatentAttention(MergedProjections):
             self.q_proj = nn.Linear(hidden, queries, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(hidden, shape.kv_rank + shape.rope_dim, bias=bias)
         self.kv_a_layernorm = RMSNorm(shape.kv_rank, LATENT_EPS)
-        self.kv_b_proj = nn.Linear(shape.kv_rank, config.num_heads * (shape.nope_dim + shape.value_dim), bias=False)
+        self.kv_b_proj = nn.Linear(
+            shape.kv_rank, config.num_heads * (shape.nope_dim + shape.value_dim), bias=False
+        )
         self.o_proj = nn.Linear(config.num_heads * shape.value_dim, hidden, bias=bias)
         self.first = "q_a_proj" if shape.query_rank else "q_proj"
         self.merged = (self.first, "kv_a_proj_with_mqa") if config.merge_projections else ()
         self.scale = shape.query_dim**-0.5 * shape.scaling.score_factor
         self.offload: Mark = nowhere
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
         """x: [T, H]; rotary: cos and sin [T, rope_dim]. Returns [T, H]."""
         with self.offload("qkv_linear", leave=rotary):
             q, k, v = self._project(x, rotary)
@@ -55,15 +60,25 @@ class LatentAttention(MergedProjections):
     def _project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [T, heads, nope + rope] and values [T, heads, value]."""
         shape = self.shape
-        queries, latent = self.project(x) if self.merged else (
-            getattr(self, self.first)(x), self.kv_a_proj_with_mqa(x))
+        queries, latent = (
+            self.project(x)
+            if self.merged
+            else (getattr(self, self.first)(x), self.kv_a_proj_with_mqa(x))
+        )
         if shape.query_rank:
             queries = self.q_b_proj(self.q_a_layernorm(queries))
         latent, shared = latent.split((shape.kv_rank, shape.rope_dim), dim=-1)
-        q_nope, q_rope = queries.unflatten(-1, (self.heads, -1)).split((shape.nope_dim, shape.rope_dim), dim=-1)
-        k_nope, v = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1)).split(
-            (shape.nope_dim, shape.value_dim), dim=-1)
-        q_rope, k_rope = apply_rotary(q_rope, shared[:, None, :], *rotary, interleaved=shape.interleaved)
+        q_nope, q_rope = queries.unflatten(-1, (self.heads, -1)).split(
+            (shape.nope_dim, shape.rope_dim), dim=-1
+        )
+        k_nope, v = (
+            self.kv_b_proj(self.kv_a_layernorm(latent))
+            .unflatten(-1, (self.heads, -1))
+            .split((shape.nope_dim, shape.value_dim), dim=-1)
+        )
+        q_rope, k_rope = apply_rotary(
+            q_rope, shared[:, None, :], *rotary, interleaved=shape.interleaved
+        )
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, self.heads, -1)), dim=-1)
         # A view would keep the columns of k_nope alive until the backward, which k holds already.

@@ -1,4 +1,5 @@
-"""Mamba-2: a state space that reads documents token by token, computed in chunks (Dao and Gu 2024, arXiv:2405.21060).
+"""Mamba-2: a state space that reads documents token by token, computed in chunks (Dao and Gu 2024,
+arXiv:2405.21060).
 
     x --in_proj--> gate | columns | steps
         columns --conv1d, SiLU--> heads' inputs x | into the state B | out of the state C
@@ -6,9 +7,11 @@
         state <- state * exp(dt * A) + dt * x B;  y = state C + D x            (A = -exp(A_log))
     y, gate --gated norm, out_proj--> [T, H]
 
-Convolution and state begin anew with every document. The numbers are those of the Mamba-2 mixers in transformers. With
-rows spread over ranks, both work on all rows of some heads (mamba/heads.py), everything else on a rank's rows.
+Convolution and state begin anew with every document. The numbers are those of the Mamba-2 mixers in
+transformers. With rows spread over ranks, both work on all rows of some heads (mamba/heads.py),
+everything else on a rank's rows.
 """
+
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,8 +48,8 @@ class GatedNorm(nn.Module):
 class MambaMixer(nn.Module):
     """[T, H] -> [T, H]; parameters are named as in Hugging Face checkpoints.
 
-    A_log, D, dt_bias: [heads], float32 whatever the model's dtype (float64 in float64): decays are exponentials of
-    exponentials of them.
+    A_log, D, dt_bias: [heads], float32 whatever the model's dtype (float64 in float64): decays are
+    exponentials of exponentials of them.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -57,15 +60,23 @@ class MambaMixer(nn.Module):
         self.columns = (shape.inner, shape.channels, shape.num_heads)
         self.in_proj = nn.Linear(config.hidden_size, sum(self.columns), bias=shape.bias)
         # Holds the parameters; it is never called, since it knows no documents.
-        self.conv1d = nn.Conv1d(shape.channels, shape.channels, shape.conv_width, groups=shape.channels,
-                                bias=shape.conv_bias)
-        self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(shape.num_heads, dtype=torch.float32))
-                                            for _ in range(3))
+        self.conv1d = nn.Conv1d(
+            shape.channels,
+            shape.channels,
+            shape.conv_width,
+            groups=shape.channels,
+            bias=shape.conv_bias,
+        )
+        self.A_log, self.D, self.dt_bias = (
+            nn.Parameter(torch.empty(shape.num_heads, dtype=torch.float32)) for _ in range(3)
+        )
         self.norm = GatedNorm(shape.inner, shape.groups, config.rms_norm_eps)
         self.offload: Mark = nowhere
         self.out_proj = nn.Linear(shape.inner, config.hidden_size, bias=shape.bias)
 
-    def forward(self, x: Tensor, document_ids: Tensor, context: ContextGroup | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, document_ids: Tensor, context: ContextGroup | None = None
+    ) -> Tensor:
         """x: [T, H], this rank's rows; document_ids: int32 [T of all ranks], -1 in padding. Returns
         [T, H]."""
         with self.offload("mamba_scan", leave=document_ids):
@@ -74,31 +85,56 @@ class MambaMixer(nn.Module):
                 y = self._scan(columns, steps, document_ids, self.shape, lambda p: p, lambda p: p)
             else:
                 columns, steps, shape = whole_scan_rows(columns, steps, self.shape, context)
-                y = self._scan(columns, steps, document_ids, shape, lambda p: own_channels(p, self.shape, context),
-                               lambda p: own_heads(p, context))
+                y = self._scan(
+                    columns,
+                    steps,
+                    document_ids,
+                    shape,
+                    lambda p: own_channels(p, self.shape, context),
+                    lambda p: own_heads(p, context),
+                )
                 y = own_heads_back(y, context)
             return self.out_proj(self.norm(y.flatten(1), gate))
 
-    def _scan(self, columns: Tensor, steps: Tensor, document_ids: Tensor, shape: ScanShape,
-              channels_of: Callable[[Tensor], Tensor], heads_of: Callable[[Tensor], Tensor]) -> Tensor:
+    def _scan(
+        self,
+        columns: Tensor,
+        steps: Tensor,
+        document_ids: Tensor,
+        shape: ScanShape,
+        channels_of: Callable[[Tensor], Tensor],
+        heads_of: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """Convolution and state space: [T, heads, head_dim], of whole documents.
 
-        columns: [T, channels]; steps: [T, heads], of the heads in `shape`. channels_of, heads_of: parts of parameters.
+        columns: [T, channels]; steps: [T, heads], of the heads in `shape`. channels_of, heads_of:
+        parts of parameters.
         """
         bias = None if self.conv1d.bias is None else channels_of(self.conv1d.bias)
-        mixed = packed_causal_conv(columns, channels_of(self.conv1d.weight.squeeze(1)), bias, document_ids)
+        mixed = packed_causal_conv(
+            columns, channels_of(self.conv1d.weight.squeeze(1)), bias, document_ids
+        )
         into = shape.groups * shape.state
         heads, b, c = mixed.split((shape.heads * shape.head_dim, into, into), dim=-1)
         dt = F.softplus(steps.to(self.dt_bias.dtype) + heads_of(self.dt_bias))
         if self.smallest_step:
             dt = dt.clamp(min=self.smallest_step)
         b, c = (part.unflatten(-1, (shape.groups, shape.state)) for part in (b, c))
-        return ssd(heads.unflatten(-1, (shape.heads, shape.head_dim)), dt, -heads_of(self.A_log).exp(), b, c,
-                   heads_of(self.D), document_ids, self.chunk)
+        return ssd(
+            heads.unflatten(-1, (shape.heads, shape.head_dim)),
+            dt,
+            -heads_of(self.A_log).exp(),
+            b,
+            c,
+            heads_of(self.D),
+            document_ids,
+            self.chunk,
+        )
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Fresh values of what is no matrix, drawn on the generator's device: see FIRST_DECAY and FIRST_STEP."""
+        """Fresh values of what is no matrix, drawn on the generator's device: see FIRST_DECAY and
+        FIRST_STEP."""
 
         def uniform(like: Tensor, low: float, high: float) -> Tensor:
             drawn = torch.empty(like.shape, dtype=torch.float32, device=generator.device)
@@ -106,7 +142,11 @@ class MambaMixer(nn.Module):
 
         self.A_log.copy_(uniform(self.A_log, *FIRST_DECAY).log())
         self.D.fill_(1.0)
-        step = uniform(self.dt_bias, *(math.log(end) for end in FIRST_STEP)).exp().clamp(min=LEAST_FIRST_STEP)
+        step = (
+            uniform(self.dt_bias, *(math.log(end) for end in FIRST_STEP))
+            .exp()
+            .clamp(min=LEAST_FIRST_STEP)
+        )
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus of it is the step
         bound = self.conv1d.weight.shape[-1] ** -0.5
         self.conv1d.weight.copy_(uniform(self.conv1d.weight, -bound, bound))

@@ -1,4 +1,5 @@
 """Projections of one input that are computed as one product where they can be."""
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ from packgraph.ops.linear import lay_side_by_side, merged_linear
 
 
 class MergedProjections(nn.Module):
-    """A module with linear layers of one input, without biases, named by `merged` in the order of registration.
+    """A module with linear layers of one input, without biases, named by `merged` in the order of
+    registration.
 
-    Their weights lie side by side in memory, in reverse: so flat buffers hold them, too (parallel/gradient_buckets.py).
-    Products are formed one by one where weights are split over ranks, since DTensor places their inputs, and under
-    autocast, which makes copies of weights.
+    Their weights lie side by side in memory, in reverse: so flat buffers hold them, too
+    (parallel/gradient_buckets.py). Products are formed one by one where weights are split over
+    ranks, since DTensor places their inputs, and under autocast, which makes copies of weights.
     """
 
     merged: tuple[str, ...] = ()

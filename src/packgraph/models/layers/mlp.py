@@ -1,4 +1,5 @@
 """Feed-forward layers: SwiGLU, and one without a gate."""
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,7 +10,8 @@ from packgraph.ops.swiglu import swiglu
 
 
 class GatedMLP(MergedProjections):
-    """[T, H] -> [T, H] through an intermediate width; projections named as in Hugging Face checkpoints.
+    """[T, H] -> [T, H] through an intermediate width; projections named as in Hugging Face
+    checkpoints.
 
     merge: form the first two products as one.
     """
@@ -29,7 +31,8 @@ class GatedMLP(MergedProjections):
 
 
 class SquaredReluMLP(nn.Module):
-    """[T, H] -> [T, H] through an intermediate width without a gate: down(relu(up(x)) ** 2), as in Nemotron-H.
+    """[T, H] -> [T, H] through an intermediate width without a gate: down(relu(up(x)) ** 2), as in
+    Nemotron-H.
 
     Source of the activation: So et al. 2021, arXiv:2109.08668.
     """

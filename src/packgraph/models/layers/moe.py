@@ -1,15 +1,18 @@
 """The feed-forward branch with experts, in five stages over an explicit state.
 
-    hidden -+- norm -- gate -- top-k -- plan -- rows by expert -- experts -- sum per token -(+)-(+)- hidden
+    hidden -+- norm -- gate -- top-k -- plan -- rows by expert -- experts -- sum per token -(+)-(+)-
+    hidden
             |     +-------------------------- shared experts -------------------------------+    |
             +------------------------------------------------------------------------------------+
             |<--- moe_router --->|<- moe_preprocess ->|<- moe_dispatch ->|<- moe_experts ->|<- moe_combine ->|
 
-Between the stages stand, in the state: moe_input [T, H] and moe_routing from the router, moe_shared [T, H] where there
-are shared experts; moe_plan from moe_preprocess; moe_rows from moe_dispatch; moe_made [R, H] from the experts. The last
-stage takes them all out again. Padding rows have expert -1 from the router on, whatever they hold. Where experts work
-on another width than the hidden size, tokens are brought to it by the router's stage, and back from it by the last.
-"""
+Between the stages stand, in the state: moe_input [T, H] and moe_routing from the router, moe_shared
+[T, H] where there are shared experts; moe_plan from moe_preprocess; moe_rows from moe_dispatch;
+moe_made [R, H] from the experts. The last stage takes them all out again. Padding rows have expert
+-1 from the router on, whatever they hold. Where experts work on another width than the hidden size,
+tokens are brought to it by the router's stage, and back from it by the last.
+"""  # noqa: E501
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,10 +41,12 @@ BETWEEN = ("moe_input", "moe_routing", "moe_shared", "moe_plan", "moe_rows", "mo
 
 
 class Gate(nn.Module):
-    """Logits of the router, [T, H] -> float32 [T, E], and what balances experts; named as in Hugging Face checkpoints.
+    """Logits of the router, [T, H] -> float32 [T, E], and what balances experts; named as in
+    Hugging Face checkpoints.
 
-    e_score_correction_bias: float32 [E] whatever the model's dtype, where the config has a bias. load: int64 [E], how
-    many tokens each expert got in the forwards of training since `balance` has read it last; no part of the state_dict.
+    e_score_correction_bias: float32 [E] whatever the model's dtype, where the config has a bias.
+    load: int64 [E], how many tokens each expert got in the forwards of training since `balance` has
+    read it last; no part of the state_dict.
     """
 
     e_score_correction_bias: Tensor | None
@@ -56,7 +61,8 @@ class Gate(nn.Module):
         self.register_buffer("load", torch.zeros(count, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In float32, under autocast too: rounded logits would make ties, and choices that differ between layouts."""
+        """In float32, under autocast too: rounded logits would make ties, and choices that differ
+        between layouts."""
         with torch.autocast(x.device.type, enabled=False):
             return router_logits(x, self.weight)
 
@@ -69,22 +75,30 @@ class Gate(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         bias = self.e_score_correction_bias
         super()._apply(fn, recurse)
-        if bias is not None and self.e_score_correction_bias is not None \
-                and self.e_score_correction_bias.dtype != torch.float32:
+        if (
+            bias is not None
+            and self.e_score_correction_bias is not None
+            and self.e_score_correction_bias.dtype != torch.float32
+        ):
             device = self.e_score_correction_bias.device
-            self.e_score_correction_bias = bias.to(device) if bias.device.type != "meta" else \
-                torch.zeros_like(bias, device=device)
+            self.e_score_correction_bias = (
+                bias.to(device)
+                if bias.device.type != "meta"
+                else torch.zeros_like(bias, device=device)
+            )
         return self
 
 
 class MoEBlock(nn.Module):
-    """Router, experts and shared experts of one layer. dispatcher: how tokens get to the experts; local at first.
+    """Router, experts and shared experts of one layer. dispatcher: how tokens get to the experts;
+    local at first.
 
-    Stages that wait for the host with this dispatcher are named, with the reason, in `dispatcher.why_not`. demand:
-    int64 [], 0 or the most room that a dispatch of training would have needed and had not (`PaddedDispatcher.demand`).
-    evaluation_demand: the same of calls that are not training (`eval`, or without gradients), which no step reads: look
-    at it after an evaluation, since rows without room were left out. stash: where what experts save for the backward of
-    training is kept; None = as it is, all R rows of it.
+    Stages that wait for the host with this dispatcher are named, with the reason, in
+    `dispatcher.why_not`. demand: int64 [], 0 or the most room that a dispatch of training would
+    have needed and had not (`PaddedDispatcher.demand`). evaluation_demand: the same of calls that
+    are not training (`eval`, or without gradients), which no step reads: look at it after an
+    evaluation, since rows without room were left out. stash: where what experts save for the
+    backward of training is kept; None = as it is, all R rows of it.
     """
 
     demand: Tensor
@@ -94,8 +108,12 @@ class MoEBlock(nn.Module):
         super().__init__()
         self.settings = config.experts
         self.gate = Gate(config)
-        self.experts = Experts(config.experts.count, routed_width(config), config.experts.intermediate_size,
-                               config.activation)
+        self.experts = Experts(
+            config.experts.count,
+            routed_width(config),
+            config.experts.intermediate_size,
+            config.activation,
+        )
         latent = config.experts.latent_size
         self.fc1_latent_proj = nn.Linear(config.hidden_size, latent, bias=False) if latent else None
         self.fc2_latent_proj = nn.Linear(latent, config.hidden_size, bias=False) if latent else None
@@ -105,7 +123,9 @@ class MoEBlock(nn.Module):
         self.stash: Stash | None = None
         self.offload: Mark = nowhere
         self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.register_buffer("evaluation_demand", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "evaluation_demand", torch.zeros((), dtype=torch.int64), persistent=False
+        )
 
     def forget_demand(self) -> None:
         """As if nothing had been lacking."""
@@ -119,11 +139,13 @@ class MoEBlock(nn.Module):
 
     @dispatcher.setter
     def dispatcher(self, dispatcher: Dispatcher) -> None:
-        # In a tuple, which graphs look at: they have baked its shapes, and must notice that there is another one.
+        # In a tuple, which graphs look at: they have baked its shapes, and must notice that there
+        # is another one.
         self._dispatcher = (dispatcher,)
 
     def run_router(self, state: State, x: Tensor) -> State:
-        """x: [T, H], the normed hidden state. Chooses experts, attaches the losses to hidden, counts the load."""
+        """x: [T, H], the normed hidden state. Chooses experts, attaches the losses to hidden,
+        counts the load."""
         batch: PackedBatch = state["batch"]
         settings = self.settings
         padding = rank_rows(batch.padding_mask, state.get("context"), state.get("rows"), True)
@@ -131,7 +153,9 @@ class MoEBlock(nn.Module):
         scored = route(logits, padding, self.gate.e_score_correction_bias, settings)
         routing = scored.routing
         if settings.drop_factor:
-            most = math.ceil(settings.drop_factor * padding.numel() * settings.per_token / settings.count)
+            most = math.ceil(
+                settings.drop_factor * padding.numel() * settings.per_token / settings.count
+            )
             routing = drop_beyond(routing, settings.count, most)
         rows = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
         found = {**state, "moe_input": rows, "moe_routing": routing}
@@ -145,9 +169,11 @@ class MoEBlock(nn.Module):
                 found["hidden"] = attach(state["hidden"], loss, share_of_step(state))
         return found
 
-    def _loss(self, logits: Tensor, scores: Tensor, experts: Tensor, state: State, valid: Tensor) -> Tensor | None:
-        """The auxiliary loss of a microbatch, each part a mean over its tokens or documents; of this rank's rows, their
-        share of it."""
+    def _loss(
+        self, logits: Tensor, scores: Tensor, experts: Tensor, state: State, valid: Tensor
+    ) -> Tensor | None:
+        """The auxiliary loss of a microbatch, each part a mean over its tokens or documents; of
+        this rank's rows, their share of it."""
         settings, context = self.settings, state.get("context")
         batch: PackedBatch = state["batch"]
         documents = batch.capacity.documents
@@ -156,14 +182,17 @@ class MoEBlock(nn.Module):
         if settings.load_loss:
             parts.append(settings.load_loss * load_loss(scores, experts, valid, context))
         if settings.document_loss:
-            parts.append(settings.document_loss * document_loss(scores, experts, document_ids, valid, documents,
-                                                                context))
+            parts.append(
+                settings.document_loss
+                * document_loss(scores, experts, document_ids, valid, documents, context)
+            )
         if settings.z_loss:
             parts.append(settings.z_loss * z_loss(logits, valid, context))
         return torch.stack(parts).sum() if parts else None
 
     def run_preprocess(self, state: State) -> State:
-        """Adds moe_plan. Where rows are lacking, what would have sufficed stays in `demand`, or `evaluation_demand`."""
+        """Adds moe_plan. Where rows are lacking, what would have sufficed stays in `demand`, or
+        `evaluation_demand`."""
         plan = self.dispatcher.preprocess(state["moe_routing"])
         demand = self.dispatcher.demand(plan)
         if demand is not None:
@@ -175,8 +204,9 @@ class MoEBlock(nn.Module):
     def run_dispatch(self, state: State) -> State:
         """Adds moe_rows."""
         rows = self.dispatcher.dispatch(state["moe_input"], state["moe_routing"], state["moe_plan"])
-        return {key: value for key, value in state.items() if key not in ("moe_input", "moe_routing")} | {
-            "moe_rows": rows}
+        return {
+            key: value for key, value in state.items() if key not in ("moe_input", "moe_routing")
+        } | {"moe_rows": rows}
 
     def run_experts(self, state: State) -> State:
         """Replaces moe_rows by moe_made."""
@@ -188,7 +218,9 @@ class MoEBlock(nn.Module):
                 h = self.experts.first(rows.values, rows.offsets)
             with self.offload("moe_act", leave=rows.offsets):
                 made = self.experts.second(h, rows.weights, rows.offsets)
-        return {key: value for key, value in state.items() if key != "moe_rows"} | {"moe_made": made}
+        return {key: value for key, value in state.items() if key != "moe_rows"} | {
+            "moe_made": made
+        }
 
     def _learns(self) -> bool:
         """Whether this call is one of training, whose backward follows."""
@@ -214,4 +246,6 @@ def share_of_step(state: State) -> Tensor:
 
 def moe_blocks(chunks: Sequence[nn.Module]) -> list[MoEBlock]:
     """All layers with experts in these chunks, in order."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoEBlock)]
+    return [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, MoEBlock)
+    ]

@@ -1,4 +1,5 @@
 """RMSNorm as a module: one weight per channel, named as in Hugging Face checkpoints."""
+
 import torch
 from torch import Tensor, nn
 
@@ -6,7 +7,8 @@ from packgraph.ops.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Normalise the last dimension ([..., size]) by its root mean square and scale it by `weight`."""
+    """Normalise the last dimension ([..., size]) by its root mean square and scale it by
+    `weight`."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
 """The rotary frequencies of a model: a float32 buffer that lives as long as the model.
 
-A captured graph reads the buffer by its address, so it belongs to the model. Casting a model to bfloat16
-would round the frequencies and with them every position, so they are made anew whenever the buffer would be
-converted or moved.
+A captured graph reads the buffer by its address, so it belongs to the model. Casting a model to
+bfloat16 would round the frequencies and with them every position, so they are made anew whenever
+the buffer would be converted or moved.
 """
+
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from packgraph.ops.rotary import inverse_frequencies, rotary_tables, stretched_f
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines for positions; `inv_freq` is float32 [head_dim / 2] and no part of the state_dict."""
+    """Cosines and sines for positions; `inv_freq` is float32 [head_dim / 2] and no part of the
+    state_dict."""
 
     inv_freq: Tensor
 
@@ -34,8 +36,14 @@ class RotaryEmbedding(nn.Module):
         scaling = self.scaling
         if not scaling.enabled:
             return inverse_frequencies(self.head_dim, self.theta)
-        return stretched_frequencies(self.head_dim, self.theta, scaling.factor, scaling.original_positions,
-                                     scaling.beta_fast, scaling.beta_slow)
+        return stretched_frequencies(
+            self.head_dim,
+            self.theta,
+            scaling.factor,
+            scaling.original_positions,
+            scaling.beta_fast,
+            scaling.beta_slow,
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = self.inv_freq

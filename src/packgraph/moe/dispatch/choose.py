@@ -1,4 +1,5 @@
 """Dispatchers by the names that configurations use, and those of a model with more room."""
+
 import math
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -15,18 +16,28 @@ DispatcherName = Literal["local", "host_splits", "padded", "symmetric"]
 Budgeted = PaddedDispatcher | SymmetricDispatcher
 
 
-def make_dispatcher(name: str, num_experts: int, group: dist.ProcessGroup | None, factor: float,
-                    buffers: Buffers | None = None) -> Dispatcher:
-    """A dispatcher for one layer. group: the ranks that share its experts, None = this process has all.
+def make_dispatcher(
+    name: str,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+    factor: float,
+    buffers: Buffers | None = None,
+) -> Dispatcher:
+    """A dispatcher for one layer. group: the ranks that share its experts, None = this process has
+    all.
 
-    factor: room for rows over the balanced load, where a dispatcher has a budget. buffers: for `symmetric`, shared by
-    all layers. Raises ValueError for an unknown name, for experts that the ranks cannot share equally, for a factor
-    below 1, for `local` with several ranks, and for `symmetric` without buffers.
+    factor: room for rows over the balanced load, where a dispatcher has a budget. buffers: for
+    `symmetric`, shared by all layers. Raises ValueError for an unknown name, for experts that the
+    ranks cannot share equally, for a factor below 1, for `local` with several ranks, and for
+    `symmetric` without buffers.
     """
     if name == "local":
         if group is not None:
-            raise ValueError(f"the local dispatcher sends nothing, but {dist.get_world_size(group)} ranks share the "
-                             "experts: choose another")
+            raise ValueError(
+                f"the local dispatcher sends nothing, but {dist.get_world_size(group)} ranks share "
+                "the "
+                "experts: choose another"
+            )
         return LocalDispatcher(num_experts)
     if name == "host_splits":
         return HostSplitsDispatcher(num_experts, group)
@@ -34,15 +45,20 @@ def make_dispatcher(name: str, num_experts: int, group: dist.ProcessGroup | None
         return PaddedDispatcher(num_experts, group, factor)
     if name == "symmetric":
         if buffers is None:
-            raise ValueError("the symmetric dispatcher needs the buffers that its layers share: make "
-                             "SymmetricBuffers before the layers")
+            raise ValueError(
+                "the symmetric dispatcher needs the buffers that its layers share: make "
+                "SymmetricBuffers before the layers"
+            )
         return SymmetricDispatcher(num_experts, group, factor, buffers)
-    raise ValueError(f"there is no dispatcher {name!r}; there are {', '.join(get_args(DispatcherName))}")
+    raise ValueError(
+        f"there is no dispatcher {name!r}; there are {', '.join(get_args(DispatcherName))}"
+    )
 
 
 def with_factor(dispatchers: Sequence[Budgeted], factor: float) -> list[Budgeted]:
-    """The same dispatchers with room for `factor` times a balanced load, inf = for whatever comes, and none with less
-    than it has. Collective: all ranks must take the same. What shares buffers goes on to share larger ones, made once.
+    """The same dispatchers with room for `factor` times a balanced load, inf = for whatever comes,
+    and none with less than it has. Collective: all ranks must take the same. What shares buffers
+    goes on to share larger ones, made once.
     """
     made: list[Budgeted] = []
     larger: dict[tuple[Buffers, float], Buffers] = {}

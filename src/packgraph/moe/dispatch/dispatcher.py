@@ -1,15 +1,18 @@
-"""What moves tokens to the ranks and rows of their experts and back: one protocol, several dispatchers.
+"""What moves tokens to the ranks and rows of their experts and back: one protocol, several
+dispatchers.
 
-    routed tokens --preprocess--> plan --dispatch--> rows by expert --(experts)--> rows --combine--> tokens
+    routed tokens --preprocess--> plan --dispatch--> rows by expert --(experts)--> rows --combine-->
+    tokens
 
     local         all experts are here; nothing is sent, nothing can overflow                 static, no sync
     host_splits   an all-to-all of exactly what is routed, whose sizes the host reads         syncs in preprocess
     padded        an all-to-all of a fixed number of rows per pair of ranks                   static, no sync
     symmetric     ranks read what is routed from each other's memory                          static, no sync
 
-A plan is a pytree of tensors and constants that travels in the state from stage to stage. Between dispatch and combine
-a rank holds `ExpertRows`.
-"""
+A plan is a pytree of tensors and constants that travels in the state from stage to stage. Between
+dispatch and combine a rank holds `ExpertRows`.
+"""  # noqa: E501
+
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,14 +22,16 @@ from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gathe
 
 
 class Routing(NamedTuple):
-    """Where tokens go. experts: int32 [T, k], -1 for padding. weights: float32 [T, k], 0 for padding."""
+    """Where tokens go. experts: int32 [T, k], -1 for padding. weights: float32 [T, k], 0 for
+    padding."""
 
     experts: Tensor
     weights: Tensor
 
 
 class ExpertRows(NamedTuple):
-    """Input of this rank's experts, rows by expert. values: [R, H]. weights: float32 [R]. offsets: int32 [its experts].
+    """Input of this rank's experts, rows by expert. values: [R, H]. weights: float32 [R]. offsets:
+    int32 [its experts].
 
     Rows from offsets[-1] on are zero here, and undefined in whatever experts make of them.
     """
@@ -37,11 +42,12 @@ class ExpertRows(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """One layer's way of moving tokens. num_experts: of the layer over all ranks; first, count: those of this rank.
+    """One layer's way of moving tokens. num_experts: of the layer over all ranks; first, count:
+    those of this rank.
 
-    why_not: by stage name, why a stage cannot be captured: the host waits in it; empty where every shape follows from T
-    alone. overflow: rows that were lacking, int64 []. demand: the factor that would have sufficed, in thousandths, 0
-    where nothing was lacking; None where nothing ever is.
+    why_not: by stage name, why a stage cannot be captured: the host waits in it; empty where every
+    shape follows from T alone. overflow: rows that were lacking, int64 []. demand: the factor that
+    would have sufficed, in thousandths, 0 where nothing was lacking; None where nothing ever is.
     """
 
     num_experts: int

@@ -1,11 +1,14 @@
-"""All-to-alls that autograd knows: what goes to a rank on the way there comes back from it on the way back.
+"""All-to-alls that autograd knows: what goes to a rank on the way there comes back from it on the
+way back.
 
     rank 0   [to 0 | to 1]  ->  [from 0 | from 1]        forward of dispatch, backward of combine
     rank 1   [to 0 | to 1]  ->  [from 0 | from 1]        forward of combine, backward of dispatch
 
-All tensors of an exchange go in one autograd node and in the order in which they are given, so that ranks cannot
-disagree about the order of their collectives in the backward. Only data moves; nothing is added up.
+All tensors of an exchange go in one autograd node and in the order in which they are given, so that
+ranks cannot disagree about the order of their collectives in the backward. Only data moves; nothing
+is added up.
 """
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +20,18 @@ from torch.autograd.function import once_differentiable
 Splits = Sequence[int] | None
 
 
-def exchange(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, send: Splits = None, receive: Splits = None
-             ) -> tuple[Tensor, ...]:
-    """Rows of each tensor [rows, ...] to the ranks of `group`, in rank order; what they sent, in rank order.
+def exchange(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    send: Splits = None,
+    receive: Splits = None,
+) -> tuple[Tensor, ...]:
+    """Rows of each tensor [rows, ...] to the ranks of `group`, in rank order; what they sent, in
+    rank order.
 
-    send, receive: rows per rank, None = equal parts (static). Collective over `group`; None = this process alone, which
-    keeps its rows. Differentiable: the backward is the exchange in the other direction.
+    send, receive: rows per rank, None = equal parts (static). Collective over `group`; None = this
+    process alone, which keeps its rows. Differentiable: the backward is the exchange in the other
+    direction.
     """
     if group is None:
         return tuple(tensors)
@@ -32,8 +41,9 @@ def exchange(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, send: S
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, send: Splits, receive: Splits, *tensors: Tensor
-                ) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, send: Splits, receive: Splits, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.send, ctx.receive = group, send, receive
         return tuple(_all_to_all(tensor, group, send, receive) for tensor in tensors)
 

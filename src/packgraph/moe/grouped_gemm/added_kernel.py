@@ -1,21 +1,25 @@
-"""total[e] += left[rows of e]^T @ right[rows of e], with tiles moved by descriptors (the TMA unit of Hopper).
+"""total[e] += left[rows of e]^T @ right[rows of e], with tiles moved by descriptors (the TMA unit
+of Hopper).
 
     steps of one program:  tile 0: rows 0.. 64..  | tile 132: rows 0.. 64.. | tile 264: ...      one flat loop
     loads, some ahead:     x0 y0  x1 y1           | x0 y0  x1 y1            |
     products:                     p0     p1       |        p0     p1        |
     leaves for memory:                            | tile 0                  | tile 132
 
-A step is a product of some rows; the loop goes over steps and not over tiles, so the loads of a tile are under way
-while the one before is finished: with a hundred rows per expert a tile has two steps, and most of the time is memory's.
-A tile leaves as an addition that the second-level cache makes (`reduce`): nothing waits for what was there. Each
-element is added to once, so the result does not depend on who comes first; it is rounded as a product first and as a
-sum then, as a product and an addition are. Without `reduce` the tile is read, added to and written, rounded once.
+A step is a product of some rows; the loop goes over steps and not over tiles, so the loads of a
+tile are under way while the one before is finished: with a hundred rows per expert a tile has two
+steps, and most of the time is memory's. A tile leaves as an addition that the second-level cache
+makes (`reduce`): nothing waits for what was there. Each element is added to once, so the result
+does not depend on who comes first; it is rounded as a product first and as a sum then, as a product
+and an addition are. Without `reduce` the tile is read, added to and written, rounded once.
 
-Rows beyond the end of an expert are another expert's, or nobody's and perhaps NaN. They are kept out by bounds of the
-descriptors that lie where the expert ends ("ragged" descriptors: two more dimensions whose strides add up to 2 ** 64
-bytes and more and so to nothing; from Triton's tools), which gives zeros on both sides of the product. An expert
-without rows costs one step of zeros; its tile is sent out of bounds, where nothing is written.
-"""
+Rows beyond the end of an expert are another expert's, or nobody's and perhaps NaN. They are kept
+out by bounds of the descriptors that lie where the expert ends ("ragged" descriptors: two more
+dimensions whose strides add up to 2 ** 64 bytes and more and so to nothing; from Triton's tools),
+which gives zeros on both sides of the product. An expert without rows costs one step of zeros; its
+tile is sent out of bounds, where nothing is written.
+"""  # noqa: E501
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,19 +42,27 @@ def _leave(total, value, expert, i, j, REDUCE: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def _ask(memory, expert, i, j, of_left, of_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bring a tile [LEFT, RIGHT] of total to the second-level cache: one request for each 128 bytes."""
+    """Bring a tile [LEFT, RIGHT] of total to the second-level cache: one request for each 128
+    bytes."""
     line: tl.constexpr = 64
     row = i + tl.arange(0, LEFT)
     column = j + line * tl.arange(0, RIGHT // line)
     row, column = tl.minimum(row, of_left - 1), tl.minimum(column, of_right - 1)
     place = (expert.to(tl.int64) * of_left + row[:, None]) * of_right + column[None, :]
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [memory + place], dtype=tl.int32,
-                              is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [memory + place],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 def _steps(offsets, experts, each, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many steps this program has, when it makes every num_programs-th of experts * each tiles."""
+    """How many steps this program has, when it makes every num_programs-th of experts * each
+    tiles."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + expert, mask=expert < experts, other=0)
@@ -62,9 +74,24 @@ def _steps(offsets, experts, each, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  
 
 
 @triton.jit
-def _add(total, memory, left, right, offsets, experts, of_left, of_right,  # type: ignore[no-untyped-def]
-         ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, GROUP: tl.constexpr, EXPERTS: tl.constexpr,
-         PARTS: tl.constexpr, REDUCE: tl.constexpr, PREFETCH: tl.constexpr):
+def _add(  # type: ignore[no-untyped-def]
+    total,
+    memory,
+    left,
+    right,
+    offsets,
+    experts,
+    of_left,
+    of_right,
+    ROWS: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    REDUCE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
     high, wide = tl.cdiv(of_left, LEFT), tl.cdiv(of_right, RIGHT)
     each = high * wide
     tile = tl.program_id(0) - tl.num_programs(0)
@@ -94,24 +121,47 @@ def _add(total, memory, left, right, offsets, experts, of_left, of_right,  # typ
             if PARTS == 1:
                 _leave(total, acc, place, i, j, REDUCE)
             else:
-                first, second = tl.split(tl.permute(tl.reshape(acc, (LEFT, 2, RIGHT // 2)), (0, 2, 1)))
+                first, second = tl.split(
+                    tl.permute(tl.reshape(acc, (LEFT, 2, RIGHT // 2)), (0, 2, 1))
+                )
                 _leave(total, first, place, i, j, REDUCE)
                 _leave(total, second, place, i, j + RIGHT // 2, REDUCE)
             acc = tl.zeros((LEFT, RIGHT), dtype=tl.float32)
 
 
-def add_by_descriptors(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor, way: Added, programs: int) -> None:
+def add_by_descriptors(
+    total: Tensor, left: Tensor, right: Tensor, offsets: Tensor, way: Added, programs: int
+) -> None:
     """total [E, I, J] += left[rows of e]^T @ right[rows of e], all of one dtype.
 
-    left: [R, I]; right: [R, J]; offsets: int32 [E], contiguous; R up to 2 ** 30. total contiguous. `describable`
-    (moe/grouped_gemm/configs.py) must hold for all three. programs: how many run at the same time. The descriptors are
-    parameters of the launch, by value: a captured graph has its own.
+    left: [R, I]; right: [R, J]; offsets: int32 [E], contiguous; R up to 2 ** 30. total contiguous.
+    `describable` (moe/grouped_gemm/configs.py) must hold for all three. programs: how many run at
+    the same time. The descriptors are parameters of the launch, by value: a captured graph has its
+    own.
     """
     experts, of_left, of_right = total.shape
     tiles = experts * triton.cdiv(of_left, way.left) * triton.cdiv(of_right, way.right)
     result = TensorDescriptor.from_tensor(total, [1, way.left, way.right // way.parts])
-    rows = [create_ragged_descriptor(x, [way.rows, width]) for x, width in ((left, way.left), (right, way.right))]
-    _add[(min(programs, tiles),)](result, total, *rows, offsets, experts, of_left, of_right, ROWS=way.rows,
-                                  LEFT=way.left, RIGHT=way.right, GROUP=way.group, PARTS=way.parts,
-                                  EXPERTS=triton.next_power_of_2(experts), REDUCE=way.reduce,
-                                  PREFETCH=way.prefetch and not way.reduce, num_warps=way.warps, num_stages=way.stages)
+    rows = [
+        create_ragged_descriptor(x, [way.rows, width])
+        for x, width in ((left, way.left), (right, way.right))
+    ]
+    _add[(min(programs, tiles),)](
+        result,
+        total,
+        *rows,
+        offsets,
+        experts,
+        of_left,
+        of_right,
+        ROWS=way.rows,
+        LEFT=way.left,
+        RIGHT=way.right,
+        GROUP=way.group,
+        PARTS=way.parts,
+        EXPERTS=triton.next_power_of_2(experts),
+        REDUCE=way.reduce,
+        PREFETCH=way.prefetch and not way.reduce,
+        num_warps=way.warps,
+        num_stages=way.stages,
+    )

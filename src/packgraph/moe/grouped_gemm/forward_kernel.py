@@ -1,14 +1,17 @@
-"""a[rows of e] @ matrix[e], with tiles moved by descriptors (TMA, Hopper): what `product` (products.py) means.
+"""a[rows of e] @ matrix[e], with tiles moved by descriptors (TMA, Hopper): what `product`
+(products.py) means.
 
-With a hundred rows per expert the time is that of reading the matrices. Tiles of the result are as high as most experts
-have rows, so a matrix is read about once; where an expert has more, its tiles of the same columns are made side by side
-and share what the second-level cache has. Programs stay and go from tile to tile in one flat loop over steps, so the
-loads of a tile are under way while the one before is finished (picture in moe/grouped_gemm/added_kernel.py).
+With a hundred rows per expert the time is that of reading the matrices. Tiles of the result are as
+high as most experts have rows, so a matrix is read about once; where an expert has more, its tiles
+of the same columns are made side by side and share what the second-level cache has. Programs stay
+and go from tile to tile in one flat loop over steps, so the loads of a tile are under way while the
+one before is finished (picture in moe/grouped_gemm/added_kernel.py).
 
-Tiles are counted on the device: expert e has ceil(rows / ROWS) * columns of them, one without rows has none. Rows read
-beyond an expert's end fill a tile and reach no other row; they are not written, because the descriptor of the result
-has its bounds where the expert ends ("ragged", see there).
+Tiles are counted on the device: expert e has ceil(rows / ROWS) * columns of them, one without rows
+has none. Rows read beyond an expert's end fill a tile and reach no other row; they are not written,
+because the descriptor of the result has its bounds where the expert ends ("ragged", see there).
 """
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,9 +31,20 @@ def _tiles(offsets, experts, wide, ROWS: tl.constexpr, EXPERTS: tl.constexpr):  
 
 
 @triton.jit
-def _multiply(out, a, matrices, offsets, experts, inner, columns,  # type: ignore[no-untyped-def]
-              ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr,
-              TRANSPOSED: tl.constexpr):
+def _multiply(  # type: ignore[no-untyped-def]
+    out,
+    a,
+    matrices,
+    offsets,
+    experts,
+    inner,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
     wide, steps_of_tile = tl.cdiv(columns, COLUMNS), tl.cdiv(inner, INNER)
     program, programs = tl.program_id(0), tl.num_programs(0)
     mine = tl.cdiv(tl.maximum(_tiles(offsets, experts, wide, ROWS, EXPERTS) - program, 0), programs)
@@ -59,24 +73,40 @@ def _multiply(out, a, matrices, offsets, experts, inner, columns,  # type: ignor
         acc = tl.dot(x, y, acc)
         if step == steps_of_tile - 1:
             beyond, bound, place = to_ragged_indices(start, end - start, row)
-            out.store([beyond, bound, place, j], tl.reshape(acc.to(out.dtype), (1, 1, ROWS, COLUMNS)))
+            out.store(
+                [beyond, bound, place, j], tl.reshape(acc.to(out.dtype), (1, 1, ROWS, COLUMNS))
+            )
             acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
 
 
-def multiply_by_descriptors(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool, way: Multiplied,
-                            programs: int) -> Tensor:
-    """[R, N] from a [R, K] and matrices [E, K, N], or [E, N, K] if `transposed`; undefined from offsets[-1] on.
+def multiply_by_descriptors(
+    a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool, way: Multiplied, programs: int
+) -> Tensor:
+    """[R, N] from a [R, K] and matrices [E, K, N], or [E, N, K] if `transposed`; undefined from
+    offsets[-1] on.
 
-    offsets: int32 [E], contiguous; R up to 2 ** 30. `describable` (moe/grouped_gemm/configs.py) must hold for a and
-    matrices, and a row of the result fill a multiple of 16 bytes. programs: how many run at the same time.
+    offsets: int32 [E], contiguous; R up to 2 ** 30. `describable` (moe/grouped_gemm/configs.py)
+    must hold for a and matrices, and a row of the result fill a multiple of 16 bytes. programs: how
+    many run at the same time.
     """
     experts, inner, columns = matrices.shape[0], a.shape[1], matrices.shape[1 if transposed else 2]
     out = a.new_empty(a.shape[0], columns)
     rows = TensorDescriptor.from_tensor(a, [way.rows, way.inner])
     block = [1, way.columns, way.inner] if transposed else [1, way.inner, way.columns]
-    _multiply[(programs,)](create_ragged_descriptor(out, [way.rows, way.columns]), rows,
-                           TensorDescriptor.from_tensor(matrices, block), offsets, experts, inner, columns,
-                           ROWS=way.rows, COLUMNS=way.columns, INNER=way.inner,
-                           EXPERTS=triton.next_power_of_2(experts), TRANSPOSED=transposed, num_warps=way.warps,
-                           num_stages=way.stages)
+    _multiply[(programs,)](
+        create_ragged_descriptor(out, [way.rows, way.columns]),
+        rows,
+        TensorDescriptor.from_tensor(matrices, block),
+        offsets,
+        experts,
+        inner,
+        columns,
+        ROWS=way.rows,
+        COLUMNS=way.columns,
+        INNER=way.inner,
+        EXPERTS=triton.next_power_of_2(experts),
+        TRANSPOSED=transposed,
+        num_warps=way.warps,
+        num_stages=way.stages,
+    )
     return out

@@ -1,20 +1,25 @@
 """Products of rows with the matrix of their expert, sizes on the device.
 
-    rows     a [R, K]   | expert 0 | expert 1 | ... | tail          offsets [E]: where each expert's rows end
-    result     [R, N]   | a @ b[0] | a @ b[1] | ... | undefined     (whatever the memory held, NaN among it)
+    rows     a [R, K]   | expert 0 | expert 1 | ... | tail          offsets [E]: where each expert's
+                                                                    rows end
+    result     [R, N]   | a @ b[0] | a @ b[1] | ... | undefined     (whatever the memory held, NaN
+                                                                    among it)
 
-The invariant: nothing reads rows from offsets[-1] on, neither of a nor of an incoming gradient; an expert without rows
-has a gradient of exactly 0. The gradient of b has the layout that b has in memory, so that adding it to `.grad` of a
-parameter that was passed transposed is an addition of contiguous tensors.
+The invariant: nothing reads rows from offsets[-1] on, neither of a nor of an incoming gradient; an
+expert without rows has a gradient of exactly 0. The gradient of b has the layout that b has in
+memory, so that adding it to `.grad` of a parameter that was passed transposed is an addition of
+contiguous tensors.
 
                    bfloat16, CUDA from 9.0 on     other numbers, widths, CUDA devices    CPU          float64
     product        torch, or by descriptors       by pointers                            torch        masked
     gradient of b  torch; added: by descriptors   by pointers                            torch        masked
 
-`torch.nn.functional.grouped_mm` has no host sync on CUDA in bfloat16 from compute capability 9.0 on; on the CPU it may
-read the offsets. By descriptors and by pointers are Triton's kernels beside this file. Masked is one product of all
-rows per expert, with E times the work: for checks in float64, and for widths that do not fill 16 bytes on a CPU.
-"""
+`torch.nn.functional.grouped_mm` has no host sync on CUDA in bfloat16 from compute capability 9.0
+on; on the CPU it may read the offsets. By descriptors and by pointers are Triton's kernels beside
+this file. Masked is one product of all rows per expert, with E times the work: for checks in
+float64, and for widths that do not fill 16 bytes on a CPU.
+"""  # noqa: E501
+
 from typing import Any
 
 import torch
@@ -35,19 +40,30 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """a[rows of e] @ b[e] for every expert e: [R, N]; undefined from row offsets[-1] on. Differentiable in a and b.
+    """a[rows of e] @ b[e] for every expert e: [R, N]; undefined from row offsets[-1] on.
+    Differentiable in a and b.
 
-    a: [R, K]. b: [E, K, N], contiguous or the transposed view of a contiguous [E, N, K], of a's dtype (under autocast
-    both are cast). offsets: int32 [E], ascending, one past the last row of each expert. No host sync.
-    Raises ValueError for shapes that do not match, and on CUDA where only Triton could do it and is not installed.
+    a: [R, K]. b: [E, K, N], contiguous or the transposed view of a contiguous [E, N, K], of a's
+    dtype (under autocast both are cast). offsets: int32 [E], ascending, one past the last row of
+    each expert. No host sync. Raises ValueError for shapes that do not match, and on CUDA where
+    only Triton could do it and is not installed.
     """
-    if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[1] or offsets.shape != b.shape[:1] \
-            or offsets.dtype != torch.int32:
-        raise ValueError(f"grouped_mm needs a [R, K], b [E, K, N] and offsets int32 [E], got {list(a.shape)}, "
-                         f"{list(b.shape)} and {offsets.dtype} {list(offsets.shape)}")
+    if (
+        a.dim() != 2
+        or b.dim() != 3
+        or a.shape[1] != b.shape[1]
+        or offsets.shape != b.shape[:1]
+        or offsets.dtype != torch.int32
+    ):
+        raise ValueError(
+            f"grouped_mm needs a [R, K], b [E, K, N] and offsets int32 [E], got {list(a.shape)}, "
+            f"{list(b.shape)} and {offsets.dtype} {list(offsets.shape)}"
+        )
     a, b = autocast(a, b)
     if a.dtype != b.dtype:
-        raise ValueError(f"grouped_mm needs rows and matrices of one dtype, got {a.dtype} and {b.dtype}")
+        raise ValueError(
+            f"grouped_mm needs rows and matrices of one dtype, got {a.dtype} and {b.dtype}"
+        )
     transposed = b.stride(2) != 1 and b.stride(1) == 1
     return product(a, b.mT if transposed else b, offsets, transposed)
 
@@ -78,12 +94,16 @@ def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> T
         if way.kernel == "torch":
             return F.grouped_mm(a, b, offs=offsets)
         from packgraph.moe.grouped_gemm.forward_kernel import multiply_by_descriptors
+
         programs = programs_at_once(a.device, way.programs)
         return multiply_by_descriptors(a, matrices, offsets.contiguous(), transposed, way, programs)
     if _by_kernel(a):
         from packgraph.moe.grouped_gemm.anywhere_kernel import multiply_by_pointers
+
         matrices = b.mT if transposed else b
-        return multiply_by_pointers(a, matrices, offsets.contiguous(), transposed, multiplied_anywhere(a, matrices))
+        return multiply_by_pointers(
+            a, matrices, offsets.contiguous(), transposed, multiplied_anywhere(a, matrices)
+        )
     total = a.new_zeros(a.shape[0], b.shape[2])
     with torch.autocast(a.device.type, enabled=False):  # a backward may run under it
         for matrix, inside in zip(b.unbind(0), _inside(offsets, a.shape[0]), strict=True):
@@ -93,38 +113,50 @@ def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> T
 
 @torch.library.custom_op("packgraph::grouped_mm_of_matrices", mutates_args=())
 def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    """Gradient of matrices: [E, K, N] = a^T grad per expert, or [E, N, K] if `transposed`. grad: [R, N]; a: [R, K]."""
+    """Gradient of matrices: [E, K, N] = a^T grad per expert, or [E, N, K] if `transposed`. grad:
+    [R, N]; a: [R, K]."""
     left, right = (_rows(grad), _rows(a)) if transposed else (_rows(a), _rows(grad))
     if _by_torch(a, left.shape[1], right.shape[1]):
         return F.grouped_mm(left.mT, right, offs=offsets)
     if _by_kernel(left):
         from packgraph.moe.grouped_gemm.pointers_kernel import add_products
+
         total = left.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
         add_products(total, left, right, offsets)
         return total
     with torch.autocast(a.device.type, enabled=False):
-        return torch.stack([torch.where(inside, left, 0).mT @ torch.where(inside, right, 0)
-                            for inside in _inside(offsets, a.shape[0])])
+        return torch.stack(
+            [
+                torch.where(inside, left, 0).mT @ torch.where(inside, right, 0)
+                for inside in _inside(offsets, a.shape[0])
+            ]
+        )
 
 
 @torch.library.custom_op("packgraph::add_grouped_mm_of_matrices", mutates_args=("total",))
-def add_matrices_gradient(total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> None:
+def add_matrices_gradient(
+    total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
+) -> None:
     """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA.
 
-    There the sum is rounded once, elsewhere (and in ways that let the cache add, see moe/grouped_gemm/configs.py) the
-    product first. The name is an agreement: graphs/compiled/products.py puts `add_name` for `name` where a weight's
-    `.grad` may be added to. With few rows per expert a gradient costs what its memory does, and written, read and added
-    it goes through twice as much.
+    There the sum is rounded once, elsewhere (and in ways that let the cache add, see
+    moe/grouped_gemm/configs.py) the product first. The name is an agreement:
+    graphs/compiled/products.py puts `add_name` for `name` where a weight's `.grad` may be added to.
+    With few rows per expert a gradient costs what its memory does, and written, read and added it
+    goes through twice as much.
     """
     if total.is_contiguous() and _by_kernel(total):
         from packgraph.moe.grouped_gemm.pointers_kernel import add_products
+
         add_products(total, *((grad, a) if transposed else (a, grad)), offsets)
     else:
         total.add_(matrices_gradient(grad, a, offsets, transposed))
 
 
 @add_matrices_gradient.register_fake
-def _adding_shape(total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> None:
+def _adding_shape(
+    total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
+) -> None:
     return None
 
 
@@ -181,8 +213,8 @@ def _inside(offsets: Tensor, rows: int) -> list[Tensor]:
 
 
 def grouped_problems(device: torch.device, dtype: torch.dtype, *widths: int) -> list[str]:
-    """Every reason why torch's grouped product cannot serve rows of these widths without a host sync; none if it can.
-    """
+    """Every reason why torch's grouped product cannot serve rows of these widths without a host
+    sync; none if it can."""
     reasons = []
     if device.type == "cuda" and dtype != torch.bfloat16:
         reasons.append(f"the dtype is {dtype}, not bfloat16")
@@ -190,8 +222,11 @@ def grouped_problems(device: torch.device, dtype: torch.dtype, *widths: int) -> 
         reasons.append("the device has a compute capability below 9.0")
     if device.type != "cuda" and dtype not in DTYPES:
         reasons.append(f"the dtype is {dtype}, not float32, bfloat16 or float16")
-    reasons += [f"rows of {width} numbers do not fill {ALIGNMENT} bytes" for width in widths
-                if width * dtype.itemsize % ALIGNMENT]
+    reasons += [
+        f"rows of {width} numbers do not fill {ALIGNMENT} bytes"
+        for width in widths
+        if width * dtype.itemsize % ALIGNMENT
+    ]
     return reasons
 
 
@@ -201,10 +236,15 @@ def _by_torch(x: Tensor, *widths: int) -> bool:
 
 
 def _by_kernel(x: Tensor) -> bool:
-    """Whether Triton's kernels can; else products are masked. Raises ValueError where that would surprise."""
+    """Whether Triton's kernels can; else products are masked. Raises ValueError where that would
+    surprise."""
     if not x.is_cuda or x.dtype not in DTYPES:
         return False
     if not HAS_TRITON:
-        raise ValueError(f"grouped_mm needs Triton for {x.dtype} on {x.device} (torch alone: bfloat16 on compute "
-                         "capability 9.0 or more, rows that fill 16 bytes), which is not installed: pip install triton")
+        raise ValueError(
+            f"grouped_mm needs Triton for {x.dtype} on {x.device} (torch alone: bfloat16 on "
+            "compute "
+            "capability 9.0 or more, rows that fill 16 bytes), which is not installed: pip install "
+            "triton"
+        )
     return True

@@ -1,4 +1,5 @@
-"""Rows that ranks read from each other's memory: tokens to the rows of experts, and each token's rows back as a sum.
+"""Rows that ranks read from each other's memory: tokens to the rows of experts, and each token's
+rows back as a sum.
 
     barrier | publish: own rows --> own memory | barrier | pull: rows of all ranks' memory --> result
     nobody reads it any more                     everyone has published
@@ -6,12 +7,14 @@
     to_experts     x [T, H], weights [T, k]   -->  values [R, H], weights [R]     each token is read once per rank
     from_experts   rows [R, H]                -->  [T, H]                         k rows per token, summed in order
 
-The backward of one is the other one. Results are read or written in a fixed order, never added to: nothing is atomic,
-and the same bits come out in every run. Each is one operation for torch.compile and for whoever watches operations. It
-knows the group by its name, and the memory is its own, as a communicator's is: what is there between two calls means
-nothing, so an operation is a function of its other arguments. On CUDA it is kernels (moe/peer_read/kernel.py);
-elsewhere an all-gather of everything, which needs no common memory. The naive twin is in moe/peer_read/naive.py.
-"""
+The backward of one is the other one. Results are read or written in a fixed order, never added to:
+nothing is atomic, and the same bits come out in every run. Each is one operation for torch.compile
+and for whoever watches operations. It knows the group by its name, and the memory is its own, as a
+communicator's is: what is there between two calls means nothing, so an operation is a function of
+its other arguments. On CUDA it is kernels (moe/peer_read/kernel.py); elsewhere an all-gather of
+everything, which needs no common memory. The naive twin is in moe/peer_read/naive.py.
+"""  # noqa: E501
+
 from typing import Any
 
 import torch
@@ -22,36 +25,64 @@ from packgraph.moe.peer_read.plan import PeerReadPlan, of_all
 from packgraph.moe.permute.api import RowPlan, combine_rows
 
 
-def to_experts(x: Tensor, weights: Tensor, plan: PeerReadPlan, rows: int, buffers: Buffers) -> tuple[Tensor, Tensor]:
-    """Rows of this rank's experts: [R, H] and float32 [R], both zero from offsets[-1] on. Differentiable. Collective.
+def to_experts(
+    x: Tensor, weights: Tensor, plan: PeerReadPlan, rows: int, buffers: Buffers
+) -> tuple[Tensor, Tensor]:
+    """Rows of this rank's experts: [R, H] and float32 [R], both zero from offsets[-1] on.
+    Differentiable. Collective.
 
     x: [T, H]. weights: float32 [T, k]. rows: R, the same on all ranks.
     """
     _check(x, max(x.shape[0], rows), buffers)
-    values, of_rows = _to_experts(x, weights, *plan[:3], buffers.memory, buffers.peers, rows, buffers.rows,
-                                  buffers.rank, buffers.group)
+    values, of_rows = _to_experts(
+        x,
+        weights,
+        *plan[:3],
+        buffers.memory,
+        buffers.peers,
+        rows,
+        buffers.rows,
+        buffers.rank,
+        buffers.group,
+    )
     return values, of_rows
 
 
 def from_experts(y: Tensor, plan: PeerReadPlan, buffers: Buffers) -> Tensor:
-    """The sum of each token's rows, in the order of its places, in float32: [T, H]. Differentiable. Collective.
+    """The sum of each token's rows, in the order of its places, in float32: [T, H]. Differentiable.
+    Collective.
 
     y: [R, H]; from offsets[-1] on it is not read.
     """
     _check(y, y.shape[0], buffers)
-    sums, _ = _from_experts(y, _none(y), *plan[:3], buffers.memory, buffers.peers, y.shape[0], buffers.rows,
-                            buffers.rank, buffers.group)
+    sums, _ = _from_experts(
+        y,
+        _none(y),
+        *plan[:3],
+        buffers.memory,
+        buffers.peers,
+        y.shape[0],
+        buffers.rows,
+        buffers.rank,
+        buffers.group,
+    )
     return sums
 
 
 def _check(x: Tensor, rows: int, buffers: Buffers) -> None:
     if x.dtype != buffers.dtype or x.shape[1] != buffers.width:
-        raise ValueError(f"rows {x.dtype} of width {x.shape[1]} do not go through symmetric buffers for "
-                         f"{buffers.dtype} of width {buffers.width}; make the buffers for the model's hidden size and "
-                         "the dtype of its activations")
+        raise ValueError(
+            f"rows {x.dtype} of width {x.shape[1]} do not go through symmetric buffers for "
+            f"{buffers.dtype} of width {buffers.width}; make the buffers for the model's hidden "
+            "size and "
+            "the dtype of its activations"
+        )
     if rows > buffers.rows:
-        raise ValueError(f"{rows} rows do not go through symmetric buffers of {buffers.rows} rows: make them for the "
-                         "largest bucket and factor")
+        raise ValueError(
+            f"{rows} rows do not go through symmetric buffers of {buffers.rows} rows: make them "
+            "for the "
+            "largest bucket and factor"
+        )
 
 
 def _none(like: Tensor) -> Tensor:
@@ -59,11 +90,23 @@ def _none(like: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("packgraph::pull_to_experts", mutates_args=())
-def _to_experts(x: Tensor, weights: Tensor, row_of_pair: Tensor, place_of_pair: Tensor, offsets: Tensor,
-                memory: Tensor, peers: Tensor, rows: int, room: int, rank: int, group: str) -> tuple[Tensor, Tensor]:
+def _to_experts(
+    x: Tensor,
+    weights: Tensor,
+    row_of_pair: Tensor,
+    place_of_pair: Tensor,
+    offsets: Tensor,
+    memory: Tensor,
+    peers: Tensor,
+    rows: int,
+    room: int,
+    rank: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
     """weights: [T, k], or [0] where there are none. room: rows that the memory has."""
     if x.is_cuda:
         from packgraph.moe.peer_read.kernel import publish, spread
+
         meet(memory, group)
         publish(x, weights, memory, room)
         meet(memory, group)
@@ -80,12 +123,24 @@ def _to_experts(x: Tensor, weights: Tensor, row_of_pair: Tensor, place_of_pair: 
 
 
 @torch.library.custom_op("packgraph::pull_from_experts", mutates_args=())
-def _from_experts(y: Tensor, weights: Tensor, row_of_pair: Tensor, place_of_pair: Tensor, offsets: Tensor,
-                  memory: Tensor, peers: Tensor, rows: int, room: int, rank: int, group: str
-                  ) -> tuple[Tensor, Tensor]:
-    """weights: [R], or [0] where there are none. Sums [T, H], and [T, k] of weights, 0 where a pair has no row."""
+def _from_experts(
+    y: Tensor,
+    weights: Tensor,
+    row_of_pair: Tensor,
+    place_of_pair: Tensor,
+    offsets: Tensor,
+    memory: Tensor,
+    peers: Tensor,
+    rows: int,
+    room: int,
+    rank: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """weights: [R], or [0] where there are none. Sums [T, H], and [T, k] of weights, 0 where a pair
+    has no row."""
     if y.is_cuda:
         from packgraph.moe.peer_read.kernel import collect, publish
+
         meet(memory, group)
         publish(y, weights, memory, room, offsets)
         meet(memory, group)
@@ -93,21 +148,46 @@ def _from_experts(y: Tensor, weights: Tensor, row_of_pair: Tensor, place_of_pair
     sums = combine_rows(of_all(y, group), RowPlan(place_of_pair, place_of_pair, offsets, offsets))
     if not weights.numel():
         return sums, _none(y)
-    return sums, torch.where(place_of_pair >= 0, of_all(weights, group)[place_of_pair.clamp(min=0).long()], 0)
+    return sums, torch.where(
+        place_of_pair >= 0, of_all(weights, group)[place_of_pair.clamp(min=0).long()], 0
+    )
 
 
 @_to_experts.register_fake
-def _to_shapes(x: Tensor, weights: Tensor, row_of_pair: Tensor, place_of_pair: Tensor, offsets: Tensor,
-               memory: Tensor, peers: Tensor, rows: int, room: int, rank: int, group: str) -> tuple[Tensor, Tensor]:
+def _to_shapes(
+    x: Tensor,
+    weights: Tensor,
+    row_of_pair: Tensor,
+    place_of_pair: Tensor,
+    offsets: Tensor,
+    memory: Tensor,
+    peers: Tensor,
+    rows: int,
+    room: int,
+    rank: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(rows, x.shape[1]), weights.new_empty(rows if weights.numel() else 0)
 
 
 @_from_experts.register_fake
-def _from_shapes(y: Tensor, weights: Tensor, row_of_pair: Tensor, place_of_pair: Tensor, offsets: Tensor,
-                 memory: Tensor, peers: Tensor, rows: int, room: int, rank: int, group: str
-                 ) -> tuple[Tensor, Tensor]:
-    return (y.new_empty(place_of_pair.shape[0], y.shape[1]),
-            weights.new_empty(place_of_pair.shape if weights.numel() else (0,)))
+def _from_shapes(
+    y: Tensor,
+    weights: Tensor,
+    row_of_pair: Tensor,
+    place_of_pair: Tensor,
+    offsets: Tensor,
+    memory: Tensor,
+    peers: Tensor,
+    rows: int,
+    room: int,
+    rank: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    return (
+        y.new_empty(place_of_pair.shape[0], y.shape[1]),
+        weights.new_empty(place_of_pair.shape if weights.numel() else (0,)),
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

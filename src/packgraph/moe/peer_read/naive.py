@@ -1,8 +1,10 @@
-"""What plan.py and pull.py beside this file mean, for all ranks of a group in one process, as loops that read the host.
+"""What plan.py and pull.py beside this file mean, for all ranks of a group in one process, as loops
+that read the host.
 
-Lists have an entry for every rank. The tensors may require gradients: autograd of these loops is what the backwards of
-the operations mean.
+Lists have an entry for every rank. The tensors may require gradients: autograd of these loops is
+what the backwards of the operations mean.
 """
+
 from collections.abc import Sequence
 
 import torch
@@ -31,13 +33,22 @@ def naive_plans(experts: Sequence[Tensor], num_experts: int, rows: int) -> list[
                         here[owner, sender, token, place] = row
                         place_of_pair[sender, token, place] = owner * rows + row
         offsets[owner, own] = min(needed[owner], rows)
-    return [PeerReadPlan(here[rank].view(-1, places), place_of_pair[rank], offsets[rank], torch.tensor(max(needed)))
-            for rank in range(ranks)]
+    return [
+        PeerReadPlan(
+            here[rank].view(-1, places),
+            place_of_pair[rank],
+            offsets[rank],
+            torch.tensor(max(needed)),
+        )
+        for rank in range(ranks)
+    ]
 
 
-def naive_to_experts(x: Sequence[Tensor], weights: Sequence[Tensor], plan: PeerReadPlan, rows: int
-                     ) -> tuple[Tensor, Tensor]:
-    """The specification of `to_experts` on one rank. x: [T, H] and weights: [T, k] of every rank."""
+def naive_to_experts(
+    x: Sequence[Tensor], weights: Sequence[Tensor], plan: PeerReadPlan, rows: int
+) -> tuple[Tensor, Tensor]:
+    """The specification of `to_experts` on one rank. x: [T, H] and weights: [T, k] of every
+    rank."""
     values: list[Tensor] = [x[0].new_zeros(x[0].shape[1])] * rows
     of_rows: list[Tensor] = [weights[0].new_zeros(())] * rows
     tokens = x[0].shape[0]

@@ -1,16 +1,19 @@
-"""Which row of the experts' input each routed token takes, decided on the device; and moving rows there and back.
+"""Which row of the experts' input each routed token takes, decided on the device; and moving rows
+there and back.
 
     experts [T, k]     token 0: 2 0   token 1: 0 -   token 2: 2 1            (-: padding, routed nowhere)
     rows [R]           expert 0: (0,1) (1,0) | expert 1: (2,1) | expert 2: (0,0) (2,0) | empty ...
     offsets [E]                              2                3                       5
 
-Rows lie expert by expert, within an expert in the order of tokens. Both directions of the map are kept, so that moving
-there and back are gathers: every result is a sum in a fixed order, the same bits in every run, and the backward of one
-direction is the other one. Rows from offsets[-1] on are empty: gathers fill them with zeros, and nothing reads them.
+Rows lie expert by expert, within an expert in the order of tokens. Both directions of the map are
+kept, so that moving there and back are gathers: every result is a sum in a fixed order, the same
+bits in every run, and the backward of one direction is the other one. Rows from offsets[-1] on are
+empty: gathers fill them with zeros, and nothing reads them.
 
-Plan, gather and sum are one operation each for torch.compile and for whoever watches operations. On CUDA they are
-kernels (moe/permute/kernel.py); the loops of moe/permute/naive.py are what they mean.
-"""
+Plan, gather and sum are one operation each for torch.compile and for whoever watches operations. On
+CUDA they are kernels (moe/permute/kernel.py); the loops of moe/permute/naive.py are what they mean.
+"""  # noqa: E501
+
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +25,9 @@ from packgraph.ops.loss.api import HAS_TRITON
 class RowPlan(NamedTuple):
     """The map between routed pairs (token t, place j), numbered t * k + j, and rows.
 
-    pair_of_row: int32 [R], -1 for empty rows. row_of_pair: int32 [T, k], -1 for pairs that have no row. offsets: int32
-    [E], one past the last row of each expert. needed: int64 [], rows that all pairs need; more than R is an overflow,
-    in which the pairs beyond have no row.
+    pair_of_row: int32 [R], -1 for empty rows. row_of_pair: int32 [T, k], -1 for pairs that have no
+    row. offsets: int32 [E], one past the last row of each expert. needed: int64 [], rows that all
+    pairs need; more than R is an overflow, in which the pairs beyond have no row.
     """
 
     pair_of_row: Tensor
@@ -34,28 +37,37 @@ class RowPlan(NamedTuple):
 
 
 def plan_rows(experts: Tensor, num_experts: int, rows: int) -> RowPlan:
-    """experts: int [T, k], -1 = routed nowhere, like any other number that is no expert. rows: R, the static number of
-    rows. No host sync.
+    """experts: int [T, k], -1 = routed nowhere, like any other number that is no expert. rows: R,
+    the static number of rows. No host sync.
 
     Raises ValueError for another shape or dtype of experts, and for counts that are not positive.
     """
     if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"plan_rows needs the experts of every token, int32 or int64 [T, k], got {experts.dtype} "
-                         f"{list(experts.shape)}")
+        raise ValueError(
+            "plan_rows needs the experts of every token, int32 or int64 [T, k], got "
+            f"{experts.dtype} "
+            f"{list(experts.shape)}"
+        )
     if num_experts < 1 or rows < 1:
-        raise ValueError(f"plan_rows needs at least one expert and one row, got num_experts={num_experts}, rows={rows}")
+        raise ValueError(
+            f"plan_rows needs at least one expert and one row, got num_experts={num_experts}, "
+            f"rows={rows}"
+        )
     return RowPlan(*_plan(experts, num_experts, rows))
 
 
 def gather_rows(x: Tensor, plan: RowPlan) -> Tensor:
-    """Rows of tokens: [T, H] -> [R, H], zero in empty rows. Differentiable: the backward is `combine_rows`."""
+    """Rows of tokens: [T, H] -> [R, H], zero in empty rows. Differentiable: the backward is
+    `combine_rows`."""
     return _gather(x, plan.pair_of_row, plan.row_of_pair)
 
 
 def combine_rows(y: Tensor, plan: RowPlan) -> Tensor:
-    """Sum of each token's rows, in the order of its places, in float32: [R, H] -> [T, H]. Its backward is a gather.
+    """Sum of each token's rows, in the order of its places, in float32: [R, H] -> [T, H]. Its
+    backward is a gather.
 
-    y is float32 or narrower, or float64, which is summed as such. Rows from offsets[-1] on are not read.
+    y is float32 or narrower, or float64, which is summed as such. Rows from offsets[-1] on are not
+    read.
     """
     return _combine(y, plan.pair_of_row, plan.row_of_pair)
 
@@ -70,6 +82,7 @@ def _plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor,
     """The fields of a RowPlan."""
     if HAS_TRITON and experts.is_cuda:
         from packgraph.moe.permute.kernel import plan
+
         return plan(experts, num_experts, rows)
     pairs = experts.numel()
     flat = experts.reshape(-1).long()
@@ -84,15 +97,27 @@ def _plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor,
     pair_of_row[:pairs] = torch.where(live, order, -1)[:rows].int()
     row_of_pair = torch.empty(pairs, dtype=torch.int32, device=flat.device)
     row_of_pair = row_of_pair.scatter(0, order, torch.where(live, place, -1).int())
-    return pair_of_row, row_of_pair.view(experts.shape), ends.clamp(max=rows).int(), ends[-1].clone()
+    return (
+        pair_of_row,
+        row_of_pair.view(experts.shape),
+        ends.clamp(max=rows).int(),
+        ends[-1].clone(),
+    )
 
 
 @_plan.register_fake
-def _plan_shapes(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _plan_shapes(
+    experts: Tensor, num_experts: int, rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def empty(*shape: int) -> Tensor:
         return experts.new_empty(shape, dtype=torch.int32)
 
-    return empty(rows), empty(*experts.shape), empty(num_experts), experts.new_empty((), dtype=torch.int64)
+    return (
+        empty(rows),
+        empty(*experts.shape),
+        empty(num_experts),
+        experts.new_empty((), dtype=torch.int64),
+    )
 
 
 @torch.library.custom_op("packgraph::gather_rows", mutates_args=())
@@ -100,6 +125,7 @@ def _gather(x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
     """[T, H] -> [R, H]."""
     if HAS_TRITON and x.is_cuda:
         from packgraph.moe.permute.kernel import gather
+
         return gather(x, pair_of_row, row_of_pair.shape[1])
     taken = x[pair_of_row.clamp(min=0).long() // row_of_pair.shape[1]]
     return torch.where((pair_of_row >= 0)[:, None], taken, 0)
@@ -110,6 +136,7 @@ def _combine(y: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
     """[R, H] -> [T, H]."""
     if HAS_TRITON and y.is_cuda and y.dtype != torch.float64:
         from packgraph.moe.permute.kernel import combine
+
         return combine(y, row_of_pair)
     wide = torch.promote_types(y.dtype, torch.float32)
     total = torch.zeros(row_of_pair.shape[0], y.shape[1], dtype=wide, device=y.device)
@@ -120,9 +147,11 @@ def _combine(y: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
 
 @torch.library.custom_op("packgraph::pick", mutates_args=())
 def _pick(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """values[index], 0 where index is -1: [N] -> [M]. index: int32 [M]; inverse: int32 [N], where each value goes."""
+    """values[index], 0 where index is -1: [N] -> [M]. index: int32 [M]; inverse: int32 [N], where
+    each value goes."""
     if HAS_TRITON and values.is_cuda:
         from packgraph.moe.permute.kernel import pick
+
         return pick(values, index)
     return torch.where(index >= 0, values[index.clamp(min=0).long()], 0)
 

@@ -1,15 +1,19 @@
-"""The plan of rows and the moves of rows as kernels; what they compute is moe/permute/api.py's, bit for bit.
+"""The plan of rows and the moves of rows as kernels; what they compute is moe/permute/api.py's, bit
+for bit.
 
 Planning sorts nothing. Pairs are cut into blocks, and a pair's row is the sum of three counts:
 
-    pairs of smaller experts  +  pairs of its expert in earlier blocks  +  those before it in its own block
+    pairs of smaller experts  +  pairs of its expert in earlier blocks  +  those before it in its
+    own block
           sum over totals                scan over blocks (_scan)              comparing all with all (_assign)
 
-Moves copy tiles of a few rows by a few hundred columns, with 64-bit offsets; empty rows are written and not read. What
-is no expert is routed nowhere, and a number outside a map's range counts as none: no address follows from data alone.
-Nothing is atomic, no choice of tiles is left to a search: the first call of a shape compiles, later ones (captures
-among them) launch. One warning for who changes tiles: sums over places go in their order, one place after another.
-"""
+Moves copy tiles of a few rows by a few hundred columns, with 64-bit offsets; empty rows are written
+and not read. What is no expert is routed nowhere, and a number outside a map's range counts as
+none: no address follows from data alone. Nothing is atomic, no choice of tiles is left to a search:
+the first call of a shape compiles, later ones (captures among them) launch. One warning for who
+changes tiles: sums over places go in their order, one place after another.
+"""  # noqa: E501
+
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +33,9 @@ def _known(expert, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count(experts, counts, pairs, blocks, COUNT: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count(  # type: ignore[no-untyped-def]
+    experts, counts, pairs, blocks, COUNT: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr
+):
     """counts [E, blocks]: pairs of each expert in this block."""
     block = tl.program_id(0)
     pair = block * PAIRS + tl.arange(0, PAIRS)
@@ -55,9 +61,23 @@ def _scan(counts, totals, blocks, TILES: tl.constexpr, SCAN: tl.constexpr):  # t
 
 
 @triton.jit
-def _assign(experts, counts, totals, pair_of_row, row_of_pair, offsets, needed, pairs, blocks, rows,  # type: ignore[no-untyped-def]
-            COUNT: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Both maps for the pairs of this block, -1 for as many empty rows, and (the first program) the offsets."""
+def _assign(  # type: ignore[no-untyped-def]
+    experts,
+    counts,
+    totals,
+    pair_of_row,
+    row_of_pair,
+    offsets,
+    needed,
+    pairs,
+    blocks,
+    rows,
+    COUNT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Both maps for the pairs of this block, -1 for as many empty rows, and (the first program) the
+    offsets."""
     block = tl.program_id(0)
     place = tl.arange(0, PAIRS)
     pair = block * PAIRS + place
@@ -83,7 +103,9 @@ def _assign(experts, counts, totals, pair_of_row, row_of_pair, offsets, needed, 
     tl.store(row_of_pair + pair, tl.where(live, row, -1), mask=pair < pairs)
     tl.store(pair_of_row + row, pair, mask=live)
     # The same numbers, as rows: those that no pair takes are empty.
-    tl.store(pair_of_row + pair, tl.full([PAIRS], -1, tl.int32), mask=(pair >= before) & (pair < rows))
+    tl.store(
+        pair_of_row + pair, tl.full([PAIRS], -1, tl.int32), mask=(pair >= before) & (pair < rows)
+    )
 
 
 def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,17 +121,41 @@ def plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, 
     pair_of_row, row_of_pair, offsets = empty(rows), empty(*experts.shape), empty(num_experts)
     needed = torch.empty((), dtype=torch.int64, device=device)
     if blocks:
-        _count[(blocks,)](experts, counts, pairs, blocks, COUNT=num_experts, PAIRS=PAIRS, EXPERTS=EXPERTS)
+        _count[(blocks,)](
+            experts, counts, pairs, blocks, COUNT=num_experts, PAIRS=PAIRS, EXPERTS=EXPERTS
+        )
     _scan[(num_experts,)](counts, totals, blocks, TILES=triton.cdiv(blocks, SCAN), SCAN=SCAN)
     _assign[(max(blocks, triton.cdiv(rows, PAIRS)),)](
-        experts, counts, totals, pair_of_row, row_of_pair, offsets, needed, pairs, blocks, rows,
-        COUNT=num_experts, PAIRS=PAIRS, EXPERTS=EXPERTS)
+        experts,
+        counts,
+        totals,
+        pair_of_row,
+        row_of_pair,
+        offsets,
+        needed,
+        pairs,
+        blocks,
+        rows,
+        COUNT=num_experts,
+        PAIRS=PAIRS,
+        EXPERTS=EXPERTS,
+    )
     return pair_of_row, row_of_pair, offsets, needed
 
 
 @triton.jit
-def _gather(x, pair_of_row, out, tokens, rows, width, stride, PLACES: tl.constexpr, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
-            COLUMNS: tl.constexpr):
+def _gather(  # type: ignore[no-untyped-def]
+    x,
+    pair_of_row,
+    out,
+    tokens,
+    rows,
+    width,
+    stride,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pair = tl.load(pair_of_row + row, mask=row < rows, other=-1)
@@ -117,7 +163,11 @@ def _gather(x, pair_of_row, out, tokens, rows, width, stride, PLACES: tl.constex
     here = x + token.to(tl.int64)[:, None] * stride + column[None, :]
     inside = (column < width)[None, :]
     taken = tl.load(here, mask=((pair >= 0) & (token < tokens))[:, None] & inside, other=0.0)
-    tl.store(out + row.to(tl.int64)[:, None] * width + column[None, :], taken, mask=(row < rows)[:, None] & inside)
+    tl.store(
+        out + row.to(tl.int64)[:, None] * width + column[None, :],
+        taken,
+        mask=(row < rows)[:, None] & inside,
+    )
 
 
 def gather(x: Tensor, pair_of_row: Tensor, places: int) -> Tensor:
@@ -127,34 +177,74 @@ def gather(x: Tensor, pair_of_row: Tensor, places: int) -> Tensor:
     out = x.new_empty(rows, width)
     columns = min(TILE_COLUMNS, triton.next_power_of_2(width))
     _gather[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, columns))](
-        x, pair_of_row, out, x.shape[0], rows, width, x.stride(0), PLACES=places, ROWS=TILE_ROWS, COLUMNS=columns)
+        x,
+        pair_of_row,
+        out,
+        x.shape[0],
+        rows,
+        width,
+        x.stride(0),
+        PLACES=places,
+        ROWS=TILE_ROWS,
+        COLUMNS=columns,
+    )
     return out
 
 
 @triton.jit
-def _combine(y, row_of_pair, out, tokens, rows, width, stride, PLACES: tl.constexpr, ROWS: tl.constexpr,  # type: ignore[no-untyped-def]
-             COLUMNS: tl.constexpr):
+def _combine(  # type: ignore[no-untyped-def]
+    y,
+    row_of_pair,
+    out,
+    tokens,
+    rows,
+    width,
+    stride,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < width)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for place in tl.static_range(PLACES):
-        row = tl.load(row_of_pair + token.to(tl.int64) * PLACES + place, mask=token < tokens, other=-1)
+        row = tl.load(
+            row_of_pair + token.to(tl.int64) * PLACES + place, mask=token < tokens, other=-1
+        )
         here = y + tl.maximum(row, 0).to(tl.int64)[:, None] * stride + column[None, :]
-        total += tl.load(here, mask=((row >= 0) & (row < rows))[:, None] & inside, other=0.0).to(tl.float32)
-    tl.store(out + token.to(tl.int64)[:, None] * width + column[None, :], total,
-             mask=(token < tokens)[:, None] & inside)
+        total += tl.load(here, mask=((row >= 0) & (row < rows))[:, None] & inside, other=0.0).to(
+            tl.float32
+        )
+    tl.store(
+        out + token.to(tl.int64)[:, None] * width + column[None, :],
+        total,
+        mask=(token < tokens)[:, None] & inside,
+    )
 
 
 def combine(y: Tensor, row_of_pair: Tensor) -> Tensor:
-    """[R, H] -> [T, H]: the sum of each token's rows, place after place in float32, rounded once."""
+    """[R, H] -> [T, H]: the sum of each token's rows, place after place in float32, rounded
+    once."""
     y, row_of_pair = y if y.stride(1) == 1 else y.contiguous(), row_of_pair.contiguous()
     (tokens, places), width = row_of_pair.shape, y.shape[1]
     out = y.new_empty(tokens, width)
-    columns = min(TILE_COLUMNS // 2, triton.next_power_of_2(width))  # all places' tiles are in flight at once
+    columns = min(
+        TILE_COLUMNS // 2, triton.next_power_of_2(width)
+    )  # all places' tiles are in flight at once
     if tokens:
         _combine[(triton.cdiv(tokens, TILE_ROWS), triton.cdiv(width, columns))](
-            y, row_of_pair, out, tokens, y.shape[0], width, y.stride(0), PLACES=places, ROWS=TILE_ROWS, COLUMNS=columns)
+            y,
+            row_of_pair,
+            out,
+            tokens,
+            y.shape[0],
+            width,
+            y.stride(0),
+            PLACES=places,
+            ROWS=TILE_ROWS,
+            COLUMNS=columns,
+        )
     return out
 
 
@@ -162,8 +252,11 @@ def combine(y: Tensor, row_of_pair: Tensor) -> Tensor:
 def _pick(values, index, out, count, size, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(index + place, mask=place < size, other=-1)
-    taken = tl.load(values + tl.maximum(source, 0).to(tl.int64) * stride, mask=(source >= 0) & (source < count),
-                    other=0.0)
+    taken = tl.load(
+        values + tl.maximum(source, 0).to(tl.int64) * stride,
+        mask=(source >= 0) & (source < count),
+        other=0.0,
+    )
     tl.store(out + place, taken, mask=place < size)
 
 
@@ -171,7 +264,7 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
     """values[index], 0 where index is -1. values: [N]; index: int32 [M]."""
     index, out = index.contiguous(), values.new_empty(index.shape[0])
     if index.shape[0]:
-        _pick[(triton.cdiv(index.shape[0], PICKED),)](values, index, out, values.shape[0], index.shape[0],
-                                                      values.stride(0),
-                                                      BLOCK=PICKED)
+        _pick[(triton.cdiv(index.shape[0], PICKED),)](
+            values, index, out, values.shape[0], index.shape[0], values.stride(0), BLOCK=PICKED
+        )
     return out

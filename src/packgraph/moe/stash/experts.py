@@ -1,18 +1,22 @@
-"""Experts whose rows wait for the backward in pages: two operations, with the first product and with the rest.
+"""Experts whose rows wait for the backward in pages: two operations, with the first product and
+with the rest.
 
     forward     values -- first product --> h      values, h -> pages      h -- activation, second product --> made
     backward    pages -> h: of the second product and the activation       pages -> values: of the first; pages are free
 
-The same kernels on the same rows as `experts.Experts` without a stash, so the same bits. Operations with gradients of
-their own, and not saved-tensor hooks around ordinary code (`Stash.saving`), since compiled code calls no hooks. Two of
-them, since the gradients of both kinds of matrices would stand beside each other else. So pages are free when both
-backwards have run: a backward that is asked for what follows the first product alone (`torch.autograd.grad` of
-down_proj, say) leaves them taken until the next reset.
+The same kernels on the same rows as `experts.Experts` without a stash, so the same bits. Operations
+with gradients of their own, and not saved-tensor hooks around ordinary code (`Stash.saving`), since
+compiled code calls no hooks. Two of them, since the gradients of both kinds of matrices would stand
+beside each other else. So pages are free when both backwards have run: a backward that is asked for
+what follows the first product alone (`torch.autograd.grad` of down_proj, say) leaves them taken
+until the next reset.
 
-What a compiler may do with it: forward and backward are traced into one graph, which is then cut in two. That rows are
-taken in the backward, and not in the forward to be kept there, is data: a take waits for a gradient (`after`). Rows of
-the first product come back when the second one's gradients are there, so that [R, w] tensors follow one another.
-"""
+What a compiler may do with it: forward and backward are traced into one graph, which is then cut in
+two. That rows are taken in the backward, and not in the forward to be kept there, is data: a take
+waits for a gradient (`after`). Rows of the first product come back when the second one's gradients
+are there, so that [R, w] tensors follow one another.
+"""  # noqa: E501
+
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -28,24 +32,33 @@ from packgraph.moe.stash.pages import record_size
 from packgraph.moe.stash.saving import Column
 from packgraph.moe.stash.stash import Stash
 
-AGAIN = ("backward through stashed experts a second time: their pages went back to the pool after the first "
-         "(retain_graph=True has no effect on a stash). Add the losses before backward, or run the forward again")
+AGAIN = (
+    "backward through stashed experts a second time: their pages went back to the pool after the "
+    "first "
+    "(retain_graph=True has no effect on a stash). Add the losses before backward, or run the "
+    "forward again"
+)
 
 
 def columns_of(experts: Experts) -> dict[Column, int]:
-    """What these experts keep for their backward: the rows of tokens, and those before the activation."""
+    """What these experts keep for their backward: the rows of tokens, and those before the
+    activation."""
     matrices, columns = experts.first_proj, Counter[Column]()
     for width in (matrices.shape[2], matrices.shape[1]):
         columns[matrices.dtype, width] += 1
     return dict(columns)
 
 
-def stashed_experts(experts: Experts, values: Tensor, weights: Tensor, offsets: Tensor, stash: Stash) -> Tensor:
-    """`experts(values, weights, offsets)`, [R, H]; values and h, which its backward needs, are in pages until then.
+def stashed_experts(
+    experts: Experts, values: Tensor, weights: Tensor, offsets: Tensor, stash: Stash
+) -> Tensor:
+    """`experts(values, weights, offsets)`, [R, H]; values and h, which its backward needs, are in
+    pages until then.
 
-    values: [R, H]; weights: float32 [R]; offsets: int32 [E]; h: [R, 2I], without a gate [R, I]. Where there is nothing
-    to differentiate, and while the stash measures, nothing is stashed. Fit for torch.compile. Raises RuntimeError where
-    the stash was allocated for other columns, and in a second backward.
+    values: [R, H]; weights: float32 [R]; offsets: int32 [E]; h: [R, 2I], without a gate [R, I].
+    Where there is nothing to differentiate, and while the stash measures, nothing is stashed. Fit
+    for torch.compile. Raises RuntimeError where the stash was allocated for other columns, and in a
+    second backward.
     """
     matrices = experts.first_proj, experts.down_proj
     differentiable = any(x.requires_grad for x in (values, weights, *matrices))
@@ -62,17 +75,38 @@ def stashed_experts(experts: Experts, values: Tensor, weights: Tensor, offsets: 
 
 
 @torch.library.custom_op("packgraph::stashed_first_product", mutates_args=())
-def _first(values: Tensor, first: Tensor, offsets: Tensor, state: Tensor, buffers: Sequence[Tensor],
-           hosts: Sequence[Tensor], page_rows: int, pages: int, host_pages: int) -> tuple[Tensor, Tensor]:
-    """h, and the record of the pages that values and h are in. buffers: of values, of h; hosts: as many or none."""
+def _first(
+    values: Tensor,
+    first: Tensor,
+    offsets: Tensor,
+    state: Tensor,
+    buffers: Sequence[Tensor],
+    hosts: Sequence[Tensor],
+    page_rows: int,
+    pages: int,
+    host_pages: int,
+) -> tuple[Tensor, Tensor]:
+    """h, and the record of the pages that values and h are in. buffers: of values, of h; hosts: as
+    many or none."""
     h = product(values, first, offsets, True)
     return h, keep(state, buffers, hosts, [values, h], offsets, page_rows, pages, host_pages)
 
 
 @_first.register_fake
-def _first_shapes(values: Tensor, first: Tensor, offsets: Tensor, state: Tensor, buffers: Sequence[Tensor],
-                  hosts: Sequence[Tensor], page_rows: int, pages: int, host_pages: int) -> tuple[Tensor, Tensor]:
-    return values.new_empty(values.shape[0], first.shape[1]), state.new_empty(record_size(values.shape[0], page_rows))
+def _first_shapes(
+    values: Tensor,
+    first: Tensor,
+    offsets: Tensor,
+    state: Tensor,
+    buffers: Sequence[Tensor],
+    hosts: Sequence[Tensor],
+    page_rows: int,
+    pages: int,
+    host_pages: int,
+) -> tuple[Tensor, Tensor]:
+    return values.new_empty(values.shape[0], first.shape[1]), state.new_empty(
+        record_size(values.shape[0], page_rows)
+    )
 
 
 def _save_first(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -87,7 +121,9 @@ def _differentiate_first(ctx: Any, of_h: Tensor, _: Tensor) -> tuple[Any, ...]:
     needs_values, needs_first, *_ = ctx.needs_input_grad
     of_first = None
     if needs_first:
-        of_first = matrices_gradient(of_h, _back(0, ctx, state, record, memories, of_h, True), offsets, True)
+        of_first = matrices_gradient(
+            of_h, _back(0, ctx, state, record, memories, of_h, True), offsets, True
+        )
     of_values = product(of_h, first, offsets, False) if needs_values else None
     return of_values, of_first, *_nothing(2, memories), *[None] * len(ctx.sizes)
 
@@ -96,22 +132,49 @@ _first.register_autograd(_differentiate_first, setup_context=_save_first)
 
 
 @torch.library.custom_op("packgraph::stashed_second_product", mutates_args=())
-def _second(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool, is_last: bool, record: Tensor,
-            state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], page_rows: int, pages: int,
-            host_pages: int) -> Tensor:
-    """made [R, H]. is_last: nobody takes values after the backward has taken h, so that the pages are free."""
+def _second(
+    h: Tensor,
+    weights: Tensor,
+    down: Tensor,
+    offsets: Tensor,
+    gated: bool,
+    is_last: bool,
+    record: Tensor,
+    state: Tensor,
+    buffers: Sequence[Tensor],
+    hosts: Sequence[Tensor],
+    page_rows: int,
+    pages: int,
+    host_pages: int,
+) -> Tensor:
+    """made [R, H]. is_last: nobody takes values after the backward has taken h, so that the pages
+    are free."""
     return product(activation(h, weights, offsets, gated), down, offsets, True)
 
 
 @_second.register_fake
-def _second_shape(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool, is_last: bool, record: Tensor,
-                  state: Tensor, buffers: Sequence[Tensor], hosts: Sequence[Tensor], page_rows: int, pages: int,
-                  host_pages: int) -> Tensor:
+def _second_shape(
+    h: Tensor,
+    weights: Tensor,
+    down: Tensor,
+    offsets: Tensor,
+    gated: bool,
+    is_last: bool,
+    record: Tensor,
+    state: Tensor,
+    buffers: Sequence[Tensor],
+    hosts: Sequence[Tensor],
+    page_rows: int,
+    pages: int,
+    host_pages: int,
+) -> Tensor:
     return h.new_empty(h.shape[0], down.shape[1])
 
 
 def _save_second(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, weights, down, offsets, ctx.gated, ctx.is_last, record, state, buffers, hosts, *ctx.sizes = inputs
+    h, weights, down, offsets, ctx.gated, ctx.is_last, record, state, buffers, hosts, *ctx.sizes = (
+        inputs
+    )
     ctx.rows, ctx.spent = h.shape[0], False
     ctx.save_for_backward(weights, down, offsets, state, record, *buffers, *hosts)
 
@@ -136,13 +199,28 @@ def _spend(ctx: Any) -> None:
     ctx.spent = True
 
 
-def _back(number: int, ctx: Any, state: Tensor, record: Tensor, memories: list[Tensor], after: Tensor, release: bool
-          ) -> Tensor:
-    """values (0) or h (1). release: the pages are not needed any more. A result must be used: compilers drop what is
-    not."""
+def _back(
+    number: int,
+    ctx: Any,
+    state: Tensor,
+    record: Tensor,
+    memories: list[Tensor],
+    after: Tensor,
+    release: bool,
+) -> Tensor:
+    """values (0) or h (1). release: the pages are not needed any more. A result must be used:
+    compilers drop what is not."""
     buffers, hosts = memories[:2], memories[2:]
-    return take(state, buffers[number : number + 1], hosts[number : number + 1], record, after, ctx.rows, *ctx.sizes,
-                release)[0]
+    return take(
+        state,
+        buffers[number : number + 1],
+        hosts[number : number + 1],
+        record,
+        after,
+        ctx.rows,
+        *ctx.sizes,
+        release,
+    )[0]
 
 
 def _nothing(count: int, memories: list[Tensor]) -> list[Any]:

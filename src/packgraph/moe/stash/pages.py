@@ -1,44 +1,54 @@
-"""Pages for rows of which only the device knows how many there are: who holds which page, and the rows in them.
+"""Pages for rows of which only the device knows how many there are: who holds which page, and the
+rows in them.
 
     state    | header | ring of free device pages  N | ring of free host pages  M | trash |      int64, on the device
     record   | rows, fits, pages on the device, epoch | page of rows 0..P-1 | page of rows P..2P-1 | ... -1 |     int64
     buffer   | page 0: P rows | page 1 | ... | page N - 1 | trash row |        one per saved tensor of a layer, [., w]
 
-A ring's head and tail only grow: tail - head pages are free, ring[head % N] is the next one. One record serves all
-tensors of a layer that have the same rows: page p is rows p * P to (p + 1) * P of *every* buffer, so one table and one
-reservation do for all of them, and since every layer saves the same tensors nothing is wasted.
+A ring's head and tail only grow: tail - head pages are free, ring[head % N] is the next one. One
+record serves all tensors of a layer that have the same rows: page p is rows p * P to (p + 1) * P of
+*every* buffer, so one table and one reservation do for all of them, and since every layer saves the
+same tensors nothing is wasted.
 
-Reserving is arithmetic of one program; copying is parallel and knows only the record. An allocation that does not fit
-is refused as a whole and sets the verdict, which refuses all later ones until it is cleared. Demand is counted whether
-it fits or not, so its high-water mark says how many pages would have sufficed. Device pages go first, host pages (if
-there are any) take what is left, page by page. Resetting starts a new epoch: records of an earlier one are void.
+Reserving is arithmetic of one program; copying is parallel and knows only the record. An allocation
+that does not fit is refused as a whole and sets the verdict, which refuses all later ones until it
+is cleared. Demand is counted whether it fits or not, so its high-water mark says how many pages
+would have sufficed. Device pages go first, host pages (if there are any) take what is left, page by
+page. Resetting starts a new epoch: records of an earlier one are void.
 
-Here are the tensors and the operations in plain torch (static shapes, no host sync): they run on the CPU and are the
-specification of the kernels in `stash_kernel.py`. The order of work is that of one stream; every process that reserves,
-copies and releases must be on it.
+Here are the tensors and the operations in plain torch (static shapes, no host sync): they run on
+the CPU and are the specification of the kernels in `stash_kernel.py`. The order of work is that of
+one stream; every process that reserves, copies and releases must be on it.
 
-Idea: the paged stash of Megatron-LM (paged_stash.py, Apache-2.0), as described in its pull requests; written anew, with
-one table per layer, reservation apart from copying, exact demand, zeroed tails and spilling by pages.
-"""
+Idea: the paged stash of Megatron-LM (paged_stash.py, Apache-2.0), as described in its pull
+requests; written anew, with one table per layer, reservation apart from copying, exact demand,
+zeroed tails and spilling by pages.
+"""  # noqa: E501
+
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-# What a reset leaves alone comes first: the verdict, high-water marks (pages in demand, pages in host memory).
+# What a reset leaves alone comes first: the verdict, high-water marks (pages in demand, pages in
+# host memory).
 OVERFLOW, NEED_HI, SPILLED_HI, EPOCH, DEMAND, HEAD, TAIL, HOST_HEAD, HOST_TAIL, HEADER = range(10)
 ROWS, FITS, ON_DEVICE, RECORD_EPOCH, RECORD_HEADER = range(5)
 
 
 class Pages:
-    """The free pages of one pool. pages: on the device, host_pages: in host memory; both 0 only counts demand.
+    """The free pages of one pool. pages: on the device, host_pages: in host memory; both 0 only
+    counts demand.
 
     state: int64 [HEADER + pages + host_pages + 1]. Raises ValueError for negative numbers.
     """
 
     def __init__(self, pages: int, host_pages: int, device: torch.device) -> None:
         if min(pages, host_pages) < 0:
-            raise ValueError(f"a pool has no negative number of pages, but got {pages} and {host_pages} on the host")
+            raise ValueError(
+                f"a pool has no negative number of pages, but got {pages} and {host_pages} on the "
+                "host"
+            )
         self.pages, self.host_pages = pages, host_pages
         header = [0] * HEADER
         header[TAIL], header[HOST_TAIL] = pages, host_pages
@@ -47,7 +57,8 @@ class Pages:
         self.state = self._initial.clone()
 
     def reset(self) -> None:
-        """All pages are free again. What is in flight is lost, verdict and marks stay. No host sync."""
+        """All pages are free again. What is in flight is lost, verdict and marks stay. No host
+        sync."""
         self.state[EPOCH] += 1
         self.state[DEMAND:].copy_(self._initial[DEMAND:])
 
@@ -61,8 +72,11 @@ def record_size(rows: int, page_rows: int) -> int:
     return RECORD_HEADER + -(-rows // page_rows)
 
 
-def naive_reserve(state: Tensor, offsets: Tensor, rows: int, page_rows: int, pages: int, host_pages: int) -> Tensor:
-    """Take pages for the first offsets[-1] (at most `rows`) rows; the record. Changes `state`, unseen by autograd.
+def naive_reserve(
+    state: Tensor, offsets: Tensor, rows: int, page_rows: int, pages: int, host_pages: int
+) -> Tensor:
+    """Take pages for the first offsets[-1] (at most `rows`) rows; the record. Changes `state`,
+    unseen by autograd.
 
     offsets: int [E], of which the last counts.
     """
@@ -92,16 +106,22 @@ def naive_reserve(state: Tensor, offsets: Tensor, rows: int, page_rows: int, pag
     return record
 
 
-def naive_put(buffer: Tensor, host: Tensor | None, source: Tensor, record: Tensor, page_rows: int) -> None:
-    """Copy the live rows of source [R, w] into their pages. buffer: [N * P + 1, w]; host: [M * P + 1, w] or None."""
+def naive_put(
+    buffer: Tensor, host: Tensor | None, source: Tensor, record: Tensor, page_rows: int
+) -> None:
+    """Copy the live rows of source [R, w] into their pages. buffer: [N * P + 1, w]; host: [M * P +
+    1, w] or None."""
     row = torch.arange(source.shape[0], device=source.device)
     live = (row < record[ROWS]) & (record[FITS] == 1)
     for pool, place in _places(buffer, host, record, row, live, page_rows):
         _unversioned(pool).index_copy_(0, place, source.detach().to(pool.device))
 
 
-def naive_take(state: Tensor, buffer: Tensor, host: Tensor | None, record: Tensor, rows: int, page_rows: int) -> Tensor:
-    """[R, w]: the live rows out of their pages, zero behind them; all zero for a record that is void."""
+def naive_take(
+    state: Tensor, buffer: Tensor, host: Tensor | None, record: Tensor, rows: int, page_rows: int
+) -> Tensor:
+    """[R, w]: the live rows out of their pages, zero behind them; all zero for a record that is
+    void."""
     row = torch.arange(rows, device=record.device)
     live = (row < record[ROWS]) & (record[FITS] == 1) & (record[RECORD_EPOCH] == state[EPOCH])
     out = buffer.new_zeros(rows, buffer.shape[1])
@@ -110,9 +130,11 @@ def naive_take(state: Tensor, buffer: Tensor, host: Tensor | None, record: Tenso
     return out
 
 
-def naive_release(state: Tensor, record: Tensor, page_rows: int, pages: int, host_pages: int) -> None:
-    """Give the record's pages back. A record of an earlier epoch has none to give, and sets the verdict: what was read
-    by it may be another's.
+def naive_release(
+    state: Tensor, record: Tensor, page_rows: int, pages: int, host_pages: int
+) -> None:
+    """Give the record's pages back. A record of an earlier epoch has none to give, and sets the
+    verdict: what was read by it may be another's.
     """
     state = _unversioned(state)
     valid = record[RECORD_EPOCH] == state[EPOCH]
@@ -135,16 +157,20 @@ def naive_release(state: Tensor, record: Tensor, page_rows: int, pages: int, hos
         state[OVERFLOW] = torch.maximum(state[OVERFLOW], (~valid).long())
 
 
-def _places(buffer: Tensor, host: Tensor | None, record: Tensor, row: Tensor, live: Tensor,
-            page_rows: int) -> Sequence[tuple[Tensor, Tensor]]:
-    """Per tier: its memory, and the row there of each of our rows; those that are not there are at the trash row."""
+def _places(
+    buffer: Tensor, host: Tensor | None, record: Tensor, row: Tensor, live: Tensor, page_rows: int
+) -> Sequence[tuple[Tensor, Tensor]]:
+    """Per tier: its memory, and the row there of each of our rows; those that are not there are at
+    the trash row."""
     slot = row // page_rows
     page = record[RECORD_HEADER:][slot]
     here = live & (slot < record[ON_DEVICE])
     trash, pages = buffer.shape[0] - 1, (buffer.shape[0] - 1) // page_rows
     places = [(buffer, torch.where(here, page * page_rows + row % page_rows, trash))]
     if host is not None:
-        there = torch.where(live & ~here, (page - pages) * page_rows + row % page_rows, host.shape[0] - 1)
+        there = torch.where(
+            live & ~here, (page - pages) * page_rows + row % page_rows, host.shape[0] - 1
+        )
         places.append((host, there.to(host.device)))
     return places
 
@@ -152,7 +178,7 @@ def _places(buffer: Tensor, host: Tensor | None, record: Tensor, row: Tensor, li
 def _unversioned(tensor: Tensor) -> Tensor:
     """The same memory with a version counter of its own.
 
-    A pool is memory like the allocator's: whoever saved it for backward means the place, not its contents, and must not
-    be told that these have changed.
+    A pool is memory like the allocator's: whoever saved it for backward means the place, not its
+    contents, and must not be told that these have changed.
     """
     return tensor.data

@@ -1,11 +1,13 @@
 """Stashing what autograd saves in a block of ordinary code, by saved-tensor hooks.
 
-    forward     autograd saves x   ─▶ pack:   the first one reserves a record; x goes to its pages; a handle is kept
+    forward     autograd saves x   ─▶ pack:   the first one reserves a record; x goes to its pages;
+                                              a handle is kept
     backward    autograd wants x   ─▶ unpack: pages -> a new tensor; with the last handle the record's pages go back
 
-Hooks are Python. In a capture they run once, and what they launch is in the graph: the order in which a replay copies
-and releases is that of the capture. See `stash.py` for what is stashed.
-"""
+Hooks are Python. In a capture they run once, and what they launch is in the graph: the order in
+which a replay copies and releases is that of the capture. See `stash.py` for what is stashed.
+"""  # noqa: E501
+
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -45,7 +47,9 @@ class PagePool(Protocol):
 class SavedRecord:
     """What one run of a `saving` block has stashed: one record, several tensors."""
 
-    def __init__(self, stash: PagePool, offsets: Tensor, rows: int, leave: Sequence[Tensor]) -> None:
+    def __init__(
+        self, stash: PagePool, offsets: Tensor, rows: int, leave: Sequence[Tensor]
+    ) -> None:
         self.stash, self.rows, self.pages, self.measures = stash, rows, stash.pages, stash.measures
         self.offsets: Tensor | None = offsets
         self.left = {tensor.untyped_storage()._cdata for tensor in leave}
@@ -82,17 +86,35 @@ class SavedRecord:
 
     def _wanted(self, tensor: Tensor) -> bool:
         if tensor.is_leaf and tensor.requires_grad:
-            return False  # somebody else holds it, to give it its gradient: a parameter, or an input of a region
-        if not tensor.is_floating_point() or tensor.dim() != 2 or tensor.device != self.pages.state.device \
-                or tensor.untyped_storage()._cdata in self.left:
+            # somebody else holds it, to give it its gradient: a parameter, or an input of a region
+            return False
+        if (
+            not tensor.is_floating_point()
+            or tensor.dim() != 2
+            or tensor.device != self.pages.state.device
+            or tensor.untyped_storage()._cdata in self.left
+        ):
             return False
         rows, width = tensor.shape
-        return rows == self.rows and width >= NARROWEST and tensor.stride(1) == 1 and _has_whole_rows(tensor)
+        return (
+            rows == self.rows
+            and width >= NARROWEST
+            and tensor.stride(1) == 1
+            and _has_whole_rows(tensor)
+        )
 
     def _saved(self, tensor: Tensor) -> "_Saved":
-        """The tensor in its pages; the same one if the same memory was saved before and has not changed since."""
+        """The tensor in its pages; the same one if the same memory was saved before and has not
+        changed since."""
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        key = (
+            storage._cdata,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
         if key in self.known and self.known[key][0]() is not None:
             return self.known[key][1]
         column = (tensor.dtype, tensor.shape[1])
@@ -107,7 +129,11 @@ class _Saved:
     """A tensor in pages; while the stash only measures, the tensor itself."""
 
     def __init__(self, block: SavedRecord, column: Column, number: int, tensor: Tensor) -> None:
-        self.block, self.tensor, self.version = block, tensor if block.measures else None, tensor._version
+        self.block, self.tensor, self.version = (
+            block,
+            tensor if block.measures else None,
+            tensor._version,
+        )
         self.buffers: list[Tensor] = []
         self.hosts: list[Tensor] = []
         self.restored: weakref.ref[Tensor] | None = None
@@ -115,12 +141,15 @@ class _Saved:
         if not block.measures and block.record is not None:
             stash = block.stash
             stash.check(column, number)
-            self.buffers, self.hosts = [stash.buffers[column][number]], stash.host_memory([(column, number)])
+            self.buffers, self.hosts = (
+                [stash.buffers[column][number]],
+                stash.host_memory([(column, number)]),
+            )
             self.token = put(self.buffers, self.hosts, [tensor], block.record, stash.page_rows)
 
     def back(self, release: bool) -> Tensor:
-        """The tensor. release: its record's pages are not needed any more. Raises RuntimeError when it was changed in
-        place."""
+        """The tensor. release: its record's pages are not needed any more. Raises RuntimeError when
+        it was changed in place."""
         if self.tensor is not None and self.tensor._version != self.version:
             raise was_changed(tuple(self.tensor.shape), OWNER)
         block, pages = self.block, self.block.pages
@@ -129,8 +158,18 @@ class _Saved:
             return restored
         again = [] if restored is not None else self.buffers
         with torch.no_grad():
-            taken = take(pages.state, again, self.hosts if again else [], block.record, self.token, block.rows,
-                         block.stash.page_rows, pages.pages, pages.host_pages, release)
+            taken = take(
+                pages.state,
+                again,
+                self.hosts if again else [],
+                block.record,
+                self.token,
+                block.rows,
+                block.stash.page_rows,
+                pages.pages,
+                pages.host_pages,
+                release,
+            )
         if restored is None:
             restored = taken[0]
             self.restored = weakref.ref(restored)
@@ -138,8 +177,8 @@ class _Saved:
 
 
 class _Handle:
-    """What autograd holds in place of a saved tensor: the columns [first, first + width) of what is stashed. asked:
-    whether a backward has. given: what came back for it."""
+    """What autograd holds in place of a saved tensor: the columns [first, first + width) of what is
+    stashed. asked: whether a backward has. given: what came back for it."""
 
     def __init__(self, block: SavedRecord, saved: _Saved, number: int, tensor: Tensor) -> None:
         self.block, self.saved, self.number = block, saved, number
@@ -152,9 +191,12 @@ class _Handle:
         if again is not None:
             return again
         if self.asked and not self.block.waiting:
-            raise RuntimeError("backward through stashed tensors a second time: their pages went back to the pool "
-                               "after the first (retain_graph=True has no effect on a stash). Add the losses before "
-                               "backward, or run the forward again")
+            raise RuntimeError(
+                "backward through stashed tensors a second time: their pages went back to the pool "
+                "after the first (retain_graph=True has no effect on a stash). Add the losses "
+                "before "
+                "backward, or run the forward again"
+            )
         release = False
         if in_backward():  # and not a debugger who looks
             self.asked, release = True, self.block.done(self.number)
@@ -163,7 +205,8 @@ class _Handle:
 
 
 def _has_whole_rows(tensor: Tensor) -> bool:
-    """Whether the rows [R, w] lie side by side, or in wider rows that lie side by side in memory that is all there."""
+    """Whether the rows [R, w] lie side by side, or in wider rows that lie side by side in memory
+    that is all there."""
     (rows, width), pitch = tensor.shape, tensor.stride(0)
     if pitch < width:
         return False
@@ -175,7 +218,9 @@ def _has_whole_rows(tensor: Tensor) -> bool:
 def _whole_rows(tensor: Tensor) -> Tensor:
     """The rows that `tensor` [R, w] is a part of: itself, or [R, its row stride]."""
     pitch = tensor.stride(0)
-    return tensor.as_strided((tensor.shape[0], pitch), (pitch, 1), tensor.storage_offset() // pitch * pitch)
+    return tensor.as_strided(
+        (tensor.shape[0], pitch), (pitch, 1), tensor.storage_offset() // pitch * pitch
+    )
 
 
 def unpack(packed: Any) -> Tensor:

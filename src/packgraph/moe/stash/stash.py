@@ -1,7 +1,8 @@
 """The paged stash: what experts save for backward lies in pages, not in tensors of worst-case size.
 
-A layer's expert tensors have R rows, static and enough for the worst routing, of which n are live: a number on the
-device. Kept from forward to backward they cost R rows per layer and microbatch in flight. With the stash
+A layer's expert tensors have R rows, static and enough for the worst routing, of which n are live:
+a number on the device. Kept from forward to backward they cost R rows per layer and microbatch in
+flight. With the stash
 
     forward     experts run on [R, w] tensors; what autograd saves is copied, n rows of it, to pages
                 the [R, w] tensors are free again: one layer's worst case, reused by the next layer
@@ -11,31 +12,34 @@ so memory is one worst case plus the sum of what is live, over all layers and mi
 
 Decisions, with reasons:
 
-* Pages are data. Which page a row is in is decided on the device at every replay, so graphs of all slots share one
-  pool and their forwards and backwards may replay in any order. What a graph's backward must know (the record) is an
-  ordinary tensor in the graphs' own memory, written by its forward.
+* Pages are data. Which page a row is in is decided on the device at every replay, so graphs of all
+  slots share one pool and their forwards and backwards may replay in any order. What a graph's
+  backward must know (the record) is an ordinary tensor in the graphs' own memory, written by its
+  forward.
 * One record per layer and microbatch for all tensors, see `pages.py`.
-* Two forms. `saving` is a block around ordinary code: saved-tensor hooks do the work, the code knows nothing of it. It
-  works eagerly and in captures (hooks are Python: they run when a graph is captured, what they launch is in the graph),
-  not inside code that torch.compile traces. `keep` and `back` are for an explicit autograd function and are fit for
-  torch.compile, and so are the operations that this library's experts use (`experts.py`). All are the
-  same on the same pages.
-* Only row-major floating [R, w] tensors with w >= 8 go to pages; vectors (a weight per row) are left: they are small.
-  A tensor saved twice is stashed once. A view of wider rows (one half of a gated product) takes the whole rows with it
-  and shares them with the other views: what comes back has the layout it had, so kernels compute the same bits. Leaves
-  that need a gradient stay: something else holds them (parameters; inputs of a captured region).
-* Pages go back with the last tensor of a record that the backward asks for. A forward without backward, or whose
-  backward leaves out some of what the block saved, keeps its pages until the next `reset`, which belongs at the
-  beginning of every step.
+* Two forms. `saving` is a block around ordinary code: saved-tensor hooks do the work, the code
+  knows nothing of it. It works eagerly and in captures (hooks are Python: they run when a graph is
+  captured, what they launch is in the graph), not inside code that torch.compile traces. `keep` and
+  `back` are for an explicit autograd function and are fit for torch.compile, and so are the
+  operations that this library's experts use (`experts.py`). All are the same on the same pages.
+* Only row-major floating [R, w] tensors with w >= 8 go to pages; vectors (a weight per row) are
+  left: they are small. A tensor saved twice is stashed once. A view of wider rows (one half of a
+  gated product) takes the whole rows with it and shares them with the other views: what comes back
+  has the layout it had, so kernels compute the same bits. Leaves that need a gradient stay:
+  something else holds them (parameters; inputs of a captured region).
+* Pages go back with the last tensor of a record that the backward asks for. A forward without
+  backward, or whose backward leaves out some of what the block saved, keeps its pages until the
+  next `reset`, which belongs at the beginning of every step.
 * What a checkpoint around the block drops is not stashed, nor what a backward computes again.
-* A layer whose backward follows its forward at once (the last layer of the last chunk) need not be stashed: call it
-  outside of `saving`.
+* A layer whose backward follows its forward at once (the last layer of the last chunk) need not be
+  stashed: call it outside of `saving`.
 
     stash = Stash(device)                   # measures: notes what is saved, counts demand
     with stash.saving(offsets, rows): ...   # warm-up steps
     stash.allocate(pages)                   # from now on it stashes; before the first capture
     stash.attach(model)                     # captures leave the pool as it was
 """
+
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,11 +58,15 @@ class Stash:
 
     page_rows: rows of a page. identity: leave everything as it is (to compare with).
 
-    columns: how many tensors of each dtype and width one layer saves at most; noted until `allocate`.
+    columns: how many tensors of each dtype and width one layer saves at most; noted until
+    `allocate`.
     """
 
-    def __init__(self, device: torch.device | str, page_rows: int = 64, identity: bool = False) -> None:
-        """Raises ValueError for a page that is no multiple of 16 rows: copies go 16 rows at a time."""
+    def __init__(
+        self, device: torch.device | str, page_rows: int = 64, identity: bool = False
+    ) -> None:
+        """Raises ValueError for a page that is no multiple of 16 rows: copies go 16 rows at a
+        time."""
         if page_rows < 1 or page_rows % 16:
             raise ValueError(f"a page of {page_rows} rows: it must be a positive multiple of 16")
         self.device, self.page_rows, self.identity = torch.device(device), page_rows, identity
@@ -68,38 +76,54 @@ class Stash:
         self.hosts: dict[Column, list[Tensor]] = {}
         self.measures = True
 
-    def allocate(self, pages: int, host_pages: int = 0, columns: Mapping[Column, int] | None = None) -> None:
-        """Make the pool; tensors are stashed from now on. columns: instead of those that were noted.
+    def allocate(
+        self, pages: int, host_pages: int = 0, columns: Mapping[Column, int] | None = None
+    ) -> None:
+        """Make the pool; tensors are stashed from now on. columns: instead of those that were
+        noted.
 
-        Graphs captured before go on without pages, or with those they were captured with, unless the new pool is
-        attached to their module: then they are captured again. Nothing may be in flight. Raises ValueError without
-        pages, or when nothing is known of what there is to stash.
+        Graphs captured before go on without pages, or with those they were captured with, unless
+        the new pool is attached to their module: then they are captured again. Nothing may be in
+        flight. Raises ValueError without pages, or when nothing is known of what there is to stash.
         """
         self.columns = dict(self.columns if columns is None else columns)
         if pages < 1 or not self.columns:
-            raise ValueError(f"a stash of {pages} pages for {len(self.columns)} kinds of tensors cannot be made: run a "
-                             "forward within `saving` first, under no checkpoint, or say which columns there are")
+            raise ValueError(
+                f"a stash of {pages} pages for {len(self.columns)} kinds of tensors cannot be "
+                "made: run a "
+                "forward within `saving` first, under no checkpoint, or say which columns there are"
+            )
         self.buffers, self.hosts = {}, {}  # the old ones go before there are new ones
         self.pages = Pages(pages, host_pages, self.device)
         self.buffers = {column: self._memory(column, pages, self.device) for column in self.columns}
-        self.hosts = {column: self._memory(column, host_pages, torch.device("cpu")) if host_pages else []
-                      for column in self.columns}
+        self.hosts = {
+            column: self._memory(column, host_pages, torch.device("cpu")) if host_pages else []
+            for column in self.columns
+        }
         self.measures = False
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Tell graphs of `module` of the pool, once it is allocated: its state becomes a buffer of `module`, not saved.
+        """Tell graphs of `module` of the pool, once it is allocated: its state becomes a buffer of
+        `module`, not saved.
 
-        Buffers are put back when a capture is over. Without that, a capture that runs a forward and not its backward
-        (it failed in between; on CUDA also when an eager stage follows) keeps its pages until the next reset. And a
-        pool that is replaced is seen: the graphs are captured again.
+        Buffers are put back when a capture is over. Without that, a capture that runs a forward and
+        not its backward (it failed in between; on CUDA also when an eager stage follows) keeps its
+        pages until the next reset. And a pool that is replaced is seen: the graphs are captured
+        again.
         """
         module.register_buffer("stash_state", self.pages.state, persistent=False)
 
     def _memory(self, column: Column, pages: int, device: torch.device) -> list[Tensor]:
         dtype, width = column
-        pinned = device.type == "cpu" and self.device.type == "cuda"  # the kernels write to it over the bus
-        return [torch.empty(pages * self.page_rows + 1, width, dtype=dtype, device=device, pin_memory=pinned)
-                for _ in range(self.columns[column])]
+        pinned = (
+            device.type == "cpu" and self.device.type == "cuda"
+        )  # the kernels write to it over the bus
+        return [
+            torch.empty(
+                pages * self.page_rows + 1, width, dtype=dtype, device=device, pin_memory=pinned
+            )
+            for _ in range(self.columns[column])
+        ]
 
     def nbytes(self, host: bool = False) -> int:
         """Bytes of all pages on the device (or on the host)."""
@@ -108,15 +132,19 @@ class Stash:
 
     @contextlib.contextmanager
     def saving(self, offsets: Tensor, rows: int, leave: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Within the block [rows, w] tensors saved for backward are stashed, offsets[-1] rows of them.
+        """Within the block [rows, w] tensors saved for backward are stashed, offsets[-1] rows of
+        them.
 
-        offsets: int [E], its last entry at most `rows`, unchanged until the block ends. leave: tensors that stay where
-        they are, because something else keeps them anyway. What is behind the live rows comes back as zeros, so the
-        block must only hold code that does not care. Raises RuntimeError inside code that torch.compile traces.
+        offsets: int [E], its last entry at most `rows`, unchanged until the block ends. leave:
+        tensors that stay where they are, because something else keeps them anyway. What is behind
+        the live rows comes back as zeros, so the block must only hold code that does not care.
+        Raises RuntimeError inside code that torch.compile traces.
         """
         if torch.compiler.is_compiling() and not self.identity:
-            raise RuntimeError("Stash.saving works by saved-tensor hooks, which compiled code does not call: use "
-                               "Stash.keep and Stash.back in an autograd function, or leave the stage uncompiled")
+            raise RuntimeError(
+                "Stash.saving works by saved-tensor hooks, which compiled code does not call: use "
+                "Stash.keep and Stash.back in an autograd function, or leave the stage uncompiled"
+            )
         if self.identity or are_others():
             yield
             return
@@ -128,34 +156,56 @@ class Stash:
     def keep(self, offsets: Tensor, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Stash `sources`, [R, w] each, and return what to save for backward in their place.
 
-        For the forward of an autograd function; `back` undoes it. Such a forward runs without gradients too, where
-        pages that nobody brings back are lost until the next reset: ask torch.is_grad_enabled() before the function is
-        applied. offsets: int [E], offsets[-1] rows are live. Raises
-        RuntimeError where the pool has no column for a source. Under a checkpoint, or other hooks of saved tensors, it
-        returns `sources` (but for compiled code, which cannot know).
+        For the forward of an autograd function; `back` undoes it. Such a forward runs without
+        gradients too, where pages that nobody brings back are lost until the next reset: ask
+        torch.is_grad_enabled() before the function is applied. offsets: int [E], offsets[-1] rows
+        are live. Raises RuntimeError where the pool has no column for a source. Under a checkpoint,
+        or other hooks of saved tensors, it returns `sources` (but for compiled code, which cannot
+        know).
         """
         memory = self.memory([(source.dtype, source.shape[1]) for source in sources])
         if memory is None:
             return tuple(sources)
         (buffers, hosts), pages = memory, self.pages
-        record = keep(pages.state, buffers, hosts, list(sources), offsets, self.page_rows, pages.pages,
-                      pages.host_pages)
+        record = keep(
+            pages.state,
+            buffers,
+            hosts,
+            list(sources),
+            offsets,
+            self.page_rows,
+            pages.pages,
+            pages.host_pages,
+        )
         return record, pages.state, *buffers, *hosts
 
     def back(self, kept: Sequence[Tensor], rows: int) -> list[Tensor]:
-        """The tensors that `keep` was given, [rows, w], zero behind the live rows. Once: their pages are free then.
+        """The tensors that `keep` was given, [rows, w], zero behind the live rows. Once: their
+        pages are free then.
 
-        In compiled code some of them must be used: a compiler leaves out what nobody reads, and their release with it.
+        In compiled code some of them must be used: a compiler leaves out what nobody reads, and
+        their release with it.
         """
         if self.identity or self.measures or kept[0].is_floating_point():  # no record of pages
             return list(kept)
         record, state, *memories = kept
         count = len(memories) // 2 if self.pages.host_pages else len(memories)
-        return take(state, memories[:count], memories[count:], record, record, rows, self.page_rows, self.pages.pages,
-                    self.pages.host_pages, True)[:-1]
+        return take(
+            state,
+            memories[:count],
+            memories[count:],
+            record,
+            record,
+            rows,
+            self.page_rows,
+            self.pages.pages,
+            self.pages.host_pages,
+            True,
+        )[:-1]
 
     def verdict(self) -> Tensor:
-        """Whether something did not fit since the last `clear`: bool [], on the device, a tensor of its own."""
+        """Whether something did not fit since the last `clear`: bool [], on the device, a tensor of
+        its own."""
         return self.pages.state[OVERFLOW] != 0
 
     def need_hi(self) -> Tensor:
@@ -171,7 +221,8 @@ class Stash:
         return self.pages.state[DEMAND].clone()
 
     def reset(self) -> None:
-        """All pages are free again: for the beginning of a step, when nothing is in flight. The verdict stays."""
+        """All pages are free again: for the beginning of a step, when nothing is in flight. The
+        verdict stays."""
         self.pages.reset()
 
     def clear(self) -> None:
@@ -180,13 +231,17 @@ class Stash:
 
     def reserve(self, offsets: Tensor, rows: int) -> Tensor:
         """A record for the first offsets[-1] of `rows` rows."""
-        return reserve(self.pages.state, offsets, rows, self.page_rows, self.pages.pages, self.pages.host_pages)
+        return reserve(
+            self.pages.state, offsets, rows, self.page_rows, self.pages.pages, self.pages.host_pages
+        )
 
     def memory(self, columns: Sequence[Column]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """The pages for a layer's tensors of these columns, in order: on the device, and on the host if there are any.
+        """The pages for a layer's tensors of these columns, in order: on the device, and on the
+        host if there are any.
 
-        None where nothing is stashed: while the stash measures, which notes the columns, with identity, and where what
-        is saved is somebody else's. Raises RuntimeError where the pool has no column for one.
+        None where nothing is stashed: while the stash measures, which notes the columns, with
+        identity, and where what is saved is somebody else's. Raises RuntimeError where the pool has
+        no column for one.
         """
         if self.identity or (not torch.compiler.is_compiling() and are_others()):
             return None
@@ -204,7 +259,11 @@ class Stash:
 
     def host_memory(self, places: Sequence[tuple[Column, int]]) -> list[Tensor]:
         """The host memory of these columns; none where there is no such tier."""
-        return [self.hosts[column][number] for column, number in places] if self.pages.host_pages else []
+        return (
+            [self.hosts[column][number] for column, number in places]
+            if self.pages.host_pages
+            else []
+        )
 
     def note(self, used: Mapping[Column, int]) -> None:
         """A layer saves `used[column]` tensors of each column."""
@@ -214,6 +273,9 @@ class Stash:
     def check(self, column: Column, number: int) -> None:
         """Raise RuntimeError unless there are pages for the `number`-th tensor of a column."""
         if number >= self.columns.get(column, 0):
-            raise RuntimeError(f"a layer saves {number + 1} tensors of {column[0]} and width {column[1]}, but the "
-                               f"stash has pages for {self.columns.get(column, 0)}: it was allocated for other layers. "
-                               "Measure with these, or give their columns to Stash.allocate")
+            raise RuntimeError(
+                f"a layer saves {number + 1} tensors of {column[0]} and width {column[1]}, but the "
+                f"stash has pages for {self.columns.get(column, 0)}: it was allocated for other "
+                "layers. "
+                "Measure with these, or give their columns to Stash.allocate"
+            )

@@ -1,16 +1,18 @@
 """Causal attention within packed documents: one signature, several backends.
 
-    documents   |--- A ---|-- B --|- C -|..padding..|   a row sees the earlier rows of its own document only
+    documents   |--- A ---|-- B --|- C -|..padding..|   a row sees the earlier rows of its own
+    document only
 
-A backend is a function (q, k, v, meta, scale) -> out in a file of its own; BACKENDS names them. `naive` is
-the specification and reads boundaries on the host; the others can be captured, and torch.compile sees one
-graph around each. All give exact zeros in padding, in the output and in the gradients, whatever the padding
-rows of q, k and v held.
+A backend is a function (q, k, v, meta, scale) -> out in a file of its own; BACKENDS names them.
+`naive` is the specification and reads boundaries on the host; the others can be captured, and
+torch.compile sees one graph around each. All give exact zeros in padding, in the output and in the
+gradients, whatever the padding rows of q, k and v held.
 
     flash    flash-attn-4, if it is installed and knows the device and the head sizes   CUDA, bfloat16, float16
     varlen   torch's own kernel                                                         CUDA, bfloat16, float16
     sdpa     torch's SDPA with a [T, T] mask                                            everywhere
-"""
+"""  # noqa: E501
+
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -26,16 +28,29 @@ from packgraph.ops.attention.sdpa import sdpa_attention
 from packgraph.ops.attention.varlen import varlen_attention, varlen_problems
 from packgraph.ops.attention.zigzag_attention import zigzag_attention
 
-__all__ = ["BACKENDS", "AttentionMetadata", "BackendChoice", "attention", "attention_metadata", "choose_backend"]
+__all__ = [
+    "BACKENDS",
+    "AttentionMetadata",
+    "BackendChoice",
+    "attention",
+    "attention_metadata",
+    "choose_backend",
+]
 
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None], Tensor]
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {"naive": naive_attention, "sdpa": sdpa_attention, "varlen": varlen_attention, "flash": flash_attention}
+    {
+        "naive": naive_attention,
+        "sdpa": sdpa_attention,
+        "varlen": varlen_attention,
+        "flash": flash_attention,
+    }
 )
 
 
 class BackendChoice(NamedTuple):
-    """The backend for a model. name: of BACKENDS. reason: why no faster one was taken; empty when it is the fastest."""
+    """The backend for a model. name: of BACKENDS. reason: why no faster one was taken; empty when
+    it is the fastest."""
 
     name: str
     reason: str
@@ -46,8 +61,11 @@ class BackendChoice(NamedTuple):
 
 # A constant for compiled code: nothing that it looks at changes while a process runs.
 @torch.compiler.assume_constant_result
-def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> BackendChoice:
-    """The fastest backend that can run q and k [T, heads, head_dim] and v [T, heads, value_dim] of `dtype`."""
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> BackendChoice:
+    """The fastest backend that can run q and k [T, heads, head_dim] and v [T, heads, value_dim] of
+    `dtype`."""
     problems = flash_problems(device, dtype, head_dim, value_dim)
     if not problems:
         return BackendChoice("flash", "")
@@ -55,7 +73,9 @@ def choose_backend(device: torch.device, dtype: torch.dtype, head_dim: int, valu
     missing = varlen_problems(device, dtype, head_dim, value_dim)
     if not missing:
         return BackendChoice("varlen", why)
-    return BackendChoice("sdpa", why if device.type != "cuda" else f"{why}; no varlen: {'; '.join(missing)}")
+    return BackendChoice(
+        "sdpa", why if device.type != "cuda" else f"{why}; no varlen: {'; '.join(missing)}"
+    )
 
 
 def attention(
@@ -63,15 +83,17 @@ def attention(
 ) -> Tensor:
     """Causal attention within documents by the backend that `meta` was built for.
 
-    q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv]; Hq is a multiple of Hkv, query head h reads key head
-    h // (Hq / Hkv). scale: factor on the scores, default D ** -0.5. Returns [T, Hq, Dv], zero in padding.
-    Where the row is spread over ranks (`meta.context`), T is the number of this rank's rows in q, k, v and the result;
-    the ranks exchange heads for rows (ops/attention/context.py) or gather keys and values
-    (ops/attention/zigzag_attention.py), so the call is collective.
-    Raises ValueError for shapes that do not fit together or that the backend does not support.
+    q: [T, Hq, D]; k: [T, Hkv, D]; v: [T, Hkv, Dv]; Hq is a multiple of Hkv, query head h reads key
+    head h // (Hq / Hkv). scale: factor on the scores, default D ** -0.5. Returns [T, Hq, Dv], zero
+    in padding. Where the row is spread over ranks (`meta.context`), T is the number of this rank's
+    rows in q, k, v and the result; the ranks exchange heads for rows (ops/attention/context.py) or
+    gather keys and values (ops/attention/zigzag_attention.py), so the call is collective. Raises
+    ValueError for shapes that do not fit together or that the backend does not support.
     """
     context = meta.context
-    num_tokens = meta.padding_mask.shape[0] // (1 if context is None or meta.keys is not None else context.size)
+    num_tokens = meta.padding_mask.shape[0] // (
+        1 if context is None or meta.keys is not None else context.size
+    )
     if not (
         q.dim() == k.dim() == v.dim() == 3
         and q.shape[0] == k.shape[0] == v.shape[0] == num_tokens
@@ -80,12 +102,16 @@ def attention(
         and q.shape[1] % k.shape[1] == 0
     ):
         raise ValueError(
-            f"attention shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}. Each "
-            f"is [T, heads, head_dim] with T = {num_tokens} as in the batch; q and k share head_dim, k and v "
+            f"attention shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v "
+            f"{tuple(v.shape)}. Each "
+            f"is [T, heads, head_dim] with T = {num_tokens} as in the batch; q and k share "
+            "head_dim, k and v "
             "share heads, and q's heads are a multiple of k's."
         )
     if context is None:
         return BACKENDS[meta.backend](q, k, v, meta, scale)
     if meta.keys is not None:
         return zigzag_attention(q, k, v, meta, scale, BACKENDS[meta.backend])
-    return own_heads_back(BACKENDS[meta.backend](*whole_rows(q, k, v, context), meta, scale), context)
+    return own_heads_back(
+        BACKENDS[meta.backend](*whole_rows(q, k, v, context), meta, scale), context
+    )

@@ -1,24 +1,31 @@
-"""Attention by flash-attn-4 (`flash_attn.cute`): the fastest kernels on Hopper and Blackwell, compiled at first use.
+"""Attention by flash-attn-4 (`flash_attn.cute`): the fastest kernels on Hopper and Blackwell,
+compiled at first use.
 
     rows  0 .. cu_seqlens[-1]     the documents: computed
-          cu_seqlens[-1] .. T     padding: the kernels leave these rows of the output and all gradients UNWRITTEN
+          cu_seqlens[-1] .. T     padding: the kernels leave these rows of the output and all
+                                  gradients UNWRITTEN
 
-    and a tile that crosses the end of a document READS the rows behind it: the next document's, or padding. Their
-    probability is 0, but 0 times NaN is NaN. So padding is set to zero on the way in too, gradients included, unless
-    the caller vouches for finite numbers there (`finite_padding`), as a decoder whose padding begins as zeros can.
+    and a tile that crosses the end of a document READS the rows behind it: the next document's, or
+        padding. Their
+    probability is 0, but 0 times NaN is NaN. So padding is set to zero on the way in too, gradients
+    included, unless the caller vouches for finite numbers there (`finite_padding`), as a decoder
+    whose padding begins as zeros can.
 
-With grouped queries the backward sums the gradients of keys and values in float32, in memory that it zeroes for every
-place of a document, filled or not: T + 128 (N + 1) rows. Where places outweigh tokens, keys and values are repeated to
-all heads instead, and their gradients are added up afterwards.
+With grouped queries the backward sums the gradients of keys and values in float32, in memory that
+it zeroes for every place of a document, filled or not: T + 128 (N + 1) rows. Where places outweigh
+tokens, keys and values are repeated to all heads instead, and their gradients are added up
+afterwards.
 
-The kernels are two custom operations with shapes known beforehand, so that torch.compile sees one graph around them.
-All that varies is on the device; `longest` is a host bound and `cu_seqlens` has the capacity's length. The library
-compiles a kernel for each set of head sizes, dtype and flags when it is first called (seconds): a call before a capture
-(a warm-up step, a rehearsal) does that.
+The kernels are two custom operations with shapes known beforehand, so that torch.compile sees one
+graph around them. All that varies is on the device; `longest` is a host bound and `cu_seqlens` has
+the capacity's length. The library compiles a kernel for each set of head sizes, dtype and flags
+when it is first called (seconds): a call before a capture (a warm-up step, a rehearsal) does that.
 
-Interface: flash-attn-4 4.0.0b36, https://github.com/Dao-AILab/flash-attention (BSD-3). Its autograd function is not
-used, since torch.compile cannot look into it; the functions below it are called instead.
+Interface: flash-attn-4 4.0.0b36, https://github.com/Dao-AILab/flash-attention (BSD-3). Its autograd
+function is not used, since torch.compile cannot look into it; the functions below it are called
+instead.
 """
+
 import functools
 import importlib
 import inspect
@@ -36,10 +43,29 @@ HOPPER, BLACKWELL = 9, (10, 11)  # major compute capabilities
 ROWS_PER_PLACE = 128  # rows of float32 sums for each place of a document
 MOST_REPEATS = 4
 _MODULE = "flash_attn.cute.interface"
-_FORWARD_NEEDS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal",
-                  "return_lse", "out", "lse"}
-_BACKWARD_NEEDS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal",
-                   "deterministic", "dq", "dk", "dv"}
+_FORWARD_NEEDS = {
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "softmax_scale",
+    "causal",
+    "return_lse",
+    "out",
+    "lse",
+}
+_BACKWARD_NEEDS = {
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "softmax_scale",
+    "causal",
+    "deterministic",
+    "dq",
+    "dk",
+    "dv",
+}
 
 
 class Kernels(NamedTuple):
@@ -62,15 +88,27 @@ def library() -> Library:
     try:
         module = importlib.import_module(_MODULE)
     except ImportError as error:
-        absent = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("flash_attn")
-        why = "flash-attn-4 is not installed" if absent else f"flash-attn-4 cannot be imported ({error})"
+        absent = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(
+            "flash_attn"
+        )
+        why = (
+            "flash-attn-4 is not installed"
+            if absent
+            else f"flash-attn-4 cannot be imported ({error})"
+        )
         return Library(None, why)
-    forward, backward = (getattr(module, name, _absent) for name in ("_flash_attn_fwd", "_flash_attn_bwd"))
+    forward, backward = (
+        getattr(module, name, _absent) for name in ("_flash_attn_fwd", "_flash_attn_bwd")
+    )
     missing = (_FORWARD_NEEDS - set(inspect.signature(forward).parameters)) | (
-        _BACKWARD_NEEDS - set(inspect.signature(backward).parameters))
+        _BACKWARD_NEEDS - set(inspect.signature(backward).parameters)
+    )
     if missing:
-        return Library(None, "this version of flash-attn-4 has another interface (4.0.0b36 is known to work): its "
-                             f"functions do not take {', '.join(sorted(missing))}")
+        return Library(
+            None,
+            "this version of flash-attn-4 has another interface (4.0.0b36 is known to work): its "
+            f"functions do not take {', '.join(sorted(missing))}",
+        )
     return Library(Kernels(forward, backward), None)
 
 
@@ -78,7 +116,9 @@ def _absent() -> None:
     """Stands for a function that the library does not have: it takes nothing that is needed."""
 
 
-def flash_problems(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> list[str]:
+def flash_problems(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> list[str]:
     """Every reason why flash-attn-4 cannot serve tensors like these; none if it can."""
     if device.type != "cuda":
         return [f"the tensors are on {device}"]
@@ -87,15 +127,19 @@ def flash_problems(device: torch.device, dtype: torch.dtype, head_dim: int, valu
     if major != HOPPER and major not in BLACKWELL:
         reasons.append(f"the device has compute capability {major}.x, not 9.x, 10.x or 11.x")
     elif not _knows_sizes(major, head_dim, value_dim):
-        reasons.append(f"head sizes {head_dim} (keys) and {value_dim} (values) have no kernel for compute capability "
-                       f"{major}.x")
+        reasons.append(
+            f"head sizes {head_dim} (keys) and {value_dim} (values) have no kernel for compute "
+            "capability "
+            f"{major}.x"
+        )
     if not reasons and (reason := library().reason) is not None:
         reasons.append(reason)
     return reasons
 
 
 def _knows_sizes(major: int, head_dim: int, value_dim: int) -> bool:
-    # On Hopper shared memory is laid out for 32 columns and loaded by as many as there are: 24 and 16 did not compile.
+    # On Hopper shared memory is laid out for 32 columns and loaded by as many as there are: 24 and
+    # 16 did not compile.
     step = 32 if major == HOPPER else 8
     if head_dim % step or value_dim % step:
         return False
@@ -104,11 +148,13 @@ def _knows_sizes(major: int, head_dim: int, value_dim: int) -> bool:
     return known or (8 <= head_dim <= most and 8 <= value_dim <= most)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None) -> Tensor:
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
+) -> Tensor:
     """Attention by flash-attn-4. Shapes as in `attention`; CUDA, bfloat16 or float16.
 
-    The backward repeats bitwise, and does not depend on the capacity, when deterministic algorithms are on.
-    Raises ValueError where it cannot run, with all reasons.
+    The backward repeats bitwise, and does not depend on the capacity, when deterministic algorithms
+    are on. Raises ValueError where it cannot run, with all reasons.
     """
     _check_supported(q, v)
     if not meta.finite_padding:
@@ -120,77 +166,173 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, sc
     # Never for bits that are not to depend on the capacity.
     if not deterministic and repeats_heads(k.shape[0], meta.cu_seqlens.shape[0] - 1, group):
         k, v = (x.unsqueeze(2).expand(-1, -1, group, -1).flatten(1, 2) for x in (k, v))
-    return _forward(q, k, v, meta.cu_seqlens, meta.cu_keys, meta.padding_mask, meta.key_tail, meta.longest,
-                    meta.most_keys, scale, deterministic, meta.finite_padding)[0]
+    return _forward(
+        q,
+        k,
+        v,
+        meta.cu_seqlens,
+        meta.cu_keys,
+        meta.padding_mask,
+        meta.key_tail,
+        meta.longest,
+        meta.most_keys,
+        scale,
+        deterministic,
+        meta.finite_padding,
+    )[0]
 
 
 def repeats_heads(tokens: int, documents: int, group: int) -> bool:
-    """Whether keys and values are repeated for the `group` query heads that share them, at a capacity.
+    """Whether keys and values are repeated for the `group` query heads that share them, at a
+    capacity.
 
-    By bytes: the sums that this saves have `tokens + 128 * (documents + 1)` rows of 4 bytes per head, the repeated
-    tensors and their gradients `group * tokens` rows of about 6. Still to be measured.
+    By bytes: the sums that this saves have `tokens + 128 * (documents + 1)` rows of 4 bytes per
+    head, the repeated tensors and their gradients `group * tokens` rows of about 6. Still to be
+    measured.
     """
-    return 1 < group <= MOST_REPEATS and tokens + ROWS_PER_PLACE * (documents + 1) > 2 * group * tokens
+    return (
+        1 < group <= MOST_REPEATS and tokens + ROWS_PER_PLACE * (documents + 1) > 2 * group * tokens
+    )
 
 
 def _check_supported(q: Tensor, v: Tensor) -> None:
     reasons = _problems_of(q.device, q.dtype, q.shape[-1], v.shape[-1])
     if reasons:
-        raise ValueError(f"attention backend 'flash' cannot run: {'; '.join(reasons)}. Use attention_backend='auto'.")
+        raise ValueError(
+            f"attention backend 'flash' cannot run: {'; '.join(reasons)}. Use "
+            "attention_backend='auto'."
+        )
 
 
 @torch.compiler.assume_constant_result
-def _problems_of(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> tuple[str, ...]:
+def _problems_of(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> tuple[str, ...]:
     return tuple(flash_problems(device, dtype, head_dim, value_dim))
 
 
 @torch.library.custom_op("packgraph::flash_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, padding: Tensor, key_tail: Tensor,
-             longest: int, most_keys: int, scale: float, deterministic: bool, finite: bool) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    padding: Tensor,
+    key_tail: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+    deterministic: bool,
+    finite: bool,
+) -> tuple[Tensor, Tensor]:
     """out [T, Hq, Dv], zero in padding; log-sum-exp float32 [Hq, T], not written in padding.
 
-    padding, key_tail, deterministic and finite (whether the gradient of out is finite in padding) are for the backward.
+    padding, key_tail, deterministic and finite (whether the gradient of out is finite in padding)
+    are for the backward.
     """
     kernels = _kernels()
     # Zeroed beforehand and not masked afterwards: that would read and write it all once more.
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    kernels.forward(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_keys, max_seqlen_q=longest,
-                    max_seqlen_k=most_keys, softmax_scale=scale, causal=True, return_lse=True, out=out, lse=lse)
+    kernels.forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_keys,
+        max_seqlen_q=longest,
+        max_seqlen_k=most_keys,
+        softmax_scale=scale,
+        causal=True,
+        return_lse=True,
+        out=out,
+        lse=lse,
+    )
     return out, lse
 
 
 @_forward.register_fake
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, padding: Tensor,
-                    key_tail: Tensor, longest: int, most_keys: int, scale: float, deterministic: bool, finite: bool
-                    ) -> tuple[Tensor, Tensor]:
+def _forward_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    padding: Tensor,
+    key_tail: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+    deterministic: bool,
+    finite: bool,
+) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("packgraph::flash_attention_backward", mutates_args=())
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-              cu_keys: Tensor, longest: int, most_keys: int, scale: float, deterministic: bool
-              ) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, shaped as q, k and v; not written in padding."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    _kernels().backward(q, k, v, out, grad.contiguous(), lse, softmax_scale=scale, causal=True,
-                        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_keys, max_seqlen_q=longest, max_seqlen_k=most_keys,
-                        deterministic=deterministic, dq=dq, dk=dk, dv=dv)
+    _kernels().backward(
+        q,
+        k,
+        v,
+        out,
+        grad.contiguous(),
+        lse,
+        softmax_scale=scale,
+        causal=True,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_keys,
+        max_seqlen_q=longest,
+        max_seqlen_k=most_keys,
+        deterministic=deterministic,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+    )
     return dq, dk, dv
 
 
 @_backward.register_fake
-def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-                     cu_keys: Tensor, longest: int, most_keys: int, scale: float, deterministic: bool
-                     ) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic, ctx.finite = inputs
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp, whose gradient nobody has
+    ctx.set_materialize_grads(
+        False
+    )  # else zeros are made for the log-sum-exp, whose gradient nobody has
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
@@ -198,8 +340,14 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     padding, tail = mask[:, None, None], key_tail[:, None, None]
     grad = grad if ctx.finite else grad.masked_fill(padding, 0.0)
     dq, dk, dv = _backward(grad, *saved, ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic)
-    if ctx.finite:  # otherwise q, k and v were masked on the way in, and their gradients are on the way out
-        dq, dk, dv = dq.masked_fill(padding, 0.0), dk.masked_fill(tail, 0.0), dv.masked_fill(tail, 0.0)
+    if (
+        ctx.finite
+    ):  # otherwise q, k and v were masked on the way in, and their gradients are on the way out
+        dq, dk, dv = (
+            dq.masked_fill(padding, 0.0),
+            dk.masked_fill(tail, 0.0),
+            dv.masked_fill(tail, 0.0),
+        )
     return (dq, dk, dv, *[None] * 9)
 
 

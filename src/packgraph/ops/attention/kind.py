@@ -1,13 +1,17 @@
-"""How the ranks of a context share attention, and what room their way takes: pure functions of counts and lengths.
+"""How the ranks of a context share attention, and what room their way takes: pure functions of
+counts and lengths.
 
     ulysses   the row is cut evenly as it is packed; in attention a rank has all rows of some heads
-    zigzag    each document is padded to a multiple of 2c and cut into 2c parts, rank r has parts r and 2c - 1 - r; in
+    zigzag    each document is padded to a multiple of 2c and cut into 2c parts, rank r has parts r
+              and 2c - 1 - r; in
               attention a rank has all heads of its own rows, and keys and values of all rows
 
-Ulysses sends each rank the queries, keys, values and outputs of its rows once and keeps attention exactly balanced,
-but shares out heads: there must be a multiple of c of them. Zigzag sends keys and values of all rows to everybody, and
-keeps them for the backward. So zigzag is taken where there is no other way, or by hand.
+Ulysses sends each rank the queries, keys, values and outputs of its rows once and keeps attention
+exactly balanced, but shares out heads: there must be a multiple of c of them. Zigzag sends keys and
+values of all rows to everybody, and keeps them for the backward. So zigzag is taken where there is
+no other way, or by hand.
 """
+
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -33,10 +37,15 @@ def choose_context_kind(ranks: int, heads: int, wish: ContextWish = "auto") -> C
     if wish == "zigzag":
         return ContextChoice("zigzag", "asked for")
     if heads % ranks == 0:
-        return ContextChoice("ulysses", "asked for" if wish == "ulysses" else f"{ranks} ranks divide {heads} heads")
+        return ContextChoice(
+            "ulysses", "asked for" if wish == "ulysses" else f"{ranks} ranks divide {heads} heads"
+        )
     if wish == "ulysses":
-        raise ValueError(f"ulysses shares the heads among the ranks of a context, so their number ({heads}) must be a "
-                         f"multiple of the ranks ({ranks}); use zigzag, or auto")
+        raise ValueError(
+            f"ulysses shares the heads among the ranks of a context, so their number ({heads}) "
+            "must be a "
+            f"multiple of the ranks ({ranks}); use zigzag, or auto"
+        )
     return ContextChoice("zigzag", f"{ranks} ranks do not divide {heads} heads")
 
 
@@ -50,25 +59,40 @@ def row_places(lengths: Iterable[int], multiple: int) -> int:
     return sum(places(length, multiple) for length in lengths)
 
 
-def row_problems(lengths: Iterable[int] | None, tokens: int, kind: ContextKind, ranks: int) -> list[str]:
-    """Every reason why a row of `tokens` places with documents of `lengths` cannot be spread over `ranks` ranks.
+def row_problems(
+    lengths: Iterable[int] | None, tokens: int, kind: ContextKind, ranks: int
+) -> list[str]:
+    """Every reason why a row of `tokens` places with documents of `lengths` cannot be spread over
+    `ranks` ranks.
 
     lengths: None where they are not known.
     """
     multiple = document_multiple(kind, ranks)
     if tokens % ranks:
-        return [f"a row of {tokens} tokens cannot be spread evenly over {ranks} ranks; use capacities whose tokens are "
-                "a multiple of them"]
+        return [
+            f"a row of {tokens} tokens cannot be spread evenly over {ranks} ranks; use capacities "
+            "whose tokens are "
+            "a multiple of them"
+        ]
     if tokens % multiple:
-        return [f"a row of {tokens} tokens cannot be cut into the {multiple} parts that zigzag needs with {ranks} "
-                "ranks; use capacities whose tokens are a multiple of them"]
+        return [
+            f"a row of {tokens} tokens cannot be cut into the {multiple} parts that zigzag needs "
+            f"with {ranks} "
+            "ranks; use capacities whose tokens are a multiple of them"
+        ]
     if lengths is None or multiple == 1:
         return []
     known = list(lengths)
-    if -multiple * sum([-length // multiple for length in known]) <= tokens:  # asked for every microbatch: microseconds
+    if (
+        -multiple * sum([-length // multiple for length in known]) <= tokens
+    ):  # asked for every microbatch: microseconds
         return []
     ends = list(accumulate(places(length, multiple) for length in known))
     first = next(number for number, end in enumerate(ends) if end > tokens)
-    return [f"its documents take up {ends[-1]} places, each a multiple of {multiple} with zigzag over {ranks} ranks, "
-            f"but the row has {tokens}: from document {first} ({known[first]} tokens) on they do not fit; pack with "
-            f"multiple={multiple}"]
+    return [
+        f"its documents take up {ends[-1]} places, each a multiple of {multiple} with zigzag over "
+        f"{ranks} ranks, "
+        f"but the row has {tokens}: from document {first} ({known[first]} tokens) on they do not "
+        "fit; pack with "
+        f"multiple={multiple}"
+    ]

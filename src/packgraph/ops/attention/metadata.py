@@ -1,8 +1,9 @@
 """What attention needs to know about a microbatch, computed once and shared by all layers.
 
-Everything that changes from microbatch to microbatch is a device tensor; the two host values (`longest`,
-`backend`) are fixed by the capacity and the model, so a captured graph may bake them.
+Everything that changes from microbatch to microbatch is a device tensor; the two host values
+(`longest`, `backend`) are fixed by the capacity and the model, so a captured graph may bake them.
 """
+
 from typing import NamedTuple
 
 import torch
@@ -17,16 +18,16 @@ from packgraph.packing.capacity import places
 class AttentionMetadata(NamedTuple):
     """Boundaries of the documents in one microbatch, as attention backends want them.
 
-    cu_seqlens: int32 [N+1], the tail repeats the last value. padding_mask: bool [T], True = padding.
-    mask: bool [T, T], True where row may look at column, only for the backend `sdpa`.
-    longest: bound on the tokens of one document. backend: name of the backend that this was built for.
-    finite_padding: the caller vouches that rows of padding in q, k, v and in the gradient of the output are finite
-    numbers, so that nobody needs to clear them.
-    context: the ranks that the row is spread over, each with T / size rows of q, k and v; None = this one has all. The
-    other entries describe the whole row on every rank.
-    keys: where keys and values are other rows than queries (zigzag): their boundaries `keys.cu_keys` beside
-    `cu_seqlens` of the queries. Both have as many documents; a query sees the keys of its document up to its own
-    place, counted from the document's end. padding_mask is then bool [R] of the queries' rows, mask bool [R, Kx].
+    cu_seqlens: int32 [N+1], the tail repeats the last value. padding_mask: bool [T], True =
+    padding. mask: bool [T, T], True where row may look at column, only for the backend `sdpa`.
+    longest: bound on the tokens of one document. backend: name of the backend that this was built
+    for. finite_padding: the caller vouches that rows of padding in q, k, v and in the gradient of
+    the output are finite numbers, so that nobody needs to clear them. context: the ranks that the
+    row is spread over, each with T / size rows of q, k and v; None = this one has all. The other
+    entries describe the whole row on every rank. keys: where keys and values are other rows than
+    queries (zigzag): their boundaries `keys.cu_keys` beside `cu_seqlens` of the queries. Both have
+    as many documents; a query sees the keys of its document up to its own place, counted from the
+    document's end. padding_mask is then bool [R] of the queries' rows, mask bool [R, Kx].
     longest_keys: bound on the keys of one document.
     """
 
@@ -56,9 +57,16 @@ class AttentionMetadata(NamedTuple):
         return self.longest if self.keys is None else self.longest_keys
 
 
-def attention_metadata(batch: PackedBatch, backend: str, *, finite_padding: bool = False,
-                       context: ContextGroup | None = None, tables: ZigzagTables | None = None) -> AttentionMetadata:
-    """Build the metadata of one microbatch for `backend` (see `packgraph.ops.attention.api.BACKENDS`).
+def attention_metadata(
+    batch: PackedBatch,
+    backend: str,
+    *,
+    finite_padding: bool = False,
+    context: ContextGroup | None = None,
+    tables: ZigzagTables | None = None,
+) -> AttentionMetadata:
+    """Build the metadata of one microbatch for `backend` (see
+    `packgraph.ops.attention.api.BACKENDS`).
 
     tables: of the row, where it is cut in zigzag and they are there already.
     """
@@ -78,14 +86,20 @@ def attention_metadata(batch: PackedBatch, backend: str, *, finite_padding: bool
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
-    """Causal-within-document mask, bool [T, T], from int [T] document ids (padding has an id of its own)."""
+    """Causal-within-document mask, bool [T, T], from int [T] document ids (padding has an id of its
+    own)."""
     index = torch.arange(document_ids.shape[0], device=document_ids.device)
     same_document = document_ids[:, None] == document_ids[None, :]
     return same_document & (index[:, None] >= index[None, :])
 
 
-def _zigzag_metadata(batch: PackedBatch, backend: str, finite_padding: bool, context: ContextGroup,
-                     tables: ZigzagTables) -> AttentionMetadata:
+def _zigzag_metadata(
+    batch: PackedBatch,
+    backend: str,
+    finite_padding: bool,
+    context: ContextGroup,
+    tables: ZigzagTables,
+) -> AttentionMetadata:
     rows, keys = tables
     longest = min(places(batch.capacity.bound, 2 * context.size), batch.capacity.tokens)
     return AttentionMetadata(
@@ -102,10 +116,13 @@ def _zigzag_metadata(batch: PackedBatch, backend: str, finite_padding: bool, con
 
 
 def prefix_mask(keys: PrefixRows, rows: int) -> Tensor:
-    """bool [rows, Kx]: whether a query may look at a key. Tails look at each other, so that softmax is defined."""
+    """bool [rows, Kx]: whether a query may look at a key. Tails look at each other, so that softmax
+    is defined."""
     document, before = _within(keys.cu_queries, rows)
     key_document, key = _within(keys.cu_keys, keys.tail.shape[0])
-    ahead = torch.cat((keys.cu_keys.diff() - keys.cu_queries.diff(), keys.cu_keys.new_zeros(1)))  # keys before a part
+    ahead = torch.cat(
+        (keys.cu_keys.diff() - keys.cu_queries.diff(), keys.cu_keys.new_zeros(1))
+    )  # keys before a part
     return (document[:, None] == key_document) & (key <= (before + ahead[document])[:, None])
 
 

@@ -1,16 +1,20 @@
-"""Attention by torch's varlen kernel (FlashAttention 2): cost follows the documents, not the capacity.
+"""Attention by torch's varlen kernel (FlashAttention 2): cost follows the documents, not the
+capacity.
 
     rows  0 .. cu_seqlens[-1]      the documents: computed
-          cu_seqlens[-1] .. T      padding: the kernel leaves these rows of out, dq, dk and dv UNWRITTEN
+          cu_seqlens[-1] .. T      padding: the kernel leaves these rows of out, dq, dk and dv
+                                   UNWRITTEN
 
-The unwritten rows may hold anything, NaN included, and NaN times a zero gradient is NaN in every weight
-gradient. So they are set to zero, in the output and in all gradients, those that come in included. What the
-rows of padding in q, k and v hold does not matter: the kernel clears what lies behind the end of a document.
+The unwritten rows may hold anything, NaN included, and NaN times a zero gradient is NaN in every
+weight gradient. So they are set to zero, in the output and in all gradients, those that come in
+included. What the rows of padding in q, k and v hold does not matter: the kernel clears what lies
+behind the end of a document.
 
-The two operations are what `torch.nn.attention.varlen` wraps (the arguments are the same), without what that
-adds to every call: a random state for a dropout that is never there, and zero gradients for two outputs that
-nobody uses. torch.compile sees one graph around them.
+The two operations are what `torch.nn.attention.varlen` wraps (the arguments are the same), without
+what that adds to every call: a random state for a dropout that is never there, and zero gradients
+for two outputs that nobody uses. torch.compile sees one graph around them.
 """
+
 from typing import Any
 
 import torch
@@ -29,15 +33,29 @@ def varlen_attention(
     """Attention by torch's kernel. Shapes as in `attention`; CUDA, bfloat16 or float16."""
     _check_supported(q, v)
     value_dim = v.shape[-1]
-    if value_dim < q.shape[-1]:  # the kernel knows one head size; zero columns come out as zero columns
+    if (
+        value_dim < q.shape[-1]
+    ):  # the kernel knows one head size; zero columns come out as zero columns
         v = F.pad(v, (0, q.shape[-1] - value_dim))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, _ = _forward(q, k, v, meta.cu_seqlens, meta.cu_keys, meta.padding_mask, meta.key_tail, meta.longest,
-                      meta.most_keys, scale)
+    out, _ = _forward(
+        q,
+        k,
+        v,
+        meta.cu_seqlens,
+        meta.cu_keys,
+        meta.padding_mask,
+        meta.key_tail,
+        meta.longest,
+        meta.most_keys,
+        scale,
+    )
     return out[..., :value_dim].masked_fill(meta.padding_mask[:, None, None], 0.0)
 
 
-def varlen_problems(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> list[str]:
+def varlen_problems(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> list[str]:
     """Every reason why torch's kernel cannot serve tensors like these; none if it can."""
     reasons = []
     if device.type != "cuda":
@@ -55,63 +73,157 @@ def _check_supported(q: Tensor, v: Tensor) -> None:
     reasons = varlen_problems(q.device, q.dtype, q.shape[-1], v.shape[-1])
     if reasons:
         text = "; ".join(reasons)
-        raise ValueError(f"attention backend 'varlen' cannot run: {text}. Use attention_backend='sdpa'.")
+        raise ValueError(
+            f"attention backend 'varlen' cannot run: {text}. Use attention_backend='sdpa'."
+        )
 
 
-def _launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, longest: int,
-                    most_keys: int, scale: float) -> tuple[Tensor, Tensor]:
+def _launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """The kernel: out and log-sum-exp."""
     found = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_keys, longest, most_keys, 0.0, True, False, scale=scale, **_WINDOW)
+        q, k, v, cu_seqlens, cu_keys, longest, most_keys, 0.0, True, False, scale=scale, **_WINDOW
+    )
     return found[0], found[1]
 
 
-def _launch_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-                     cu_keys: Tensor, longest: int, most_keys: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernel: dq, dk, dv. Repeats bitwise when deterministic algorithms are on: torch looks that up itself."""
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+def _launch_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel: dq, dk, dv. Repeats bitwise when deterministic algorithms are on: torch looks
+    that up itself."""
+    no_dropout = (
+        torch.empty(2, dtype=torch.uint64, device=q.device),
+        torch.empty(0, device=q.device),
+    )
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, 0.0, True, *no_dropout, scale=scale,
-        **_WINDOW)
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens,
+        cu_keys,
+        longest,
+        most_keys,
+        0.0,
+        True,
+        *no_dropout,
+        scale=scale,
+        **_WINDOW,
+    )
 
 
 @torch.library.custom_op("packgraph::varlen_attention", mutates_args=())
-def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, padding: Tensor, key_tail: Tensor,
-             longest: int, most_keys: int, scale: float) -> tuple[Tensor, Tensor]:
-    """out, shaped as q, and log-sum-exp float32 [Hq, T]; neither is written in padding (which is for the backward)."""
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    padding: Tensor,
+    key_tail: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out, shaped as q, and log-sum-exp float32 [Hq, T]; neither is written in padding (which is
+    for the backward)."""
     return _launch_forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale)
 
 
 @_forward.register_fake
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_keys: Tensor, padding: Tensor,
-                    key_tail: Tensor, longest: int, most_keys: int, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+def _forward_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    padding: Tensor,
+    key_tail: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty(
+        q.shape[1], q.shape[0], dtype=torch.float32, device=q.device
+    )
 
 
 @torch.library.custom_op("packgraph::varlen_attention_backward", mutates_args=())
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-              cu_keys: Tensor, longest: int, most_keys: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, shaped as q, k and v; not written in padding."""
-    return _launch_backward(grad.contiguous(), q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale)
+    return _launch_backward(
+        grad.contiguous(), q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale
+    )
 
 
 @_backward.register_fake
-def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor,
-                     cu_keys: Tensor, longest: int, most_keys: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    cu_keys: Tensor,
+    longest: int,
+    most_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, cu_keys, padding, key_tail, ctx.longest, ctx.most_keys, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_keys, padding, key_tail)
-    ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp, whose gradient nobody has
+    ctx.set_materialize_grads(
+        False
+    )  # else zeros are made for the log-sum-exp, whose gradient nobody has
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *saved, padding, key_tail = ctx.saved_tensors
     gradients = _backward(grad, *saved, ctx.longest, ctx.most_keys, ctx.scale)
-    return (*(x.masked_fill(mask[:, None, None], 0.0)
-              for x, mask in zip(gradients, (padding, key_tail, key_tail), strict=True)), *[None] * 7)
+    return (
+        *(
+            x.masked_fill(mask[:, None, None], 0.0)
+            for x, mask in zip(gradients, (padding, key_tail, key_tail), strict=True)
+        ),
+        *[None] * 7,
+    )
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,4 +1,5 @@
 """Zigzag cuts by loops over lists: the specification of ops/attention/zigzag.py, for tests."""
+
 from collections.abc import Sequence
 
 Token = tuple[int, int] | None  # document and position in it; None is padding
@@ -17,7 +18,8 @@ def naive_rows(lengths: Sequence[int], tokens: int, size: int, place: int) -> li
 
 
 def naive_prefixes(lengths: Sequence[int], tokens: int, size: int, place: int) -> list[Token]:
-    """What stands in each of the tokens + tokens / (2 size) places of keys of rank `place` of `size`."""
+    """What stands in each of the tokens + tokens / (2 size) places of keys of rank `place` of
+    `size`."""
     keys: list[Token] = []
     for document, length in enumerate(lengths):
         parts = _parts(document, length, size)
@@ -30,7 +32,7 @@ def _parts(document: int, length: int, size: int) -> list[list[Token]]:
     width = -(-length // (2 * size))
     padded: list[Token] = [(document, position) for position in range(length)]
     padded += [None] * (2 * size * width - length)
-    return [padded[part * width:(part + 1) * width] for part in range(2 * size)]
+    return [padded[part * width : (part + 1) * width] for part in range(2 * size)]
 
 
 def _filled(found: list[Token], room: int) -> list[Token]:

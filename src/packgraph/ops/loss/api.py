@@ -1,14 +1,16 @@
 """Cross-entropy of a linear head, chunk by chunk: the [T, V] logits never exist at once.
 
-    hidden [T, H]  |chunk 0|chunk 1| ... |   each chunk: logits [C, V] -> losses [C], grad_hidden [C, H],
+    hidden [T, H]  |chunk 0|chunk 1| ... |   each chunk: logits [C, V] -> losses [C], grad_hidden
+    [C, H],
                                              grad_weight [V, H] += ...; then the logits are dropped
 
-Gradients are computed in the forward pass, while the logits are there, and scaled by the incoming gradient in
-the backward pass: no second product with the head, which is a quarter of the work of a small model. Rows with
-the label -100 contribute exactly zero, whatever their hidden state holds. A label outside the vocabulary makes the loss
-and the gradients NaN: on a device nothing else can be said without waiting for it. Nothing is atomic, so results repeat
-bitwise.
+Gradients are computed in the forward pass, while the logits are there, and scaled by the incoming
+gradient in the backward pass: no second product with the head, which is a quarter of the work of a
+small model. Rows with the label -100 contribute exactly zero, whatever their hidden state holds. A
+label outside the vocabulary makes the loss and the gradients NaN: on a device nothing else can be
+said without waiting for it. Nothing is atomic, so results repeat bitwise.
 """
+
 import importlib.util
 from typing import Any
 
@@ -37,17 +39,20 @@ def rows_per_chunk(vocab_size: int) -> int:
     return max(CHUNK_ELEMENTS // vocab_size // 128, 1) * 128
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None
+) -> Tensor:
     """Sum over rows of -log softmax(hidden @ weight.T)[label]: 0-d float32.
 
-    hidden: [T, H]; weight: [V, H]; labels: int64 [T], each in [0, V) or -100 (ignored: its loss and gradients
-    are exactly 0); any other makes loss and gradients NaN. chunk: rows of logits held at once,
-    derived from V when None.
-    Raises ValueError for a chunk below 1.
+    hidden: [T, H]; weight: [V, H]; labels: int64 [T], each in [0, V) or -100 (ignored: its loss and
+    gradients are exactly 0); any other makes loss and gradients NaN. chunk: rows of logits held at
+    once, derived from V when None. Raises ValueError for a chunk below 1.
     """
     rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
     if rows < 1:
-        raise ValueError(f"linear_cross_entropy needs a chunk of at least one row, got chunk={chunk}")
+        raise ValueError(
+            f"linear_cross_entropy needs a chunk of at least one row, got chunk={chunk}"
+        )
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -68,8 +73,15 @@ def naive_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int,
-                want_hidden: bool, want_weight: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        want_hidden: bool,
+        want_weight: bool,
+    ) -> Tensor:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight: Tensor | None = None
@@ -77,17 +89,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             counted = (labels[part] != IGNORED)[:, None]
             chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
-            grad_logits = gradient_of_logits(chunk_hidden @ weight.t(), labels[part], losses[part],
-                                             wanted=want_hidden or want_weight)
+            grad_logits = gradient_of_logits(
+                chunk_hidden @ weight.t(),
+                labels[part],
+                losses[part],
+                wanted=want_hidden or want_weight,
+            )
             if grad_logits is None:
                 continue
             if grad_hidden is not None:
                 grad_hidden[part] = grad_logits @ weight
             if want_weight:
                 product = grad_logits.t() @ chunk_hidden
-                # sums over chunks are float32: rounding every partial sum to bfloat16 would lose gradients
+                # sums over chunks are float32: rounding every partial sum to bfloat16 would lose
+                # gradients
                 grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.save_for_backward(
+            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        )
         return losses.sum()
 
     @staticmethod
@@ -98,28 +117,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
-    """`gradient` (any float dtype) times `factor` (float32 []), rounded once, to the gradient's dtype."""
+    """`gradient` (any float dtype) times `factor` (float32 []), rounded once, to the gradient's
+    dtype."""
     if gradient is None:
         return None
-    # One dimension, not none: then the product is formed in float32. A 0-d factor would be rounded to bfloat16 first,
-    # which puts the same error into every gradient.
+    # One dimension, not none: then the product is formed in float32. A 0-d factor would be rounded
+    # to bfloat16 first, which puts the same error into every gradient.
     return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
 
 
-def gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool) -> Tensor | None:
-    """Write the loss of every row to `losses`; returns the gradient of `logits`, in their dtype, if `wanted`.
+def gradient_of_logits(
+    logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool
+) -> Tensor | None:
+    """Write the loss of every row to `losses`; returns the gradient of `logits`, in their dtype, if
+    `wanted`.
 
-    logits: [C, V]; labels: int64 [C]; losses: float32 [C]. May write over `logits`. On CUDA one kernel does it all, see
-    `ops/loss/kernel.py`.
+    logits: [C, V]; labels: int64 [C]; losses: float32 [C]. May write over `logits`. On CUDA one
+    kernel does it all, see `ops/loss/kernel.py`.
     """
     if HAS_TRITON and logits.is_cuda:
         from packgraph.ops.loss.kernel import logits_to_gradients
+
         logits_to_gradients(logits, labels, losses)
         return logits if wanted else None
     return naive_gradient_of_logits(logits, labels, losses, wanted=wanted)
 
 
-def naive_gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool) -> Tensor | None:
+def naive_gradient_of_logits(
+    logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool
+) -> Tensor | None:
     """The specification of `gradient_of_logits`, by single operations."""
     ignored = (labels == IGNORED)[:, None]
     illegal = ~is_word(labels, logits.shape[1])[:, None]
@@ -130,11 +156,13 @@ def naive_gradient_of_logits(logits: Tensor, labels: Tensor, losses: Tensor, *, 
     if not wanted:
         return None
     probabilities = log_probabilities.exp_()
-    probabilities.scatter_(1, target, torch.expm1(target_log_probability))  # p - 1 without cancellation
+    probabilities.scatter_(
+        1, target, torch.expm1(target_log_probability)
+    )  # p - 1 without cancellation
     return _defined(probabilities, illegal, ignored).to(logits.dtype)
 
 
 def _defined(values: Tensor, illegal: Tensor, ignored: Tensor) -> Tensor:
-    """`values` [C, ...], NaN where the label is no word and 0 where it is ignored: in place, as rows of logits are the
-    largest tensors of a step."""
+    """`values` [C, ...], NaN where the label is no word and 0 where it is ignored: in place, as
+    rows of logits are the largest tensors of a step."""
     return values.masked_fill_(illegal, torch.nan).masked_fill_(ignored, 0.0)

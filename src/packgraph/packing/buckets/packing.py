@@ -1,4 +1,6 @@
-"""Packing lengths as the packer will pack documents: what buckets are chosen for, and what decides between them."""
+"""Packing lengths as the packer will pack documents: what buckets are chosen for, and what decides
+between them."""
+
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,9 +14,10 @@ from packgraph.packing.waiting import pack_lengths
 
 @dataclass(frozen=True, kw_only=True)
 class PackingPolicy:
-    """How documents come together. documents: how many wait at most to be combined (`pack_stream`, the trainer's
-    `data.window`), or with `batches`: how many are packed at a time with none left waiting (`pack`, for every step).
-    overlong: what becomes of a document longer than every capacity.
+    """How documents come together. documents: how many wait at most to be combined (`pack_stream`,
+    the trainer's `data.window`), or with `batches`: how many are packed at a time with none left
+    waiting (`pack`, for every step). overlong: what becomes of a document longer than every
+    capacity.
     """
 
     documents: int = 256
@@ -34,8 +37,8 @@ class PackingPolicy:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """What packing a sample gave: for each capacity its rows by tokens and documents. pairs: Σ length² over documents,
-    for the cost of attention.
+    """What packing a sample gave: for each capacity its rows by tokens and documents. pairs: Σ
+    length² over documents, for the cost of attention.
     """
 
     fills: tuple[tuple[Capacity, Fills], ...]
@@ -68,25 +71,35 @@ class PackedRows:
 
     def cost_us(self, cost: CostModel) -> float:
         """Microseconds of all rows."""
-        shapes = sum(float(cost.shape_us(capacity.tokens, capacity.documents)) * sum(fills.values())
-                     for capacity, fills in self.fills)
+        shapes = sum(
+            float(cost.shape_us(capacity.tokens, capacity.documents)) * sum(fills.values())
+            for capacity, fills in self.fills
+        )
         return shapes + cost.attention_us * self.pairs
 
     def above_bound(self, cost: CostModel) -> float:
-        """By what share the rows cost more than in shapes of their own without padding, which no buckets can beat."""
+        """By what share the rows cost more than in shapes of their own without padding, which no
+        buckets can beat."""
         bound = tight_cost(self.all_fills, cost) + cost.attention_us * self.pairs
         return self.cost_us(cost) / bound - 1 if self.rows else 0.0
 
 
-def pack_sample(lengths: Sequence[int], capacities: Iterable[Capacity], policy: PackingPolicy) -> PackedRows:
+def pack_sample(
+    lengths: Sequence[int], capacities: Iterable[Capacity], policy: PackingPolicy
+) -> PackedRows:
     """Pack documents of `lengths`, each within the capacities, by `policy`.
 
-    Of a stream only the rows made before its documents ended count: a run is long, and its end is one row.
+    Of a stream only the rows made before its documents ended count: a run is long, and its end is
+    one row.
     """
     allowed = CapacitySet(capacities)
     found: dict[Capacity, Counter[Corner]] = {capacity: Counter() for capacity in allowed.sorted}
     pairs = 0
-    packs = _batches(lengths, allowed, policy.documents) if policy.batches else _steady(lengths, allowed, policy)
+    packs = (
+        _batches(lengths, allowed, policy.documents)
+        if policy.batches
+        else _steady(lengths, allowed, policy)
+    )
     for members, tokens, capacity in packs:
         found[capacity][tokens, len(members)] += 1
         pairs += sum(length * length for length in members)

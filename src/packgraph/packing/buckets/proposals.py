@@ -1,14 +1,24 @@
 """Sets of buckets that may be best, and the judge who packs a sample into them."""
+
 from collections.abc import Iterator, Sequence
 
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.buckets.cover import covering_sizes
 from packgraph.packing.buckets.packing import pack_sample
 from packgraph.packing.buckets.request import BucketRequest
-from packgraph.packing.buckets.sets import Corner, Fills, Grid, cost_of, grid_of, nested_sets, swapped
+from packgraph.packing.buckets.sets import (
+    Corner,
+    Fills,
+    Grid,
+    cost_of,
+    grid_of,
+    nested_sets,
+    swapped,
+)
 from packgraph.packing.capacity import Capacity
 
-# Caps on the documents of a row are tried at these shares of the rows; what a cap costs in padding the packer shows.
+# Caps on the documents of a row are tried at these shares of the rows; what a cap costs in padding
+# the packer shows.
 CAPS = (1.0, 0.999, 0.99, 0.97, 0.95, 0.9, 0.8, 0.6)
 PRUNED_AGAIN = 2
 PLACES = CostModel(microbatch_us=0, token_us=1, document_us=0, tile_us=0, attention_us=0)
@@ -22,7 +32,8 @@ class Judge:
         self._known: dict[tuple[Corner, ...], Fills] = {}
 
     def fills(self, corners: Sequence[Corner]) -> Fills:
-        """The rows of the sample. Those of a stream follow from the largest bucket alone: no other has more room."""
+        """The rows of the sample. Those of a stream follow from the largest bucket alone: no other
+        has more room."""
         key = tuple(corners) if self.request.policy.batches else (max(corners),)
         if key not in self._known:
             capacities = [Capacity(*corner) for corner in key]
@@ -30,16 +41,21 @@ class Judge:
         return self._known[key]
 
     def cost(self, corners: Sequence[Corner]) -> float:
-        """Microseconds of the sample's rows; without attention proper, which does not depend on them."""
+        """Microseconds of the sample's rows; without attention proper, which does not depend on
+        them."""
         return cost_of(corners, self.fills(corners), self.request.cost)
 
     def pruned(self, corners: tuple[Corner, ...]) -> tuple[Corner, ...]:
-        """`corners` without those that save too little, neither time nor places; never without the largest.
+        """`corners` without those that save too little, neither time nor places; never without the
+        largest.
 
-        Places count too, where the model says that they cost nothing: a model of costs may be wrong about a machine.
+        Places count too, where the model says that they cost nothing: a model of costs may be wrong
+        about a machine.
         """
         costs = (self.request.cost, PLACES)
-        limits = [cost_of(corners, self.fills(corners), cost) * (1 + self.request.worth) for cost in costs]
+        limits = [
+            cost_of(corners, self.fills(corners), cost) * (1 + self.request.worth) for cost in costs
+        ]
 
         def growth(rest: tuple[Corner, ...], fills: Fills) -> float:
             return max(cost_of(rest, fills, cost) / limit for cost, limit in zip(costs, limits))
@@ -67,21 +83,30 @@ def _stream_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tupl
     for cap in _caps(judge.fills([(top_tokens, top_tokens)])):
         top = (top_tokens, cap)
         fills = judge.fills([top])
-        yield _best_set(fills, grid_of(fills, top, judge.request.multiple), judge.request.cost, most)
+        yield _best_set(
+            fills, grid_of(fills, top, judge.request.multiple), judge.request.cost, most
+        )
 
 
 def _batch_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner, ...]]:
-    """The best set for rows as the largest bucket alone gives them, and for each number of sizes with close sums."""
+    """The best set for rows as the largest bucket alone gives them, and for each number of sizes
+    with close sums."""
     request, each = judge.request, judge.request.policy.documents
     fills = judge.fills([(top_tokens, top_tokens)])
     documents = max(documents for _, documents in fills)
-    yield _best_set(fills, grid_of(fills, (top_tokens, documents), request.multiple), request.cost, most)
-    batches = [sum(judge.lengths[start : start + each]) for start in range(0, len(judge.lengths), each)]
+    yield _best_set(
+        fills, grid_of(fills, (top_tokens, documents), request.multiple), request.cost, most
+    )
+    batches = [
+        sum(judge.lengths[start : start + each]) for start in range(0, len(judge.lengths), each)
+    ]
     for count in range(2, most + 1):
         sizes = covering_sizes(batches, top_tokens, count, request.multiple)
         fills = judge.fills([(size, documents) for size in sizes])
         top = (top_tokens, max(documents for _, documents in fills))
-        yield _best_set(fills, Grid(sizes, grid_of(fills, top, request.multiple).documents), request.cost, most)
+        yield _best_set(
+            fills, Grid(sizes, grid_of(fills, top, request.multiple).documents), request.cost, most
+        )
 
 
 def _best_set(fills: Fills, grid: Grid, cost: CostModel, most: int) -> tuple[Corner, ...]:
@@ -92,4 +117,6 @@ def _best_set(fills: Fills, grid: Grid, cost: CostModel, most: int) -> tuple[Cor
 def _caps(natural: Fills) -> list[int]:
     """Documents that these shares of the rows do not exceed, most first."""
     counts = sorted(documents for (_, documents), rows in natural.items() for _ in range(rows))
-    return sorted({counts[min(len(counts) - 1, int(share * len(counts)))] for share in CAPS}, reverse=True)
+    return sorted(
+        {counts[min(len(counts) - 1, int(share * len(counts)))] for share in CAPS}, reverse=True
+    )

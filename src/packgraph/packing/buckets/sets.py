@@ -1,17 +1,23 @@
-"""Which few shapes hold many given ones at least cost: exact over nested sets, then improved by swaps.
+"""Which few shapes hold many given ones at least cost: exact over nested sets, then improved by
+swaps.
 
-    documents                     a fill (x) is a row the packer made: so many tokens, so many documents
+    documents                     a fill (x) is a row the packer made: so many tokens, so many
+                                  documents
       │   x      x   ┌──────C3    a corner is a shape that holds every fill left of and below it
-      │      x  ┌────C2     │     nested: every corner holds all that a smaller one holds, so a fill goes to the first
-      │  x   ┌──C1 x │    x │     that holds it and the cost of a corner depends on the corner below it only
+      │      x  ┌────C2     │     nested: every corner holds all that a smaller one holds, so a fill
+                                  goes to the first
+      │  x   ┌──C1 x │    x │     that holds it and the cost of a corner depends on the corner below
+                                  it only
       └──────┴───────┴────── tokens
 
-So the best nested set of k corners follows from those of k - 1 by dynamic programming over the cells of the grid of all
-token and document numbers that occur: exact, O(k cells²). (In one dimension this is the k-median problem on a line with
-facilities to the right of their customers.) The best set need not be nested: rows of few long and of many short
-documents. No efficient exact solution is known for that; exchanging one corner for another while it pays (M. B. Teitz
-and P. Bart, Operations Research 16, 1968) starts from the nested one and never ends worse.
+So the best nested set of k corners follows from those of k - 1 by dynamic programming over the
+cells of the grid of all token and document numbers that occur: exact, O(k cells²). (In one
+dimension this is the k-median problem on a line with facilities to the right of their customers.)
+The best set need not be nested: rows of few long and of many short documents. No efficient exact
+solution is known for that; exchanging one corner for another while it pays (M. B. Teitz and P.
+Bart, Operations Research 16, 1968) starts from the nested one and never ends worse.
 """
+
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,7 +47,8 @@ class ShapeSet:
 
 @dataclass(frozen=True)
 class Grid:
-    """The token and document numbers corners may have, ascending; the last ones are those of the largest corner."""
+    """The token and document numbers corners may have, ascending; the last ones are those of the
+    largest corner."""
 
     tokens: tuple[int, ...]
     documents: tuple[int, ...]
@@ -49,32 +56,48 @@ class Grid:
     @property
     def corners(self) -> NDArray[np.int64]:
         """All corners, int64 [cells, 2], by tokens, then documents."""
-        return np.array([(tokens, documents) for tokens in self.tokens for documents in self.documents])
+        return np.array(
+            [(tokens, documents) for tokens in self.tokens for documents in self.documents]
+        )
 
 
 def grid_of(fills: Fills, top: Corner, multiple: int) -> Grid:
-    """The numbers that occur in `fills`, tokens rounded up to `multiple`, coarser where there are very many.
+    """The numbers that occur in `fills`, tokens rounded up to `multiple`, coarser where there are
+    very many.
 
-    A best nested set with such tokens lies on this grid: any other number could be lowered to the next one on it.
+    A best nested set with such tokens lies on this grid: any other number could be lowered to the
+    next one on it.
     """
     step = multiple
-    while len(tokens := {min(top[0], -(-tokens // step) * step) for tokens, _ in fills}) > MOST_TOKEN_VALUES:
+    while (
+        len(tokens := {min(top[0], -(-tokens // step) * step) for tokens, _ in fills})
+        > MOST_TOKEN_VALUES
+    ):
         step *= 2
     documents, digits = {documents for _, documents in fills}, 5
     while len(documents) > MOST_DOCUMENT_VALUES:
         documents, digits = {_with_digits(number, digits) for number in documents}, digits - 1
-    return Grid(tuple(sorted({*tokens, top[0]})), tuple(sorted({min(top[1], n) for n in documents} | {top[1]})))
+    return Grid(
+        tuple(sorted({*tokens, top[0]})),
+        tuple(sorted({min(top[1], n) for n in documents} | {top[1]})),
+    )
 
 
 def snapped(fills: Fills, grid: Grid) -> Counter[Corner]:
-    """`fills` with both numbers rounded up to the grid's: the same to every corner of it, and fewer of them."""
+    """`fills` with both numbers rounded up to the grid's: the same to every corner of it, and fewer
+    of them."""
     found: Counter[Corner] = Counter()
     for (tokens, documents), rows in fills.items():
         if tokens > grid.tokens[-1] or documents > grid.documents[-1]:
-            raise ValueError(f"a row of {tokens} tokens and {documents} documents fits in no corner of the grid, the "
-                             f"largest is {(grid.tokens[-1], grid.documents[-1])}")
-        corner = (grid.tokens[bisect_left(grid.tokens, tokens)],
-                  grid.documents[bisect_left(grid.documents, documents)])
+            raise ValueError(
+                f"a row of {tokens} tokens and {documents} documents fits in no corner of the "
+                "grid, the "
+                f"largest is {(grid.tokens[-1], grid.documents[-1])}"
+            )
+        corner = (
+            grid.tokens[bisect_left(grid.tokens, tokens)],
+            grid.documents[bisect_left(grid.documents, documents)],
+        )
         found[corner] += rows
     return found
 
@@ -86,14 +109,17 @@ def _with_digits(number: int, digits: int) -> int:
 
 
 def nested_sets(fills: Fills, grid: Grid, cost: CostModel, most: int) -> list[ShapeSet]:
-    """The cheapest nested sets of at most 1, 2, … `most` corners of `grid`, each with its largest corner in it.
+    """The cheapest nested sets of at most 1, 2, … `most` corners of `grid`, each with its largest
+    corner in it.
 
     Raises ValueError for a fill that the largest corner does not hold.
     """
     corners = grid.corners
     price: Floats = cost.shape_us(corners[:, 0], corners[:, 1]).astype(np.float64)
     held = _rows_held(fills, grid)
-    inside = (corners[:, None, 0] <= corners[None, :, 0]) & (corners[:, None, 1] <= corners[None, :, 1])
+    inside = (corners[:, None, 0] <= corners[None, :, 0]) & (
+        corners[:, None, 1] <= corners[None, :, 1]
+    )
     # best[c]: cost of all fills that corner c holds, by nested corners of which c is the largest.
     best = held * price
     below: list[NDArray[np.int64]] = []
@@ -129,7 +155,8 @@ def _corner(pair: Any) -> Corner:
 
 
 def swapped(start: Sequence[Corner], fills: Fills, grid: Grid, cost: CostModel) -> ShapeSet:
-    """`start` after exchanging corners for others of `grid` while it pays, its largest one kept; never dearer."""
+    """`start` after exchanging corners for others of `grid` while it pays, its largest one kept;
+    never dearer."""
     points, rows = _points(snapped(fills, grid))
     candidates = grid.corners
     fits, order = _fits(candidates, points), _order(candidates)
@@ -153,8 +180,8 @@ def swapped(start: Sequence[Corner], fills: Fills, grid: Grid, cost: CostModel) 
 
 
 def cost_of(corners: Sequence[Corner], fills: Fills, cost: CostModel) -> float:
-    """Cost in µs of all fills, each in the smallest of `corners` that holds it, as the packer chooses (fewest tokens,
-    then fewest documents); infinite when one fits in none.
+    """Cost in µs of all fills, each in the smallest of `corners` that holds it, as the packer
+    chooses (fewest tokens, then fewest documents); infinite when one fits in none.
     """
     points, rows = _points(fills)
     return float(_held(corners, points, cost)[0] @ rows) if fills else 0.0
@@ -163,7 +190,9 @@ def cost_of(corners: Sequence[Corner], fills: Fills, cost: CostModel) -> float:
 def _points(fills: Fills) -> tuple[NDArray[np.int64], Floats]:
     """Fills as int64 [points, 2], and their rows as float64 [points]."""
     points = sorted(fills)
-    return np.array(points, dtype=np.int64).reshape(-1, 2), np.array([fills[point] for point in points], dtype=float)
+    return np.array(points, dtype=np.int64).reshape(-1, 2), np.array(
+        [fills[point] for point in points], dtype=float
+    )
 
 
 def _fits(corners: NDArray[np.int64], points: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -176,8 +205,11 @@ def _order(corners: NDArray[np.int64]) -> NDArray[np.int64]:
     return corners[:, 0] * 2**32 + corners[:, 1]
 
 
-def _held(corners: Sequence[Corner], points: NDArray[np.int64], cost: CostModel) -> tuple[Floats, NDArray[np.int64]]:
-    """Price of each point in the first of `corners` that holds it, and that corner's order; float64, int64 [points]."""
+def _held(
+    corners: Sequence[Corner], points: NDArray[np.int64], cost: CostModel
+) -> tuple[Floats, NDArray[np.int64]]:
+    """Price of each point in the first of `corners` that holds it, and that corner's order;
+    float64, int64 [points]."""
     ordered = np.array(sorted(corners))
     fits = _fits(ordered, points)
     first = fits.argmax(axis=0)
@@ -188,8 +220,12 @@ def _held(corners: Sequence[Corner], points: NDArray[np.int64], cost: CostModel)
 
 
 def tight_cost(fills: Fills, cost: CostModel) -> float:
-    """Cost in µs if every fill had a shape of its own without padding: no set of corners costs less."""
-    return sum(rows * float(cost.shape_us(tokens, documents)) for (tokens, documents), rows in fills.items())
+    """Cost in µs if every fill had a shape of its own without padding: no set of corners costs
+    less."""
+    return sum(
+        rows * float(cost.shape_us(tokens, documents))
+        for (tokens, documents), rows in fills.items()
+    )
 
 
 def is_nested(corners: Sequence[Corner]) -> bool:

@@ -1,1 +1,2 @@
-"""Context parallelism: rows of tokens over ranks, and plans of which documents share a row on how many ranks."""
+"""Context parallelism: rows of tokens over ranks, and plans of which documents share a row on how
+many ranks."""

@@ -1,8 +1,11 @@
-"""The state of a plan that is being made: rows with room, on blocks of ranks, and what every rank has to do so far.
+"""The state of a plan that is being made: rows with room, on blocks of ranks, and what every rank
+has to do so far.
 
-Blocks of a chain of sizes are nested, so the time of a step is the largest sum over a rank's rows (see
-`ContextRequest.chains`); `loads` are these sums. A row whose block has other work than its own is never waited for.
+Blocks of a chain of sizes are nested, so the time of a step is the largest sum over a rank's rows
+(see `ContextRequest.chains`); `loads` are these sums. A row whose block has other work than its own
+is never waited for.
 """
+
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +29,17 @@ class OpenRow:
 
 
 class ContextAssignment:
-    """Rows of one step. Only `open`, `merge`, `put` and `take` change it, and they keep `loads` and the shelves right.
+    """Rows of one step. Only `open`, `merge`, `put` and `take` change it, and they keep `loads` and
+    the shelves right.
 
-    lengths: tokens of each document. chain: sizes, ascending. loads: microseconds per rank. used: rows per rank.
-    rows: by number. shelves: for each block (free tokens, number of row), ascending, of rows that may take one more
-    document.
+    lengths: tokens of each document. chain: sizes, ascending. loads: microseconds per rank. used:
+    rows per rank. rows: by number. shelves: for each block (free tokens, number of row), ascending,
+    of rows that may take one more document.
     """
 
-    def __init__(self, lengths: Sequence[int], request: ContextRequest, chain: Sequence[int]) -> None:
+    def __init__(
+        self, lengths: Sequence[int], request: ContextRequest, chain: Sequence[int]
+    ) -> None:
         self.lengths, self.request, self.chain = lengths, request, tuple(chain)
         self.rows: dict[int, OpenRow] = {}
         self._opened = 0
@@ -58,7 +64,8 @@ class ContextAssignment:
         return row
 
     def merge(self, parts: Sequence[OpenRow]) -> OpenRow:
-        """One row of all ranks of `parts`, sibling blocks that make up a block, with their documents."""
+        """One row of all ranks of `parts`, sibling blocks that make up a block, with their
+        documents."""
         documents = [document for row in parts for document in row.documents]
         for document in documents:
             self.take(document)
@@ -110,14 +117,21 @@ class ContextAssignment:
         row.documents.remove(document)
         row.room += length
         row.pairs -= length * length
-        fewer = self.request.places_for(len(row.documents)) if row.documents else self.request.places[0]
-        self._add(row, -self.pair_us[row.size] * length * length - (row.places - fewer) * self.place_us[row.size])
+        fewer = (
+            self.request.places_for(len(row.documents)) if row.documents else self.request.places[0]
+        )
+        self._add(
+            row,
+            -self.pair_us[row.size] * length * length
+            - (row.places - fewer) * self.place_us[row.size],
+        )
         row.places = fewer
         self._shelve(row)
         return row
 
     def candidates(self, length: int, node: Node) -> Iterator[OpenRow]:
-        """Rows of a block with room for `length` more tokens: the tightest, and the one with most room."""
+        """Rows of a block with room for `length` more tokens: the tightest, and the one with most
+        room."""
         shelf = self.shelves.get(node)
         if shelf and shelf[-1][0] >= length:
             tightest = bisect_left(shelf, (length, -1))
@@ -127,7 +141,11 @@ class ContextAssignment:
 
     def nodes(self) -> list[Node]:
         """All blocks, larger ones first."""
-        return [(size, first) for size in reversed(self.chain) for first in range(0, self.request.world, size)]
+        return [
+            (size, first)
+            for size in reversed(self.chain)
+            for first in range(0, self.request.world, size)
+        ]
 
     def _add(self, row: OpenRow, microseconds: float) -> None:
         for rank in range(row.first, row.first + row.size):

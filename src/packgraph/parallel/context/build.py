@@ -1,14 +1,18 @@
-"""A first plan, longest documents first: groups for those that need one, then the rest where it delays least.
+"""A first plan, longest documents first: groups for those that need one, then the rest where it
+delays least.
 
-    1 bins    documents of more tokens than a rank has go, best fit decreasing, into bins of several ranks' tokens
-    2 blocks  bins become rows, largest first, each on the least busy block of ranks that has a wave left
+    1 bins    documents of more tokens than a rank has go, best fit decreasing, into bins of several
+              ranks' tokens
+    2 blocks  bins become rows, largest first, each on the least busy block of ranks that has a wave
+              left
     3 rows    what is left of the waves becomes rows of the smallest size
     4 rest    every other document goes, longest first, to the row that is done earliest with it
 
-Best fit and longest processing time first are the classic rules for packing and for makespans (Johnson 1974, Graham
-1969). How large bins are is a trade: large ones are filled better and split attention evenly, small ones exchange less.
-So several openings are tried (`context_bins`).
+Best fit and longest processing time first are the classic rules for packing and for makespans
+(Johnson 1974, Graham 1969). How large bins are is a trade: large ones are filled better and split
+attention evenly, small ones exchange less. So several openings are tried (`context_bins`).
 """
+
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -17,11 +21,18 @@ from packgraph.parallel.context.bins import Bin, Opening, fullest
 from packgraph.parallel.context.request import ContextRequest
 
 
-def build(opening: Opening, lengths: Sequence[int], request: ContextRequest, waves: int, *, snug: bool = False
-          ) -> tuple[ContextAssignment, list[int]]:
+def build(
+    opening: Opening,
+    lengths: Sequence[int],
+    request: ContextRequest,
+    waves: int,
+    *,
+    snug: bool = False,
+) -> tuple[ContextAssignment, list[int]]:
     """Rows of so many waves, and the documents that this opening found no place for.
 
-    snug: fill rows one after another as full as can be, where choosing by time leaves documents over.
+    snug: fill rows one after another as full as can be, where choosing by time leaves documents
+    over.
     """
     board = ContextAssignment(lengths, request, opening.chain)
     left = _place(board, opening.bins, waves)
@@ -32,7 +43,8 @@ def build(opening: Opening, lengths: Sequence[int], request: ContextRequest, wav
 
 
 def fill(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
-    """Add documents, in this order, to rows that there are; returns those that no row has room for."""
+    """Add documents, in this order, to rows that there are; returns those that no row has room
+    for."""
     nodes, left = board.nodes(), []
     for document in documents:
         row = _earliest(board, board.lengths[document], nodes)
@@ -44,7 +56,8 @@ def fill(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
 
 
 def merge(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
-    """Find room for documents by making rows of sibling blocks one row, as small as may be; returns those left.
+    """Find room for documents by making rows of sibling blocks one row, as small as may be; returns
+    those left.
 
     Rows that are nearly full have room together that none of them has alone.
     """
@@ -59,14 +72,20 @@ def merge(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
 
 
 def _roomy_siblings(board: ContextAssignment, length: int) -> list[OpenRow] | None:
-    """Rows of the roomiest blocks of one size below the same block, the smallest that have `length` tokens of room."""
+    """Rows of the roomiest blocks of one size below the same block, the smallest that have `length`
+    tokens of room."""
     for part, size in zip(board.chain, board.chain[1:]):
         found: list[tuple[float, list[OpenRow]]] = []
         for first in range(0, board.request.world, size):
-            shelves = [board.shelves.get((part, start)) for start in range(first, first + size, part)]
+            shelves = [
+                board.shelves.get((part, start)) for start in range(first, first + size, part)
+            ]
             rows = [board.rows[shelf[-1][1]] for shelf in shelves if shelf]
-            if len(rows) == len(shelves) and sum(row.room for row in rows) >= length and sum(
-                    len(row.documents) for row in rows) < board.request.places[-1]:
+            if (
+                len(rows) == len(shelves)
+                and sum(row.room for row in rows) >= length
+                and sum(len(row.documents) for row in rows) < board.request.places[-1]
+            ):
                 found.append((board.load(size, first), rows))
         if found:
             return min(found, key=lambda one: one[0])[1]
@@ -74,14 +93,17 @@ def _roomy_siblings(board: ContextAssignment, length: int) -> list[OpenRow] | No
 
 
 def _snugly(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
-    """Fill rows, those with least room first, with the longest document that fits and the best company for it.
+    """Fill rows, those with least room first, with the longest document that fits and the best
+    company for it.
 
     documents: longest first. Returns those that are left.
     """
     waiting = list(documents)
     for row in sorted(board.rows.values(), key=lambda row: (row.room, row.number)):
         while len(row.documents) < board.request.places[-1]:
-            longest = next((document for document in waiting if board.lengths[document] <= row.room), None)
+            longest = next(
+                (document for document in waiting if board.lengths[document] <= row.room), None
+            )
             if longest is None:
                 break
             others = [document for document in waiting if document != longest]
@@ -95,7 +117,8 @@ def _snugly(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
 
 
 def _place(board: ContextAssignment, bins: Sequence[Bin], waves: int) -> list[int]:
-    """Make the bins rows, larger sizes first and of one size the longest first, so that blocks stay whole.
+    """Make the bins rows, larger sizes first and of one size the longest first, so that blocks stay
+    whole.
 
     Returns the documents of bins for which there was no wave left.
     """
@@ -117,7 +140,9 @@ def _place(board: ContextAssignment, bins: Sequence[Bin], waves: int) -> list[in
     return left
 
 
-def _earliest(board: ContextAssignment, length: int, nodes: Sequence[tuple[int, int]]) -> OpenRow | None:
+def _earliest(
+    board: ContextAssignment, length: int, nodes: Sequence[tuple[int, int]]
+) -> OpenRow | None:
     """The row whose ranks are done earliest with one more document of `length` tokens."""
     best, best_time, pairs = None, float("inf"), length * length
     for node in nodes:
@@ -126,7 +151,8 @@ def _earliest(board: ContextAssignment, length: int, nodes: Sequence[tuple[int, 
             size, first = node
             load = max(board.loads[first : first + size]) + board.pair_us[size] * pairs
             if load < best_time:
-                # Of the block's rows the tightest, and the one with most room, which may have a place free.
+                # Of the block's rows the tightest, and the one with most room, which may have a
+                # place free.
                 for _, number in (shelf[bisect_left(shelf, (length, -1))], shelf[-1]):
                     time = load + board.step_us(board.rows[number])
                     if time < best_time:

@@ -1,15 +1,19 @@
-"""Dynamic context parallelism: which documents share a row, on how many ranks, in which microbatch of the step.
+"""Dynamic context parallelism: which documents share a row, on how many ranks, in which microbatch
+of the step.
 
-A wave is a microbatch of all ranks: each runs one row, alone or in a group, so that groups of a wave cover all ranks
-once. Waves come with large groups first. Groups wait for each other only where their ranks meet in a later group:
+A wave is a microbatch of all ranks: each runs one row, alone or in a group, so that groups of a
+wave cover all ranks once. Waves come with large groups first. Groups wait for each other only where
+their ranks meet in a later group:
 
     rank 0  [ c=4   ][ c=2  ][1]         a rank runs its groups as soon as their ranks are free;
     rank 1  [ c=4   ][ c=2  ][1 ]        with nested blocks, large ones first, that is at once:
     rank 2  [ c=4   ][1 ][ 1  ]          the step takes as long as the largest sum of a rank
     rank 3  [ c=4   ][ 1 ][1]
 
-Everything follows from integers and from sums of floats in one order, so all ranks find the same plan.
+Everything follows from integers and from sums of floats in one order, so all ranks find the same
+plan.
 """
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +33,8 @@ WINDOW = 256  # documents beyond the tokens of a step that may fill its gaps
 
 @dataclass(frozen=True)
 class RowGroup:
-    """One row: `size` ranks from `first`, its documents (indices, ascending), its bucket and its predicted time."""
+    """One row: `size` ranks from `first`, its documents (indices, ascending), its bucket and its
+    predicted time."""
 
     size: int
     first: int
@@ -45,7 +50,8 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Waves of groups by first rank, for documents of `lengths`; `left`: documents that wait for the next step."""
+    """Waves of groups by first rank, for documents of `lengths`; `left`: documents that wait for
+    the next step."""
 
     request: ContextRequest
     lengths: tuple[int, ...]
@@ -59,7 +65,8 @@ class ContextPlan:
 
     @cached_property
     def starts(self) -> tuple[tuple[float, ...], ...]:
-        """When each rank starts its row, in µs: [wave][rank]. A group starts when the last of its ranks is free."""
+        """When each rank starts its row, in µs: [wave][rank]. A group starts when the last of its
+        ranks is free."""
         clocks, found = [0.0] * self.request.world, []
         for wave in self.waves:
             row = [0.0] * self.request.world
@@ -73,8 +80,13 @@ class ContextPlan:
     @property
     def step_us(self) -> float:
         """Predicted time of the step: when the last rank is done."""
-        return max((group.us + self.starts[-1][group.first] for group in (self.waves[-1] if self.waves else ())),
-                   default=0.0)
+        return max(
+            (
+                group.us + self.starts[-1][group.first]
+                for group in (self.waves[-1] if self.waves else ())
+            ),
+            default=0.0,
+        )
 
     @property
     def barrier_us(self) -> float:
@@ -84,8 +96,10 @@ class ContextPlan:
     @property
     def rank_us(self) -> tuple[float, ...]:
         """Predicted time that each rank works."""
-        return tuple(sum((self.group_of(wave, rank).us for wave in range(len(self.waves))), start=0.0)
-                     for rank in range(self.request.world))
+        return tuple(
+            sum((self.group_of(wave, rank).us for wave in range(len(self.waves))), start=0.0)
+            for rank in range(self.request.world)
+        )
 
     @property
     def balance(self) -> float:
@@ -95,7 +109,12 @@ class ContextPlan:
     @property
     def tokens(self) -> int:
         """Tokens of the documents that have a place."""
-        return sum(self.lengths[document] for wave in self.waves for group in wave for document in group.documents)
+        return sum(
+            self.lengths[document]
+            for wave in self.waves
+            for group in wave
+            for document in group.documents
+        )
 
     @property
     def padding(self) -> float:
@@ -105,17 +124,24 @@ class ContextPlan:
 
     @property
     def buckets(self) -> tuple[tuple[int, Capacity], ...]:
-        """The different (size, bucket) of the plan, which are variants of the graphs, largest first."""
-        return tuple(sorted({(group.size, group.bucket) for wave in self.waves for group in wave}, reverse=True))
+        """The different (size, bucket) of the plan, which are variants of the graphs, largest
+        first."""
+        return tuple(
+            sorted(
+                {(group.size, group.bucket) for wave in self.waves for group in wave}, reverse=True
+            )
+        )
 
 
 def plan_context(lengths: Sequence[int], request: ContextRequest) -> ContextPlan:
-    """Place documents of these lengths, in order of arrival, for one step. Raises ValueError for what fits no group.
+    """Place documents of these lengths, in order of arrival, for one step. Raises ValueError for
+    what fits no group.
 
-    With `request.waves` the step has at most so many: documents that come later, or find no room, are `left`. The
-    first one never is, so that handing on what is left, at the front, starves nobody. (Longest first and best fit
-    after Johnson 1974 and Graham 1969; groups of the size that a document needs and idle ranks' handling differ from
-    Megatron-Core's scheduler, which fills one microbatch after the other and doubles groups until no rank is idle.)
+    With `request.waves` the step has at most so many: documents that come later, or find no room,
+    are `left`. The first one never is, so that handing on what is left, at the front, starves
+    nobody. (Longest first and best fit after Johnson 1974 and Graham 1969; groups of the size that
+    a document needs and idle ranks' handling differ from Megatron-Core's scheduler, which fills one
+    microbatch after the other and doubles groups until no rank is idle.)
     """
     found = request.read(lengths)
     if not found:
@@ -131,8 +157,11 @@ def plan_context(lengths: Sequence[int], request: ContextRequest) -> ContextPlan
     return ContextPlan(request, found, _waves(board, waves), left, bound)
 
 
-def _all_of(lengths: Sequence[int], request: ContextRequest) -> tuple[ContextAssignment | None, int]:
-    """The best rows for all documents and their waves; None, and all waves there may be, if these are too few."""
+def _all_of(
+    lengths: Sequence[int], request: ContextRequest
+) -> tuple[ContextAssignment | None, int]:
+    """The best rows for all documents and their waves; None, and all waves there may be, if these
+    are too few."""
     documents, fewest = range(len(lengths)), fewest_microsteps(lengths, request)
     most = len(lengths) + fewest if request.waves is None else request.waves
     for waves in range(fewest, most + 1):
@@ -140,7 +169,8 @@ def _all_of(lengths: Sequence[int], request: ContextRequest) -> tuple[ContextAss
         if board is None:
             continue
         if waves < most and lower_bound(lengths, request, waves + 1).step_us < max(board.loads):
-            # Rows that are full to the last token leave no choice; one more wave may cost less than that does.
+            # Rows that are full to the last token leave no choice; one more wave may cost less than
+            # that does.
             roomier = _search(documents, lengths, request, waves + 1)
             if roomier is not None and max(roomier.loads) < max(board.loads):
                 return roomier, waves + 1
@@ -149,7 +179,8 @@ def _all_of(lengths: Sequence[int], request: ContextRequest) -> tuple[ContextAss
 
 
 def _within(lengths: Sequence[int], request: ContextRequest, waves: int) -> list[int]:
-    """The documents in order of arrival that so many waves have places for: tokens and documents."""
+    """The documents in order of arrival that so many waves have places for: tokens and
+    documents."""
     room = waves * request.world * request.tokens
     most = waves * request.world // request.sizes[0] * request.places[-1]
     taken: list[int] = []
@@ -162,32 +193,49 @@ def _within(lengths: Sequence[int], request: ContextRequest, waves: int) -> list
     return taken
 
 
-def _search(documents: Sequence[int], lengths: Sequence[int], request: ContextRequest, waves: int, *,
-            partly: bool = False) -> ContextAssignment | None:
+def _search(
+    documents: Sequence[int],
+    lengths: Sequence[int],
+    request: ContextRequest,
+    waves: int,
+    *,
+    partly: bool = False,
+) -> ContextAssignment | None:
     """The best rows that all openings and local search find for so many waves.
 
     None if there are none for all documents; partly: for the first document.
     """
     order = sorted(documents, key=lambda document: (-lengths[document], document))
     best: ContextAssignment | None = None
-    enough = ENOUGH * lower_bound([lengths[document] for document in documents], request, waves).step_us
+    enough = (
+        ENOUGH * lower_bound([lengths[document] for document in documents], request, waves).step_us
+    )
     for opening in openings(order, lengths, request, waves):
         if best is not None and opening.least_us >= max(best.loads):
             break
         board = _built(opening, lengths, request, waves, documents if partly else None)
         if board is not None:
-            improve(board, request.rounds, max(enough, ENOUGH * sum(board.loads) / len(board.loads)))
+            improve(
+                board, request.rounds, max(enough, ENOUGH * sum(board.loads) / len(board.loads))
+            )
             if best is None or _per_token(board) < _per_token(best):
                 best = board
     return best
 
 
-def _built(opening: Opening, lengths: Sequence[int], request: ContextRequest, waves: int, taken: Sequence[int] | None
-           ) -> ContextAssignment | None:
-    """The board of an opening if it has a place for all documents; of those `taken`, for the first one of them.
+def _built(
+    opening: Opening,
+    lengths: Sequence[int],
+    request: ContextRequest,
+    waves: int,
+    taken: Sequence[int] | None,
+) -> ContextAssignment | None:
+    """The board of an opening if it has a place for all documents; of those `taken`, for the first
+    one of them.
 
-    Choosing rows by time may leave documents over. Rows are then also filled as full as can be, and where all documents
-    must have a place, rows are merged until they have; the better of both is returned.
+    Choosing rows by time may leave documents over. Rows are then also filled as full as can be, and
+    where all documents must have a place, rows are merged until they have; the better of both is
+    returned.
     """
     found: ContextAssignment | None = None
     for snug in (False, True):
@@ -195,8 +243,14 @@ def _built(opening: Opening, lengths: Sequence[int], request: ContextRequest, wa
         full = not left
         if taken is not None:
             known = set(taken) - set(left)
-            fill(board, [document for document in range(min(len(lengths), taken[-1] + WINDOW))
-                         if document not in known])
+            fill(
+                board,
+                [
+                    document
+                    for document in range(min(len(lengths), taken[-1] + WINDOW))
+                    if document not in known
+                ],
+            )
             whole, full = taken[0] in board.row_of, full or board.free_share < FULL
         else:
             whole = not merge(board, left)
@@ -212,13 +266,20 @@ def _per_token(board: ContextAssignment) -> float:
 
 
 def _waves(board: ContextAssignment, waves: int) -> tuple[tuple[RowGroup, ...], ...]:
-    """The rows as waves: every rank runs its larger groups first, and of one size the fullest first."""
+    """The rows as waves: every rank runs its larger groups first, and of one size the fullest
+    first."""
     smallest, request = board.chain[0], board.request
     rows: list[OpenRow] = []
     for row in board.rows.values():
         # A group without documents is as many groups of the smallest size, which exchange least.
-        rows += [row] if row.documents else [OpenRow(row.number, smallest, first, 0, request.places[0])
-                                             for first in range(row.first, row.first + row.size, smallest)]
+        rows += (
+            [row]
+            if row.documents
+            else [
+                OpenRow(row.number, smallest, first, 0, request.places[0])
+                for first in range(row.first, row.first + row.size, smallest)
+            ]
+        )
     rows.sort(key=lambda row: (-row.size, -row.pairs, row.number, row.first))
     found: list[list[RowGroup]] = [[] for _ in range(waves)]
     used = [0] * request.world

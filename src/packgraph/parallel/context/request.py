@@ -1,9 +1,11 @@
-"""What is asked of dynamic context parallelism: ranks, their token budget, legal group sizes, places for documents.
+"""What is asked of dynamic context parallelism: ranks, their token budget, legal group sizes,
+places for documents.
 
-    W = 8 ranks, L tokens each        a group of c ranks is an aligned block of c consecutive ranks
-    0 1 2 3 4 5 6 7                   and runs one row of at most c·L tokens:
-    [      4      ][  2  ][1][1]      one wave
+W = 8 ranks, L tokens each        a group of c ranks is an aligned block of c consecutive ranks
+0 1 2 3 4 5 6 7                   and runs one row of at most c·L tokens:
+[      4      ][  2  ][1][1]      one wave
 """
+
 import operator
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -25,11 +27,12 @@ def powers_of_two(world: int) -> tuple[int, ...]:
 class ContextRequest:
     """The ground of a plan. Raises ValueError with all reasons when it makes no sense.
 
-    world: ranks W of one pipeline stage and tensor rank (dp x cp). tokens: budget L of one rank per microbatch. sizes:
-    legal sizes of groups, divisors of W, of which the smallest must divide all (default: the powers of two that divide
-    W). places: how many documents a row may have places for, any of them at any size; each (size, places) is a bucket
-    and so a variant of the graphs. waves: most microbatches of the step; documents that find no room wait for the next
-    one (default: as many microbatches as it takes). rounds: most changes that local search makes.
+    world: ranks W of one pipeline stage and tensor rank (dp x cp). tokens: budget L of one rank per
+    microbatch. sizes: legal sizes of groups, divisors of W, of which the smallest must divide all
+    (default: the powers of two that divide W). places: how many documents a row may have places
+    for, any of them at any size; each (size, places) is a bucket and so a variant of the graphs.
+    waves: most microbatches of the step; documents that find no room wait for the next one
+    (default: as many microbatches as it takes). rounds: most changes that local search makes.
     """
 
     world: int
@@ -41,17 +44,34 @@ class ContextRequest:
     rounds: int = 200
 
     def __post_init__(self) -> None:
-        errors = [f"{name} must be at least {least}, got {value}" for name, value, least in (
-            ("world", self.world, 1), ("tokens", self.tokens, 1), ("rounds", self.rounds, 0),
-            ("waves", 1 if self.waves is None else self.waves, 1)) if value < least]
+        errors = [
+            f"{name} must be at least {least}, got {value}"
+            for name, value, least in (
+                ("world", self.world, 1),
+                ("tokens", self.tokens, 1),
+                ("rounds", self.rounds, 0),
+                ("waves", 1 if self.waves is None else self.waves, 1),
+            )
+            if value < least
+        ]
         sizes = tuple(sorted(set(self.sizes) if self.sizes else powers_of_two(max(self.world, 1))))
-        errors += [f"sizes: {size} does not divide the {self.world} ranks" for size in sizes
-                   if size < 1 or self.world % size]
+        errors += [
+            f"sizes: {size} does not divide the {self.world} ranks"
+            for size in sizes
+            if size < 1 or self.world % size
+        ]
         if not errors:
-            errors += [f"sizes: the smallest, {sizes[0]}, must divide all others, for ranks without documents run in "
-                       f"groups of that size, and it does not divide {size}" for size in sizes if size % sizes[0]]
+            errors += [
+                f"sizes: the smallest, {sizes[0]}, must divide all others, for ranks without "
+                "documents run in "
+                f"groups of that size, and it does not divide {size}"
+                for size in sizes
+                if size % sizes[0]
+            ]
         if not self.places or min(self.places) < 1:
-            errors.append(f"places for documents must be whole numbers of at least 1, got {list(self.places)}")
+            errors.append(
+                f"places for documents must be whole numbers of at least 1, got {list(self.places)}"
+            )
         if errors:
             raise ValueError("dynamic context parallelism: " + "; ".join(errors))
         object.__setattr__(self, "sizes", sizes)
@@ -75,29 +95,38 @@ class ContextRequest:
         return Capacity(size * self.tokens, self.places_for(documents))
 
     def read(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """`lengths` as plain ints. Raises ValueError for a document that has no tokens or fits no group."""
+        """`lengths` as plain ints. Raises ValueError for a document that has no tokens or fits no
+        group."""
         found = tuple(map(operator.index, lengths))
         for place, length in enumerate(found):
             if length < 1:
                 raise ValueError(f"document {place} has {length} tokens: leave empty documents out")
             if length > self.longest:
                 raise ValueError(
-                    f"document {place} has {length:,} tokens, and the largest group holds {self.longest:,} "
-                    f"({self.sizes[-1]} ranks x {self.tokens:,}): cut it, give ranks more tokens, or allow larger "
-                    f"groups (sizes; the world has {self.world} ranks)")
+                    f"document {place} has {length:,} tokens, and the largest group holds "
+                    f"{self.longest:,} "
+                    f"({self.sizes[-1]} ranks x {self.tokens:,}): cut it, give ranks more tokens, "
+                    "or allow larger "
+                    f"groups (sizes; the world has {self.world} ranks)"
+                )
         return found
 
     def chains(self) -> tuple[tuple[int, ...], ...]:
         """Every longest choice of sizes that divide one another, ascending: one for powers of two.
 
-        Blocks of such sizes are nested. A rank that runs its large groups before its small ones then waits for nobody
-        until the end of the step: whoever shares a group with it has run the same groups before.
+        Blocks of such sizes are nested. A rank that runs its large groups before its small ones
+        then waits for nobody until the end of the step: whoever shares a group with it has run the
+        same groups before.
         """
         return tuple(self._extended((self.sizes[0],)))
 
     def _extended(self, chain: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         following = [size for size in self.sizes if size > chain[-1] and size % chain[-1] == 0]
-        nearest = [size for size in following if not any(size % other == 0 for other in following if other < size)]
+        nearest = [
+            size
+            for size in following
+            if not any(size % other == 0 for other in following if other < size)
+        ]
         if not nearest:
             yield chain
         for size in nearest:

@@ -1,7 +1,9 @@
 """Schedules as text in torch's vocabulary, one line per rank: 0F0,0F1,0B0,0B1.
 
-torch.distributed.pipelining reads and writes the same ("compute_only"), so a schedule can be carried to and fro.
+torch.distributed.pipelining reads and writes the same ("compute_only"), so a schedule can be
+carried to and fro.
 """
+
 import re
 
 from packgraph.parallel.pipeline.schedule import Action, Kind, Schedule, schedule_errors
@@ -16,7 +18,8 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> Schedule:
-    """Read what `to_csv` writes, or torch's compute-only rows; empty cells (torch's idle times) are left out.
+    """Read what `to_csv` writes, or torch's compute-only rows; empty cells (torch's idle times) are
+    left out.
 
     Raises ValueError with everything that is wrong, by line and column.
     """
@@ -30,7 +33,10 @@ def from_csv(text: str) -> Schedule:
             if match:
                 row.append(Action(_KINDS[match[2]], int(match[1]), int(match[3])))
             elif word:
-                errors.append(f"line {number}, cell {column}: {word!r} is no forward or backward such as 0F0 or 0B0")
+                errors.append(
+                    f"line {number}, cell {column}: {word!r} is no forward or backward such as 0F0 "
+                    "or 0B0"
+                )
         rows.append(tuple(row))
     actions = [action for row in rows for action in row]
     if not errors and not actions:

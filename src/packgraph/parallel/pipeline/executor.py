@@ -1,13 +1,17 @@
-"""The pipeline executor: runs one rank's actions of a schedule, by replay or eagerly, for any number of microbatches.
+"""The pipeline executor: runs one rank's actions of a schedule, by replay or eagerly, for any
+number of microbatches.
 
     RECV_F: claim a slot, receive into it       F: replay       SEND_F: send from it
-    RECV_B: receive the gradient                B: replay       SEND_B: send; the slot is free when its sends are done
+    RECV_B: receive the gradient                B: replay       SEND_B: send; the slot is free when
+                                                                its sends are done
 
-Slots come from a free list in the order of the schedule, never from the microbatch's number, so the count of
-microbatches and the bucket of each may differ in every step without a recapture. Sends and receives are started where
-`parallel/pipeline/rendezvous.py` puts them, so ranks cannot stop each other, whatever makes a host or a device wait.
-The ranks agree once per step, on host facts, about what they are going to run.
+Slots come from a free list in the order of the schedule, never from the microbatch's number, so the
+count of microbatches and the bucket of each may differ in every step without a recapture. Sends and
+receives are started where `parallel/pipeline/rendezvous.py` puts them, so ranks cannot stop each
+other, whatever makes a host or a device wait. The ranks agree once per step, on host facts, about
+what they are going to run.
 """
+
 import contextlib
 import warnings
 import weakref
@@ -46,19 +50,30 @@ class PipelineError(RuntimeError):
 class Pipeline:
     """One rank's part of a pipeline.
 
-    chunks: the graphed modules of this rank, by chunk; chunk c is virtual stage c * ranks + rank. Called as
-    module(batch, tokens_in_step) in the first stage and module(batch, tokens_in_step, hidden [T, width]) in the others;
-    returns hidden states, or the loss in the last stage. width, dtype: of the hidden states. row_parts: ranks that
-    share the rows of the hidden states (context parallel, and tensor parallel with sequence); each has T // row_parts
-    of them. rank_rows: how many each has of any row, where the ranks that share it change. group: microbatch group size
-    of the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends and receives, as one
-    graph per combination of microbatch shapes (granularity `step`); a combination that does not fit into the bank, or
-    cannot be captured on every rank, runs by the chunks' graphs, counted in `step_stats`.
+    chunks: the graphed modules of this rank, by chunk; chunk c is virtual stage c * ranks + rank.
+    Called as module(batch, tokens_in_step) in the first stage and module(batch, tokens_in_step,
+    hidden [T, width]) in the others; returns hidden states, or the loss in the last stage. width,
+    dtype: of the hidden states. row_parts: ranks that share the rows of the hidden states (context
+    parallel, and tensor parallel with sequence); each has T // row_parts of them. rank_rows: how
+    many each has of any row, where the ranks that share it change. group: microbatch group size of
+    the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends and
+    receives, as one graph per combination of microbatch shapes (granularity `step`); a combination
+    that does not fit into the bank, or cannot be captured on every rank, runs by the chunks'
+    graphs, counted in `step_stats`.
     """
 
-    def __init__(self, chunks: Sequence[GraphedModule], links: Links, width: int, dtype: torch.dtype,
-                 device: torch.device, group: int | None = None, whole_steps: bool = False, row_parts: int = 1,
-                 rank_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[GraphedModule],
+        links: Links,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: int | None = None,
+        whole_steps: bool = False,
+        row_parts: int = 1,
+        rank_rows: int | None = None,
+    ) -> None:
         self.chunks, self.links = [control(chunk) for chunk in chunks], links
         self.width, self.dtype, self.device = width, dtype, device
         self.group, self.row_parts, self.rank_rows = group, row_parts, rank_rows
@@ -67,12 +82,16 @@ class Pipeline:
             chunk.lends = True
         self._alone = _without_company(self.chunks)
         self._plain = False
-        self._watched: int | None = None  # the microbatch whose outputs are looked at: they need autograd's graph
+        self._watched: int | None = (
+            None  # the microbatch whose outputs are looked at: they need autograd's graph
+        )
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._likes: dict[Capacity, torch.Tensor] = {}
         self._rows: dict[int, tuple[Op, ...]] = {}
         self._flights: dict[Place, InFlight] = {}
-        self._leaving: dict[int, deque[InFlight]] = {index: deque() for index in range(len(self.chunks))}
+        self._leaving: dict[int, deque[InFlight]] = {
+            index: deque() for index in range(len(self.chunks))
+        }
         self._reason: str | None = None
         modules = [chunk.module for chunk in self.chunks]
         self._whole: GraphedStep | None = None
@@ -84,9 +103,14 @@ class Pipeline:
                 assert pipeline is not None, "it has the step that is run"
                 return pipeline._run_plainly(*arguments)
 
-            self._whole = GraphedStep(modules, run, self.chunks[0].capture_backend, device,
-                                      compiled=any(chunk.compiles for chunk in self.chunks),
-                                      lanes=[chunk.capture_backend.lanes for chunk in self.chunks])
+            self._whole = GraphedStep(
+                modules,
+                run,
+                self.chunks[0].capture_backend,
+                device,
+                compiled=any(chunk.compiles for chunk in self.chunks),
+                lanes=[chunk.capture_backend.lanes for chunk in self.chunks],
+            )
 
     @property
     def step_stats(self) -> Stats | None:
@@ -94,10 +118,12 @@ class Pipeline:
         return self._whole.stats if self._whole is not None else None
 
     def build(self, samples: Sequence[PackedBatch], slots: Sequence[int]) -> bool:
-        """Capture a variant for every sample in the planned number of slots of each chunk; collective.
+        """Capture a variant for every sample in the planned number of slots of each chunk;
+        collective.
 
-        samples: one batch on the device per capacity. slots: per chunk. When a capture fails on any rank, all ranks
-        run eagerly from here on (the reason is counted); returns whether all captures succeeded everywhere.
+        samples: one batch on the device per capacity. slots: per chunk. When a capture fails on any
+        rank, all ranks run eagerly from here on (the reason is counted); returns whether all
+        captures succeeded everywhere.
         """
         failed = 0
         for index, (chunk, count) in enumerate(zip(self.chunks, slots, strict=True)):
@@ -113,18 +139,26 @@ class Pipeline:
             self._whole.vote = vote
 
     def sample_arguments(self, chunk: int, batch: PackedBatch) -> tuple[object, ...]:
-        """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes, no values."""
-        return self._arguments(self._stage(chunk), batch, torch.ones((), dtype=torch.int64, device=self.device))
+        """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes,
+        no values."""
+        return self._arguments(
+            self._stage(chunk), batch, torch.ones((), dtype=torch.int64, device=self.device)
+        )
 
-    def step(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor,
-             before_last: BeforeLast | None = None) -> torch.Tensor:
+    def step(
+        self,
+        batches: Sequence[PackedBatch],
+        tokens_in_step: torch.Tensor,
+        before_last: BeforeLast | None = None,
+    ) -> torch.Tensor:
         """Forward and backward of all microbatches; gradients are added to `.grad`.
 
-        batches: the same microbatches on every rank, on the device. tokens_in_step: 0-d, labels of the whole step.
-        before_last: called as before_last(chunk, output) right before the last backward of each chunk, the one after
-        which its gradients are final; not called where a whole step is one graph.
-        Returns the loss of the step on every rank, float32 []. Raises PipelineError when the ranks disagree, and what
-        the first chunk's `begin` raises of any microbatch, before anything is launched.
+        batches: the same microbatches on every rank, on the device. tokens_in_step: 0-d, labels of
+        the whole step. before_last: called as before_last(chunk, output) right before the last
+        backward of each chunk, the one after which its gradients are final; not called where a
+        whole step is one graph. Returns the loss of the step on every rank, float32 []. Raises
+        PipelineError when the ranks disagree, and what the first chunk's `begin` raises of any
+        microbatch, before anything is launched.
         """
         self._agree(batches)
         self._ask_about(batches, tokens_in_step)
@@ -142,8 +176,11 @@ class Pipeline:
         try:
             ready, reason = self._whole.ready(tokens, *batches), fallback.TOO_MANY_KEYS
         except CaptureError as error:
-            warnings.warn(f"this step runs by its chunks' graphs, because it cannot be one graph: {error}",
-                          PackgraphWarning, stacklevel=4)
+            warnings.warn(
+                f"this step runs by its chunks' graphs, because it cannot be one graph: {error}",
+                PackgraphWarning,
+                stacklevel=4,
+            )
             ready, reason = False, fallback.CAPTURE_FAILED
         if all(facts[0] for facts in self.links.gather_facts([int(ready)])):
             return True
@@ -151,15 +188,20 @@ class Pipeline:
         return False
 
     def _run_plainly(self, tokens: torch.Tensor, *batches: PackedBatch) -> torch.Tensor:
-        """The rank's schedule without graphs of its own: what a graph of the whole step is captured from."""
+        """The rank's schedule without graphs of its own: what a graph of the whole step is captured
+        from."""
         self._plain = True
         try:
             return self._run(batches, tokens)
         finally:
             self._plain = False
 
-    def _run(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, before_last: BeforeLast | None = None
-             ) -> torch.Tensor:
+    def _run(
+        self,
+        batches: Sequence[PackedBatch],
+        tokens_in_step: torch.Tensor,
+        before_last: BeforeLast | None = None,
+    ) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._crash)
@@ -168,8 +210,13 @@ class Pipeline:
         self.links.sum(loss)
         return loss
 
-    def _fly(self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, loss: torch.Tensor,
-             before_last: BeforeLast | None) -> None:
+    def _fly(
+        self,
+        batches: Sequence[PackedBatch],
+        tokens_in_step: torch.Tensor,
+        loss: torch.Tensor,
+        before_last: BeforeLast | None,
+    ) -> None:
         """All actions of a step; adds the losses up in `loss`."""
         last = len(batches) - 1
         self._watched = None if before_last is None else last
@@ -196,7 +243,8 @@ class Pipeline:
             chunk.close()
 
     def free_whole_steps(self) -> None:
-        """Free the graphs of whole steps, if there are any; the next step captures its own again."""
+        """Free the graphs of whole steps, if there are any; the next step captures its own
+        again."""
         if self._whole is not None:
             self._whole.close()
 
@@ -206,13 +254,16 @@ class Pipeline:
         if any(other != facts[0] for other in facts):
             pairs = zip(self.links.ranks, facts, strict=True)
             counts = ", ".join(f"rank {rank}: {other[0]}" for rank, other in pairs)
-            raise PipelineError("the ranks of this pipeline were given different microbatches in one step (counts: "
-                                f"{counts}; or other lengths or capacities). Every rank must pack the same documents "
-                                "in the same order")
+            raise PipelineError(
+                "the ranks of this pipeline were given different microbatches in one step (counts: "
+                f"{counts}; or other lengths or capacities). Every rank must pack the same "
+                "documents "
+                "in the same order"
+            )
 
     def _ask_about(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> None:
-        """Let the first chunk refuse microbatches. In the middle of a step an error would leave other stages waiting,
-        and graphs of whole steps hear of no host facts at all."""
+        """Let the first chunk refuse microbatches. In the middle of a step an error would leave
+        other stages waiting, and graphs of whole steps hear of no host facts at all."""
         module, stage = self.chunks[0].module, self._stage(0)
         if isinstance(module, Staged):
             for batch in batches:
@@ -222,7 +273,9 @@ class Pipeline:
         if microbatches not in self._rows:
             ranks, chunks = self.links.size, len(self.chunks)
             schedule = make_schedule(ranks, chunks, microbatches, self.group)
-            self._rows[microbatches] = make_rows(schedule, slot_counts(ranks, chunks, self.group))[self.links.rank]
+            self._rows[microbatches] = make_rows(schedule, slot_counts(ranks, chunks, self.group))[
+                self.links.rank
+            ]
         return self._rows[microbatches]
 
     def _stage(self, chunk: int) -> int:
@@ -236,7 +289,9 @@ class Pipeline:
             self._likes[batch.capacity] = scalar.expand(rows, self.width)
         return self._likes[batch.capacity]
 
-    def _arguments(self, stage: int, batch: PackedBatch, tokens: torch.Tensor) -> tuple[object, ...]:
+    def _arguments(
+        self, stage: int, batch: PackedBatch, tokens: torch.Tensor
+    ) -> tuple[object, ...]:
         """A call's arguments, with a stand-in for received activations."""
         if stage == 0:
             return batch, tokens
@@ -251,8 +306,14 @@ class Pipeline:
         while leaving and (leaving[0].delivered() or not chunk.has_free_slot()):
             leaving.popleft().finish()
         if not chunk.has_free_slot():
-            raise PipelineError(f"stage {action.stage} has no free slot: the schedule needs more than were planned")
-        claim = chunk.claim(self._arguments(action.stage, batch, tokens), {}) if self._reason is None else self._reason
+            raise PipelineError(
+                f"stage {action.stage} has no free slot: the schedule needs more than were planned"
+            )
+        claim = (
+            chunk.claim(self._arguments(action.stage, batch, tokens), {})
+            if self._reason is None
+            else self._reason
+        )
         if isinstance(claim, ReplayHandle):
             claim.ticket.kept = True
             return InFlight(claim, claim.ticket, direct=action.microbatch != self._watched)
@@ -282,15 +343,24 @@ class Pipeline:
         if action.kind == "B":
             self._leave(action)
 
-    def _forward(self, action: Action, batch: PackedBatch, tokens: torch.Tensor, loss: torch.Tensor) -> None:
-        place, chunk = (action.stage, action.microbatch), self.chunks[action.stage // self.links.size]
+    def _forward(
+        self, action: Action, batch: PackedBatch, tokens: torch.Tensor, loss: torch.Tensor
+    ) -> None:
+        place, chunk = (
+            (action.stage, action.microbatch),
+            self.chunks[action.stage // self.links.size],
+        )
         arguments: tuple[object, ...] = (batch, tokens)
         if action.stage == 0:
             flight = self._flights[place] = self._take_off(action, batch, tokens)
         else:
             flight = self._flights[place]
             flight.receiving.pop("F").wait()
-            hidden = flight.hidden if flight.direct is not None else Arrival.apply(self._anchor, flight, flight.hidden)
+            hidden = (
+                flight.hidden
+                if flight.direct is not None
+                else Arrival.apply(self._anchor, flight, flight.hidden)
+            )
             arguments = (batch, tokens, hidden)
         if flight.claim is None:
             flight.out = chunk.run_eagerly(*arguments)
@@ -321,8 +391,12 @@ class Pipeline:
         self._leaving[action.stage // self.links.size].append(flight)
 
     def _crash(self) -> None:
-        """An error has ended the step: forget its flights and give their slots back, for the next step needs them."""
-        for flight in [*self._flights.values(), *(flight for leaving in self._leaving.values() for flight in leaving)]:
+        """An error has ended the step: forget its flights and give their slots back, for the next
+        step needs them."""
+        for flight in [
+            *self._flights.values(),
+            *(flight for leaving in self._leaving.values() for flight in leaving),
+        ]:
             if flight.ticket is not None:
                 flight.ticket.release()
         self._flights.clear()
@@ -336,8 +410,12 @@ class Pipeline:
 
 
 def _without_company(chunks: Sequence[Control]) -> list[Control]:
-    """The chunks that share no parameter with another: others may put `.grad` of a shared one into their own buffer."""
+    """The chunks that share no parameter with another: others may put `.grad` of a shared one into
+    their own buffer."""
     owned = [{id(parameter) for parameter in chunk.module.parameters()} for chunk in chunks]
     users = Counter(parameter for parameters in owned for parameter in parameters)
-    return [chunk for chunk, parameters in zip(chunks, owned, strict=True)
-            if all(users[parameter] == 1 for parameter in parameters)]
+    return [
+        chunk
+        for chunk, parameters in zip(chunks, owned, strict=True)
+        if all(users[parameter] == 1 for parameter in parameters)
+    ]

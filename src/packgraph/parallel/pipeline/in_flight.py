@@ -1,4 +1,6 @@
-"""One microbatch on its way through one chunk: what it owns from its forward to the end of its last send."""
+"""One microbatch on its way through one chunk: what it owns from its forward to the end of its last
+send."""
+
 from typing import Any
 
 import torch
@@ -8,10 +10,12 @@ from packgraph.parallel.pipeline.links import Transfer
 
 
 class InFlight:
-    """A microbatch in a chunk. Replayed flights use the slot's static memory, eager ones memory of their own.
+    """A microbatch in a chunk. Replayed flights use the slot's static memory, eager ones memory of
+    their own.
 
-    hidden: activations received from the stage before. out: what the chunk made. gradient: received gradient of `out`.
-    input_gradient: gradient of `hidden`, to be sent. direct: the claim, if it is replayed without autograd.
+    hidden: activations received from the stage before. out: what the chunk made. gradient: received
+    gradient of `out`. input_gradient: gradient of `hidden`, to be sent. direct: the claim, if it is
+    replayed without autograd.
     """
 
     def __init__(self, claim: ReplayHandle | None, ticket: Any, direct: bool = False) -> None:
@@ -25,15 +29,24 @@ class InFlight:
         self._sending: list[tuple[Transfer, torch.Tensor]] = []
 
     def activation_buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Where to receive activations of `like`'s shape: the slot's own input memory when a graph reads it there."""
+        """Where to receive activations of `like`'s shape: the slot's own input memory when a graph
+        reads it there."""
         buffer = self.claim.buffer("hidden") if self.claim is not None else None
-        self.hidden = torch.empty(like.shape, dtype=like.dtype, device=like.device) if buffer is None else buffer
+        self.hidden = (
+            torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            if buffer is None
+            else buffer
+        )
         return self.hidden
 
     def gradient_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Where to receive the gradient of `out`."""
         buffer = self.claim.gradient_buffer() if self.claim is not None else None
-        self.gradient = torch.empty(like.shape, dtype=like.dtype, device=like.device) if buffer is None else buffer
+        self.gradient = (
+            torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            if buffer is None
+            else buffer
+        )
         return self.gradient
 
     def sent(self, transfer: Transfer, tensor: torch.Tensor) -> None:
@@ -55,10 +68,13 @@ class InFlight:
 
 
 class Arrival(torch.autograd.Function):
-    """Starts a chunk's autograd graph at received activations, and catches the gradient that goes back."""
+    """Starts a chunk's autograd graph at received activations, and catches the gradient that goes
+    back."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, flight: InFlight, received: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, flight: InFlight, received: torch.Tensor
+    ) -> torch.Tensor:
         ctx.flight = flight
         return received.detach()
 

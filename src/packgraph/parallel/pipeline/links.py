@@ -1,12 +1,14 @@
 """Point-to-point links between the ranks of one pipeline: one process group per directed edge.
 
-A communicator serves its transfers one after another, in the order in which they were started. If a rank's receive from
-one neighbour and its send to the other shared one, the send would wait for data it has nothing to do with. So every
-edge has a communicator of its own, on which one side only sends and the other only receives, in the order of the plan:
+A communicator serves its transfers one after another, in the order in which they were started. If a
+rank's receive from one neighbour and its send to the other shared one, the send would wait for data
+it has nothing to do with. So every edge has a communicator of its own, on which one side only sends
+and the other only receives, in the order of the plan:
 
     forward    0 -> 1   1 -> 2   2 -> 3   3 -> 0 (next chunk)
     backward   0 <- 1   1 <- 2   2 <- 3   3 <- 0 (chunk before)
 """
+
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -32,9 +34,17 @@ class Links:
     ranks: the global ranks of this pipeline, in stage order.
     """
 
-    def __init__(self, ranks: Sequence[int], groups: dict[str, Any], everyone: Any, control: Any) -> None:
-        """groups: process groups by edge name. everyone: all ranks, on the device. control: all ranks, on the host."""
-        self.ranks, self._groups, self._everyone, self._control = list(ranks), groups, everyone, control
+    def __init__(
+        self, ranks: Sequence[int], groups: dict[str, Any], everyone: Any, control: Any
+    ) -> None:
+        """groups: process groups by edge name. everyone: all ranks, on the device. control: all
+        ranks, on the host."""
+        self.ranks, self._groups, self._everyone, self._control = (
+            list(ranks),
+            groups,
+            everyone,
+            control,
+        )
         self.rank = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
 
     @property
@@ -43,7 +53,8 @@ class Links:
         return len(self.ranks)
 
     def send(self, tensor: torch.Tensor, stage: int, direction: str) -> Transfer:
-        """Start sending what virtual stage `stage` made: activations `forward`, gradients `backward`."""
+        """Start sending what virtual stage `stage` made: activations `forward`, gradients
+        `backward`."""
         to = self.ranks[(stage + STEPS[direction]) % self.size]
         return dist.isend(tensor, to, group=self.group(stage, direction))  # type: ignore[return-value]
 
@@ -64,8 +75,8 @@ class Links:
     def warm_up(self, token: torch.Tensor) -> None:
         """Send `token` once over every edge, one after another; collective.
 
-        NCCL makes the communicator of a pair at its first transfer and holds the host until both sides are there. Left
-        to the first step, this would hold ranks in the middle of it.
+        NCCL makes the communicator of a pair at its first transfer and holds the host until both
+        sides are there. Left to the first step, this would hold ranks in the middle of it.
         """
         for direction, step in STEPS.items():
             for stage in range(self.size):
@@ -76,7 +87,8 @@ class Links:
                     dist.recv(token, self.ranks[stage], group=self.group(stage, direction))
 
     def gather_facts(self, facts: Sequence[int]) -> list[list[int]]:
-        """The host integers `facts` of every rank of the pipeline, in stage order; waits for all of them."""
+        """The host integers `facts` of every rank of the pipeline, in stage order; waits for all of
+        them."""
         if self.size == 1:
             return [list(facts)]
         mine = torch.tensor(facts, dtype=torch.int64)
@@ -111,7 +123,8 @@ def make_links(mesh: Mesh) -> Links:
 
 
 def pipelines(mesh: Mesh) -> list[list[int]]:
-    """The global ranks of every pipeline of the mesh, each in stage order: those that differ in `pp` only."""
+    """The global ranks of every pipeline of the mesh, each in stage order: those that differ in
+    `pp` only."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world):
         place = mesh.layout.coordinates(rank)

@@ -1,19 +1,25 @@
-"""Where sends and receives stand between the actions of a schedule, so that no order of waiting can stop the ranks.
+"""Where sends and receives stand between the actions of a schedule, so that no order of waiting can
+stop the ranks.
 
-Both ends of a transfer can be made to wait for each other: a device that is drained (a kernel loaded at its first use,
-memory given back) waits for every transfer that was started on it. A receive started too early then waits for data
-that this very rank has yet to cause; a send started before its receiver gets there keeps the sender waiting too. So all
-runs and transfers get one common order, and each rank's row is its part of it:
+Both ends of a transfer can be made to wait for each other: a device that is drained (a kernel
+loaded at its first use, memory given back) waits for every transfer that was started on it. A
+receive started too early then waits for data that this very rank has yet to cause; a send started
+before its receiver gets there keeps the sender waiting too. So all runs and transfers get one
+common order, and each rank's row is its part of it:
 
-    all     0F0  0->1  0F1  1F0  1B0  1->0 ...      one after another: possible, so it cannot deadlock
-    rank 0  0F0  0SEND_F0  0F1  0RECV_B0 ...        whoever waits at a transfer waits for what comes earlier in "all"
+    all     0F0  0->1  0F1  1F0  1B0  1->0 ...      one after another: possible, so it cannot
+                                                    deadlock
+    rank 0  0F0  0SEND_F0  0F1  0RECV_B0 ...        whoever waits at a transfer waits for what comes
+                                                    earlier in "all"
     rank 1  1RECV_F0  1F0  1B0  1SEND_B0 ...
 
-Invariants: rows run to their end even if every send and every receive blocks its rank until the other side is there,
-and even with a single communicator that serves its transfers in order. A chunk never holds more microbatches, from the
-start of the receive to the end of the backward, than it has slots. The order is that of a simulated time line, in which
-a transfer happens as soon as its data are there and its receiver has a slot, so waiting does not make a step longer.
+Invariants: rows run to their end even if every send and every receive blocks its rank until the
+other side is there, and even with a single communicator that serves its transfers in order. A chunk
+never holds more microbatches, from the start of the receive to the end of the backward, than it has
+slots. The order is that of a simulated time line, in which a transfer happens as soon as its data
+are there and its receiver has a slot, so waiting does not make a step longer.
 """
+
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -29,7 +35,8 @@ Rows = tuple[tuple["Op", ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One step of a rank: run an action, send what it made, or receive what it needs. Written as torch does: 0SEND_F1.
+    """One step of a rank: run an action, send what it made, or receive what it needs. Written as
+    torch does: 0SEND_F1.
 
     action: the one that runs, that made what is sent, or that needs what is received.
     """
@@ -54,13 +61,15 @@ def receiver_of(schedule: Schedule, action: Action) -> Action | None:
 def make_rows(schedule: Schedule, slots: Sequence[Sequence[int]]) -> Rows:
     """The rows of `schedule` with their transfers. slots: [rank][chunk], as by `slot_counts`.
 
-    Raises ValueError naming what each rank waits for, when there are too few slots or the schedule cannot run.
+    Raises ValueError naming what each rank waits for, when there are too few slots or the schedule
+    cannot run.
     """
     return _TimeLine(schedule, slots).rows()
 
 
 class _TimeLine:
-    """The simulation that puts everything into one order: forwards take 1, backwards 2, transfers nothing."""
+    """The simulation that puts everything into one order: forwards take 1, backwards 2, transfers
+    nothing."""
 
     def __init__(self, schedule: Schedule, slots: Sequence[Sequence[int]]) -> None:
         self.schedule = schedule
@@ -79,13 +88,23 @@ class _TimeLine:
         while self.ends:
             now, rank = heapq.heappop(self.ends)
             self._finish(rank)
-            if not self.ends or self.ends[0][0] > now:  # first all that end now: their transfers come before new runs
+            if (
+                not self.ends or self.ends[0][0] > now
+            ):  # first all that end now: their transfers come before new runs
                 self._start(now)
-        waiting = [row[place] if place < len(row) else None
-                   for place, row in zip(self.position, self.schedule.rows, strict=True)]
+        waiting = [
+            row[place] if place < len(row) else None
+            for place, row in zip(self.position, self.schedule.rows, strict=True)
+        ]
         if any(waiting):
-            raise ValueError("this schedule cannot run with these slots: " + ", ".join(
-                f"rank {rank} stays at {action}" for rank, action in enumerate(waiting) if action is not None))
+            raise ValueError(
+                "this schedule cannot run with these slots: "
+                + ", ".join(
+                    f"rank {rank} stays at {action}"
+                    for rank, action in enumerate(waiting)
+                    if action is not None
+                )
+            )
         return tuple(map(tuple, self.order))
 
     def _start(self, now: float) -> None:
@@ -100,7 +119,9 @@ class _TimeLine:
     def _can_start(self, rank: int, action: Action) -> bool:
         sources = needed(self.schedule, action)
         sent = [source for source in sources if receiver_of(self.schedule, source) == action]
-        if any(source not in self.done for source in sources) or (sent and action not in self.received):
+        if any(source not in self.done for source in sources) or (
+            sent and action not in self.received
+        ):
             return False
         return action.kind == "B" or bool(sent) or self._take_slot(rank, action)
 

@@ -1,19 +1,23 @@
-"""Documents of a run: where they come from, how they become tokens, and the resumable stream of packs.
+"""Documents of a run: where they come from, how they become tokens, and the resumable stream of
+packs.
 
-    open_documents(config: DataConfig) -> DocumentSource
-        the documents, checked: a finite list (len, index). Raises DataError (a ValueError) saying where and what to do.
-    build_tokenizer(config: DataConfig) -> Tokenizer
-        `.vocab_size` (int), `.encode(SourceDocument) -> list[Document]`. Raises DataError.
-    open_microbatches(config: DataConfig, documents, tokenizer, capacities: Iterable[Capacity], multiple: int)
-        -> Microbatches
-        an iterator of `PackedBatch` on the host; endless unless config.epochs is set. `.report` (PackReport) counts
-        packs, padding, split and dropped documents. `.state_dict()` is JSON-able and taken between two packs;
-        `.load_state_dict(state)` on a new iterator continues with exactly the packs that would have come next, and
-        raises DataError when data, tokenizer, capacities or packing are not those of the state.
-    PlannedSteps(..., request): the same for dynamic context parallelism, a planned step at a time.
+open_documents(config: DataConfig) -> DocumentSource
+    the documents, checked: a finite list (len, index). Raises DataError (a ValueError) saying where
+        and what to do.
+build_tokenizer(config: DataConfig) -> Tokenizer
+    `.vocab_size` (int), `.encode(SourceDocument) -> list[Document]`. Raises DataError.
+open_microbatches(config: DataConfig, documents, tokenizer, capacities: Iterable[Capacity],
+multiple: int)
+    -> Microbatches an iterator of `PackedBatch` on the host; endless unless config.epochs is set.
+    `.report` (PackReport) counts packs, padding, split and dropped documents. `.state_dict()` is
+    JSON-able and taken between two packs; `.load_state_dict(state)` on a new iterator continues
+    with exactly the packs that would have come next, and raises DataError when data, tokenizer,
+    capacities or packing are not those of the state.
+PlannedSteps(..., request): the same for dynamic context parallelism, a planned step at a time.
 
-    source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ window ──▶ PackedBatch
+source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ window ──▶ PackedBatch
 """
+
 from packgraph.train.data.config import DataConfig
 from packgraph.train.data.errors import DataError, MissingPackageError
 from packgraph.train.data.microbatches import Microbatches, open_microbatches
@@ -22,5 +26,16 @@ from packgraph.train.data.planned_steps import PlannedSteps
 from packgraph.train.data.source import DocumentSource, SourceDocument
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer
 
-__all__ = ["DataConfig", "DataError", "DocumentSource", "Microbatches", "MissingPackageError", "PlannedSteps",
-           "SourceDocument", "Tokenizer", "build_tokenizer", "open_documents", "open_microbatches"]
+__all__ = [
+    "DataConfig",
+    "DataError",
+    "DocumentSource",
+    "Microbatches",
+    "MissingPackageError",
+    "PlannedSteps",
+    "SourceDocument",
+    "Tokenizer",
+    "build_tokenizer",
+    "open_documents",
+    "open_microbatches",
+]

@@ -1,4 +1,5 @@
 """Bad documents that are left out: how many, and where the first ones stand."""
+
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,8 @@ PLACES_KEPT = 5
 
 @dataclass
 class BadDocuments:
-    """A count of bad documents. first: what is wrong with the first PLACES_KEPT of them, with file and line."""
+    """A count of bad documents. first: what is wrong with the first PLACES_KEPT of them, with file
+    and line."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)

@@ -1,10 +1,12 @@
-"""The default tokenizer: one token a byte of UTF-8, and a few ids above for structure. Needs no file, loses nothing.
+"""The default tokenizer: one token a byte of UTF-8, and a few ids above for structure. Needs no
+file, loses nothing.
 
     text  <begin> bytes <end>
     chat  <begin> <user> bytes <turn end> <assistant> bytes <turn end> ...
 
 In a chat only the assistant's bytes and ends of turn are predicted.
 """
+
 import numpy as np
 
 from packgraph.packing.document import IGNORED, Document, Ids
@@ -41,7 +43,10 @@ class ByteTokenizer:
         for message in document.messages or ():
             said = np.concatenate([_bytes(message.content), [TURN_END]])
             tokens += [np.array([FIRST_ROLE + ROLES.index(message.role)]), said]
-            targets += [np.array([IGNORED]), said if message.role == "assistant" else np.full_like(said, IGNORED)]
+            targets += [
+                np.array([IGNORED]),
+                said if message.role == "assistant" else np.full_like(said, IGNORED),
+            ]
         return Document(np.concatenate(tokens), np.concatenate(targets))
 
 

@@ -1,12 +1,15 @@
-"""Errors of the data a run is given. The message is all a user needs: where (file:line), what, and what to do."""
+"""Errors of the data a run is given. The message is all a user needs: where (file:line), what, and
+what to do."""
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on: malformed, empty, missing, or not those a checkpoint was written with."""
+    """Data that cannot be trained on: malformed, empty, missing, or not those a checkpoint was
+    written with."""
 
 
 class BadDocumentError(DataError):
-    """One document that cannot be trained on, whatever the options say; `data.on_bad = skip` leaves it out."""
+    """One document that cannot be trained on, whatever the options say; `data.on_bad = skip` leaves
+    it out."""
 
 
 class DataChangedError(DataError):

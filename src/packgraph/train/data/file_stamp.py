@@ -1,9 +1,11 @@
 """Whether a file is still the one that was opened at the start of a run.
 
-A stamp is compared with the handle that was read from, after reading: so what was read is what the stamp belongs to,
-whether the file was replaced by another or written to in place. Contents are compared when a run is resumed
-(`DocumentSource.fingerprint`); a stamp costs one system call a document.
+A stamp is compared with the handle that was read from, after reading: so what was read is what the
+stamp belongs to, whether the file was replaced by another or written to in place. Contents are
+compared when a run is resumed (`DocumentSource.fingerprint`); a stamp costs one system call a
+document.
 """
+
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,19 +32,27 @@ class FileStamp:
         now = FileStamp.of(status)
         if now == self:
             return
-        what = (f"its size was {self.size:,} bytes and is {now.size:,}" if now.size != self.size else
-                "another file has taken its place" if now.inode != self.inode else "it was written to")
+        what = (
+            f"its size was {self.size:,} bytes and is {now.size:,}"
+            if now.size != self.size
+            else "another file has taken its place"
+            if now.inode != self.inode
+            else "it was written to"
+        )
         raise changed(file, what)
 
 
 def changed(file: Path, what: str) -> DataChangedError:
     """The error for a file that is not what it was. what: how it differs."""
-    return DataChangedError(f"{file}: changed since the run opened it ({what}), so what the run trains on is no longer "
-                            "what it began with; put the file back and resume the run, or start a new one")
+    return DataChangedError(
+        f"{file}: changed since the run opened it ({what}), so what the run trains on is no longer "
+        "what it began with; put the file back and resume the run, or start a new one"
+    )
 
 
 def read_unchanged(file: Path, stamp: FileStamp, offset: int = 0, *, line: bool = False) -> bytes:
-    """The bytes of `file` from `offset` on, or one line. Raises DataChangedError if it is not that of `stamp`."""
+    """The bytes of `file` from `offset` on, or one line. Raises DataChangedError if it is not that
+    of `stamp`."""
     try:
         with file.open("rb") as stream:
             stream.seek(offset)

@@ -1,10 +1,12 @@
-"""Any tokenizer.json, through the package `tokenizers` (data only: nothing in the file is executed).
+"""Any tokenizer.json, through the package `tokenizers` (data only: nothing in the file is
+executed).
 
-Text ends with the end token, which a tokenizer.json does not name: it is read from a tokenizer_config.json beside the
-file, else the first of the usual names that the vocabulary has. Chats are written as ChatML, which is what Qwen models
-use; they are tokenized as one text, since tokens may span a turn's border, and offsets say which tokens are the
-assistant's words.
+Text ends with the end token, which a tokenizer.json does not name: it is read from a
+tokenizer_config.json beside the file, else the first of the usual names that the vocabulary has.
+Chats are written as ChatML, which is what Qwen models use; they are tokenized as one text, since
+tokens may span a turn's border, and offsets say which tokens are the assistant's words.
 """
+
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,21 @@ class FileTokenizer:
     """The tokenizer of a tokenizer.json (or of a folder that holds one)."""
 
     def __init__(self, path: str) -> None:
-        """Raises DataError for a missing or foreign file, MissingPackageError without `tokenizers`."""
+        """Raises DataError for a missing or foreign file, MissingPackageError without
+        `tokenizers`."""
         file = Path(path).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
-            raise DataError(f"{file}: no such file; data.tokenizer must be `bytes` or the path of a tokenizer.json")
+            raise DataError(
+                f"{file}: no such file; data.tokenizer must be `bytes` or the path of a "
+                "tokenizer.json"
+            )
         self._name = str(file)
         self._tokenizer = _load(file)
         self._end = self._end_token(file.parent / "tokenizer_config.json")
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = 1 + max(
+            self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
+        )
         self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
     def encode(self, document: SourceDocument) -> list[Document]:
@@ -58,8 +66,12 @@ class FileTokenizer:
     def _chat(self, messages: tuple[Message, ...], where: str) -> Document:
         for token in (TURN_START, TURN_END):
             if self._tokenizer.token_to_id(token) is None:
-                raise DataError(f"{where}: chat messages are written as ChatML, but {self._name} has no token {token}; "
-                                "give `text`, or `input_ids` with `labels`, made with the chat template of your model")
+                raise DataError(
+                    f"{where}: chat messages are written as ChatML, but {self._name} has no token "
+                    f"{token}; "
+                    "give `text`, or `input_ids` with `labels`, made with the chat template of "
+                    "your model"
+                )
         text = ""
         spans: list[tuple[int, int]] = []
         for message in messages:
@@ -75,7 +87,8 @@ class FileTokenizer:
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         said = np.zeros(len(tokens), dtype=bool)
         for start, stop in spans:
-            # A token that also covers the border before the words is predicted from the role alone: it counts.
+            # A token that also covers the border before the words is predicted from the role alone:
+            # it counts.
             said |= (offsets[:, 1] > start) & (offsets[:, 1] <= stop)
         return Document(tokens, np.where(said, tokens, IGNORED))
 
@@ -85,12 +98,20 @@ class FileTokenizer:
             try:
                 named = parse_json(config.read_text(encoding="utf-8")).get("eos_token")
             except (ValueError, AttributeError) as error:
-                raise DataError(f"{config}: not a JSON object ({error}); it stands beside the tokenizer: repair it or "
-                                "remove it") from error
+                raise DataError(
+                    f"{config}: not a JSON object ({error}); it stands beside the tokenizer: "
+                    "repair it or "
+                    "remove it"
+                ) from error
             end = named.get("content") if isinstance(named, dict) else named
-            if end is not None and (not isinstance(end, str) or self._tokenizer.token_to_id(end) is None):
-                raise DataError(f"{config}: its eos_token is {shown(end)}, which is no token of {self._name}; repair "
-                                "it or remove it")
+            if end is not None and (
+                not isinstance(end, str) or self._tokenizer.token_to_id(end) is None
+            ):
+                raise DataError(
+                    f"{config}: its eos_token is {shown(end)}, which is no token of {self._name}; "
+                    "repair "
+                    "it or remove it"
+                )
             names.insert(0, end)
         known = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
         return next((number for number in known if number is not None), None)
@@ -100,19 +121,28 @@ def _load(file: Path) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise MissingPackageError(f"{file}: needs the package `tokenizers`: pip install tokenizers") from error
+        raise MissingPackageError(
+            f"{file}: needs the package `tokenizers`: pip install tokenizers"
+        ) from error
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{file}: not JSON ({error}); data.tokenizer must be a tokenizer.json") from error
+        raise DataError(
+            f"{file}: not JSON ({error}); data.tokenizer must be a tokenizer.json"
+        ) from error
     if not isinstance(content, dict) or "model" not in content:
         raise DataError(f"{file}: not a tokenizer.json (it has no `model`)")
-    with _NamedErrors(f"{file}: not a tokenizer.json that `tokenizers` {tokenizers.__version__} reads", DataError):
+    with _NamedErrors(
+        f"{file}: not a tokenizer.json that `tokenizers` {tokenizers.__version__} reads", DataError
+    ):
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and tokenizer.token_to_id(unknown) is None:
-        raise DataError(f"{file}: its unk_token is {shown(unknown)}, which is not in its vocabulary, so words that are "
-                        "not there either cannot be tokenized; add it to the vocabulary")
+        raise DataError(
+            f"{file}: its unk_token is {shown(unknown)}, which is not in its vocabulary, so words "
+            "that are "
+            "not there either cannot be tokenized; add it to the vocabulary"
+        )
     # Padding and truncation may be stored in the file; packing needs documents as they are.
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -120,14 +150,16 @@ def _load(file: Path) -> Any:
 
 
 class _NamedErrors:
-    """Name the file in errors of the package, which are of the bare class Exception (subclasses pass untouched), and in
-    panics of its Rust code, whose class has no public name."""
+    """Name the file in errors of the package, which are of the bare class Exception (subclasses
+    pass untouched), and in panics of its Rust code, whose class has no public name."""
 
     def __init__(self, text: str, kind: type[DataError]) -> None:
         self._text, self._kind = text, kind
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
         if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
             raise self._kind(f"{self._text} ({error})") from error

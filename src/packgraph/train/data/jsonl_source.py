@@ -1,9 +1,11 @@
 """JSONL: one JSON object a line.
 
-All lines are checked when the source is opened, so that a run of hours does not end at a bad one: also the ids, labels,
-masks and boundaries of tokenized rows, which adds about half to the time of reading their JSON. Only the places of
-lines are kept in memory, and the largest id, which is held against the vocabulary when the tokenizer is known.
+All lines are checked when the source is opened, so that a run of hours does not end at a bad one:
+also the ids, labels, masks and boundaries of tokenized rows, which adds about half to the time of
+reading their JSON. Only the places of lines are kept in memory, and the largest id, which is held
+against the vocabulary when the tokenizer is known.
 """
+
 import hashlib
 import json
 import os
@@ -20,12 +22,17 @@ from packgraph.train.data.tokenized_row import largest_id, read_row
 
 
 class JsonLinesSource:
-    """Documents from the lines of a .jsonl file, or of all .jsonl files in a folder. Blank lines are skipped."""
+    """Documents from the lines of a .jsonl file, or of all .jsonl files in a folder. Blank lines
+    are skipped."""
 
-    def __init__(self, path: str, text_column: str, limit: int | None = None, *, skip_bad: bool = False) -> None:
-        """limit: number of lines to read. skip_bad: leave out lines that are no documents, and count them in `bad`.
+    def __init__(
+        self, path: str, text_column: str, limit: int | None = None, *, skip_bad: bool = False
+    ) -> None:
+        """limit: number of lines to read. skip_bad: leave out lines that are no documents, and
+        count them in `bad`.
 
-        Raises DataError with file:line for the first line that is no document, if they are not left out.
+        Raises DataError with file:line for the first line that is no document, if they are not left
+        out.
         """
         self._text_column = text_column
         self._files = files_of(path, (".jsonl", ".json"))
@@ -37,7 +44,11 @@ class JsonLinesSource:
         for number, file in enumerate(self._files):
             self._scan(number, file, limit)
         if not len(self):
-            found = f"only {self.bad.count} bad ones ({self.bad.first[0]})" if self.bad.count else "only blank lines"
+            found = (
+                f"only {self.bad.count} bad ones ({self.bad.first[0]})"
+                if self.bad.count
+                else "only blank lines"
+            )
             raise DataError(f"{path}: no documents, {found}; is it the right file (data.path)?")
 
     def __len__(self) -> int:
@@ -71,7 +82,8 @@ class JsonLinesSource:
             stamp.check(os.fstat(stream.fileno()), file)
 
     def _is_good(self, content: bytes, where: str) -> bool:
-        """Whether a line is a document; counted if not. Raises BadDocumentError if bad ones are not left out."""
+        """Whether a line is a document; counted if not. Raises BadDocumentError if bad ones are not
+        left out."""
         try:
             document = self._parse(content, where)
             if document.row is not None:
@@ -90,16 +102,22 @@ class JsonLinesSource:
             # utf-8-sig: some editors begin a file with a byte order mark.
             row: Any = json.loads(content.decode("utf-8-sig").rstrip())
         except UnicodeDecodeError as error:
-            raise BadDocumentError(f"{where}: not UTF-8 (byte {error.start}: {error.reason})") from error
+            raise BadDocumentError(
+                f"{where}: not UTF-8 (byte {error.start}: {error.reason})"
+            ) from error
         except json.JSONDecodeError as error:
             what = error.msg.removesuffix(" at")
-            raise BadDocumentError(f"{where}: not JSON: {what} at column {error.colno}; every line must be one JSON "
-                                   'object, such as {"text": "..."}') from error
+            raise BadDocumentError(
+                f"{where}: not JSON: {what} at column {error.colno}; every line must be one JSON "
+                'object, such as {"text": "..."}'
+            ) from error
         except ValueError as error:  # a number of thousands of digits
             raise BadDocumentError(f"{where}: not JSON that Python reads ({error})") from error
         except RecursionError as error:
             raise BadDocumentError(f"{where}: nested too deeply for a document") from error
         if not isinstance(row, dict):
-            raise BadDocumentError(f'{where}: expected a JSON object such as {{"text": "..."}}, got '
-                                   f"{type(row).__name__}")
+            raise BadDocumentError(
+                f'{where}: expected a JSON object such as {{"text": "..."}}, got '
+                f"{type(row).__name__}"
+            )
         return document_of_row(row, where, self._text_column)

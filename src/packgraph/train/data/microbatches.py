@@ -1,10 +1,13 @@
 """The stream of packs of a run, which can be stopped and continued between any two packs.
 
-All state is integers: epoch and position of the next document in the order of that epoch, and for each waiting document
-its index and part. So a checkpoint is small, and continuing tokenizes at most the window again.
+All state is integers: epoch and position of the next document in the order of that epoch, and for
+each waiting document its index and part. So a checkpoint is small, and continuing tokenizes at most
+the window again.
 
-The window is not emptied between epochs: a pack may hold the last documents of one and the first of the next.
+The window is not emptied between epochs: a pack may hold the last documents of one and the first of
+the next.
 """
+
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -42,13 +45,21 @@ class Waiting(Protocol):
 class Microbatches:
     """Iterator of packs on the host.
 
-    report: counts of packing. empty_documents: texts without a token, left out. unlabelled_documents: documents in
-    which no token is to be predicted, such as a chat without an assistant's turn, left out too.
+    report: counts of packing. empty_documents: texts without a token, left out.
+    unlabelled_documents: documents in which no token is to be predicted, such as a chat without an
+    assistant's turn, left out too.
     """
 
-    def __init__(self, config: DataConfig, source: DocumentSource, tokenizer: Tokenizer,
-                 capacities: Iterable[Capacity], multiple: int = 1) -> None:
-        """multiple: of places that documents take up; no part of the state, so a run may go on with another.
+    def __init__(
+        self,
+        config: DataConfig,
+        source: DocumentSource,
+        tokenizer: Tokenizer,
+        capacities: Iterable[Capacity],
+        multiple: int = 1,
+    ) -> None:
+        """multiple: of places that documents take up; no part of the state, so a run may go on with
+        another.
 
         Raises ValueError for bad capacities, DataError for an empty source."""
         if not len(source):
@@ -72,7 +83,8 @@ class Microbatches:
         return self
 
     def __next__(self) -> PackedBatch:
-        """The next pack. Raises DataError for a document that cannot be used; the epoch's end is no error."""
+        """The next pack. Raises DataError for a document that cannot be used; the epoch's end is no
+        error."""
         while len(self._window) < self._config.window and self._add_next():
             pass
         if not len(self._window):
@@ -92,27 +104,41 @@ class Microbatches:
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, JSON-able, to be taken between two packs."""
         return {
-            "version": VERSION, "identity": self._identity(), "epoch": self._epoch, "position": self._position,
-            "usable_in_epoch": self._usable_in_epoch, "waiting": [list(tag) for tag in self._window.tags()],
-            "report": self.report.state_dict(), "empty_documents": self.empty_documents,
+            "version": VERSION,
+            "identity": self._identity(),
+            "epoch": self._epoch,
+            "position": self._position,
+            "usable_in_epoch": self._usable_in_epoch,
+            "waiting": [list(tag) for tag in self._window.tags()],
+            "report": self.report.state_dict(),
+            "empty_documents": self.empty_documents,
             "unlabelled_documents": self.unlabelled_documents,
         } | ({"bad": self._bad.state_dict()} if self._bad.count else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises DataError when this stream is not the same, naming what differs."""
+        """Go on where `state` was taken. Raises DataError when this stream is not the same, naming
+        what differs."""
         if not isinstance(state, dict) or state.get("version", VERSION) != VERSION:
             found = state.get("version") if isinstance(state, dict) else shown(state)
-            raise DataError(f"the data position was written in version {found!r} of its format, this program reads "
-                            f"version {VERSION}")
+            raise DataError(
+                f"the data position was written in version {found!r} of its format, this program "
+                "reads "
+                f"version {VERSION}"
+            )
         problem = self._damage(state)
         if problem is not None:
-            raise DataError(f"the data position is damaged: {problem}; go on from another checkpoint")
+            raise DataError(
+                f"the data position is damaged: {problem}; go on from another checkpoint"
+            )
         differences = [
             f"{name} was {state['identity'].get(name)!r}, is {value!r}"
-            for name, value in self._identity().items() if state["identity"].get(name) != value
+            for name, value in self._identity().items()
+            if state["identity"].get(name) != value
         ]
         if differences:
-            raise DataError("the run cannot go on with other data than before: " + "; ".join(differences))
+            raise DataError(
+                "the run cannot go on with other data than before: " + "; ".join(differences)
+            )
         # Encoding and cutting count in the report, so the counts of the state come last.
         self._window = self._new_window()
         parts: dict[int, list[Document]] = {}
@@ -120,8 +146,11 @@ class Microbatches:
             if index not in parts:
                 parts[index] = self._parts(index)
             if part >= len(parts[index]):
-                raise DataError(f"the data position is damaged: document {index} has no part {part}; go on from "
-                                "another checkpoint")
+                raise DataError(
+                    f"the data position is damaged: document {index} has no part {part}; go on "
+                    "from "
+                    "another checkpoint"
+                )
             self._window.add(parts[index][part], (index, part))
         self._epoch, self._position = state["epoch"], state["position"]
         self._usable_in_epoch = state["usable_in_epoch"]
@@ -134,30 +163,49 @@ class Microbatches:
             self._bad.load_state_dict(state["bad"])
 
     def _damage(self, state: dict[str, Any]) -> str | None:
-        """What is wrong with a state, without regard to whether it is of these data; None if nothing is."""
+        """What is wrong with a state, without regard to whether it is of these data; None if
+        nothing is."""
         own = self.state_dict()
         missing = sorted(own.keys() - state.keys() - {"bad", "cost"})
         if missing:
             return f"it has no {', '.join(missing)}"
         documents = len(self._source) if state["identity"] == own["identity"] else LARGEST
-        limits = {"epoch": LARGEST, "position": documents, "usable_in_epoch": LARGEST, "empty_documents": LARGEST,
-                  "unlabelled_documents": LARGEST}
-        wrong = [f"its {name} is {shown(state[name])}" for name, limit in limits.items()
-                 if not _is_count(state[name], limit)]
+        limits = {
+            "epoch": LARGEST,
+            "position": documents,
+            "usable_in_epoch": LARGEST,
+            "empty_documents": LARGEST,
+            "unlabelled_documents": LARGEST,
+        }
+        wrong = [
+            f"its {name} is {shown(state[name])}"
+            for name, limit in limits.items()
+            if not _is_count(state[name], limit)
+        ]
         for name in ("identity", "report"):
             if not isinstance(state[name], dict):
                 wrong.append(f"its {name} is {shown(state[name])}")
-        if not wrong and (state["report"].keys() != own["report"].keys()
-                          or not all(_is_count(value, LARGEST) for value in state["report"].values())):
+        if not wrong and (
+            state["report"].keys() != own["report"].keys()
+            or not all(_is_count(value, LARGEST) for value in state["report"].values())
+        ):
             wrong.append(f"its report is {shown(state['report'])}")
         waiting = state["waiting"]
         if not isinstance(waiting, list) or not all(
-                isinstance(tag, (list, tuple)) and len(tag) == 2 and _is_count(tag[0], documents - 1)
-                and _is_count(tag[1], LARGEST) for tag in waiting):
+            isinstance(tag, (list, tuple))
+            and len(tag) == 2
+            and _is_count(tag[0], documents - 1)
+            and _is_count(tag[1], LARGEST)
+            for tag in waiting
+        ):
             wrong.append(f"its waiting documents are {shown(waiting)}")
         bad = state.get("bad", {"count": 0, "first": []})
-        if not isinstance(bad, dict) or not _is_count(bad.get("count"), LARGEST) \
-                or not isinstance(bad.get("first"), list) or not all(isinstance(text, str) for text in bad["first"]):
+        if (
+            not isinstance(bad, dict)
+            or not _is_count(bad.get("count"), LARGEST)
+            or not isinstance(bad.get("first"), list)
+            or not all(isinstance(text, str) for text in bad["first"])
+        ):
             wrong.append(f"its bad documents are {shown(bad)}")
         return wrong[0] if wrong else None
 
@@ -183,10 +231,15 @@ class Microbatches:
         """Why an epoch gave no document to train on, and what to do."""
         reasons = [f"{self.empty_documents} are empty"] if self.empty_documents else []
         if self.report.dropped_documents:
-            reasons.append(f"{self.report.dropped_documents} were dropped as longer than {self._capacities.longest} "
-                           "tokens (use a larger capacity or data.overlong = split)")
+            reasons.append(
+                f"{self.report.dropped_documents} were dropped as longer than "
+                f"{self._capacities.longest} "
+                "tokens (use a larger capacity or data.overlong = split)"
+            )
         if self.unlabelled_documents:
-            reasons.append(f"{self.unlabelled_documents} have no token to predict ({self._first_unlabelled})")
+            reasons.append(
+                f"{self.unlabelled_documents} have no token to predict ({self._first_unlabelled})"
+            )
         if self._bad.count:
             reasons.append(f"{self._bad.count} are bad ({self._bad.first[0]})")
         return f"none of the {len(self._order)} documents can be used: {', '.join(reasons)}"
@@ -212,8 +265,13 @@ class Microbatches:
             self._first_unlabelled = self._first_unlabelled or _why_unlabelled(document)
         limit = self._capacities.longest
         try:
-            return [part for whole in labelled
-                    for part in fitting_parts(whole, limit, self._config.overlong, self.report, document.where)]
+            return [
+                part
+                for whole in labelled
+                for part in fitting_parts(
+                    whole, limit, self._config.overlong, self.report, document.where
+                )
+            ]
         except ValueError as error:
             raise DataError(f"{error} (data.overlong)") from error
 
@@ -224,9 +282,12 @@ class Microbatches:
     def _identity(self) -> dict[str, Any]:
         """What must be equal for the stream to be the same."""
         return {
-            "documents": len(self._source), "data fingerprint": self._source.fingerprint(),
-            "tokenizer": self._tokenizer.fingerprint, "data.seed": self._config.seed,
-            "data.window": self._config.window, "data.overlong": self._config.overlong,
+            "documents": len(self._source),
+            "data fingerprint": self._source.fingerprint(),
+            "tokenizer": self._tokenizer.fingerprint,
+            "data.seed": self._config.seed,
+            "data.window": self._config.window,
+            "data.overlong": self._config.overlong,
             "capacities": [[c.tokens, c.documents, c.bound] for c in self._capacities.sorted],
         }
 
@@ -240,11 +301,19 @@ def _why_unlabelled(document: SourceDocument) -> str:
     if document.messages is not None:
         return f"{document.where}: no assistant turn, nothing to predict"
     if document.row is not None:
-        return f"{document.where}: its labels or masks leave nothing to predict, or it has one token only"
+        return (
+            f"{document.where}: its labels or masks leave nothing to predict, or it has one token "
+            "only"
+        )
     return f"{document.where}: one token only"
 
 
-def open_microbatches(config: DataConfig, documents: DocumentSource, tokenizer: Tokenizer,
-                      capacities: Iterable[Capacity], multiple: int = 1) -> Microbatches:
+def open_microbatches(
+    config: DataConfig,
+    documents: DocumentSource,
+    tokenizer: Tokenizer,
+    capacities: Iterable[Capacity],
+    multiple: int = 1,
+) -> Microbatches:
     """The stream of packs of `documents` from its beginning. Raises ValueError and DataError."""
     return Microbatches(config, documents, tokenizer, capacities, multiple)

@@ -1,4 +1,5 @@
 """From a configuration to its source of documents."""
+
 from packgraph.train.data.config import DataConfig
 from packgraph.train.data.jsonl_source import JsonLinesSource
 from packgraph.train.data.parquet_source import ParquetSource

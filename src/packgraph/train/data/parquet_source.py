@@ -1,11 +1,14 @@
-"""Parquet tables through Hugging Face `datasets`, which maps them from disk: only rows in use are in memory.
+"""Parquet tables through Hugging Face `datasets`, which maps them from disk: only rows in use are
+in memory.
 
-Rows are those of JSONL: text, chat messages, or tokens with an optional `seq_lengths` column. They are checked as they
-are read, not when the table is opened, since tables may be larger than memory and a look at every row takes as long as
-an epoch of tokenizing. What is read is the table that `datasets` has converted when it was opened, so a file that is
-replaced during a run is never trained on; it ends the run with the epoch. Only
-`Dataset.from_parquet` is used: it reads local files and runs no code of the data set.
+Rows are those of JSONL: text, chat messages, or tokens with an optional `seq_lengths` column. They
+are checked as they are read, not when the table is opened, since tables may be larger than memory
+and a look at every row takes as long as an epoch of tokenizing. What is read is the table that
+`datasets` has converted when it was opened, so a file that is replaced during a run is never
+trained on; it ends the run with the epoch. Only `Dataset.from_parquet` is used: it reads local
+files and runs no code of the data set.
 """
+
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,11 @@ INSTALL = "pip install datasets"
 class ParquetSource:
     """Documents from the rows of a .parquet file, or of all of them below a folder."""
 
-    def __init__(self, path: str, text_column: str, limit: int | None = None, *, skip_bad: bool = False) -> None:
-        """limit: number of rows to use. Raises DataError; MissingPackageError without `datasets`."""
+    def __init__(
+        self, path: str, text_column: str, limit: int | None = None, *, skip_bad: bool = False
+    ) -> None:
+        """limit: number of rows to use. Raises DataError; MissingPackageError without
+        `datasets`."""
         self._text_column = text_column
         self._path = path
         files = files_of(path, (".parquet",))
@@ -51,14 +57,17 @@ class ParquetSource:
         check_all(self._stamps)
 
     def fingerprint(self) -> str:
-        """Hash of the files' contents (of large files: size and samples, see `_digest`) and the number of rows."""
+        """Hash of the files' contents (of large files: size and samples, see `_digest`) and the
+        number of rows."""
         return self._fingerprint
 
 
 def _digest(file: Path) -> str:
-    """Hash of a file: of all of it up to WHOLE bytes, else of its size and of evenly spread samples.
+    """Hash of a file: of all of it up to WHOLE bytes, else of its size and of evenly spread
+    samples.
 
-    The last sample holds Parquet's footer: sizes, places and statistics of all columns, which change with the rows.
+    The last sample holds Parquet's footer: sizes, places and statistics of all columns, which
+    change with the rows.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -76,12 +85,16 @@ def _load(files: list[str], path: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise MissingPackageError(f"{path}: Parquet needs the package `datasets`: {INSTALL}") from error
+        raise MissingPackageError(
+            f"{path}: Parquet needs the package `datasets`: {INSTALL}"
+        ) from error
     columns = {file: _columns(file) for file in files}
     for file in files:
         if columns[file] != columns[files[0]]:
-            raise DataError(f"{file}: it has the columns {_named(columns[file])}, but {files[0]} has "
-                            f"{_named(columns[files[0]])}; give tables of the same columns")
+            raise DataError(
+                f"{file}: it has the columns {_named(columns[file])}, but {files[0]} has "
+                f"{_named(columns[files[0]])}; give tables of the same columns"
+            )
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, below
     try:
@@ -93,7 +106,8 @@ def _load(files: list[str], path: str) -> Any:
 
 
 def _columns(file: str) -> list[str]:
-    """Names of the columns of a table. Raises DataError for one that is damaged, or has no rows or columns."""
+    """Names of the columns of a table. Raises DataError for one that is damaged, or has no rows or
+    columns."""
     import pyarrow.parquet
 
     try:

@@ -1,12 +1,16 @@
-"""The stream of a run whose steps are planned as a whole: which documents share a row, on how many ranks.
+"""The stream of a run whose steps are planned as a whole: which documents share a row, on how many
+ranks.
 
-    documents ─▶ wait, in order of arrival ─▶ parallel/context/plan.py for one step ─▶ its packs, wave by wave
+    documents ─▶ wait, in order of arrival ─▶ parallel/context/plan.py for one step ─▶ its packs,
+    wave by wave
 
-Enough documents wait to fill a step, and `data.window` more for its gaps; what finds no room waits for the next one, at
-the front. All ranks read the whole stream and make the same plan, so nothing is sent. The state is that of
-`Microbatches`, to be taken between two steps: of plans it knows only the costs that the run has measured, so that a run
-that goes on makes the plans that it would have made; it may go on with other ranks.
+Enough documents wait to fill a step, and `data.window` more for its gaps; what finds no room waits
+for the next one, at the front. All ranks read the whole stream and make the same plan, so nothing
+is sent. The state is that of `Microbatches`, to be taken between two steps: of plans it knows only
+the costs that the run has measured, so that a run that goes on makes the plans that it would have
+made; it may go on with other ranks.
 """
+
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,14 +34,21 @@ Tag = tuple[int, int]
 class PlannedSteps(Microbatches):
     """Planned steps on the host; as `Microbatches`, but `next_step` takes the place of `next`.
 
-    plan: of the step that was taken last, None before the first. Its figures are summed up for `summary`. request: of
-    the next step.
+    plan: of the step that was taken last, None before the first. Its figures are summed up for
+    `summary`. request: of the next step.
     """
 
-    def __init__(self, config: DataConfig, source: DocumentSource, tokenizer: Tokenizer,
-                 capacities: Iterable[Capacity], request: ContextRequest, multiple: int = 1) -> None:
-        """capacities: of the largest group. request: of every step; its waves are the microbatches of a rank.
-        multiple: of places that documents take up in any row."""
+    def __init__(
+        self,
+        config: DataConfig,
+        source: DocumentSource,
+        tokenizer: Tokenizer,
+        capacities: Iterable[Capacity],
+        request: ContextRequest,
+        multiple: int = 1,
+    ) -> None:
+        """capacities: of the largest group. request: of every step; its waves are the microbatches
+        of a rank. multiple: of places that documents take up in any row."""
         self.request = self._estimated = request
         self.plan: ContextPlan | None = None
         self._balances: list[float] = []
@@ -58,11 +69,16 @@ class PlannedSteps(Microbatches):
         waiting = self._waiting
         if not len(waiting):
             return []
-        self.plan = plan_context([self._capacities.places(length) for length in waiting.lengths], self.request)
+        self.plan = plan_context(
+            [self._capacities.places(length) for length in waiting.lengths], self.request
+        )
         groups = [group for wave in self.plan.waves for group in wave]
         self._balances.append(self.plan.balance)
         self._sizes.update(group.size for group in groups)
-        packs = [self._pack([waiting.documents[place] for place in group.documents], group.bucket) for group in groups]
+        packs = [
+            self._pack([waiting.documents[place] for place in group.documents], group.bucket)
+            for group in groups
+        ]
         waiting.keep(self.plan.left)
         return packs
 
@@ -77,23 +93,31 @@ class PlannedSteps(Microbatches):
 
     def state_dict(self) -> dict[str, Any]:
         """As Microbatches, with the costs that were measured, if any were."""
-        return super().state_dict() | ({"cost": vars(self.request.cost)} if self.is_measured else {})
+        return super().state_dict() | (
+            {"cost": vars(self.request.cost)} if self.is_measured else {}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As Microbatches. How rows are cut follows from this run, not from the one that the costs were measured in."""
+        """As Microbatches. How rows are cut follows from this run, not from the one that the costs
+        were measured in."""
         self.request = self._estimated
         super().load_state_dict(state)
         if "cost" in state:
             self.plan_by(ContextCost(**state["cost"] | {"zigzag": self._estimated.cost.zigzag}))
 
     def summary(self) -> dict[str, Any]:
-        """Of all steps planned by this process: balance, the lower bound of a step's time over its prediction, and how
-        many rows were shared by how many ranks; by which costs the last of them were planned."""
+        """Of all steps planned by this process: balance, the lower bound of a step's time over its
+        prediction, and how many rows were shared by how many ranks; by which costs the last of them
+        were planned."""
         if not self._balances:
             return {}
-        return {"cost": vars(self.request.cost), "cost_is_measured": self.is_measured,
-                "balance_mean": sum(self._balances) / len(self._balances), "balance_least": min(self._balances),
-                "rows_by_ranks": {str(size): count for size, count in sorted(self._sizes.items())}}
+        return {
+            "cost": vars(self.request.cost),
+            "cost_is_measured": self.is_measured,
+            "balance_mean": sum(self._balances) / len(self._balances),
+            "balance_least": min(self._balances),
+            "rows_by_ranks": {str(size): count for size, count in sorted(self._sizes.items())},
+        }
 
     def _pack(self, documents: Sequence[Document], bucket: Capacity) -> PackedBatch:
         batch = PackedBatch.of_documents(documents, bucket)

@@ -1,8 +1,9 @@
 """What a source of documents is: a finite list with access by index.
 
-Access by index is what makes a run resumable: the position of a run in its data is a handful of integers, whatever the
-source. Nothing is tokenized here.
+Access by index is what makes a run resumable: the position of a run in its data is a handful of
+integers, whatever the source. Nothing is tokenized here.
 """
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,8 +28,8 @@ class Message:
 class SourceDocument:
     """One document before tokenization; exactly one of text, messages and row is not None.
 
-    where: place it came from, such as `file:line`, for messages. row: an already tokenized row (`input_ids`, and what
-    else `packgraph.pack` takes).
+    where: place it came from, such as `file:line`, for messages. row: an already tokenized row
+    (`input_ids`, and what else `packgraph.pack` takes).
     """
 
     where: str
@@ -51,16 +52,18 @@ class DocumentSource(Protocol):
 
     @property
     def largest_id(self) -> tuple[int, str]:
-        """Largest token id or label of tokenized rows that is known so far, and the place of its row; (-1, "") if none
-        is."""
+        """Largest token id or label of tokenized rows that is known so far, and the place of its
+        row; (-1, "") if none is."""
         ...
 
     def check_unchanged(self) -> None:
-        """Raise DataChangedError naming a file that is not what it was when the source was opened."""
+        """Raise DataChangedError naming a file that is not what it was when the source was
+        opened."""
         ...
 
     def fingerprint(self) -> str:
-        """Text that changes when the documents change; a checkpoint is resumed on the same data only."""
+        """Text that changes when the documents change; a checkpoint is resumed on the same data
+        only."""
         ...
 
 
@@ -75,8 +78,10 @@ def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> Sou
     names = sorted(row)
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     found = ", ".join(_cut(name) for name in names[:MOST_NAMED]) + more or "nothing"
-    raise BadDocumentError(f"{where}: expected `{text_column}`, `messages` or `input_ids`, found {found}. Another "
-                           "column can be named by data.text_column")
+    raise BadDocumentError(
+        f"{where}: expected `{text_column}`, `messages` or `input_ids`, found {found}. Another "
+        "column can be named by data.text_column"
+    )
 
 
 def _cut(name: str) -> str:
@@ -85,15 +90,20 @@ def _cut(name: str) -> str:
 
 def _messages(messages: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(messages, list) or not messages:
-        raise BadDocumentError(f"{where}: `messages` must be a list of {{\"role\", \"content\"}} with at least one "
-                               "entry")
+        raise BadDocumentError(
+            f'{where}: `messages` must be a list of {{"role", "content"}} with at least one entry'
+        )
     turns = []
     for number, message in enumerate(messages):
         name = f"{where}: message {number}"
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise BadDocumentError(f"{name} must be an object with `role` and `content`, got {str(message)[:80]!r}")
+            raise BadDocumentError(
+                f"{name} must be an object with `role` and `content`, got {str(message)[:80]!r}"
+            )
         if message["role"] not in ROLES:
-            raise BadDocumentError(f"{name} has role {shown(message['role'])}; known roles: {', '.join(ROLES)}")
+            raise BadDocumentError(
+                f"{name} has role {shown(message['role'])}; known roles: {', '.join(ROLES)}"
+            )
         turns.append(Message(message["role"], _text(message["content"], f"{name}, content")))
     return tuple(turns)
 
@@ -104,5 +114,7 @@ def _text(value: Any, name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadDocumentError(f"{name} is not valid Unicode ({error.reason} at character {error.start})") from error
+        raise BadDocumentError(
+            f"{name} is not valid Unicode ({error.reason} at character {error.start})"
+        ) from error
     return value

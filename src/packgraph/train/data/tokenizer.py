@@ -1,4 +1,5 @@
 """Tokenizers: what they are, and the one a configuration names."""
+
 from typing import Protocol
 
 from packgraph.packing.document import Document
@@ -9,13 +10,15 @@ from packgraph.train.data.source import SourceDocument
 
 
 class Tokenizer(Protocol):
-    """Turns documents into tokens. vocab_size: number of ids. fingerprint: changes when the tokens would change."""
+    """Turns documents into tokens. vocab_size: number of ids. fingerprint: changes when the tokens
+    would change."""
 
     vocab_size: int
     fingerprint: str
 
     def encode(self, document: SourceDocument) -> list[Document]:
-        """The tokens of one document; several for a tokenized row with boundaries, none for an empty text.
+        """The tokens of one document; several for a tokenized row with boundaries, none for an
+        empty text.
 
         In a chat only what the assistant says may be predicted. Raises DataError.
         """
