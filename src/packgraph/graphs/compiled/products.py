@@ -205,7 +205,7 @@ def _leaf_behind(weight: Tensor) -> Tensor:
     knows who adds to it."""
     if isinstance(weight, torch.nn.Parameter) or not (weight.is_leaf and weight.requires_grad):
         return weight
-    return torch.autograd.graph.get_gradient_edge(weight).node.variable
+    return torch.autograd.graph.get_gradient_edge(weight).node.variable  # type: ignore[attr-defined]
 
 
 def _adds(weight: torch.nn.Parameter) -> bool:
