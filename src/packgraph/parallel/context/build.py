@@ -1,5 +1,5 @@
-"""A first plan, longest documents first: groups for those that need one, then the rest where it
-delays least.
+"""Rows for the documents of a step, longest documents first: groups for those that need one, then
+the rest where it delays least.
 
     1 bins    documents of more tokens than a rank has go, best fit decreasing, into bins of several
               ranks' tokens
@@ -10,36 +10,235 @@ delays least.
 
 Best fit and longest processing time first are the classic rules for packing and for makespans
 (Johnson 1974, Graham 1969). How large bins are is a trade: large ones are filled better and split
-attention evenly, small ones exchange less. So several openings are tried (`context_bins`).
+attention evenly, small ones exchange less. So bins of every least size are made (`openings`), and
+what costs least is built.
+
+Blocks of a chain of sizes are nested, so the time of a step is the largest sum over a rank's rows
+(see `ContextRequest.chains`); `loads` are these sums. A row whose block has other work than its own
+is never waited for.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from packgraph.parallel.context.assignment import ContextAssignment, OpenRow
-from packgraph.parallel.context.bins import Bin, Opening, fullest
 from packgraph.parallel.context.request import ContextRequest
+
+Bin = tuple[int, list[int]]  # ranks that share it, documents
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a plan begins with. chain: sizes that divide one another, ascending. smallest: of them,
+    the least size of any row. bins: rows that are larger than that. alone: other documents, longest
+    first. least_us: no rank's time can be less than this with these bins, in the waves they were
+    made for.
+    """
+
+    chain: tuple[int, ...]
+    smallest: int
+    bins: tuple[Bin, ...]
+    alone: tuple[int, ...]
+    least_us: float
+
+
+def openings(
+    order: Sequence[int], lengths: Sequence[int], request: ContextRequest, waves: int
+) -> list[Opening]:
+    """Openings for the documents of `order`, which has the longest first; those of least time
+    first."""
+    found = []
+    for chain in request.chains():
+        if chain[-1] * request.tokens < lengths[order[0]]:
+            continue
+        for smallest in chain:
+            shared = [
+                document for document in order if lengths[document] > smallest * request.tokens
+            ]
+            alone = tuple(order[len(shared) :])
+            larger = [size for size in chain if size > smallest]
+            ways = (
+                [_best_fit(shared, lengths, request, larger, size) for size in larger]
+                if shared
+                else [[]]
+            )
+            for bins in ways:
+                shrunk = tuple(
+                    (
+                        _allowed(
+                            larger, sum(lengths[document] for document in documents), request.tokens
+                        ),
+                        documents,
+                    )
+                    for _, documents in bins
+                )
+                found.append(
+                    Opening(
+                        chain,
+                        smallest,
+                        shrunk,
+                        alone,
+                        _least_us(
+                            shrunk,
+                            smallest,
+                            [lengths[document] for document in order],
+                            request,
+                            waves,
+                        ),
+                    )
+                )
+    return sorted(
+        found, key=lambda opening: (opening.least_us, opening.smallest, len(opening.bins))
+    )
+
+
+def _least_us(
+    bins: Sequence[Bin], smallest: int, lengths: Sequence[int], request: ContextRequest, waves: int
+) -> float:
+    cost = request.cost
+    base = cost.row_us(smallest, request.tokens, request.places[0], 0.0)
+    groups = sum(
+        size * (cost.row_us(size, request.tokens, request.places[0], 0.0) - base)
+        for size, _ in bins
+    )
+    # Rows that stay empty need not be larger than the smallest size there is.
+    pairs = cost.attention_us * sum(length * length for length in lengths)
+    return base * waves + (groups + pairs) / request.world
+
+
+def _allowed(sizes: Sequence[int], tokens: int, per_rank: int) -> int:
+    return next(size for size in sizes if size * per_rank >= tokens)
+
+
+def _best_fit(
+    order: Sequence[int],
+    lengths: Sequence[int],
+    request: ContextRequest,
+    sizes: Sequence[int],
+    least: int,
+) -> list[Bin]:
+    """Bins of at least `least` ranks, best fit decreasing."""
+    bins: list[Bin] = []
+    rooms: list[tuple[int, int]] = []
+    for document in order:
+        length = lengths[document]
+        place = bisect_left(rooms, (length, -1))
+        if place < len(rooms):
+            room, index = rooms.pop(place)
+        else:
+            index = len(bins)
+            bins.append((max(least, _allowed(sizes, length, request.tokens)), []))
+            room = bins[index][0] * request.tokens
+        bins[index][1].append(document)
+        if len(bins[index][1]) < request.places[-1]:
+            insort(rooms, (room - length, index))
+    return bins
+
+
+Node = tuple[int, int]  # size and first rank of a block
+
+
+@dataclass(slots=True)
+class OpenRow:
+    """One row: its block, documents, free tokens, and the places for documents that it has."""
+
+    number: int
+    size: int
+    first: int
+    room: int
+    places: int
+    documents: list[int] = field(default_factory=list)
+    pairs: int = 0
+
+
+class ContextAssignment:
+    """Rows of one step. Only `open` and `put` change it, and they keep `loads` and
+    the shelves right.
+
+    lengths: tokens of each document. chain: sizes, ascending. loads: microseconds per rank. used:
+    rows per rank. rows: by number. shelves: for each block (free tokens, number of row), ascending,
+    of rows that may take one more document.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], request: ContextRequest, chain: Sequence[int]
+    ) -> None:
+        self.lengths, self.request, self.chain = lengths, request, tuple(chain)
+        self.rows: dict[int, OpenRow] = {}
+        self._opened = 0
+        self.loads = [0.0] * request.world
+        self.used = [0] * request.world
+        self.row_of: dict[int, OpenRow] = {}
+        self.shelves: dict[Node, list[tuple[int, int]]] = {}
+        cost, tokens = request.cost, request.tokens
+        self.pair_us = {size: cost.pair_us(size) for size in chain}
+        self.place_us = {size: cost.place_us(size, tokens) for size in chain}
+        self.empty_us = {size: cost.row_us(size, tokens, request.places[0], 0.0) for size in chain}
+
+    def open(self, size: int, first: int) -> OpenRow:
+        """A new empty row on the block of `size` ranks from `first`."""
+        row = OpenRow(self._opened, size, first, size * self.request.tokens, self.request.places[0])
+        self.rows[row.number] = row
+        self._opened += 1
+        for rank in range(first, first + size):
+            self.used[rank] += 1
+        self._add(row, self.empty_us[size])
+        insort(self.shelves.setdefault((size, first), []), (row.room, row.number))
+        return row
+
+    def step_us(self, row: OpenRow) -> float:
+        """What one more document costs `row` in places (0 if there is one free)."""
+        if len(row.documents) < row.places:
+            return 0.0
+        return (self.request.places_for(row.places + 1) - row.places) * self.place_us[row.size]
+
+    def put(self, document: int, row: OpenRow) -> None:
+        """Add a document to a row that has room for it."""
+        self._unshelve(row)
+        length = self.lengths[document]
+        added = self.pair_us[row.size] * length * length + self.step_us(row)
+        if len(row.documents) == row.places:
+            row.places = self.request.places_for(row.places + 1)
+        row.documents.append(document)
+        row.room -= length
+        row.pairs += length * length
+        self.row_of[document] = row
+        self._add(row, added)
+        self._shelve(row)
+
+    def nodes(self) -> list[Node]:
+        """All blocks, larger ones first."""
+        return [
+            (size, first)
+            for size in reversed(self.chain)
+            for first in range(0, self.request.world, size)
+        ]
+
+    def _add(self, row: OpenRow, microseconds: float) -> None:
+        for rank in range(row.first, row.first + row.size):
+            self.loads[rank] += microseconds
+
+    def _shelve(self, row: OpenRow) -> None:
+        if row.room and len(row.documents) < self.request.places[-1]:
+            insort(self.shelves[row.size, row.first], (row.room, row.number))
+
+    def _unshelve(self, row: OpenRow) -> None:
+        shelf = self.shelves[row.size, row.first]
+        place = bisect_left(shelf, (row.room, row.number))
+        if place < len(shelf) and shelf[place] == (row.room, row.number):
+            del shelf[place]
 
 
 def build(
-    opening: Opening,
-    lengths: Sequence[int],
-    request: ContextRequest,
-    waves: int,
-    *,
-    snug: bool = False,
+    opening: Opening, lengths: Sequence[int], request: ContextRequest, waves: int
 ) -> tuple[ContextAssignment, list[int]]:
-    """Rows of so many waves, and the documents that this opening found no place for.
-
-    snug: fill rows one after another as full as can be, where choosing by time leaves documents
-    over.
-    """
+    """Rows of so many waves, and the documents that this opening found no place for."""
     board = ContextAssignment(lengths, request, opening.chain)
     left = _place(board, opening.bins, waves)
     for first in range(0, request.world, opening.smallest):
         for _ in range(waves - board.used[first]):
             board.open(opening.smallest, first)
-    return board, left + fill(board, _snugly(board, opening.alone) if snug else opening.alone)
+    return board, left + fill(board, opening.alone)
 
 
 def fill(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
@@ -53,67 +252,6 @@ def fill(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
         else:
             board.put(document, row)
     return left
-
-
-def merge(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
-    """Find room for documents by making rows of sibling blocks one row, as small as may be; returns
-    those left.
-
-    Rows that are nearly full have room together that none of them has alone.
-    """
-    left = []
-    for document in documents:
-        parts = _roomy_siblings(board, board.lengths[document])
-        if parts is None:
-            left.append(document)
-        else:
-            board.put(document, board.merge(parts))
-    return left
-
-
-def _roomy_siblings(board: ContextAssignment, length: int) -> list[OpenRow] | None:
-    """Rows of the roomiest blocks of one size below the same block, the smallest that have `length`
-    tokens of room."""
-    for part, size in zip(board.chain, board.chain[1:]):
-        found: list[tuple[float, list[OpenRow]]] = []
-        for first in range(0, board.request.world, size):
-            shelves = [
-                board.shelves.get((part, start)) for start in range(first, first + size, part)
-            ]
-            rows = [board.rows[shelf[-1][1]] for shelf in shelves if shelf]
-            if (
-                len(rows) == len(shelves)
-                and sum(row.room for row in rows) >= length
-                and sum(len(row.documents) for row in rows) < board.request.places[-1]
-            ):
-                found.append((board.load(size, first), rows))
-        if found:
-            return min(found, key=lambda one: one[0])[1]
-    return None
-
-
-def _snugly(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
-    """Fill rows, those with least room first, with the longest document that fits and the best
-    company for it.
-
-    documents: longest first. Returns those that are left.
-    """
-    waiting = list(documents)
-    for row in sorted(board.rows.values(), key=lambda row: (row.room, row.number)):
-        while len(row.documents) < board.request.places[-1]:
-            longest = next(
-                (document for document in waiting if board.lengths[document] <= row.room), None
-            )
-            if longest is None:
-                break
-            others = [document for document in waiting if document != longest]
-            company = fullest(others, board.lengths, row.room - board.lengths[longest])
-            taken = [longest, *company][: board.request.places[-1] - len(row.documents)]
-            for document in taken:
-                board.put(document, row)
-            known = set(taken)
-            waiting = [document for document in waiting if document not in known]
-    return waiting
 
 
 def _place(board: ContextAssignment, bins: Sequence[Bin], waves: int) -> list[int]:

@@ -19,15 +19,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context.assignment import ContextAssignment, OpenRow
-from packgraph.parallel.context.bins import Opening, openings
 from packgraph.parallel.context.bound import ContextBound, fewest_microsteps, lower_bound
-from packgraph.parallel.context.build import build, fill, merge
+from packgraph.parallel.context.build import (
+    ContextAssignment,
+    Opening,
+    OpenRow,
+    build,
+    fill,
+    openings,
+)
 from packgraph.parallel.context.request import ContextRequest
-from packgraph.parallel.context.search import improve
 
-ENOUGH = 1.002  # times the bound, or the mean over ranks: nothing to be found below
-FULL = 0.002  # share of places left, below which a step is full
 WINDOW = 256  # documents beyond the tokens of a step that may fill its gaps
 
 
@@ -160,21 +162,14 @@ def plan_context(lengths: Sequence[int], request: ContextRequest) -> ContextPlan
 def _all_of(
     lengths: Sequence[int], request: ContextRequest
 ) -> tuple[ContextAssignment | None, int]:
-    """The best rows for all documents and their waves; None, and all waves there may be, if these
-    are too few."""
+    """Rows for all documents in the fewest waves, and these; None, and all waves there may be, if
+    these are too few."""
     documents, fewest = range(len(lengths)), fewest_microsteps(lengths, request)
     most = len(lengths) + fewest if request.waves is None else request.waves
     for waves in range(fewest, most + 1):
         board = _search(documents, lengths, request, waves)
-        if board is None:
-            continue
-        if waves < most and lower_bound(lengths, request, waves + 1).step_us < max(board.loads):
-            # Rows that are full to the last token leave no choice; one more wave may cost less than
-            # that does.
-            roomier = _search(documents, lengths, request, waves + 1)
-            if roomier is not None and max(roomier.loads) < max(board.loads):
-                return roomier, waves + 1
-        return board, waves
+        if board is not None:
+            return board, waves
     return None, most
 
 
@@ -201,25 +196,18 @@ def _search(
     *,
     partly: bool = False,
 ) -> ContextAssignment | None:
-    """The best rows that all openings and local search find for so many waves.
+    """The best rows that any opening gives for so many waves.
 
     None if there are none for all documents; partly: for the first document.
     """
     order = sorted(documents, key=lambda document: (-lengths[document], document))
     best: ContextAssignment | None = None
-    enough = (
-        ENOUGH * lower_bound([lengths[document] for document in documents], request, waves).step_us
-    )
     for opening in openings(order, lengths, request, waves):
         if best is not None and opening.least_us >= max(best.loads):
             break
         board = _built(opening, lengths, request, waves, documents if partly else None)
-        if board is not None:
-            improve(
-                board, request.rounds, max(enough, ENOUGH * sum(board.loads) / len(board.loads))
-            )
-            if best is None or _per_token(board) < _per_token(best):
-                best = board
+        if board is not None and (best is None or _per_token(board) < _per_token(best)):
+            best = board
     return best
 
 
@@ -230,35 +218,15 @@ def _built(
     waves: int,
     taken: Sequence[int] | None,
 ) -> ContextAssignment | None:
-    """The board of an opening if it has a place for all documents; of those `taken`, for the first
-    one of them.
-
-    Choosing rows by time may leave documents over. Rows are then also filled as full as can be, and
-    where all documents must have a place, rows are merged until they have; the better of both is
-    returned.
-    """
-    found: ContextAssignment | None = None
-    for snug in (False, True):
-        board, left = build(opening, lengths, request, waves, snug=snug)
-        full = not left
-        if taken is not None:
-            known = set(taken) - set(left)
-            fill(
-                board,
-                [
-                    document
-                    for document in range(min(len(lengths), taken[-1] + WINDOW))
-                    if document not in known
-                ],
-            )
-            whole, full = taken[0] in board.row_of, full or board.free_share < FULL
-        else:
-            whole = not merge(board, left)
-        if whole and (found is None or _per_token(board) < _per_token(found)):
-            found = board
-        if full:
-            break
-    return found
+    """The board of an opening if it has a place for all documents; of those `taken`, and of later
+    ones that fill its gaps, if it has one for the first of them."""
+    board, left = build(opening, lengths, request, waves)
+    if taken is None:
+        return None if left else board
+    known = set(taken) - set(left)
+    candidates = range(min(len(lengths), taken[-1] + WINDOW))
+    fill(board, [document for document in candidates if document not in known])
+    return board if taken[0] in board.row_of else None
 
 
 def _per_token(board: ContextAssignment) -> float:

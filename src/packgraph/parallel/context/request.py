@@ -32,7 +32,7 @@ class ContextRequest:
     (default: the powers of two that divide W). places: how many documents a row may have places
     for, any of them at any size; each (size, places) is a bucket and so a variant of the graphs.
     waves: most microbatches of the step; documents that find no room wait for the next one
-    (default: as many microbatches as it takes). rounds: most changes that local search makes.
+    (default: as many microbatches as it takes).
     """
 
     world: int
@@ -41,7 +41,6 @@ class ContextRequest:
     places: tuple[int, ...] = PLACES
     waves: int | None = None
     cost: ContextCost = field(default_factory=lambda: ContextCost.of(CostModel()))
-    rounds: int = 200
 
     def __post_init__(self) -> None:
         errors = [
@@ -49,7 +48,6 @@ class ContextRequest:
             for name, value, least in (
                 ("world", self.world, 1),
                 ("tokens", self.tokens, 1),
-                ("rounds", self.rounds, 0),
                 ("waves", 1 if self.waves is None else self.waves, 1),
             )
             if value < least
