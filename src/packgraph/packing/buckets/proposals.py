@@ -10,10 +10,9 @@ from packgraph.packing.buckets.sets import (
     Corner,
     Fills,
     Grid,
+    best_set,
     cost_of,
     grid_of,
-    nested_sets,
-    swapped,
 )
 from packgraph.packing.capacity import Capacity
 
@@ -80,12 +79,11 @@ def proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner
 
 def _stream_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner, ...]]:
     """The best set for each cap on the documents of a row."""
+    request = judge.request
     for cap in _caps(judge.fills([(top_tokens, top_tokens)])):
         top = (top_tokens, cap)
         fills = judge.fills([top])
-        yield _best_set(
-            fills, grid_of(fills, top, judge.request.multiple), judge.request.cost, most
-        )
+        yield best_set(fills, grid_of(fills, top, request.multiple), request.cost, most).corners
 
 
 def _batch_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple[Corner, ...]]:
@@ -94,9 +92,8 @@ def _batch_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple
     request, each = judge.request, judge.request.policy.documents
     fills = judge.fills([(top_tokens, top_tokens)])
     documents = max(documents for _, documents in fills)
-    yield _best_set(
-        fills, grid_of(fills, (top_tokens, documents), request.multiple), request.cost, most
-    )
+    grid = grid_of(fills, (top_tokens, documents), request.multiple)
+    yield best_set(fills, grid, request.cost, most).corners
     batches = [
         sum(judge.lengths[start : start + each]) for start in range(0, len(judge.lengths), each)
     ]
@@ -104,14 +101,8 @@ def _batch_proposals(judge: Judge, top_tokens: int, most: int) -> Iterator[tuple
         sizes = covering_sizes(batches, top_tokens, count, request.multiple)
         fills = judge.fills([(size, documents) for size in sizes])
         top = (top_tokens, max(documents for _, documents in fills))
-        yield _best_set(
-            fills, Grid(sizes, grid_of(fills, top, request.multiple).documents), request.cost, most
-        )
-
-
-def _best_set(fills: Fills, grid: Grid, cost: CostModel, most: int) -> tuple[Corner, ...]:
-    nested = nested_sets(fills, grid, cost, most)[-1]
-    return swapped(nested.corners, fills, grid, cost).corners
+        grid = Grid(sizes, grid_of(fills, top, request.multiple).documents)
+        yield best_set(fills, grid, request.cost, most).corners
 
 
 def _caps(natural: Fills) -> list[int]:
