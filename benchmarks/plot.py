@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packgraph.bench.results import newest, read_rows, step_kinds
+from result_rows import newest, read_rows, step_kinds
 
 Row = dict[str, Any]
 Series = dict[str, list[tuple[float, float]]]

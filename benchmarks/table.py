@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from result_rows import markdown, newest, read_rows, step_kinds
+
 from packgraph.bench import attention, capture, context, memory, offload, padding, pipeline, step
-from packgraph.bench.results import markdown, newest, read_rows, step_kinds
 from packgraph.bench.rows import Column, value
 
 Row = dict[str, Any]

@@ -1,6 +1,7 @@
 """Small modules whose forward is given by the test, and the calls that most tests of module state
 make."""
 
+import inspect
 import warnings
 from functools import partial
 
@@ -70,3 +71,11 @@ def captured(module, x, **options):
     graphed = graph(module, warmup=0, **options)
     train(graphed, x, 2)
     return graphed
+
+
+def wheres(function):
+    """What an error may say of where it is: the lines of the function's body, or its only one."""
+    lines, first = inspect.getsourcelines(function)
+    body = range(first + 1, first + len(lines)) if len(lines) > 1 else [first]
+    file = inspect.getsourcefile(function)
+    return [f"{file}:{line} in {function.__name__}" for line in body]

@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from result_rows import markdown, newest, read_rows, step_kinds
 
 from packgraph.bench.command import _parser, _problems
-from packgraph.bench.results import markdown, newest, read_rows, step_kinds
 from packgraph.bench.rows import median, quantile, value
 from packgraph.bench.variants import STEP_WAYS
 

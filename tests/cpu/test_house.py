@@ -42,8 +42,6 @@ PLANNERS = (
     "graphs/memory/expandable.py",
     "graphs/memory/first_fit.py",
     "moe/stash/plan.py",
-    "offloading/check.py",
-    "offloading/json.py",
     "offloading/knobs.py",
     "offloading/passes.py",
     "offloading/plan.py",

@@ -17,7 +17,6 @@ from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
 from packgraph.offloading.group import GroupMemory
-from packgraph.offloading.json import from_json, to_json
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
@@ -148,8 +147,7 @@ HELD = [(("mlp_act",), 1), (EXPERTS, 1), (EXPERTS, 4)]
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize(("modules", "parts"), HELD)
 def test_memory_that_others_hold_is_not_promised(modules, parts, passes):
-    """Not by the pass that finds it, either. Engines of other runs do the same, by the trace in a
-    file."""
+    """Not by the pass that finds it, either. Engines of other runs do the same, by its trace."""
     kept, _ = run(shared_experts(), modules, parts)
     _, trace = run(shared_experts(), modules, parts, passes=passes)
     assert [(group.name, group.layer) for group in trace.groups if group.stays] == [
@@ -157,7 +155,7 @@ def test_memory_that_others_hold_is_not_promised(modules, parts, passes):
     ]
     for share in (0.0, 0.3, 0.6, 0.9):
         plan = planned(trace, share)
-        fell = kept - run(shared_experts(), modules, parts, (from_json(to_json(trace))[0], plan))[0]
+        fell = kept - run(shared_experts(), modules, parts, (trace, plan))[0]
         assert plan.saved_bytes > 0 and abs(fell - plan.saved_bytes) <= WITHIN * plan.saved_bytes, (
             share
         )

@@ -1,8 +1,6 @@
 """Offloading by hand and its files: knobs, sets of modules that are refused, traces as JSON."""
 
-import json
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +9,6 @@ from offloadtraces import compiled_trace, decoder_trace, make_trace, small_trace
 
 from packgraph.graphs.regions import MOE_STAGES, Run, cut_runs
 from packgraph.graphs.stages import Stage
-from packgraph.offloading.json import from_json, to_json
 from packgraph.offloading.knobs import OffloadKnobs, knob_moves, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadTrace, plan_errors
 from packgraph.offloading.rules import MODULES, why_not
@@ -203,61 +200,3 @@ def test_all_reasons_are_given_at_once() -> None:
     assert why_not("core_attn", DENSE, EAGER) == [
         "modules is a collection of names, not the string 'core_attn': write ['core_attn']"
     ]
-
-
-@given(small_traces(), st.one_of(st.none(), speeds()), st.floats(0, 1))
-def test_traces_survive_their_files(
-    trace: OffloadTrace, speed: CopySpeed | None, part: float
-) -> None:
-    trace = replace(trace, forward_us=trace.forward_us + part)
-    text = to_json(trace, speed)
-    assert from_json(text) == (trace, speed)
-    assert len(text.splitlines()) == 3 + max(len(trace.groups), 1)
-    old = json.loads(text)
-    del old["trace"]["forward_room"], old["trace"]["backward_room"]
-    for group in old["trace"]["groups"]:
-        del group["stays"]
-    assert from_json(json.dumps(old))[0] == replace(
-        trace,
-        forward_room=0,
-        backward_room=(),
-        groups=tuple(replace(group, stays=()) for group in trace.groups),
-    )
-
-
-def told_to_stay(places) -> str:
-    told = json.loads(to_json(TEN))
-    told["trace"]["groups"][0]["stays"] = places
-    return json.dumps(told)
-
-
-def test_files_with_mistakes_are_refused_with_all_of_them() -> None:
-    good = json.loads(to_json(TEN, CopySpeed()))
-    bad = json.loads(to_json(TEN, CopySpeed()))
-    bad["speed"]["rate"] = 1
-    bad["trace"]["slots"] = 1.5
-    bad["trace"]["groups"][2]["bytes"] = True
-    del bad["trace"]["groups"][3]["name"]
-    bad["trace"]["groups"][4] = 7
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)speed has a field 'rate'.*bytes of group 2 must be a whole number, not "
-        r"True.*group 3 has no name.*group 4 must be an object, not 7.*"
-        r"slots of trace must be a whole number, not 1.5",
-    ):
-        from_json(json.dumps(bad))
-    for text, said in (
-        ("{", "is no JSON"),
-        ("[]", "not 'list'"),
-        ('{"format": "x"}', "not 'x'"),
-        (json.dumps(good | {"trace": 3}), "groups must be a list"),
-        (
-            json.dumps(good | {"trace": good["trace"] | {"backward_room": [1, 2.5]}}),
-            "backward_room of trace must be a list of whole numbers, not .1, 2.5.",
-        ),
-        (json.dumps(good | {"trace": good["trace"] | {"slots": 0}}), "slots is 0"),
-        (told_to_stay("1"), "stays of group 0 must be a list of whole numbers"),
-        (told_to_stay([-1]), "the least of stays is -1"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            from_json(text)

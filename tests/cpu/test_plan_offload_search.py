@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offloadcheck import timeline_errors
 from offloadtraces import (
     compiled_trace,
     decoder_trace,
@@ -17,7 +18,6 @@ from offloadtraces import (
     speeds,
 )
 
-from packgraph.offloading.check import timeline_errors
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.search import least_peak_bytes, plan_for_bytes, plan_for_time
 from packgraph.offloading.sets import candidates

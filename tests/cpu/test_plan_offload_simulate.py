@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offloadcheck import timeline_errors
 from offloadtraces import make_trace, small_traces, speeds
 
-from packgraph.offloading.check import timeline_errors
 from packgraph.offloading.passes import Passes
 from packgraph.offloading.plan import (
     KEPT,

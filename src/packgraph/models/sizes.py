@@ -74,11 +74,6 @@ def routed_width(config: DecoderConfig) -> int:
     return config.experts.latent_size or config.hidden_size
 
 
-def expert_columns(config: DecoderConfig) -> int:
-    """Columns of a row of experts before the activation."""
-    return (_feed_forward_matrices(config) - 1) * config.experts.intermediate_size
-
-
 def token_weights(config: DecoderConfig) -> int:
     """Elements of the matrices that a token passes in all layers."""
     return sum(config.count(branch) * of_one(config) for branch, of_one in _WEIGHTS.items())

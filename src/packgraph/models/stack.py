@@ -16,7 +16,7 @@ Where the row is cut in zigzag, `embed` adds rows, which say what of the row is 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,17 +40,11 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
 
 
-class StagedLayer(Protocol):
-    """A decoder layer that lists its stages, in order."""
-
-    def stages(self) -> Sequence[Stage]: ...
-
-
 class DecoderStack(nn.Module):
     """Embedding, layers and head of a decoder over packed microbatches; implements
     `plan.stages.Staged`.
 
-    config: sizes and options of the whole decoder. layers: modules that are StagedLayers, by their
+    config: sizes and options of the whole decoder. layers: modules with `stages()`, by their
     number in the whole. first, last: whether this part has the embedding, and norm and head.
     Parameters are named as in Hugging Face checkpoints without the leading `model.`; with tied
     embeddings there is no `lm_head`.

@@ -65,12 +65,6 @@ class Queues:
                     self._run(queue)
                 self._run(queue)
 
-    def finish_all(self) -> None:
-        """Run everything."""
-        for queue in self._queues.values():
-            while queue:
-                self._run(queue)
-
     def drop(self) -> None:
         """Forget what has not run."""
         for queue in self._queues.values():
