@@ -83,8 +83,9 @@ class Backend(Protocol):
     """Makes pools and windows. name: `cuda` or `recorder`. device_type: where its tensors live.
 
     extra_generators: random generators of the module to capture, besides the default ones; set
-    before every capture. lanes: copies between device and host beside eager work; those of a
-    capture are told by `captured_copy_streams`.
+        before every capture.
+    lanes: copies between device and host beside eager work; those of a capture are told by
+        `captured_copy_streams`.
     """
 
     name: str

@@ -273,8 +273,8 @@ class CaptureChecker(CodeWatcher):
     cannot hold.
 
     refuse: False only journals (stages that stay eager may do what they like). device: as in
-    HostReadGuard. external, written: the tensors from outside that the code has read and written
-    to, by storage.
+        HostReadGuard.
+    external, written: the tensors from outside that the code has read and written to, by storage.
     """
 
     def __init__(self, journal: Journal, *, refuse: bool, device: str | None) -> None:

@@ -8,24 +8,27 @@ from typing import Literal
 class ExpertConfig:
     """Experts of a decoder; count 0 = none, every layer has one feed-forward block.
 
-    count: experts of a layer. per_token: experts that each token is routed to (top-k).
-    intermediate_size: width of one expert. latent_size: width of the experts' rows, which tokens
-    are brought to before they are sent and from which they come
-        back (Nemotron 3); 0 = the hidden size, and no such projections.
+    count: experts of a layer.
+    per_token: experts that each token is routed to (top-k).
+    intermediate_size: width of one expert.
+    latent_size: width of the experts' rows, which tokens are brought to before they are sent and
+        from which they come back (Nemotron 3); 0 = the hidden size, and no such projections.
     shared: experts that every token passes, as one block of shared * intermediate_size.
-    first_dense: layers before the first one with experts. score: what makes scores of the router's
-    logits. normalise: chosen scores are divided by their sum. scaling: factor on the weights after
-    that. groups: equal groups that experts are in. groups_kept: groups that a token may choose
-    from, those with the highest sum of their two best (biased) scores. score_bias: a bias per
-    expert is added to scores for the choice alone (arXiv 2408.15664). bias_rate: how far a step
-    moves the bias against the load. load_loss: factor of the auxiliary loss over a microbatch
-    (Switch, arXiv 2101.03961). document_loss: factor of the same for every document by itself,
-    averaged over documents (DeepSeek-V3's sequence-wise
-        loss, arXiv 2412.19437).
+    first_dense: layers before the first one with experts.
+    score: what makes scores of the router's logits.
+    normalise: chosen scores are divided by their sum.
+    scaling: factor on the weights after that.
+    groups: equal groups that experts are in.
+    groups_kept: groups that a token may choose from, those with the highest sum of their two best
+        (biased) scores.
+    score_bias: a bias per expert is added to scores for the choice alone (arXiv 2408.15664).
+    bias_rate: how far a step moves the bias against the load.
+    load_loss: factor of the auxiliary loss over a microbatch (Switch, arXiv 2101.03961).
+    document_loss: factor of the same for every document by itself, averaged over documents
+        (DeepSeek-V3's sequence-wise loss, arXiv 2412.19437).
     z_loss: factor of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
     drop_factor: each expert takes at most drop_factor * T * per_token / count tokens and drops the
-    rest, those with the
-        lowest weights first; 0 = nothing is dropped.
+        rest, those with the lowest weights first; 0 = nothing is dropped.
 
     Raises ValueError that names every illegal value at once.
     """

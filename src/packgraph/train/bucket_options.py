@@ -8,9 +8,11 @@ class BucketConfig:
     """What graph.capacities = auto may choose.
 
     max_tokens: tokens of the largest capacity, and so of the longest document that is not cut or
-    dropped. max_count: how many capacities at most. memory_gib: GiB of device memory that the
-    graphs of all slots may take, by a prediction; none = no limit. documents: how many documents
-    are read to know their lengths.
+        dropped.
+    max_count: how many capacities at most.
+    memory_gib: GiB of device memory that the graphs of all slots may take, by a prediction; none =
+        no limit.
+    documents: how many documents are read to know their lengths.
     """
 
     max_tokens: int = 8192

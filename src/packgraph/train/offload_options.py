@@ -13,23 +13,26 @@ class OffloadConfig:
     save.
 
     modules: what may move, of attn_norm, qkv_linear, core_attn, attn_proj, mamba_norm, mamba_scan,
-    mlp_norm, mlp_act,
-        expert_fc1 and moe_act; none = nothing. With graph.compile any of them means all that a
-        layer saves.
+        mlp_norm, mlp_act, expert_fc1 and moe_act; none = nothing. With graph.compile any of them
+        means all that a layer saves.
     budget: device memory that groups may hold at a time, all microbatches in flight together, as
-    4GiB or 512MiB: what
-        has to move for that with the least waiting moves. With one microbatch in flight they may
-        hold more wherever all else was seen to take less than at its most. none = no such limit.
+        4GiB or 512MiB: what has to move for that with the least waiting moves. With one microbatch
+        in flight they may hold more wherever all else was seen to take less than at its most. none
+        = no such limit.
     lost: share of a microbatch's time that may be lost to waiting for copies, such as 0.01: what
-    saves most memory
-        within that moves, by what graphs take once they have run for two steps; that may be less
-        than at first. none = the options below alone decide, else they say what may move.
+        saves most memory within that moves, by what graphs take once they have run for two steps;
+        that may be less than at first. none = the options below alone decide, else they say what
+        may move.
     fraction: of the groups (one module of one layer each) that may move, those first in the forward
-    move. min_bytes: tensors and groups smaller than that stay. margin: groups that stay because the
-    backward needs them first; none = the last one of each module. delta_bytes_per_pp_rank: bytes
-    more that stay on each later rank of a pipeline, which has less in flight. in_flight: copies to
-    the host at one time; more hide more of the copying and hold more memory. delay_until_replay:
-    copies of eager stages between graphs are queued after the next graph's launch.
+        move.
+    min_bytes: tensors and groups smaller than that stay.
+    margin: groups that stay because the backward needs them first; none = the last one of each
+        module.
+    delta_bytes_per_pp_rank: bytes more that stay on each later rank of a pipeline, which has less
+        in flight.
+    in_flight: copies to the host at one time; more hide more of the copying and hold more memory.
+    delay_until_replay: copies of eager stages between graphs are queued after the next graph's
+        launch.
     """
 
     modules: tuple[str, ...] = ()

@@ -80,26 +80,26 @@ class OptimizerConfig:
 class GraphConfig:
     """How microbatches are packed into static shapes and which parts run as captured graphs.
 
-    enabled: capture and replay graphs; false trains eagerly. backend: cuda = CUDA graphs, recorder
-    = the CPU backend, auto = what the device has. warmup: optimizer steps that run eagerly before
-    the graphs are captured. slots: microbatches that may be in flight at once; none = as many as
-    come. Training runs one after the other. strict: stop with an error where a graph cannot be
-    captured, instead of going on eagerly. scope: names of the stages to capture, such as attn,mlp;
-    none = all. granularity: layer = one graph for each layer, chunk = one for all layers, step =
-    one for a whole step. compile: send what is captured through torch.compile first; calls that run
-    eagerly run the same code. optimizer: with granularity step, the update of the weights is part
-    of the graph too. capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST],
-    separated by commas; auto = chosen from
-        the lengths of the documents, see the section buckets.
+    enabled: capture and replay graphs; false trains eagerly.
+    backend: cuda = CUDA graphs, recorder = the CPU backend, auto = what the device has.
+    warmup: optimizer steps that run eagerly before the graphs are captured.
+    slots: microbatches that may be in flight at once; none = as many as come. Training runs one
+        after the other.
+    strict: stop with an error where a graph cannot be captured, instead of going on eagerly.
+    scope: names of the stages to capture, such as attn,mlp; none = all.
+    granularity: layer = one graph for each layer, chunk = one for all layers, step = one for a
+        whole step.
+    compile: send what is captured through torch.compile first; calls that run eagerly run the same
+        code.
+    optimizer: with granularity step, the update of the weights is part of the graph too.
+    capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas;
+        auto = chosen from the lengths of the documents, see the section buckets.
     autotune: time the first steps after the capture both ways and let each bucket run eagerly where
-    that is faster;
-        auto = on CUDA only.
+        that is faster; auto = on CUDA only.
     memory_budget: memory that graphs may take on one device, as 12GiB, 512MiB or 40%; capacities
-    that would need more
-        are not captured, largest first, and run eagerly. none = no limit.
+        that would need more are not captured, largest first, and run eagerly. none = no limit.
     max_documents: largest number of documents in a captured microbatch (50 when given without a
-    value); packs with
-        more run eagerly. none = the capacities alone decide.
+        value); packs with more run eagerly. none = the capacities alone decide.
     """
 
     enabled: bool = True
@@ -172,30 +172,29 @@ class ParallelConfig:
     dp: replicas that train on different packs; none = all processes that cp, tp and pp leave over.
     cp: ranks that every row of tokens is spread over; in attention they share the heads instead.
     cp_kind: how these share attention: ulysses = by heads, zigzag = by parts of documents, for
-    which places are
-        padded to multiples of twice the ranks; auto = ulysses where the ranks divide the heads.
+        which places are padded to multiples of twice the ranks; auto = ulysses where the ranks
+        divide the heads.
     dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each
-    microbatch anew; the
-        documents of a step are shared out to all ranks of dp x cp together.
+        microbatch anew; the documents of a step are shared out to all ranks of dp x cp together.
     time_rows: once graphs are captured, time rows of every number of ranks, and plan by that
-    instead of by estimates,
-        with dynamic_cp; auto = on CUDA, unless the run is deterministic, since other times may make
-        other plans.
-    tp: parts that every matrix is split into. pp: ranks of the pipeline. chunks: pieces of the
-    model on each rank of the pipeline, which take turns: shorter bubbles, more transfers. sequence:
-    under tp, norms and residuals work on a part of the rows instead of all; saves memory. ep:
-    replicas, of dp, that share the experts of every layer; each keeps a part of them, and tokens
-    travel. dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of
-    ranks, which graphs can capture;
-        symmetric = ranks read what is routed from each other's memory, on up to 8 GPUs of one host,
-        which graphs can capture, too; host_splits = exactly what is routed, whose sizes the host
-        waits for; auto = local with ep = 1, else padded.
+        instead of by estimates, with dynamic_cp; auto = on CUDA, unless the run is deterministic,
+        since other times may make other plans.
+    tp: parts that every matrix is split into.
+    pp: ranks of the pipeline.
+    chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles,
+        more transfers.
+    sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
+    ep: replicas, of dp, that share the experts of every layer; each keeps a part of them, and
+        tokens travel.
+    dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of ranks, which
+        graphs can capture; symmetric = ranks read what is routed from each other's memory, on up to
+        8 GPUs of one host, which graphs can capture, too; host_splits = exactly what is routed,
+        whose sizes the host waits for; auto = local with ep = 1, else padded.
     expert_room: rows (per pair of ranks with padded, per rank with symmetric) over what equally
-    busy experts would
-        need; where it does not suffice the step is repeated with more.
+        busy experts would need; where it does not suffice the step is repeated with more.
     expert_stash: pages for what experts keep for the backward, over what equally busy experts would
-    need, such as
-        1.1; only rows that hold tokens take memory then. 0 = all static rows are kept as they are.
+        need, such as 1.1; only rows that hold tokens take memory then. 0 = all static rows are kept
+        as they are.
     """
 
     dp: int | None = None
@@ -263,27 +262,30 @@ class RunConfig:
     """Where a run is written, how long it is and what it runs on.
 
     name: folder of the run under `folder`; none = the preset's name, made unique by a number.
-    folder: folder that holds all runs. steps: optimizer steps. tokens_per_step: real tokens of an
-    optimizer step; packs are taken until they are reached, so their number varies. log_every: steps
-    between two lines of a log that is no terminal. checkpoint_every: steps between two checkpoints;
-    there is always one at the end. keep_checkpoints: newest checkpoints that are kept; the one of
-    the lowest loss stays besides. resume: go on from the newest checkpoint of the run; auto = if
-    there is one, else start afresh: one command for
-        first starts and restarts (torchrun --max-restarts, a requeued job).
+    folder: folder that holds all runs.
+    steps: optimizer steps.
+    tokens_per_step: real tokens of an optimizer step; packs are taken until they are reached, so
+        their number varies.
+    log_every: steps between two lines of a log that is no terminal.
+    checkpoint_every: steps between two checkpoints; there is always one at the end.
+    keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
+    resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh:
+        one command for first starts and restarts (torchrun --max-restarts, a requeued job).
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again;
-    none = no limit. timeout: seconds without a sign of life of a rank, or without an answer to a
-    failed capture, after which all others
-        end with exit code 69; a rank that is stopped for less goes on.
+        none = no limit.
+    timeout: seconds without a sign of life of a rank, or without an answer to a failed capture,
+        after which all others end with exit code 69; a rank that is stopped for less goes on.
     on_spike: what happens to a step whose loss or gradient norm is far outside of those before:
-    warn = say so and go
-        on, stop = the run ends, skip = its update is left out, rollback = back to the newest
-        checkpoint and on with other data. The last two do so, too, where loss or gradients are no
-        numbers, which else ends the run.
-    seed: seed of the weights and of dropout. init_from: folder with Hugging Face weights (Qwen3)
-    that the run starts from, in their shape; none = fresh ones. dtype: type of weights and
-    activations; under bfloat16 the optimizer keeps float32 copies of the weights. device: auto =
-    cuda where there is one, cpu otherwise. deterministic: only deterministic kernels; an operation
-    that has none is an error.
+        warn = say so and go on, stop = the run ends, skip = its update is left out, rollback = back
+        to the newest checkpoint and on with other data. The last two do so, too, where loss or
+        gradients are no numbers, which else ends the run.
+    seed: seed of the weights and of dropout.
+    init_from: folder with Hugging Face weights (Qwen3) that the run starts from, in their shape;
+        none = fresh ones.
+    dtype: type of weights and activations; under bfloat16 the optimizer keeps float32 copies of the
+        weights.
+    device: auto = cuda where there is one, cpu otherwise.
+    deterministic: only deterministic kernels; an operation that has none is an error.
     """
 
     name: str | None = None

@@ -57,8 +57,9 @@ def own_share(
     """The packs of a step that one of `replicas` runs, in the order of the step.
 
     together: consecutive replicas that share experts, so that each of their microbatches is one
-    exchange among all of them: they must run packs of equal capacity at the same time. Where a step
-    has too few, some run an empty one.
+        exchange among all of
+    them: they must run packs of equal capacity at the same time. Where a step has too few, some run
+        an empty one.
 
     Every replica reads the whole stream, so all of them know the whole step from host ints alone,
     and the position in the data does not depend on how many there are. The largest packs are dealt

@@ -65,7 +65,8 @@ class OffloadFigures:
     """A rank's row of the table: per microbatch, but for the peaks, which are those of the device.
 
     copied: bytes in one direction. kept_bytes: what all groups keep for the backward when nothing
-    moves. host_us, device_us: how long copies to the host and back take together.
+        moves. host_us,
+    device_us: how long copies to the host and back take together.
     """
 
     moved: int

@@ -48,8 +48,8 @@ class PaddedDispatcher:
     this process.
 
     factor: C over the balanced load T * k / ranks; `ranks` always suffices. For more room put
-    another dispatcher in its place (`with_factor`): graphs notice that, and are captured anew with
-    the new shapes.
+        another dispatcher in its
+    place (`with_factor`): graphs notice that, and are captured anew with the new shapes.
     """
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup | None, factor: float) -> None:

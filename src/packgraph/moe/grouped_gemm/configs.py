@@ -46,7 +46,8 @@ class Multiplied(NamedTuple):
     """How `a @ matrix` per expert is made: moe/grouped_gemm/forward_kernel.py, or by torch.
 
     kernel: "torch", "descriptors", or "pointers" (anywhere_kernel.py). rows, columns: the tile of
-    the result. inner: summed over in one step. programs: per multiprocessor ("descriptors" only).
+        the result.
+    inner: summed over in one step. programs: per multiprocessor ("descriptors" only).
     """
 
     kernel: str

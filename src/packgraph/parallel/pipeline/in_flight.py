@@ -14,8 +14,9 @@ class InFlight:
     their own.
 
     hidden: activations received from the stage before. out: what the chunk made. gradient: received
-    gradient of `out`. input_gradient: gradient of `hidden`, to be sent. direct: the claim, if it is
-    replayed without autograd.
+        gradient of `out`.
+    input_gradient: gradient of `hidden`, to be sent. direct: the claim, if it is replayed without
+        autograd.
     """
 
     def __init__(self, claim: ReplayHandle | None, ticket: Any, direct: bool = False) -> None:

@@ -13,20 +13,21 @@ class DataConfig:
     """Where documents come from, how they become tokens and how they are packed.
 
     source: stdlib = the source code of Python's own library (no download), jsonl = one JSON object
-    a line with text or
-        chat messages, text = a folder of text files, parquet = tables with the same columns as
-        jsonl.
-    path: file or folder of the source (not for stdlib). suffixes: endings of the files that count
-    in a folder of text files. text_column: name of the column that holds the text in jsonl and
-    parquet. tokenizer: bytes = one token a byte, or the path of a tokenizer.json. overlong:
-    documents longer than every capacity: error = stop, split = cut into pieces, drop = leave out.
+        a line with text or chat messages, text = a folder of text files, parquet = tables with the
+        same columns as jsonl.
+    path: file or folder of the source (not for stdlib).
+    suffixes: endings of the files that count in a folder of text files.
+    text_column: name of the column that holds the text in jsonl and parquet.
+    tokenizer: bytes = one token a byte, or the path of a tokenizer.json.
+    overlong: documents longer than every capacity: error = stop, split = cut into pieces, drop =
+        leave out.
     on_bad: documents that cannot be read, or hold words that the tokenizer has not: stop = end the
-    run at the first,
-        skip = leave them out and count them.
-    window: documents that wait to be combined into packs; more means less padding. seed: seed of
-    the order of documents. epochs: passes over the documents; none = repeat until the run has all
-    its steps. max_documents_loaded: only the first documents up to this number; none = all (stdlib:
-    a sample of 6000).
+        run at the first, skip = leave them out and count them.
+    window: documents that wait to be combined into packs; more means less padding.
+    seed: seed of the order of documents.
+    epochs: passes over the documents; none = repeat until the run has all its steps.
+    max_documents_loaded: only the first documents up to this number; none = all (stdlib: a sample
+        of 6000).
     """
 
     source: Literal["stdlib", "jsonl", "text", "parquet"] = "stdlib"
