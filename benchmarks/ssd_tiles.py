@@ -43,7 +43,6 @@ from packgraph.mamba.ssd_backward_kernel import (
 from packgraph.mamba.ssd_configs import EVERYWHERE, KernelConfigs, Mix, ways_for
 from packgraph.mamba.ssd_forward_kernel import forward, mix
 from packgraph.mamba.ssd_kernel import carry, scores_of, sizes_of, tables_of
-from packgraph.mamba.ssd_through_kernel import mix_through
 from packgraph.mamba.ssd_values_kernel import value_gradients
 
 RELATIVE = 0.015  # bfloat16: factors of products are rounded
@@ -189,10 +188,6 @@ def works_of(case: Case) -> dict[str, Callable[[Way], Work]]:
     parts = (a, tables, *sums, entered, left, direct, carried, sizes, dt.dtype)
 
     def mixed(way: Mix) -> Work:
-        if way.kernel == "through":
-            own = sizes_of(x, b, way.chunk or case.chunk)
-            made = tables_of(dt, a, ids, own)
-            return lambda: mix_through(x, b, c, d, ids, *made, own, way)
         return lambda: mix(x, b, c, d, ids, tables, entering, sizes, EVERYWHERE._replace(mix=way))
 
     return {
@@ -267,25 +262,13 @@ def time_pieces(session: Session, case: Case, ways: list[tuple[str, Way]]) -> di
 def wholes(case: Case, ordered: dict[str, list[Way]]) -> dict[str, KernelConfigs]:
     """Ways for everything: today's, the best pieces, and others to make y."""
     mixes = [way for way in ordered["mix"] if isinstance(way, Mix)]
-    written_down = [way for way in mixes if way.kernel != "through"]
     best = KernelConfigs(
         **{piece: ways[0] for piece, ways in ordered.items() if ways and piece != "mix"}
     )
     named = {"today": ways_for(case.tokens, 64, 128, case.chunk, case.grad.dtype)}
     named |= {
-        f"best, mix {place}": best._replace(mix=way)
-        for place, way in enumerate(written_down[:2], 1)
+        f"best, mix {place}": best._replace(mix=way) for place, way in enumerate(mixes[:2], 1)
     }
-    named |= {
-        f"best, through {place}": best._replace(mix=way)
-        for place, way in enumerate([way for way in mixes if way.kernel == "through"][:2], 1)
-    }
-    for chunk in (64, 256):
-        named |= {
-            f"best, chunks of {chunk}": best._replace(mix=way._replace(chunk=chunk))
-            for way in written_down[:1]
-            if chunk != case.chunk
-        }
     return named
 
 

@@ -40,18 +40,7 @@ def mixes() -> list[Mix]:
         Mix("groups", 128, 1, warps=8, stages=2),
         Mix("groups", 32, 4, stages=2),
     ]
-    through = [
-        Mix("through", columns=columns, warps=warps, stages=stages, chunk=chunk)
-        for chunk, columns, warps, stages in (
-            (64, 32, 4, 3),
-            (64, 32, 4, 2),
-            (64, 16, 4, 2),
-            (128, 32, 8, 2),
-            (32, 32, 4, 3),
-            (64, 16, 4, 3),
-        )
-    ]
-    return [Mix(), *heads, *groups, *through]
+    return [Mix(), *heads, *groups]
 
 
 def pairs() -> list[Pairs]:
@@ -139,7 +128,7 @@ def candidates(cuda: bool) -> list[tuple[str, Way]]:
     }
     if not cuda:
         lists = {
-            "mix": [Mix(), Mix("groups", 16, 2), Mix("through", columns=16)],
+            "mix": [Mix(), Mix("groups", 16, 2)],
             "pairs": [Pairs(products=True)],
             "values": [Values("groups", 16, 2)],
         }

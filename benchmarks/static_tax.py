@@ -25,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -320,13 +319,11 @@ def measure_tax(session: Session, backend: str, tokens: int, heads: tuple[int, i
         )
 
 
-def measure_compile(
-    session: Session, tokens: int, merge: bool, compiled: bool | Mapping[str, Any]
-) -> Row:
+def measure_compile(session: Session, tokens: int, compiled: bool | Mapping[str, Any]) -> Row:
     """Milliseconds of forward and backward of one microbatch in chunk graphs, and what getting
     ready took."""
     shape = "qwen3-0.6b" if session.cuda else "tiny"
-    config = replace(SHAPES[shape], merge_projections=merge)
+    config = SHAPES[shape]
     model = FreshModel(config, device=session.device, dtype=session.dtype)
     zero_gradients([model])
     capacity = Capacity(tokens, 64)
@@ -415,21 +412,17 @@ def run(session: Session) -> None:
     for backend in backends:
         measure_tax(session, backend, 4096 if session.cuda else 64, large)
     tuned = {"max_autotune": True, "coordinate_descent_tuning": True}
-    plan: list[tuple[int, bool | Mapping[str, Any], bool]] = [
-        (1024, False, False),
-        (1024, True, False),
-        (1024, {"combo_kernels": True}, False),
-        (8192, True, False),
-        (1024, True, True),
+    plan: list[tuple[int, bool | Mapping[str, Any]]] = [
+        (1024, False),
+        (1024, True),
+        (1024, {"combo_kernels": True}),
+        (8192, True),
     ]
-    for tokens, compiled, merge in (
-        plan if session.cuda else [(32, False, False), (32, True, False), (32, True, True)]
-    ):
+    for tokens, compiled in plan if session.cuda else [(32, False), (32, True)]:
         session.attempt(
             "compile",
-            lambda t=tokens, m=merge, c=compiled: measure_compile(session, t, m, c),
+            lambda t=tokens, c=compiled: measure_compile(session, t, c),
             tokens=tokens,
-            merge_projections=merge,
             compile=compiled,
         )
     if "flash" in backends:
@@ -437,7 +430,7 @@ def run(session: Session) -> None:
     if session.cuda:
         session.attempt(
             "compile",
-            lambda: measure_compile(session, 1024, False, tuned),
+            lambda: measure_compile(session, 1024, tuned),
             tokens=1024,
             compile=tuned,
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity
 from packgraph.train.command_line import all_options, options_help, split_overrides
 from packgraph.train.config import (
@@ -279,3 +281,16 @@ def test_help_lists_every_option_with_default_and_help() -> None:
 def test_differences_name_the_paths() -> None:
     before, after = to_dict(Outer()), to_dict(dataclasses.replace(Outer(), inner=Inner(rate=2.0)))
     assert differences(before, after) == {"inner.rate": (0.5, 2.0)}
+
+
+def test_files_of_earlier_versions_may_name_an_option_that_is_gone() -> None:
+    base = preset("qwen3-tiny")
+    stored = ConfigLayer("config.json", {"model": {"merge_projections": False}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_config(base, [stored]) == base
+    used = ConfigLayer("config.json", {"model": {"merge_projections": True}})
+    with pytest.warns(PackgraphWarning, match=r"merge_projections: no longer an option"):
+        assert read_config(base, [used]) == base
+    with pytest.raises(ConfigError, match=r"--model\.merge-projections: no longer an option"):
+        read_config(base, [ConfigLayer("command line", stored.values, text=True)])

@@ -167,22 +167,6 @@ def test_frequencies_are_those_of_transformers_whatever_is_done_to_the_model(sca
         torch.testing.assert_close(table, expected[0], rtol=1e-6, atol=1e-6)
 
 
-def test_merged_projections_change_no_number_much():
-    for latent in (PLAIN, SMALL_QUERIES):
-        apart, merged = (
-            DecoderModel(config(latent, merge_projections=merge), seed=2) for merge in (False, True)
-        )
-        batch = hand_batch(random_documents([9, 4], 50, seed=0), 16, 3)
-        losses = [model(batch) for model in (apart, merged)]
-        for loss in losses:
-            loss.backward()
-        torch.testing.assert_close(*losses)
-        for (name, ours), theirs in zip(merged.named_parameters(), apart.parameters()):
-            torch.testing.assert_close(
-                ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}"
-            )
-
-
 def test_what_padding_holds_reaches_nothing():
     model = DecoderModel(SHAPES["yarn"], seed=2)
     documents = random_documents([9, 4], 50, seed=0)

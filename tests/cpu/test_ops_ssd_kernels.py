@@ -125,31 +125,6 @@ def test_every_way_equals_the_operations(tile, share, chunk, sizes, dtype, monke
 
 
 @inside
-@pytest.mark.parametrize(
-    ("columns", "chunk", "sizes", "dtype"),
-    [
-        (16, 16, {"heads": 4, "groups": 2}, torch.float16),
-        (64, 64, {"heads": 1, "groups": 1}, torch.float32),
-        (32, 32, {"heads": 2, "groups": 1, "size": 40, "state": 20, "skip": False}, torch.float32),
-    ],
-    ids=str,
-)
-def test_states_that_are_never_written_down(columns, chunk, sizes, dtype, monkeypatch):
-    from packgraph.mamba.ssd_configs import Mix
-
-    ids, used = ids_of([0, 3, 5, 1, 39], 16, 2), 48
-    inputs = ssd_inputs(len(ids), dtype=dtype, **sizes)
-    wanted = chunked_ssd(
-        *[None if value is None else value.double() for value in inputs], ids, chunk
-    )
-    for value in (inputs[0], inputs[1], inputs[3], inputs[4]):
-        value[used:] = NAN
-    other_ways(monkeypatch, mix=Mix("through", columns=columns, chunk=chunk))
-    found = ssd_kernels(ids, 16)(*inputs)
-    assert max(distances([found], [wanted])) < LIMITS[dtype] and not found[used:].any()
-
-
-@inside
 @pytest.mark.parametrize("part", ["mix", "values"])
 def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
     from packgraph.mamba.ssd_configs import Mix, Values
@@ -162,15 +137,10 @@ def test_a_tile_that_reads_unwritten_scores_is_refused(part, monkeypatch):
 
 
 @inside
-@pytest.mark.parametrize("way", [None, "groups", "through"])
+@pytest.mark.parametrize("way", [None, "groups"])
 def test_a_changed_document_leaves_the_others_in_kernels(way, monkeypatch):
     if way is not None:
-        from packgraph.mamba.ssd_configs import Mix
-
-        other_ways(
-            monkeypatch,
-            **grouped(16, 1) | ({} if way == "groups" else {"mix": Mix("through", columns=16)}),
-        )
+        other_ways(monkeypatch, **grouped(16, 1))
     ids, changed = ids_of([5, 8, 16], 3), slice(5, 13)
     inputs, grad = ssd_inputs(32, 1, 3, 1, 5), torch.randn(32, 1, 3)
     before = with_gradients(ssd_kernels(ids, 16), inputs, grad)

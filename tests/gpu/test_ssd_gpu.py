@@ -118,8 +118,6 @@ def test_ssd_equals_plain_for_every_shape(chunk, sizes, dtype):
     [
         Mix("groups", 128, 4, warps=8, stages=2),
         Mix("groups", 64, 2),
-        Mix("through", chunk=64),
-        Mix("through", columns=16, chunk=32),
     ],
     ids=str,
 )

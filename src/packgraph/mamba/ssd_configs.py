@@ -47,19 +47,15 @@ class Mix(NamedTuple):
     """y from scores and states.
 
     kernel: "heads", a program for a tile of rows by one head, reads scores; "groups", a program for
-    a tile by `share` heads of a group, makes their scores itself, once; "through", a program
-    carries `columns` of a head's P columns through all chunks, so that no states are written. tile:
-    rows ("heads", "groups"). chunk: rows of a chunk, 0 for what the caller says.
+    a tile by `share` heads of a group, makes their scores itself, once. tile: rows.
     """
 
     kernel: str = "heads"
     tile: int = 64
     share: int = 1
-    columns: int = 32
     warps: int = 4
     stages: int = 3
     registers: int = 0
-    chunk: int = 0
 
 
 class Pairs(NamedTuple):

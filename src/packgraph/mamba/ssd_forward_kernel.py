@@ -7,8 +7,8 @@ forward as a whole.
                  registers, then heads follow one another, each with all rows of the chunk in one
                  product
 
-In mamba/ssd_through_kernel.py a third way, which never writes a state down. All sum in a fixed
-order, see mamba/ssd_kernel.py.
+Both sum in a fixed order, see mamba/ssd_kernel.py. (A kernel that carries states through all
+chunks and never writes one down took 163 µs where these take 76.)
 """
 
 import torch
@@ -32,7 +32,6 @@ from packgraph.mamba.ssd_kernel import (
     tables_of,
     ways_of,
 )
-from packgraph.mamba.ssd_through_kernel import mix_through
 
 
 @triton.jit
@@ -277,9 +276,7 @@ def forward(
     """y [T, H, P]. Arguments as of `ssd`; columns of x, b and c must lie side by side. ways: those
     of the table."""
     ways = ways_of(x, b, chunk) if ways is None else ways
-    sizes = sizes_of(x, b, ways.mix.chunk or chunk)
+    sizes = sizes_of(x, b, chunk)
     tables, through = tables_of(dt, a, ids, sizes, ways.tables)
-    if ways.mix.kernel == "through":
-        return mix_through(x, b, c, d, ids, tables, through, sizes, ways.mix)
     states, _ = carry(x, b, ids, tables, through, sizes, way=ways.carry)
     return mix(x, b, c, d, ids, tables, states, sizes, ways)

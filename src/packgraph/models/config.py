@@ -32,17 +32,15 @@ class DecoderConfig:
     keys. attention_bias: biases of the attention projections. dropout: on both residual branches,
     in training mode. initializer_range: standard deviation of fresh matrices. attention_backend: a
     name of `packgraph.ops.attention.api.BACKENDS` or `auto`. max_position_embeddings: only recorded
-    in checkpoints; rotary positions have no limit here. merge_projections: form the products with
-    the matrices of queries, keys and values as one, and those of gate and up (ops/linear.py);
-    parameters and their names stay as they are. latent: multi-head latent attention instead of
-    grouped queries; num_kv_heads and head_dim then mean nothing. experts: which layers have experts
-    instead of one feed-forward block, and how tokens are routed to them. pattern: the branches of
-    the layers in letters, such as M-M*-E or (M-)(*-), repeated over all layers (models/pattern.py);
-    empty = attention and a feed-forward branch in each, with experts from experts.first_dense on.
-    mamba: shape of the Mamba-2 layers that the pattern names. activation: of feed-forward blocks
-    and experts: swiglu has a gate, relu2 (the square of what is positive) has none. rotary_share:
-    part of a head's columns that the position turns, its first ones; 0 = none. Raises ValueError
-    that names every illegal value at once.
+    in checkpoints; rotary positions have no limit here. latent: multi-head latent attention instead
+    of grouped queries; num_kv_heads and head_dim then mean nothing. experts: which layers have
+    experts instead of one feed-forward block, and how tokens are routed to them. pattern: the
+    branches of the layers in letters, such as M-M*-E or (M-)(*-), repeated over all layers
+    (models/pattern.py); empty = attention and a feed-forward branch in each, with experts from
+    experts.first_dense on. mamba: shape of the Mamba-2 layers that the pattern names. activation:
+    of feed-forward blocks and experts: swiglu has a gate, relu2 (the square of what is positive)
+    has none. rotary_share: part of a head's columns that the position turns, its first ones; 0 =
+    none. Raises ValueError that names every illegal value at once.
     """
 
     vocab_size: int
@@ -61,7 +59,6 @@ class DecoderConfig:
     initializer_range: float = 0.02
     attention_backend: str = "auto"
     max_position_embeddings: int = 32768
-    merge_projections: bool = False
     latent: LatentConfig = field(default_factory=LatentConfig)
     experts: ExpertConfig = field(default_factory=ExpertConfig)
     pattern: str = ""
@@ -122,10 +119,6 @@ def _illegal(config: DecoderConfig) -> list[str]:
         reasons.append(f"dropout is {config.dropout}, must be in [0, 1)")
     if config.initializer_range < 0.0:
         reasons.append(f"initializer_range is {config.initializer_range}, must not be negative")
-    if config.merge_projections and config.attention_bias:
-        reasons.append(
-            "merge_projections needs projections without biases, but attention_bias is set"
-        )
     if config.attention_backend != "auto" and config.attention_backend not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         reasons.append(

@@ -15,11 +15,13 @@ back equal.
 import dataclasses
 import difflib
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.train.config_values import (
     SHOWN,
     ValueProblem,
@@ -45,6 +47,10 @@ class ConfigError(ValueError):
         super().__init__(
             f"{len(self.problems)} {noun} in the configuration:\n  " + "\n  ".join(self.problems)
         )
+
+
+# Options of earlier versions, with the value that is left out without a word.
+RETIRED: Mapping[str, Any] = {"model.merge_projections": False}
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,9 @@ def _collect(
     for key, value in given.items():
         name = key.replace("-", "_")
         path = prefix + name
-        if name not in types:
+        if path in RETIRED:
+            problems.extend(_retired(path, value, layer))
+        elif name not in types:
             problems.extend(_unknown(path, value, layer, known))
         elif is_section(getattr(section, name)):
             if isinstance(value, Mapping):
@@ -115,6 +123,16 @@ def _collect(
                 values[path] = convert(value, types[name], from_text=layer.text)
             except ValueProblem as problem:
                 problems.append(f"{layer.place(path)}: {problem}")
+
+
+def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
+    """What to say of an option of earlier versions: files may name it still."""
+    told = f"{layer.place(path)}: no longer an option, for it made nothing faster"
+    if layer.text:
+        return [told]
+    if value != RETIRED[path]:
+        warnings.warn(f"{told}: {value!r} is left out", PackgraphWarning, stacklevel=2)
+    return []
 
 
 def _first_key(section: str, known: Sequence[str]) -> str:

@@ -3,14 +3,13 @@
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
-from packgraph.models.layers.merged import MergedProjections
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.offloading.marks import Mark, nowhere
 from packgraph.ops.attention.api import AttentionMetadata, attention
 from packgraph.ops.rotary import apply_rotary
 
 
-class GroupedQueryAttention(MergedProjections):
+class GroupedQueryAttention(nn.Module):
     """[T, H] -> [T, H]; projections are named as in Hugging Face checkpoints."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -21,7 +20,6 @@ class GroupedQueryAttention(MergedProjections):
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
-        self.merged = ("q_proj", "k_proj", "v_proj") if config.merge_projections else ()
         self.q_norm = (
             RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         )
@@ -35,9 +33,7 @@ class GroupedQueryAttention(MergedProjections):
     ) -> Tensor:
         """x: [T, H]; rotary: cos and sin [T, head_dim]. Returns [T, H]."""
         with self.offload("qkv_linear", leave=rotary):
-            parts = (
-                self.project(x) if self.merged else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-            )
+            parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
             q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
             q, k = apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
         with self.offload("core_attn", leave=metadata):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
-from packgraph.models.layers.merged import MergedProjections
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.offloading.marks import Mark, nowhere
 from packgraph.ops.attention.api import AttentionMetadata, attention
@@ -21,7 +20,7 @@ from packgraph.ops.rotary import apply_rotary
 LATENT_EPS = 1e-6  # of both norms inside, whatever rms_norm_eps is: so the models were trained
 
 
-class LatentAttention(MergedProjections):
+class LatentAttention(nn.Module):
     """[T, H] -> [T, H]; projections are named as in Hugging Face checkpoints."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -42,7 +41,6 @@ class LatentAttention(MergedProjections):
         )
         self.o_proj = nn.Linear(config.num_heads * shape.value_dim, hidden, bias=bias)
         self.first = "q_a_proj" if shape.query_rank else "q_proj"
-        self.merged = (self.first, "kv_a_proj_with_mqa") if config.merge_projections else ()
         self.scale = shape.query_dim**-0.5 * shape.scaling.score_factor
         self.offload: Mark = nowhere
 
@@ -60,11 +58,7 @@ class LatentAttention(MergedProjections):
     def _project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [T, heads, nope + rope] and values [T, heads, value]."""
         shape = self.shape
-        queries, latent = (
-            self.project(x)
-            if self.merged
-            else (getattr(self, self.first)(x), self.kv_a_proj_with_mqa(x))
-        )
+        queries, latent = getattr(self, self.first)(x), self.kv_a_proj_with_mqa(x)
         if shape.query_rank:
             queries = self.q_b_proj(self.q_a_layernorm(queries))
         latent, shared = latent.split((shape.kv_rank, shape.rope_dim), dim=-1)

@@ -4,30 +4,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
-from packgraph.models.layers.merged import MergedProjections
 from packgraph.offloading.marks import Mark, nowhere
 from packgraph.ops.swiglu import swiglu
 
 
-class GatedMLP(MergedProjections):
+class GatedMLP(nn.Module):
     """[T, H] -> [T, H] through an intermediate width; projections named as in Hugging Face
-    checkpoints.
+    checkpoints."""
 
-    merge: form the first two products as one.
-    """
-
-    def __init__(self, hidden_size: int, intermediate_size: int, merge: bool = False) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.merged = ("gate_proj", "up_proj") if merge else ()
         self.offload: Mark = nowhere
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         with self.offload("mlp_act"):
-            gate, up = self.project(x) if self.merged else (self.gate_proj(x), self.up_proj(x))
-            return self.down_proj(swiglu(gate, up))
+            return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class SquaredReluMLP(nn.Module):
@@ -52,4 +46,4 @@ def feed_forward(config: DecoderConfig, width: int) -> GatedMLP | SquaredReluMLP
     """A block of this intermediate width with the activation of `config`."""
     if config.activation == "relu2":
         return SquaredReluMLP(config.hidden_size, width)
-    return GatedMLP(config.hidden_size, width, config.merge_projections)
+    return GatedMLP(config.hidden_size, width)
