@@ -5,7 +5,7 @@
 BASE_PYTHON ?= python3
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify audit soak test test-fast test-ranks faults lint check-python
+.PHONY: help setup train verify audit soak test test-fast test-ranks faults lint docs check-python
 
 ifdef PACKGRAPH_PYTHON
 PYTHON := $(PACKGRAPH_PYTHON)
@@ -33,6 +33,7 @@ help:
 	@echo "make test-ranks all tests on several processes               make lint       ruff and mypy"
 	@echo "make faults     ranks that fail in every phase, flipped bits make soak       a long run: memory, files, threads"
 	@echo "make audit      licences, known vulnerabilities              make setup      only the set-up"
+	@echo "make docs       the documentation as a site, in build/site"
 
 setup: $(DEV_READY)
 
@@ -80,6 +81,11 @@ lint: $(DEV_READY)
 	$(PYTHON) -m ruff format --check -q .
 	$(PYTHON) -m mypy
 
+# build/site/index.html; serve it while writing with: .venv/bin/mkdocs serve
+docs: $(if $(PACKGRAPH_PYTHON),check-python,.venv/.ready-docs)
+	$(call need,mkdocs)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
 check-python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
 		"packgraph needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0])'
@@ -100,4 +106,8 @@ check-python:
 
 .venv/.ready-dev: .venv/.ready-run requirements/dev.txt
 	$(PYTHON) -m pip install -q -r requirements/dev.txt
+	@touch $@
+
+.venv/.ready-docs: .venv/.ready-run requirements/docs.txt
+	$(PYTHON) -m pip install -q -r requirements/docs.txt
 	@touch $@

@@ -152,7 +152,7 @@ def test_functions_are_short():
 
 def test_every_room_has_a_rank():
     rooms = {room_of(path) for path in SOURCE.rglob("*.py")} - {"__init__"}
-    assert rooms <= set(RANKS), "say in docs/design.md and here where the new room stands"
+    assert rooms <= set(RANKS), "say in docs/decisions and here where the new room stands"
 
 
 def test_imports_run_downward():

@@ -10,28 +10,31 @@ from packgraph.graphs.state_kinds import DEPTH, LARGEST_BYTES, WATCHED, KindRule
 
 _HEAD = """# What a graph assumes about your module
 
-A replay runs no Python. It launches what was captured, on the memory that was captured. packgraph therefore compares,
-before every replay, all that Python code could have changed, and runs the call eagerly, counted under a reason, or
-raises an error, where it cannot tell that a replay would equal the eager call. This page is generated from the tables
-that the checks use: `python -m packgraph.graphs.assumptions`.
-"""  # noqa: E501
+A replay runs no Python. It launches what was captured, on the memory that was captured. packgraph
+therefore compares, before every replay, all that Python code could have changed, and runs the call
+eagerly, counted under a reason, or raises an error, where it cannot tell that a replay would equal
+the eager call. This page is generated from the tables that the checks use: `python -m
+packgraph.graphs.assumptions`.
+"""
 _EXACT = f"""
 ## What is compared before every replay
 
-Whatever `forward` reads, found from the module's attributes and from the names in its code: to {DEPTH} objects within
-objects, arrays up to {LARGEST_BYTES // 2**20} MiB, and the environment where code names `os.environ` or `getenv`.
-A change drops the graphs and captures again, with one warning.
+Whatever `forward` reads, found from the module's attributes and from the names in its code: to
+{DEPTH} objects within objects, arrays up to {LARGEST_BYTES // 2**20} MiB, and the environment where
+code names `os.environ` or `getenv`. A change drops the graphs and captures again, with one warning.
 `packgraph.assume_constant(object)` vouches for an object, which is then known by identity alone.
 
-Code that asks `torch.cuda.is_current_stream_capturing()` is told no while it is captured, as in an eager call. A
-capture that calls other operations than the eager dry run before it, or gives them other numbers, is refused.
-"""  # noqa: E501
+Code that asks `torch.cuda.is_current_stream_capturing()` is told no while it is captured, as in an
+eager call. A capture that calls other operations than the eager dry run before it, or gives them
+other numbers, is refused.
+"""
 _REASONS = """
 ## Reasons of fallbacks
 
-`packgraph.control(graphed).stats.fallbacks` counts calls that ran eagerly by these names. The first of every reason
-that you did not ask for warns once, at your line; with `strict=True` it raises `CaptureError`.
-"""  # noqa: E501
+`packgraph.control(graphed).stats.fallbacks` counts calls that ran eagerly by these names. The first
+of every reason that you did not ask for warns once, at your line; with `strict=True` it raises
+`CaptureError`.
+"""
 
 
 class Rounding(NamedTuple):

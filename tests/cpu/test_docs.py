@@ -1,0 +1,60 @@
+"""The pages of docs: every name they draw exists, every page has a place, and the site builds."""
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import packgraph
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+DRAWN = re.findall(
+    r"─ ([\w.]+) +(graphs/\w+\.py)", (DOCS / "concepts" / "replay.md").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize(("name", "file"), DRAWN)
+def test_what_is_drawn_exists_where_it_is_drawn(name: str, file: str) -> None:
+    module = importlib.import_module("packgraph." + file.removesuffix(".py").replace("/", "."))
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert inspect.getmodule(found) is module
+
+
+def test_there_is_something_drawn() -> None:
+    assert len(DRAWN) > 20
+
+
+def test_the_reference_has_all_public_names_once() -> None:
+    page = (DOCS / "reference" / "packgraph.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: packgraph\.(\w+)$", page, re.MULTILINE)) == sorted(
+        packgraph.__all__
+    )
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert set(re.findall(r"[\w/.-]+\.md", text[text.index("\nnav:") :])) == {*pages, "index.md"}
+
+
+@pytest.mark.skipif(
+    not (find_spec("mkdocs") and find_spec("mkdocstrings") and find_spec("material")),
+    reason="needs what packgraph[docs] installs",
+)
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "reference" / "packgraph" / "index.html").exists()
