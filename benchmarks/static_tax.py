@@ -1,7 +1,7 @@
 """One run on a GPU for what could only be written without one: flash-attn-4, its static tax,
 compiled regions.
 
-    PYTHONPATH=src:tests python3 benchmarks/static_tax.py --out FOLDER [--seconds 220]
+    PYTHONPATH=src:tests/helpers python3 benchmarks/static_tax.py --out FOLDER [--seconds 220]
 
 Prints one JSON line per finding, most important first, and appends them to FOLDER/static_tax.jsonl;
 a section that the time does not suffice for gets a row that says so. Without flash-attn-4 a row

@@ -8,6 +8,7 @@ In the file the tables of a benchmark stand between the lines `<!-- step -->` an
 
 import argparse
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,26 +54,43 @@ def tables(rows: Sequence[Row], benchmark: str) -> str:
         return ""
     if benchmark == "step":
         return step_tables(found)
-    devices = ", ".join(dict.fromkeys(f"{row['device']}, commit {row['commit']}" for row in found))
+    devices = measured_on(found)
     picture = f"![{benchmark}](bench_{benchmark}.svg)\n\n" if benchmark in DRAWN else ""
     if benchmark in SORTED:
         found.sort(
             key=lambda row: [str(row.get(name)).rjust(9) for name in SORTED[benchmark]]
         )  # else as they came
-    return f"{picture}{markdown(found, FLAT[benchmark])}\n{devices}\n"
+    return f"{picture}{markdown(found, FLAT[benchmark])}\n{wrapped(devices)}\n"
 
 
 def step_tables(rows: Sequence[Row]) -> str:
     """For each model, part and attention: price of every way by tokens, then all columns."""
     text = []
     for (model, part, asked), mine in step_kinds(rows).items():
-        where = ", ".join(dict.fromkeys(f"{row['device']}, commit {row['commit']}" for row in mine))
         picture = f"![by tokens](bench_step_{model}_{part}_{asked}.svg)"
+        caption = f"**{model}, {part}, attention: {asked}** ({measured_on(mine)}), ms per 1,000 real tokens:"
         text.append(
-            f"**{model}, {part}, attention: {asked}** ({where}), ms per 1,000 real tokens:\n\n"
+            f"{wrapped(caption)}\n\n"
             f"{price_table(mine)}\n{picture}\n\n{markdown(mine, step.COLUMNS)}"
         )
     return "\n".join(text)
+
+
+def measured_on(rows: Sequence[Row]) -> str:
+    """Each device with the commits that were measured on it."""
+    commits: dict[str, list[str]] = {}
+    for row in rows:
+        known = commits.setdefault(str(row["device"]), [])
+        if str(row["commit"]) not in known:
+            known.append(str(row["commit"]))
+    return "; ".join(
+        f"{device}, commit{'s' if len(known) > 1 else ''} {', '.join(known)}"
+        for device, known in commits.items()
+    )
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)
 
 
 def price_table(rows: Sequence[Row]) -> str:

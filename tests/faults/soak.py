@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+sys.path[:0] = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parents[2] / "src")]
 from trainkit import RandomPacks, tiny, trainer  # noqa: E402
 
 from packgraph.graphs.graphed import graph  # noqa: E402

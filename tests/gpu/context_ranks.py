@@ -1,7 +1,7 @@
 """Run by torchrun: rows spread over ranks by NCCL (gloo on a CPU), eager against graphs, bit by
 bit.
 
-    PYTHONPATH=src:tests torchrun --nproc-per-node 4 tests/gpu/context_ranks.py
+    PYTHONPATH=src:tests/helpers torchrun --nproc-per-node 4 tests/gpu/context_ranks.py
 
 Static groups of 2 and of all ranks, groups whose size changes with every microbatch, and a soak of
 planned steps whose lengths change: every rank compares loss, gradients (its own and the sums over

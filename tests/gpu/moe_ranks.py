@@ -1,7 +1,7 @@
 """Run by torchrun: dispatchers over NCCL and over symmetric memory against each other, eagerly and
 by CUDA graphs.
 
-    PYTHONPATH=src:tests torchrun --nproc-per-node 4 tests/gpu/moe_ranks.py
+    PYTHONPATH=src:tests/helpers torchrun --nproc-per-node 4 tests/gpu/moe_ranks.py
 
 Every rank sends the same rows by an all-to-all of exact splits, padded, and over symmetric memory:
 outputs and gradients must be equal bit for bit, at every one of several routings, eagerly and by

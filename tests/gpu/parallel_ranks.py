@@ -1,6 +1,6 @@
 """Run by torchrun: eager against graphs under tensor and data parallelism over NCCL.
 
-    PYTHONPATH=src:tests torchrun --nproc-per-node 2 tests/gpu/parallel_ranks.py --tp 2 --sequence
+    PYTHONPATH=src:tests/helpers torchrun --nproc-per-node 2 tests/gpu/parallel_ranks.py --tp 2
 
 Every rank compares loss, norm, all gradients and all parameters of its own after every step, bit by
 bit; prints one JSON line; exits with an error when anything differs, is not finite, or does not

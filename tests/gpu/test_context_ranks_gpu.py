@@ -25,8 +25,8 @@ def test_graphs_of_every_number_of_ranks_equal_eager_bitwise(ranks, options):
         "--nproc-per-node",
         str(ranks),
     ]
-    tests = script.parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}"}
+    helpers = script.parents[1] / "helpers"
+    environment = os.environ | {"PYTHONPATH": f"{script.parents[2] / 'src'}{os.pathsep}{helpers}"}
     done = subprocess.run(
         [*torchrun, str(script), *options.split()],
         check=False,

@@ -25,7 +25,7 @@ def start(ranks, *command):
     ]
     tests = Path(__file__).parents[1]
     environment = os.environ | {
-        "PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}",
+        "PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests / 'helpers'}",
         "COLUMNS": "200",
     }
     done = subprocess.run(

@@ -28,8 +28,8 @@ def test_graphs_equal_eager_over_nccl(options):
         "--nproc-per-node",
         "2",
     ]
-    tests = script.parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}"}
+    helpers = script.parents[1] / "helpers"
+    environment = os.environ | {"PYTHONPATH": f"{script.parents[2] / 'src'}{os.pathsep}{helpers}"}
     subprocess.run(
         [*torchrun, str(script), *options.split()], check=True, timeout=300, env=environment
     )

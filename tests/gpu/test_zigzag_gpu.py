@@ -24,6 +24,6 @@ def test_rows_cut_in_zigzag_replay_with_the_bits_of_eager_and_equal_whole_rows(r
         "--nproc-per-node",
         str(ranks),
     ]
-    tests = script.parents[1]
-    environment = os.environ | {"PYTHONPATH": f"{tests.parent / 'src'}{os.pathsep}{tests}"}
+    helpers = script.parents[1] / "helpers"
+    environment = os.environ | {"PYTHONPATH": f"{script.parents[2] / 'src'}{os.pathsep}{helpers}"}
     subprocess.run([*torchrun, str(script)], check=True, timeout=300, env=environment)

@@ -1,8 +1,8 @@
 """Run by torchrun: whole training runs of the trainer at a layout, eager against graphs, over NCCL
 (gloo on the CPU).
 
-    PYTHONPATH=src:tests torchrun --nproc-per-node 4 tests/gpu/training_ranks.py --tp 2 --pp 2
-    --chunks 2 --tied
+    PYTHONPATH=src:tests/helpers torchrun --nproc-per-node 4 tests/gpu/training_ranks.py --tp 2
+    --pp 2 --chunks 2 --tied
 
 Every rank compares digests of all its weights, optimizer state and random states after the last
 step; rank 0 also the loss and norm of every step. Prints one JSON line a rank; exits with an error

@@ -1,7 +1,7 @@
 """Run by torchrun: rows cut in zigzag over NCCL, eagerly and through CUDA graphs, against whole
 rows in one process.
 
-    PYTHONPATH=src:tests torchrun --nproc-per-node 4 tests/gpu/zigzag_ranks.py
+    PYTHONPATH=src:tests/helpers torchrun --nproc-per-node 4 tests/gpu/zigzag_ranks.py
 
 Decoders with grouped queries and with latent attention (192 columns in keys, 128 in values),
 bfloat16, by torch's varlen kernel and by flash-attn-4 where it can run; six heads, which four ranks

@@ -227,7 +227,7 @@ def test_torch_compile_sees_one_graph():
 
 
 def test_the_benchmark_runs_without_a_gpu(monkeypatch, capsys):
-    path = Path(__file__).parents[2] / "benchmarks" / "moe_experts.py"
+    path = Path(__file__).parents[3] / "benchmarks" / "moe_experts.py"
     specification = importlib.util.spec_from_file_location("moe_experts", path)
     benchmark = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(benchmark)

@@ -19,7 +19,7 @@ from packgraph.bench.command import _parser, _problems
 from packgraph.bench.rows import median, quantile, value
 from packgraph.bench.variants import STEP_WAYS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "h200.sh"
 
 

@@ -6,7 +6,7 @@ from packgraph.graphs.assumptions import page
 from packgraph.graphs.fallback import REASONS
 from packgraph.graphs.state_kinds import WATCHED
 
-PAGE = Path(__file__).parents[2] / "docs" / "assumptions.md"
+PAGE = Path(__file__).parents[3] / "docs" / "assumptions.md"
 
 
 def test_the_page_is_made_of_the_tables():

@@ -179,7 +179,7 @@ def test_the_command_refuses_mistakes(
 
 def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--ranks", "2", "--chunks", "2", "--microbatches", "4"]) == 0
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "pipelines.md").read_text(
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "pipelines.md").read_text(
         encoding="utf-8"
     )
     assert (

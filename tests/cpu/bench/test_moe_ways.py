@@ -49,7 +49,7 @@ from packgraph.packing.capacity import Capacity
 
 CPU = torch.device("cpu")
 ONE = Capacity(32, 6)
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "h200_moe.sh"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "h200_moe.sh"
 EXACT = ("host-splits", "chunk", "partial", "chunk+stash")
 
 
