@@ -68,7 +68,10 @@ def step_tables(rows: Sequence[Row]) -> str:
     text = []
     for (model, part, asked), mine in step_kinds(rows).items():
         picture = f"![by tokens](bench_step_{model}_{part}_{asked}.svg)"
-        caption = f"**{model}, {part}, attention: {asked}** ({measured_on(mine)}), ms per 1,000 real tokens:"
+        caption = (
+            f"**{model}, {part}, attention: {asked}** ({measured_on(mine)}), "
+            "ms per 1,000 real tokens:"
+        )
         text.append(
             f"{wrapped(caption)}\n\n"
             f"{price_table(mine)}\n{picture}\n\n{markdown(mine, step.COLUMNS)}"
