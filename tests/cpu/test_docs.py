@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import packgraph
+from packgraph.graphs.fallback import REASONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -37,6 +38,13 @@ def test_the_reference_has_all_public_names_once() -> None:
     assert sorted(re.findall(r"^::: packgraph\.(\w+)$", page, re.MULTILINE)) == sorted(
         packgraph.__all__
     )
+
+
+def test_troubleshooting_knows_every_reason_to_run_eagerly() -> None:
+    page = (DOCS / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = [f"| {reason.text} | {reason.remedy} |" for reason in REASONS.values()]
+    assert [row for row in rows if row not in page] == []
+    assert sum(reason.asked for reason in REASONS.values()) == 8  # as the page says
 
 
 def test_every_page_has_a_place_in_the_site() -> None:
