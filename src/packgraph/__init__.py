@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from packgraph.graphs.stages import Stage as Stage
     from packgraph.graphs.state_kinds import assume_constant as assume_constant
     from packgraph.offloading.api import offload as offload
+    from packgraph.offloading.marks import offload_block as offload_block
     from packgraph.ops.loss.api import linear_cross_entropy as linear_cross_entropy
     from packgraph.packing.batch import PackedBatch as PackedBatch
     from packgraph.packing.capacity import Capacity as Capacity
@@ -43,6 +44,7 @@ __all__ = [
     "graph",
     "linear_cross_entropy",
     "offload",
+    "offload_block",
     "pack",
     "pack_stream",
 ]
@@ -62,6 +64,7 @@ _HOMES = {
     "graph": "graphs.graphed",
     "linear_cross_entropy": "ops.loss.api",
     "offload": "offloading.api",
+    "offload_block": "offloading.marks",
     "pack": "packing.pack",
     "pack_stream": "packing.pack",
 }

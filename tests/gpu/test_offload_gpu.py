@@ -34,7 +34,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
-from packgraph.offloading.marks import nowhere
+from packgraph.offloading.marks import offload_block
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import PARTS
 from packgraph.offloading.search import plan_for_time
@@ -205,7 +205,7 @@ class Recomputed(torch.nn.Module):
         self.options = options
         self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
         for layer in self.layers:
-            layer.offload = nowhere
+            layer.offload = offload_block
 
     def one(self, layer, x):
         h = x.sin()  # saved outside of the block, so that there is something to compute again

@@ -69,7 +69,7 @@ def offload(
     graphs.
 
     Blocks are `with self.offload("mlp_act"):` in the forward of modules with an attribute
-    `offload`, which is `packgraph.offloading.marks.nowhere` until this is called; the decoders of
+    `offload`, which is `packgraph.offload_block` until this is called; the decoders of
     `packgraph.models` have `core_attn`, `mlp_act` and others. Outputs and gradients have the same
     bits as without. With a limit the next call runs eagerly, since a plan needs a forward and its
     backward to go by.

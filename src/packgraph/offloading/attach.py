@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs.module_hooks import owners
 from packgraph.graphs.saved_tensors import are_others, are_watched_by_others
-from packgraph.offloading.marks import Mark, nowhere
+from packgraph.offloading.marks import Mark, offload_block
 from packgraph.offloading.runtime import OffloadRuntime
 
 WHOLE = "layer"  # all that a compiled layer saves
@@ -78,7 +78,7 @@ class LayerMark:
 
 
 def _unmarked() -> Mark:
-    return nowhere
+    return offload_block
 
 
 def attach(engine: OffloadRuntime | None, chunk: nn.Module) -> list[int]:
@@ -100,14 +100,14 @@ def attach(engine: OffloadRuntime | None, chunk: nn.Module) -> list[int]:
     if not marked:
         raise ValueError(
             f"{type(chunk).__name__} has no module with an attribute `offload` that marks blocks "
-            "(packgraph.offloading.marks.nowhere): nothing says what could be moved"
+            "(packgraph.offload_block): nothing says what could be moved"
         )
     names = layer_names(list(marked))
     numbers = layer_numbers(names)
     layers = {name: OffloadedLayer(number, named[name]) for name, number in numbers.items()}
     for user, (name, module) in enumerate(zip(names, marked.values(), strict=True)):
         vars(module)["offload"] = (
-            nowhere if engine is None else LayerMark(engine, layers[name], user, module)
+            offload_block if engine is None else LayerMark(engine, layers[name], user, module)
         )
     return sorted(numbers.values())
 
@@ -117,7 +117,7 @@ def detach(engine: OffloadRuntime, chunk: nn.Module) -> None:
     for module in chunk.modules():
         mark = vars(module).get("offload")
         if isinstance(mark, LayerMark) and mark.engine is engine:
-            vars(module)["offload"] = nowhere
+            vars(module)["offload"] = offload_block
 
 
 def is_attached(chunk: nn.Module) -> bool:

@@ -1,11 +1,10 @@
-"""What a model says: from here to there, under this name, things are saved for backward that may
-wait elsewhere.
+"""Blocks of a model whose saved tensors may wait on the host until their backward.
 
     with self.offload("core_attn", leave=(rotary, metadata)):
         out = attention(q, k, v, metadata)
 
-`self.offload` is `nowhere` until somebody attaches an engine (`attach.py`): then the block is as if
-it were not there.
+`self.offload` is `offload_block` until offloading begins (`attach.py`): the block is then as if it
+were not there.
 """
 
 import contextlib
@@ -19,6 +18,28 @@ class Mark(Protocol):
     def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]: ...
 
 
-def nowhere(name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
-    """Everything stays where it is."""
+def offload_block(name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
+    """Marks a block of a module: what it saves for backward may be moved to the host.
+
+    A module marks blocks through an attribute `offload`, to which it assigns this function in its
+    `__init__`. As long as nothing offloads, a block does nothing.
+
+    Args:
+        name: The name of the block, by which `packgraph.offload(modules=...)` chooses it.
+        leave: Tensors, in any nesting, that stay on the device, since something else keeps them.
+
+    Returns:
+        A context manager for the code that saves tensors for backward.
+
+    Example:
+        >>> class Block(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = torch.nn.Linear(8, 8)
+        ...         self.offload = packgraph.offload_block
+        ...
+        ...     def forward(self, x):
+        ...         with self.offload("activation"):
+        ...             return torch.nn.functional.silu(self.linear(x))
+    """
     return contextlib.nullcontext()

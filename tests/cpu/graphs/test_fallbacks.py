@@ -254,6 +254,7 @@ def test_public_names():
         "pack_stream",
         "Stage",
         "offload",
+        "offload_block",
         "linear_cross_entropy",
     }
     assert issubclass(CaptureError, RuntimeError)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import packgraph
-from packgraph.offloading.marks import nowhere
+from packgraph.offloading.marks import offload_block
 
 WIDTH, LAYERS = 64, 4
 
@@ -15,7 +15,7 @@ WIDTH, LAYERS = 64, 4
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.offload = nn.Linear(WIDTH, WIDTH), nowhere
+        self.linear, self.offload = nn.Linear(WIDTH, WIDTH), offload_block
 
     def forward(self, x):
         with self.offload("mlp_act"):
@@ -70,7 +70,7 @@ def test_after_close_nothing_moves_and_the_graphs_are_new():
     captured = graphed.stats.captured
     assert same(train(made(), steps=3), train(graphed, steps=3))
     assert held > 0 and graphed.stats.captured == captured + 1
-    assert all(block.offload is nowhere for block in packgraph.control(graphed).module)
+    assert all(block.offload is offload_block for block in packgraph.control(graphed).module)
 
 
 def test_a_budget_that_nothing_meets_is_said_and_calls_run_eagerly():

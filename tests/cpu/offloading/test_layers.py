@@ -7,14 +7,14 @@ from torch import nn
 import packgraph
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach, layer_names, layer_numbers
-from packgraph.offloading.marks import nowhere
+from packgraph.offloading.marks import offload_block
 from packgraph.offloading.runtime import OffloadRuntime
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lin, self.offload = nn.Linear(8, 8), nowhere
+        self.lin, self.offload = nn.Linear(8, 8), offload_block
 
     def forward(self, x):
         with self.offload("core_attn"):

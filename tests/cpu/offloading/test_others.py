@@ -16,7 +16,7 @@ import packgraph
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach
-from packgraph.offloading.marks import nowhere
+from packgraph.offloading.marks import offload_block
 from packgraph.offloading.runtime import LOOKS, OffloadRuntime
 
 NAMES = ("core_attn", "mlp_act")
@@ -29,7 +29,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = (nn.Parameter(torch.randn(SIZE, SIZE) / SIZE**0.5) for _ in range(2))
-        self.offload = nowhere
+        self.offload = offload_block
 
     def inner(self, x):
         return torch.tanh(x @ self.one)
@@ -175,7 +175,7 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.offload = nn.Parameter(torch.eye(SIZE)), nowhere
+        self.weight, self.offload = nn.Parameter(torch.eye(SIZE)), offload_block
         self.register_buffer("scale", torch.ones(SIZE))
 
     def forward(self, x, others):
@@ -222,7 +222,7 @@ class Marked(nn.Module):
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
-        self.weight, self.offload = nn.Parameter(weight), nowhere
+        self.weight, self.offload = nn.Parameter(weight), offload_block
 
     def forward(self, x):
         with self.offload("core_attn"):
@@ -364,7 +364,7 @@ def test_a_model_with_an_engine_is_written_and_read_without_it():
     torch.save(module, file)
     file.seek(0)
     read = torch.load(file, weights_only=False)
-    assert all(layer.offload is nowhere for layer in read.layers)
+    assert all(layer.offload is offload_block for layer in read.layers)
     assert torch.equal(read(sample()), module(sample()))
 
 

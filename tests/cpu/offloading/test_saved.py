@@ -14,7 +14,7 @@ from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading.attach import attach
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
-from packgraph.offloading.marks import nowhere
+from packgraph.offloading.marks import offload_block
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
 
@@ -28,7 +28,7 @@ class Marked(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.weight = nn.Parameter(torch.randn(size, size, dtype=dtype))
-        self.made, self.offload = made, nowhere
+        self.made, self.offload = made, offload_block
 
     def forward(self, x):
         with self.offload("core_attn"):
@@ -86,7 +86,7 @@ def test_a_second_part_may_begin_with_what_the_first_has_saved_after_its_backwar
             super().__init__()
             torch.manual_seed(0)
             self.first, self.second = (nn.Parameter(torch.randn(32, 32)) for _ in range(2))
-            self.offload = nowhere
+            self.offload = offload_block
 
         def encode(self, x):
             with self.offload("core_attn"):
@@ -113,7 +113,7 @@ class Changing(nn.Module):
 
     def __init__(self, when: str) -> None:
         super().__init__()
-        self.weight, self.offload, self.when = nn.Parameter(torch.ones(4)), nowhere, when
+        self.weight, self.offload, self.when = nn.Parameter(torch.ones(4)), offload_block, when
 
     def forward(self, x):
         with self.offload("core_attn"):
@@ -226,7 +226,7 @@ def test_what_the_loss_leaves_out_is_needed_last():
         def __init__(self) -> None:
             super().__init__()
             self.main, self.extra = Marked(torch.tanh), Marked(torch.exp)
-            self.offload = nowhere
+            self.offload = offload_block
 
         def forward(self, x):
             x = self.main(x)
@@ -291,7 +291,7 @@ def test_only_who_reads_what_was_changed_is_refused():
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.weight, self.offload = nn.Parameter(torch.randn(32, 96)), nowhere
+            self.weight, self.offload = nn.Parameter(torch.randn(32, 96)), offload_block
 
         def forward(self, x):
             with self.offload("core_attn"):

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.norm import RMSNorm
-from packgraph.offloading.marks import Mark, nowhere
+from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.attention.api import AttentionMetadata, attention
 from packgraph.ops.rotary import apply_rotary
 
@@ -26,7 +26,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = (
             RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         )
-        self.offload: Mark = nowhere
+        self.offload: Mark = offload_block
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata

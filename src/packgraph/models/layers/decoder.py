@@ -23,7 +23,7 @@ from packgraph.models.layers.mamba import MambaMixer
 from packgraph.models.layers.mlp import feed_forward
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.layers.norm import RMSNorm
-from packgraph.offloading.marks import Mark, nowhere
+from packgraph.offloading.marks import Mark, offload_block
 
 
 class DecoderLayer(nn.Module):
@@ -33,7 +33,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         self.dropout = config.dropout
-        self.offload: Mark = nowhere
+        self.offload: Mark = offload_block
         self.branches = config.branches(index)
         if self.branches[0] in ("attn", "mamba"):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.norm import RMSNorm
-from packgraph.offloading.marks import Mark, nowhere
+from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.attention.api import AttentionMetadata, attention
 from packgraph.ops.rotary import apply_rotary
 
@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * shape.value_dim, hidden, bias=bias)
         self.first = "q_a_proj" if shape.query_rank else "q_proj"
         self.scale = shape.query_dim**-0.5 * shape.scaling.score_factor
-        self.offload: Mark = nowhere
+        self.offload: Mark = offload_block
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], metadata: AttentionMetadata

@@ -25,7 +25,7 @@ from packgraph.mamba.gated_norm import gated_rms_norm
 from packgraph.mamba.heads import ScanShape, own_channels, own_heads, whole_scan_rows
 from packgraph.mamba.ssd import ssd
 from packgraph.models.config import DecoderConfig
-from packgraph.offloading.marks import Mark, nowhere
+from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.attention.context import ContextGroup, own_heads_back
 
 # As the models of the paper begin: decay per unit of time, and length of a time step.
@@ -71,7 +71,7 @@ class MambaMixer(nn.Module):
             nn.Parameter(torch.empty(shape.num_heads, dtype=torch.float32)) for _ in range(3)
         )
         self.norm = GatedNorm(shape.inner, shape.groups, config.rms_norm_eps)
-        self.offload: Mark = nowhere
+        self.offload: Mark = offload_block
         self.out_proj = nn.Linear(shape.inner, config.hidden_size, bias=shape.bias)
 
     def forward(

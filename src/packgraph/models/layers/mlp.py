@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
-from packgraph.offloading.marks import Mark, nowhere
+from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.swiglu import swiglu
 
 
@@ -16,7 +16,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.offload: Mark = nowhere
+        self.offload: Mark = offload_block
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class SquaredReluMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.offload: Mark = nowhere
+        self.offload: Mark = offload_block
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

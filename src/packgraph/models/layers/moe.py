@@ -32,7 +32,7 @@ from packgraph.moe.router_product import router_logits
 from packgraph.moe.routing import drop_beyond, route
 from packgraph.moe.stash.experts import stashed_experts
 from packgraph.moe.stash.stash import Stash
-from packgraph.offloading.marks import Mark, nowhere
+from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.attention.zigzag import rank_rows
 from packgraph.ops.loss.api import token_count
 from packgraph.packing.batch import PackedBatch
@@ -121,7 +121,7 @@ class MoEBlock(nn.Module):
         self.shared_experts = feed_forward(config, width) if width else None
         self.dispatcher = LocalDispatcher(config.experts.count)
         self.stash: Stash | None = None
-        self.offload: Mark = nowhere
+        self.offload: Mark = offload_block
         self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer(
             "evaluation_demand", torch.zeros((), dtype=torch.int64), persistent=False
