@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from packgraph.packing.capacity import Capacity as Capacity
     from packgraph.packing.pack import pack as pack
     from packgraph.packing.pack import pack_stream as pack_stream
+    from packgraph.verification.module import verify as verify
 
 __all__ = [
     "Capacity",
@@ -47,6 +48,7 @@ __all__ = [
     "offload_block",
     "pack",
     "pack_stream",
+    "verify",
 ]
 __version__ = "0.1.0"
 
@@ -67,6 +69,7 @@ _HOMES = {
     "offload_block": "offloading.marks",
     "pack": "packing.pack",
     "pack_stream": "packing.pack",
+    "verify": "verification.module",
 }
 
 

@@ -252,6 +252,7 @@ def test_public_names():
         "CaptureError",
         "PackgraphWarning",
         "pack_stream",
+        "verify",
         "Stage",
         "offload",
         "offload_block",
