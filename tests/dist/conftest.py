@@ -1,4 +1,5 @@
 """What is in this folder starts several processes, or belongs to tests that do."""
+
 from pathlib import Path
 
 import pytest

@@ -1,4 +1,5 @@
 """Several ranks time their graphs, and all of them choose alike: the slowest decides."""
+
 import contextlib
 import dataclasses
 import tempfile
@@ -11,9 +12,9 @@ import torch
 from distkit import run_ranks
 from trainkit import CAPACITIES, tiny, trainer
 
-from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.graphs.graphed import Control
 from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import on_first
 from packgraph.train.autotune import FASTER, TIMED, Autotune
@@ -28,8 +29,11 @@ STEPS = 36
 def settings(layout: Layout, **graph):
     made = tiny(graph=True, steps=STEPS, checkpoint_every=1000, tokens_per_step=120)
     return dataclasses.replace(
-        made, model=dataclasses.replace(made.model, num_kv_heads=2), graph=dataclasses.replace(made.graph, **graph),
-        parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp))
+        made,
+        model=dataclasses.replace(made.model, num_kv_heads=2),
+        graph=dataclasses.replace(made.graph, **graph),
+        parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp),
+    )
 
 
 @contextlib.contextmanager
@@ -53,7 +57,9 @@ def run_one(mesh, config, slow_replay, slow_eager):
     with shared_folder(mesh) as folder, mock.patch.object(Control, "claim", claiming):
         run = trainer(folder / "run", config, mesh=mesh)
         summary = run.run(StopRequest())
-        weights = {name: local_tensor(value).clone() for name, value in run.model.state_dict().items()}
+        weights = {
+            name: local_tensor(value).clone() for name, value in run.model.state_dict().items()
+        }
         run.close()
     return summary, weights
 
@@ -74,29 +80,37 @@ def fast_replays(mesh, config):
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=1, tp=2), Layout(dp=1, pp=2)], ids=str)
 def test_all_ranks_choose_what_is_faster_for_the_slowest(layout):
-    every = run_ranks(slow_on_rank_1, 2, settings(layout, autotune=True), layout=layout, seconds=240)
+    every = run_ranks(
+        slow_on_rank_1, 2, settings(layout, autotune=True), layout=layout, seconds=240
+    )
     expected = ["whole steps"] if layout.pp > 1 else NAMES
     for summary, _ in every:
         assert [(name, choice["way"]) for name, choice in summary["choices"].items()] == [
-            (name, "eager") for name in expected]
+            (name, "eager") for name in expected
+        ]
         assert summary["fallbacks"][FASTER] > 0 and summary["pool_bytes"] == 0
     assert every[0][0]["choices"] == every[1][0]["choices"], "all know the same figures"
-    plain = run_ranks(slow_on_rank_1, 2, settings(layout, enabled=False), layout=layout, seconds=240)
+    plain = run_ranks(
+        slow_on_rank_1, 2, settings(layout, enabled=False), layout=layout, seconds=240
+    )
     for (_, tuned), (_, eager) in zip(every, plain, strict=True):
         assert not [name for name in eager if not torch.equal(tuned[name], eager[name])]
 
 
 def test_ranks_that_do_not_ask_each_other_choose_differently():
     """Negative control of R16."""
-    first, second = run_ranks(each_for_itself, 2, settings(Layout(dp=2), autotune=True), layout=Layout(dp=2),
-                              seconds=240)
+    first, second = run_ranks(
+        each_for_itself, 2, settings(Layout(dp=2), autotune=True), layout=Layout(dp=2), seconds=240
+    )
     assert {choice["way"] for choice in first[0]["choices"].values()} == {"replay"}
     assert {choice["way"] for choice in second[0]["choices"].values()} == {"eager"}
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=1, pp=2)], ids=str)
 def test_ranks_keep_graphs_that_are_faster(layout):
-    for summary, _ in run_ranks(fast_replays, 2, settings(layout, autotune=True), layout=layout, seconds=240):
+    for summary, _ in run_ranks(
+        fast_replays, 2, settings(layout, autotune=True), layout=layout, seconds=240
+    ):
         assert {choice["way"] for choice in summary["choices"].values()} == {"replay"}
         assert all(choice["decided"] for choice in summary["choices"].values())
         assert FASTER not in summary["fallbacks"] and summary["fallbacks"][TIMED] > 0

@@ -1,5 +1,6 @@
 """The benchmark of dynamic context parallelism: every way computes the same, all ranks know the
 same rows."""
+
 import json
 from collections import Counter
 from unittest import mock
@@ -12,16 +13,29 @@ from packgraph.bench.context_steps import DYNAMIC, FIXED, plan_steps
 from packgraph.bench.context_variant import ContextWay
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import Deadline
-from packgraph.parallel.mesh import Layout
 from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.mesh import Layout
 from packgraph.train.assignment import groups_of
 
 WAYS = ("fixed", "dynamic", "fixed+graph", "dynamic+graph")
 
 
 def options(**changes):
-    given = {"model": "tiny", "layers": 1, "tokens": (32,), "places": (8, 32), "ways": WAYS, "rounds": 2, "mean": 16.0,
-             "sigma": 1.2, "seed": 0, "ranks": 2, "fixed": 2, "microbatches": 2, "longest": 64}
+    given = {
+        "model": "tiny",
+        "layers": 1,
+        "tokens": (32,),
+        "places": (8, 32),
+        "ways": WAYS,
+        "rounds": 2,
+        "mean": 16.0,
+        "sigma": 1.2,
+        "seed": 0,
+        "ranks": 2,
+        "fixed": 2,
+        "microbatches": 2,
+        "longest": 64,
+    }
     return ContextBenchOptions(**given | changes)
 
 
@@ -33,7 +47,9 @@ def measured(mesh, chosen):
 
 @pytest.mark.dist
 def test_bench_context_on_two_ranks():
-    one, two = run_ranks(measured, 2, options(), layout=Layout(dp=1, cp=2, contexts=(1, 2)), seconds=120.0)
+    one, two = run_ranks(
+        measured, 2, options(), layout=Layout(dp=1, cp=2, contexts=(1, 2)), seconds=120.0
+    )
     assert one == two, "all ranks know the same"
     assert [row["way"] for row in one] == list(WAYS)
     for row in one:
@@ -60,7 +76,10 @@ def hurried(mesh, chosen):
     def passed(share=1.0):
         return share < 1.0 and "dynamic" in built
 
-    with mock.patch.object(ContextWay, "build", counted), mock.patch.object(deadline, "passed", passed):
+    with (
+        mock.patch.object(ContextWay, "build", counted),
+        mock.patch.object(deadline, "passed", passed),
+    ):
         measure_context(chosen, CPU, mesh, rows, deadline)
     return rows.all, built
 
@@ -70,8 +89,9 @@ def test_what_is_prepared_when_most_of_the_time_is_up_is_timed():
     """The bank that costs were measured with is not built again, and given back where its way is
     not prepared."""
     ways = ("fixed", "dynamic", "dynamic+graph")
-    (rows, built), _ = run_ranks(hurried, 2, options(ways=ways), layout=Layout(dp=1, cp=2, contexts=(1, 2)),
-                                 seconds=120.0)
+    (rows, built), _ = run_ranks(
+        hurried, 2, options(ways=ways), layout=Layout(dp=1, cp=2, contexts=(1, 2)), seconds=120.0
+    )
     assert built == ["dynamic+graph", "fixed", "dynamic"]
     assert [bool(row["figures"]) for row in rows] == [True, True, False]
     assert rows[2]["reason"].startswith("not prepared")
@@ -82,14 +102,17 @@ def test_both_kinds_of_groups_have_the_same_documents():
     steps = plan_steps(3, request, 4, 100, longest=256, mean=32.0, sigma=1.5, seed=1)
     seen = set()
     for step in steps:
-        found = {kind: Counter(length for pack in packs for length in pack.lengths)
-                 for kind, packs in step.packs.items()}
+        found = {
+            kind: Counter(length for pack in packs for length in pack.lengths)
+            for kind, packs in step.packs.items()
+        }
         assert found[DYNAMIC] == found[FIXED] and step.tokens > 0.97 * 4 * 8 * 64
         assert {pack.capacity.tokens for pack in step.packs[FIXED]} == {4 * 64}
         for packs in step.packs.values():
             assert len(list(groups_of(packs, 64, 8))) == len(packs)
         assert {pack.num_loss_tokens for pack in step.packs[FIXED]} and step.loss_tokens == sum(
-            pack.num_loss_tokens for pack in step.packs[FIXED])
+            pack.num_loss_tokens for pack in step.packs[FIXED]
+        )
         seen.add(tuple(sorted(found[FIXED].elements())))
     assert len(seen) == 3, "every step has documents of its own"
 

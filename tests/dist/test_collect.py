@@ -1,4 +1,5 @@
 """Tensors that are spread over ranks come together whole, each element sent once."""
+
 import math
 
 import pytest
@@ -21,8 +22,10 @@ def test_every_element_is_sent_once_whoever_has_copies(shape, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=3)))
     ranges = list(zip([0, *cuts], [*cuts, count], strict=True))
     owners = data.draw(st.lists(st.integers(0, len(ranges) - 1), max_size=4))  # of copies
-    held = [{"a": Holding(shape, torch.float32, tuple(rectangles(start, stop, shape)))}
-            for start, stop in [*ranges, *(ranges[owner] for owner in owners)]]
+    held = [
+        {"a": Holding(shape, torch.float32, tuple(rectangles(start, stop, shape)))}
+        for start, stop in [*ranges, *(ranges[owner] for owner in owners)]
+    ]
     times = torch.zeros(shape)
     for delivery in deliveries(held)["a"]:
         corner, sizes = held[delivery.rank]["a"].rectangles[delivery.number]
@@ -33,11 +36,16 @@ def test_every_element_is_sent_once_whoever_has_copies(shape, data):
 
 def test_a_gap_and_an_overlap_are_named():
     def parts(*spans):
-        return [{"weight": Holding((4,), torch.float32, (((start,), (size,)),))} for start, size in spans]
+        return [
+            {"weight": Holding((4,), torch.float32, (((start,), (size,)),))}
+            for start, size in spans
+        ]
 
     assert deliveries(parts((0, 2), (2, 2)))
     for wrong in (parts((0, 2), (3, 1)), parts((0, 3), (2, 2))):
-        with pytest.raises(ValueError, match=r"weight \[4\] cannot be put together: the ranks hold [35] of its 4"):
+        with pytest.raises(
+            ValueError, match=r"weight \[4\] cannot be put together: the ranks hold [35] of its 4"
+        ):
             deliveries(wrong)
 
 
@@ -47,9 +55,12 @@ def gathered(mesh):
     numbers = torch.arange(15.0).view(5, 3)
     start, stop = ((0, 7), (7, 15))[mesh.rank]
     flat = numbers.flatten()[start:stop].bfloat16().clone()
-    tensors = {"split": distribute_tensor(numbers, mesh["tp"], [Shard(0)]),
-               "flat": Pieces.of_flat(flat, start, (5, 3), torch.Size((5, 3)), (0, 0)), "copy": numbers + 1,
-               "scalar": torch.tensor(3)}
+    tensors = {
+        "split": distribute_tensor(numbers, mesh["tp"], [Shard(0)]),
+        "flat": Pieces.of_flat(flat, start, (5, 3), torch.Size((5, 3)), (0, 0)),
+        "copy": numbers + 1,
+        "scalar": torch.tensor(3),
+    }
     if mesh.rank == 1:
         tensors["second only"] = numbers.t()
     return dict(collect(mesh, tensors))
@@ -59,8 +70,13 @@ def gathered(mesh):
 def test_the_first_rank_gets_all_and_the_others_nothing():
     first, second = run_ranks(gathered, 2, layout=Layout(tp=2))
     numbers = torch.arange(15.0).view(5, 3)
-    expected = {"split": numbers, "flat": numbers.bfloat16(), "copy": numbers + 1, "scalar": torch.tensor(3),
-                "second only": numbers.t()}
+    expected = {
+        "split": numbers,
+        "flat": numbers.bfloat16(),
+        "copy": numbers + 1,
+        "scalar": torch.tensor(3),
+        "second only": numbers.t(),
+    }
     assert first.keys() == expected.keys() and not second
     for name, value in expected.items():
         assert torch.equal(first[name], value) and first[name].dtype == value.dtype, name

@@ -1,5 +1,6 @@
 """Compiled stages where a model is split over ranks: graphs of them equal the same code run
 eagerly, on every rank."""
+
 import dataclasses
 from pathlib import Path
 from unittest import mock
@@ -22,9 +23,12 @@ NEVER = 10**6
 def config(layout: Layout, **options):
     made = tiny(graph=True, steps=4, checkpoint_every=100)
     model = dataclasses.replace(made.model, tie_embeddings=False, num_heads=4, num_kv_heads=2)
-    return dataclasses.replace(made, model=model, parallel=ParallelConfig(
-        dp=layout.dp, cp=layout.cp, pp=layout.pp, tp=layout.tp),
-                               graph=dataclasses.replace(made.graph, compile=True, strict=True, **options))
+    return dataclasses.replace(
+        made,
+        model=model,
+        parallel=ParallelConfig(dp=layout.dp, cp=layout.cp, pp=layout.pp, tp=layout.tp),
+        graph=dataclasses.replace(made.graph, compile=True, strict=True, **options),
+    )
 
 
 def traced(*args, compile, **options):
@@ -34,23 +38,45 @@ def traced(*args, compile, **options):
 
 def go(mesh, folder, settings):
     """This rank's tensors at the end of a run, and what its graphs did."""
-    with mock.patch("packgraph.train.executor.graph", traced), \
-            mock.patch("packgraph.train.stage_executor.graph", traced):
+    with (
+        mock.patch("packgraph.train.executor.graph", traced),
+        mock.patch("packgraph.train.stage_executor.graph", traced),
+    ):
         run = trainer(Path(folder), settings, mesh=mesh)
         try:
             summary = run.run(StopRequest())
-            parameters = {name: local_tensor(value.detach()).clone() for name, value in run.model.named_parameters()}
+            parameters = {
+                name: local_tensor(value.detach()).clone()
+                for name, value in run.model.named_parameters()
+            }
             return parameters, summary["replayed"], summary["compiled"]
         finally:
             run.close()
 
 
-@pytest.mark.parametrize(("layout", "granularity"), [
-    (Layout(tp=2), "chunk"), (Layout(dp=2), "chunk"), (Layout(dp=1, pp=2), "layer"), (Layout(dp=1, pp=2), "step"),
-    (Layout(dp=1, cp=2), "chunk")], ids=["TP2", "DP2", "PP2", "PP2-step", "CP2"])
+@pytest.mark.parametrize(
+    ("layout", "granularity"),
+    [
+        (Layout(tp=2), "chunk"),
+        (Layout(dp=2), "chunk"),
+        (Layout(dp=1, pp=2), "layer"),
+        (Layout(dp=1, pp=2), "step"),
+        (Layout(dp=1, cp=2), "chunk"),
+    ],
+    ids=["TP2", "DP2", "PP2", "PP2-step", "CP2"],
+)
 def test_graphs_of_compiled_stages_equal_the_stages(layout, granularity, tmp_path):
-    eager, graphs = (run_ranks(go, 2, str(tmp_path / name), config(layout, warmup=warmup, granularity=granularity),
-                               layout=layout, seconds=240.0) for name, warmup in (("eager", NEVER), ("graph", 2)))
+    eager, graphs = (
+        run_ranks(
+            go,
+            2,
+            str(tmp_path / name),
+            config(layout, warmup=warmup, granularity=granularity),
+            layout=layout,
+            seconds=240.0,
+        )
+        for name, warmup in (("eager", NEVER), ("graph", 2))
+    )
     for (expected, none, _), (got, replayed, compiled) in zip(eager, graphs, strict=True):
         assert none == 0 and replayed > 0 and compiled > 0
         assert not [name for name in got if not torch.equal(expected[name], got[name])]

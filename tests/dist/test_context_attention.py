@@ -1,5 +1,6 @@
 """Attention of a row spread over ranks against the same attention in one process: outputs, all
 gradients, isolation."""
+
 import functools
 import random
 
@@ -17,9 +18,11 @@ pytestmark = pytest.mark.dist
 
 HEADS, WIDTH, VALUES = 8, 6, 4
 ROWS = {
-    "mixed": (Capacity(48, 8), (13, 1, 20, 7)), "one document on all ranks": (Capacity(48, 4), (47,)),
+    "mixed": (Capacity(48, 8), (13, 1, 20, 7)),
+    "one document on all ranks": (Capacity(48, 4), (47,)),
     "ranks with padding only": (Capacity(48, 4), (5,)),
-    "full": (Capacity(32, 4), (16, 16)), "tiny documents": (Capacity(1536, 1536), (1,) * 900 + (2,) * 300),
+    "full": (Capacity(32, 4), (16, 16)),
+    "tiny documents": (Capacity(1536, 1536), (1,) * 900 + (2,) * 300),
 }
 
 
@@ -27,14 +30,21 @@ ROWS = {
 def batch_of(name):
     capacity, lengths = ROWS[name]
     draw = random.Random(name)
-    return PackedBatch.build([[draw.randrange(9) for _ in range(length)] for length in lengths], capacity)
+    return PackedBatch.build(
+        [[draw.randrange(9) for _ in range(length)] for length in lengths], capacity
+    )
 
 
 def inputs(batch, key_heads, values):
     """q, k, v and the gradient of the output, of the whole row, float64."""
     draw = torch.Generator().manual_seed(key_heads)
     tokens = batch.capacity.tokens
-    shapes = ((tokens, HEADS, WIDTH), (tokens, key_heads, WIDTH), (tokens, key_heads, values), (tokens, HEADS, values))
+    shapes = (
+        (tokens, HEADS, WIDTH),
+        (tokens, key_heads, WIDTH),
+        (tokens, key_heads, values),
+        (tokens, HEADS, values),
+    )
     return [torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in shapes]
 
 
@@ -52,25 +62,43 @@ def context_of(mesh):
 
 
 def on_ranks(mesh, cases):
-    return [differentiate(batch_of(name), inputs(batch_of(name), heads, values), backend, context_of(mesh))
-            for name, heads, values, backend in cases]
+    return [
+        differentiate(
+            batch_of(name), inputs(batch_of(name), heads, values), backend, context_of(mesh)
+        )
+        for name, heads, values, backend in cases
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_outputs_and_gradients_are_those_of_one_process(ranks):
     """Key heads: fewer than ranks, as many, more, one per query head; values narrower than keys, as
     latent attention has them."""
-    cases = [(name, heads, WIDTH, "sdpa") for name in ROWS for heads in (1, 2, 4) if heads == 1 or name[:4] != "tiny"]
-    cases += [("mixed", HEADS, VALUES, "sdpa"), ("mixed", HEADS, VALUES, "naive"), ("mixed", 2, VALUES, "naive")]
+    cases = [
+        (name, heads, WIDTH, "sdpa")
+        for name in ROWS
+        for heads in (1, 2, 4)
+        if heads == 1 or name[:4] != "tiny"
+    ]
+    cases += [
+        ("mixed", HEADS, VALUES, "sdpa"),
+        ("mixed", HEADS, VALUES, "naive"),
+        ("mixed", 2, VALUES, "naive"),
+    ]
     results = run_ranks(on_ranks, ranks, cases, layout=Layout(cp=ranks))
     for number, (name, heads, values, backend) in enumerate(cases):
         batch = batch_of(name)
         expected = differentiate(batch, inputs(batch, heads, values), "naive")
         for part, label in enumerate(("out", "dq", "dk", "dv")):
             found = torch.cat([result[number][part] for result in results])
-            torch.testing.assert_close(found, expected[part], rtol=1e-12, atol=1e-12, msg=lambda text, place=(
-                name, heads, backend, label): f"{place}: {text}")
-            assert not found[sum(ROWS[name][1]):].any(), "padding is exactly zero"
+            torch.testing.assert_close(
+                found,
+                expected[part],
+                rtol=1e-12,
+                atol=1e-12,
+                msg=lambda text, place=(name, heads, backend, label): f"{place}: {text}",
+            )
+            assert not found[sum(ROWS[name][1]) :].any(), "padding is exactly zero"
 
 
 def one_document_changed(mesh):
@@ -99,7 +127,9 @@ def swap_twice(mesh):
     with pytest.raises(ValueError, match="4 query heads cannot be shared by the 3 ranks"):
         whole_rows(torch.zeros(2, 4, 2), torch.zeros(2, 2, 2), torch.zeros(2, 2, 2), context)
     with pytest.raises(ValueError, match="must be of one dtype"):
-        whole_rows(torch.zeros(2, 3, 2), torch.zeros(2, 3, 2), torch.zeros(2, 3, 2).double(), context)
+        whole_rows(
+            torch.zeros(2, 3, 2), torch.zeros(2, 3, 2), torch.zeros(2, 3, 2).double(), context
+        )
     return once, torch.equal(swap_parts(once, context.name), x)
 
 

@@ -1,5 +1,6 @@
 """Runs whose rows are spread over as many ranks as they need: plans, graphs, one process, data that
 go on."""
+
 import dataclasses
 from pathlib import Path
 from unittest import mock
@@ -12,8 +13,6 @@ from distkit import CPU, run_ranks
 from rich.console import Console
 from trainkit import tiny
 
-from packgraph.verification.matrix import dynamic_config, switching_steps
-from packgraph.verification.ranks import verify_ranks
 from packgraph.graphs.fallback import DOCUMENTS
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
@@ -33,6 +32,8 @@ from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY
 from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
+from packgraph.verification.matrix import dynamic_config, switching_steps
+from packgraph.verification.ranks import verify_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -44,22 +45,45 @@ CP2_DP2, CP2_PP2, CP2_TP2 = Layout(dp=2, cp=2), Layout(dp=1, cp=2, pp=2), Layout
 
 def config(layout, steps=STEPS, *, dropout=0.0, waves=3, model=None, dynamic=True, **graph):
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
-    shape = dataclasses.replace(made.model, dropout=dropout, num_heads=4, num_kv_heads=2, tie_embeddings=False,
-                                **(model or {}))
+    shape = dataclasses.replace(
+        made.model,
+        dropout=dropout,
+        num_heads=4,
+        num_kv_heads=2,
+        tie_embeddings=False,
+        **(model or {}),
+    )
     capacities = tuple(Capacity(layout.cp * TOKENS, places) for places in (8, 64))
     return dataclasses.replace(
-        made, model=shape, graph=dataclasses.replace(made.graph, **{"capacities": capacities} | graph),
+        made,
+        model=shape,
+        graph=dataclasses.replace(made.graph, **{"capacities": capacities} | graph),
         data=DataConfig(window=16),
-        parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep, expert_room=4.0,
-                                dynamic_cp=dynamic),
-        run=dataclasses.replace(made.run, tokens_per_step=waves * layout.dp * layout.cp * TOKENS, device="cpu"),
-        optimizer=dataclasses.replace(made.optimizer, decay_steps=20))
+        parallel=ParallelConfig(
+            dp=layout.dp,
+            pp=layout.pp,
+            cp=layout.cp,
+            tp=layout.tp,
+            ep=layout.ep,
+            expert_room=4.0,
+            dynamic_cp=dynamic,
+        ),
+        run=dataclasses.replace(
+            made.run, tokens_per_step=waves * layout.dp * layout.cp * TOKENS, device="cpu"
+        ),
+        optimizer=dataclasses.replace(made.optimizer, decay_steps=20),
+    )
 
 
 def stream(settings, world):
     source = Source(settings.graph.capacities[0].tokens)
-    return PlannedSteps(settings.data, source, Tokens(source), settings.graph.capacities,
-                        context_request(settings, world, CPU))
+    return PlannedSteps(
+        settings.data,
+        source,
+        Tokens(source),
+        settings.graph.capacities,
+        context_request(settings, world, CPU),
+    )
 
 
 def go(mesh, folder, settings, resume=False):
@@ -86,11 +110,17 @@ def equal(left, right):
     assert not [name for name in left if not torch.equal(left[name], right[name])]
 
 
-@pytest.mark.parametrize(("layout", "granularities"), [
-    (CP2, ("chunk",)),
-    pytest.param(CP4, ("chunk",), marks=pytest.mark.slow), pytest.param(CP2_PP2, ("layer",), marks=pytest.mark.slow),
-    pytest.param(CP2_DP2, ("layer", "chunk"), marks=pytest.mark.slow),
-    pytest.param(CP2_TP2, ("chunk",), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "granularities"),
+    [
+        (CP2, ("chunk",)),
+        pytest.param(CP4, ("chunk",), marks=pytest.mark.slow),
+        pytest.param(CP2_PP2, ("layer",), marks=pytest.mark.slow),
+        pytest.param(CP2_DP2, ("layer", "chunk"), marks=pytest.mark.slow),
+        pytest.param(CP2_TP2, ("chunk",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_graphs_equal_eager_bitwise(layout, granularities, tmp_path):
     eager, *_ = ranks(layout, tmp_path / "eager", config(layout, dropout=0.1, enabled=False))
     for granularity in granularities:
@@ -102,22 +132,35 @@ def test_graphs_equal_eager_bitwise(layout, granularities, tmp_path):
 
 
 def verified(mesh, settings, layout):
-    opened = (lambda: switching_steps(layout)) if layout is not None else lambda: stream(settings, mesh.world)
+    opened = (
+        (lambda: switching_steps(layout))
+        if layout is not None
+        else lambda: stream(settings, mesh.world)
+    )
     return verify_ranks("dynamic", settings, opened, CPU, mesh, one_process=settings.run.steps > 4)
 
 
-@pytest.mark.parametrize(("layout", "granularity", "steps"), [
-    (CP4, "chunk", 4), pytest.param(CP2_PP2, "chunk", 5, marks=pytest.mark.slow),
-    pytest.param(CP4, "layer", 5, marks=pytest.mark.slow), pytest.param(CP2_TP2, "chunk", 5, marks=pytest.mark.slow),
-    pytest.param(CP2_TP2, "layer", 5, marks=pytest.mark.slow),
-    pytest.param(CP2_PP2, "layer", 5, marks=pytest.mark.slow),
-    pytest.param(CP2_DP2, "layer", 5, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "granularity", "steps"),
+    [
+        (CP4, "chunk", 4),
+        pytest.param(CP2_PP2, "chunk", 5, marks=pytest.mark.slow),
+        pytest.param(CP4, "layer", 5, marks=pytest.mark.slow),
+        pytest.param(CP2_TP2, "chunk", 5, marks=pytest.mark.slow),
+        pytest.param(CP2_TP2, "layer", 5, marks=pytest.mark.slow),
+        pytest.param(CP2_PP2, "layer", 5, marks=pytest.mark.slow),
+        pytest.param(CP2_DP2, "layer", 5, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_another_number_of_ranks_in_every_microbatch_is_verified(layout, granularity, steps):
     """Bitwise against eager on every rank, and one process within rounding; see SwitchingSteps for
     what it runs."""
     settings = dynamic_config(layout, granularity, steps)
     settings = dataclasses.replace(settings, graph=dataclasses.replace(settings.graph, strict=True))
-    reports = run_ranks(verified, 4, settings, layout, layout=settings.parallel.layout(), seconds=120.0)
+    reports = run_ranks(
+        verified, 4, settings, layout, layout=settings.parallel.layout(), seconds=120.0
+    )
     assert all(report.good for report in reports), reports[0]
     assert not reports[0].silent_ranks()
     assert all(set(rank.fallbacks) <= {"warm-up"} for rank in reports[0].ranks)
@@ -128,7 +171,9 @@ def test_another_number_of_ranks_in_every_microbatch_is_verified(layout, granula
 def test_planned_runs_learn_what_one_process_learns(layout):
     settings = config(layout, dropout=0.1)
     world = layout.dp * layout.cp
-    reports = run_ranks(verified, world, settings, None, layout=settings.parallel.layout(), seconds=120.0)
+    reports = run_ranks(
+        verified, world, settings, None, layout=settings.parallel.layout(), seconds=120.0
+    )
     assert all(report.good for report in reports), reports[0]
 
 
@@ -144,8 +189,12 @@ def test_a_run_goes_on_bitwise_from_a_checkpoint_between_plans(tmp_path):
 def test_rows_that_are_not_in_the_bank_run_eagerly_on_all_their_ranks_and_are_counted(tmp_path):
     """More documents than graphs were captured for: never a replay of another bucket, bitwise the
     eager run."""
-    eager, *_ = ranks(CP2, tmp_path / "eager", config(CP2, dropout=0.1, max_documents=2, enabled=False))
-    graphs = ranks(CP2, tmp_path / "graphs", config(CP2, dropout=0.1, granularity="chunk", max_documents=2))
+    eager, *_ = ranks(
+        CP2, tmp_path / "eager", config(CP2, dropout=0.1, max_documents=2, enabled=False)
+    )
+    graphs = ranks(
+        CP2, tmp_path / "graphs", config(CP2, dropout=0.1, granularity="chunk", max_documents=2)
+    )
     equal(eager[0], graphs[0][0])
     for _, totals in graphs:
         assert totals["fallbacks"].pop("warm-up") == 6 and totals["replayed"] > 0
@@ -162,7 +211,9 @@ def timed_run(mesh, folder, settings, learn):
 
 
 def with_timed_rows(settings):
-    return dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, time_rows=True))
+    return dataclasses.replace(
+        settings, parallel=dataclasses.replace(settings.parallel, time_rows=True)
+    )
 
 
 def test_rows_that_are_timed_in_a_run_change_its_plans_and_nothing_else(tmp_path):
@@ -170,8 +221,15 @@ def test_rows_that_are_timed_in_a_run_change_its_plans_and_nothing_else(tmp_path
     random numbers the timed rows have drawn, too."""
     settings = config(CP2, dropout=0.1, granularity="chunk")
     plain = ranks(CP2, tmp_path / "plain", settings)
-    timed = run_ranks(timed_run, 2, str(tmp_path / "timed"), with_timed_rows(settings), False,
-                      layout=settings.parallel.layout(), seconds=120.0)
+    timed = run_ranks(
+        timed_run,
+        2,
+        str(tmp_path / "timed"),
+        with_timed_rows(settings),
+        False,
+        layout=settings.parallel.layout(),
+        seconds=120.0,
+    )
     equal(timed[0][0], plain[0][0])
     assert [found[1]["replayed"] for found in timed] == [found[1]["replayed"] for found in plain]
     assert timed[0][2]["cost_is_measured"] and timed[0][1]["fallbacks"] == plain[0][1]["fallbacks"]
@@ -183,7 +241,15 @@ def test_all_ranks_plan_by_what_the_slowest_took(layout, tmp_path):
     """Plans that differ between ranks would make packs that differ, which stops a run."""
     settings = with_timed_rows(config(layout, 6, granularity="chunk"))
     world = layout.dp * layout.cp * layout.pp
-    found = run_ranks(timed_run, world, str(tmp_path), settings, True, layout=settings.parallel.layout(), seconds=120.0)
+    found = run_ranks(
+        timed_run,
+        world,
+        str(tmp_path),
+        settings,
+        True,
+        layout=settings.parallel.layout(),
+        seconds=120.0,
+    )
     assert found[0][2]["cost_is_measured"] and set(found[0][1]["fallbacks"]) <= {"warm-up"}
     assert found[0][2]["cost"] != vars(stream(settings, world).request.cost)
 
@@ -201,14 +267,21 @@ def isolated(mesh):
         tokens = draw.integers(32, size=first)
         for seed in range(3):
             other = np.random.default_rng(seed).integers(32, size=rest)
-            row = PackedBatch.build([
-                Document(other[: rest // 3], np.full(rest // 3, IGNORED)), Document(tokens),
-                Document(other[rest // 3 :], np.full(rest - rest // 3, IGNORED))], Capacity(64 * size, 4))
+            row = PackedBatch.build(
+                [
+                    Document(other[: rest // 3], np.full(rest // 3, IGNORED)),
+                    Document(tokens),
+                    Document(other[rest // 3 :], np.full(rest - rest // 3, IGNORED)),
+                ],
+                Capacity(64 * size, 4),
+            )
             model.zero_grad()
             loss = model(row, torch.ones((), dtype=torch.int64))
             loss.backward()
             found.append((size, loss.detach(), model.layers["0"].mlp.up_proj.weight.grad.clone()))
-    tiny_ones = PackedBatch.build([[number % 32, 1] for number in range(1000)], Capacity(2048, 1024))
+    tiny_ones = PackedBatch.build(
+        [[number % 32, 1] for number in range(1000)], Capacity(2048, 1024)
+    )
     return found, [model(tiny_ones, None, None, size).detach() for size in (1, 2, 4)]
 
 
@@ -222,7 +295,9 @@ def test_documents_do_not_see_each_other_whatever_shares_their_row():
                 torch.testing.assert_close(gradient, other_gradient, rtol=1e-4, atol=1e-6)
     whole = ranks_found[0][1][0]
     for place, size in ((1, 2), (2, 4)):
-        torch.testing.assert_close(sum(tiny[place] for _, tiny in ranks_found[:size]), whole, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            sum(tiny[place] for _, tiny in ranks_found[:size]), whole, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -230,11 +305,29 @@ def test_documents_do_not_see_each_other_whatever_shares_their_row():
 def test_experts_are_those_of_whole_rows_in_groups_of_any_size(layout):
     """Whatever its groups are, a rank has as many rows as every other, so exchanges of tokens are
     as without groups."""
-    experts = {"experts": ExpertConfig(count=4, per_token=2, intermediate_size=16, shared=1, score="sigmoid",
-                                       score_bias=True, bias_rate=0.01, load_loss=0.3, document_loss=0.2, z_loss=0.1)}
+    experts = {
+        "experts": ExpertConfig(
+            count=4,
+            per_token=2,
+            intermediate_size=16,
+            shared=1,
+            score="sigmoid",
+            score_bias=True,
+            bias_rate=0.01,
+            load_loss=0.3,
+            document_loss=0.2,
+            z_loss=0.1,
+        )
+    }
     settings = config(layout, dropout=0.1, model=experts)
-    reports = run_ranks(verified, layout.dp * layout.cp, settings, None, layout=settings.parallel.layout(),
-                        seconds=120.0)
+    reports = run_ranks(
+        verified,
+        layout.dp * layout.cp,
+        settings,
+        None,
+        layout=settings.parallel.layout(),
+        seconds=120.0,
+    )
     assert all(report.good for report in reports), reports[0]
 
 

@@ -1,4 +1,5 @@
 """Data parallelism: two replicas train as one process does, through graphs exactly as eagerly."""
+
 import threading
 
 import pytest
@@ -6,7 +7,14 @@ import torch
 from distkit import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from parallelkit import Run, assert_same_within_rounding, differences, steps_of_packs, train, train_both
+from parallelkit import (
+    Run,
+    assert_same_within_rounding,
+    differences,
+    steps_of_packs,
+    train,
+    train_both,
+)
 from torch import nn
 
 from packgraph.ops.collectives import all_gather_flat
@@ -17,18 +25,26 @@ from packgraph.train.step import own_share
 STEPS = 10
 
 
-@given(st.lists(st.tuples(st.integers(1, 3000), st.booleans()), min_size=1, max_size=30), st.integers(1, 8),
-       st.one_of(st.none(), st.integers(1, 5000)))
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.booleans()), min_size=1, max_size=30),
+    st.integers(1, 8),
+    st.one_of(st.none(), st.integers(1, 5000)),
+)
 def test_every_parameter_lies_in_one_span(parameters, ranks, most):
     sizes, kinds = [size for size, _ in parameters], [kind for _, kind in parameters]
     spans = plan_gradient_buckets(sizes, kinds, ranks, most)
-    assert sorted(member.index for span in spans for member in span.members) == list(range(len(sizes)))
+    assert sorted(member.index for span in spans for member in span.members) == list(
+        range(len(sizes))
+    )
     for span in spans:
         assert span.size % (ranks * ALIGNMENT) == 0
         end = 0
         for member in span.members:
             assert member.start >= end and member.start % ALIGNMENT == 0
-            assert member.stop - member.start == sizes[member.index] and kinds[member.index] == span.kind
+            assert (
+                member.stop - member.start == sizes[member.index]
+                and kinds[member.index] == span.kind
+            )
             end = member.stop
         assert end <= span.size
         assert most is None or len(span.members) == 1 or end <= most
@@ -55,7 +71,10 @@ def test_parameters_keep_identity_values_and_ties():
     assert layer.alias is layer.weight
     assert all(torch.equal(value, before[name]) for name, value in layer.named_parameters())
     assert torch.equal(layer.bias.grad, torch.ones(5))
-    assert layer.weight.data_ptr() % 64 == 0 and {span.decays for span in flat.spans} == {True, False}
+    assert layer.weight.data_ptr() % 64 == 0 and {span.decays for span in flat.spans} == {
+        True,
+        False,
+    }
 
 
 def test_nothing_to_train_is_an_error():
@@ -121,7 +140,9 @@ def test_only_nodes_of_its_parameters_are_watched(monkeypatch):
 @pytest.mark.dist
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
 def test_graphs_equal_eager_on_every_replica(granularity):
-    for eager, graph in run_ranks(train_both, 2, {"steps": STEPS, "dropout": 0.2, "granularity": granularity}):
+    for eager, graph in run_ranks(
+        train_both, 2, {"steps": STEPS, "dropout": 0.2, "granularity": granularity}
+    ):
         assert graph["replayed"] > 10
         assert not differences(eager, graph)
 
@@ -132,9 +153,15 @@ def test_two_replicas_equal_one_process_within_rounding():
     results = run_ranks(run_graphs, 2)
     assert_same_within_rounding(results, alone)
     losses = [sum(result["trace"][step]["loss"] for result in results) for step in range(STEPS)]
-    torch.testing.assert_close(losses, [facts["loss"] for facts in alone["trace"]], rtol=1e-4, atol=1e-5)
-    assert not [name for name in results[0]["trace"][-1] if name.startswith("parameter")
-                and not torch.equal(results[0]["trace"][-1][name], results[1]["trace"][-1][name])]
+    torch.testing.assert_close(
+        losses, [facts["loss"] for facts in alone["trace"]], rtol=1e-4, atol=1e-5
+    )
+    assert not [
+        name
+        for name in results[0]["trace"][-1]
+        if name.startswith("parameter")
+        and not torch.equal(results[0]["trace"][-1][name], results[1]["trace"][-1][name])
+    ]
 
 
 def run_graphs(mesh):
@@ -143,7 +170,11 @@ def run_graphs(mesh):
 
 def run_variants(mesh):
     plain = train(mesh, graphs=True, steps=6, overlap=False)
-    return plain, train(mesh, graphs=True, steps=6), train(mesh, graphs=True, steps=6, set_to_none=True)
+    return (
+        plain,
+        train(mesh, graphs=True, steps=6),
+        train(mesh, graphs=True, steps=6, set_to_none=True),
+    )
 
 
 @pytest.mark.dist
@@ -202,7 +233,9 @@ def reduce_small_spans(mesh):
         whole = torch.empty_like(span.gradients)
         all_gather_flat(whole, span.own_gradients, group=mesh.group("dp"))
         for member in span.members:
-            assert torch.equal(whole[member.place], torch.full((150,), 3.0 * (int(member.name) + 1)))
+            assert torch.equal(
+                whole[member.place], torch.full((150,), 3.0 * (int(member.name) + 1))
+            )
     return True
 
 

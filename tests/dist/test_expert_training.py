@@ -1,5 +1,6 @@
 """Training with experts shared by replicas: as one process trains, and checkpoints that any other
 layout can read."""
+
 import copy
 from functools import partial
 from pathlib import Path
@@ -48,8 +49,14 @@ class Training:
 
     def __init__(self, mesh, dispatcher="padded"):
         self.mesh, self.model = mesh, Net()
-        split_experts(self.model, mesh, partial(make_dispatcher, dispatcher, factor=max(1.0, float(mesh.size("ep")))))
-        self.optimizer = Optimizer(self.model.named_parameters(), OptimizerConfig(clip_norm=0.5), mesh)
+        split_experts(
+            self.model,
+            mesh,
+            partial(make_dispatcher, dispatcher, factor=max(1.0, float(mesh.size("ep")))),
+        )
+        self.optimizer = Optimizer(
+            self.model.named_parameters(), OptimizerConfig(clip_norm=0.5), mesh
+        )
 
     def step(self, number, overlap=False):
         """One step on this replica's share of its tokens. Returns loss of the share and norm."""
@@ -69,11 +76,15 @@ class Training:
         model = stored(self.model.state_dict(), self.model.named_parameters())
         state = self.optimizer.state_tensors()
         return {f"model.{name}": value for name, value in model.items()} | {
-            f"optimizer.{name}": value for name, value in state.items()}
+            f"optimizer.{name}": value for name, value in state.items()
+        }
 
     def gradients(self):
-        return {member.name: span.part(member, span.own_gradients)
-                for span in self.optimizer.flat.spans for member in span.members}
+        return {
+            member.name: span.part(member, span.own_gradients)
+            for span in self.optimizer.flat.spans
+            for member in span.members
+        }
 
 
 def train(mesh, dispatcher, overlap):
@@ -96,14 +107,20 @@ def test_replicas_that_share_experts_train_as_one_process(layout, dispatcher, ov
     gradients, norms, tensors, _ = train(single_process(), "local", False)
     results = run_ranks(train, layout.dp, dispatcher, overlap, layout=layout)
     assert {name for name in results[0][3] if name.startswith("model.")} == {
-        f"model.layers.{layer}.experts.{stack}" for layer in range(2) for stack in ("gate_up_proj", "down_proj")}
+        f"model.layers.{layer}.experts.{stack}"
+        for layer in range(2)
+        for stack in ("gate_up_proj", "down_proj")
+    }
     found_gradients, _, found, _ = results[0]
     assert found_gradients.keys() == gradients.keys() and found.keys() == tensors.keys()
     for name, value in gradients.items():
-        torch.testing.assert_close(found_gradients[name], value, rtol=1e-4, atol=1e-6,
-                                   msg=lambda text, n=name: n + text)
+        torch.testing.assert_close(
+            found_gradients[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: n + text
+        )
     for name, value in tensors.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: n + text)
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, n=name: n + text
+        )
     for _, its_norms, _, _ in results:
         torch.testing.assert_close(torch.stack(its_norms), torch.stack(norms), rtol=1e-4, atol=0)
 
@@ -125,8 +142,11 @@ def load(mesh, folder):
 def test_a_checkpoint_is_read_at_any_other_number_of_ranks_that_share_experts(tmp_path):
     saved = run_ranks(save, 4, str(tmp_path), layout=LAYOUTS[1])[0]
     assert saved["model.layers.0.experts.down_proj"].shape[0] == EXPERTS
-    for loaded in (load(single_process(), str(tmp_path)), run_ranks(load, 2, str(tmp_path), layout=LAYOUTS[0])[0],
-                   run_ranks(load, 4, str(tmp_path), layout=LAYOUTS[2])[0]):
+    for loaded in (
+        load(single_process(), str(tmp_path)),
+        run_ranks(load, 2, str(tmp_path), layout=LAYOUTS[0])[0],
+        run_ranks(load, 4, str(tmp_path), layout=LAYOUTS[2])[0],
+    ):
         assert loaded.keys() == saved.keys()
         assert not [name for name, value in saved.items() if not torch.equal(loaded[name], value)]
 
@@ -134,11 +154,15 @@ def test_a_checkpoint_is_read_at_any_other_number_of_ranks_that_share_experts(tm
 def test_one_process_keeps_all_experts_and_takes_the_dispatcher():
     model = Net()
     before = copy.deepcopy(model.state_dict())
-    assert split_experts(model, single_process(), partial(make_dispatcher, "padded", factor=2.0)) == 2
+    assert (
+        split_experts(model, single_process(), partial(make_dispatcher, "padded", factor=2.0)) == 2
+    )
     assert model.layers[0].dispatcher is not model.layers[1].dispatcher
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any(isinstance(value, Pieces)
-                   for value in stored(model.state_dict(), model.named_parameters()).values())
+    assert not any(
+        isinstance(value, Pieces)
+        for value in stored(model.state_dict(), model.named_parameters()).values()
+    )
 
 
 def split_twice(mesh):
@@ -160,7 +184,9 @@ def test_experts_are_split_once():
 def test_experts_that_are_here_are_those_of_the_dispatcher():
     model = Net()
     keep_experts(model, range(2, 4))
-    with pytest.raises(ValueError, match="has 2 of 8 experts, from 2 on; its dispatcher 8, from 0 on"):
+    with pytest.raises(
+        ValueError, match="has 2 of 8 experts, from 2 on; its dispatcher 8, from 0 on"
+    ):
         split_experts(model, single_process(), partial(make_dispatcher, "padded", factor=2.0))
 
 

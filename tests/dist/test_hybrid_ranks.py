@@ -1,5 +1,6 @@
 """Hybrids over several ranks: Mamba-2 on rows spread over ranks is that of one process, graphs
 equal eager bitwise."""
+
 import dataclasses
 import itertools
 import random
@@ -11,29 +12,38 @@ from distkit import run_ranks
 from mambakit import EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid
 from trainkit import RandomPacks, close, equal, tiny, trainer
 
-from packgraph.verification.matrix import dynamic_config, switching_steps, tiny_hybrid_config
-from packgraph.verification.ranks import verify_ranks
 from packgraph.graphs.graphed import graph
+from packgraph.mamba.heads import ScanShape, ranks_problem
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.attention.context import ContextGroup, own_rows
-from packgraph.mamba.heads import ScanShape, ranks_problem
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.collect import collect
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout
-from packgraph.train.validate import validate
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
+from packgraph.train.validate import validate
+from packgraph.verification.matrix import dynamic_config, switching_steps, tiny_hybrid_config
+from packgraph.verification.ranks import verify_ranks
 
 pytestmark = pytest.mark.dist
 
-ALONE, CP2, CP2_DP2, CP2_PP2 = Layout(dp=1), Layout(dp=1, cp=2), Layout(dp=2, cp=2), Layout(dp=1, cp=2, pp=2)
+ALONE, CP2, CP2_DP2, CP2_PP2 = (
+    Layout(dp=1),
+    Layout(dp=1, cp=2),
+    Layout(dp=2, cp=2),
+    Layout(dp=1, cp=2, pp=2),
+)
 CP4, PP2, DP2 = Layout(dp=1, cp=4), Layout(dp=1, pp=2), Layout(dp=2)
 CAPACITIES = (Capacity(32, 8), Capacity(64, 64))
-LENGTHS = {"mixed": (13, 1, 20, 7), "one document on all ranks": (47,), "ranks with padding only": (5,)}
+LENGTHS = {
+    "mixed": (13, 1, 20, 7),
+    "one document on all ranks": (47,),
+    "ranks with padding only": (5,),
+}
 GROUPS = (1, 2, 4, 8)  # fewer than ranks, as many, more
 
 
@@ -44,21 +54,34 @@ class Packs(RandomPacks):
     def __next__(self):
         draw = random.Random(self.position)
         capacity = CAPACITIES[self.position // 2 % 2]
-        kinds = ([capacity.tokens], [1, *[2] * (capacity.documents // 2 - 1)], [5, 3],
-                 [draw.randint(2, capacity.tokens // 4) for _ in range(3)])
+        kinds = (
+            [capacity.tokens],
+            [1, *[2] * (capacity.documents // 2 - 1)],
+            [5, 3],
+            [draw.randint(2, capacity.tokens // 4) for _ in range(3)],
+        )
         lengths = kinds[self.position * 3 // 2 % 4]
         self.position += 1
-        return pack([[draw.randrange(32) for _ in range(length)] for length in lengths], [capacity])[0]
+        return pack(
+            [[draw.randrange(32) for _ in range(length)] for length in lengths], [capacity]
+        )[0]
 
 
 def mixer_with(groups):
     shape = dataclasses.replace(MAMBA, num_heads=8, groups=groups, head_dim=4)
-    return random_hybrid(hybrid("M", mamba=shape, num_layers=1), seed=groups).double().layers["0"].mamba
+    return (
+        random_hybrid(hybrid("M", mamba=shape, num_layers=1), seed=groups)
+        .double()
+        .layers["0"]
+        .mamba
+    )
 
 
 def case(lengths):
     """Document ids, input and gradient of the output, of a row of 48 places."""
-    ids = torch.tensor([number for number, length in enumerate(lengths) for _ in range(length)], dtype=torch.int32)
+    ids = torch.tensor(
+        [number for number, length in enumerate(lengths) for _ in range(length)], dtype=torch.int32
+    )
     ids = torch.nn.functional.pad(ids, (0, 48 - len(ids)), value=-1)
     draw = torch.Generator().manual_seed(len(lengths))
     x, grad = (torch.randn(48, 16, generator=draw, dtype=torch.float64) for _ in range(2))
@@ -78,8 +101,15 @@ def on_ranks(mesh):
     found = []
     for groups, lengths in itertools.product(GROUPS, LENGTHS.values()):
         mixer, (ids, x, grad) = mixer_with(groups), case(lengths)
-        found.append(differentiate(lambda x, ids, mixer=mixer: mixer(x, ids, context), mixer, ids,
-                                   own_rows(x, context), own_rows(grad, context)))
+        found.append(
+            differentiate(
+                lambda x, ids, mixer=mixer: mixer(x, ids, context),
+                mixer,
+                ids,
+                own_rows(x, context),
+                own_rows(grad, context),
+            )
+        )
     return found
 
 
@@ -90,12 +120,19 @@ def test_layers_on_spread_rows_are_those_of_one_process(ranks):
     results = run_ranks(on_ranks, ranks, layout=Layout(cp=ranks))
     for number, (groups, (name, lengths)) in enumerate(itertools.product(GROUPS, LENGTHS.items())):
         mixer, (ids, x, grad) = mixer_with(groups), case(lengths)
-        rows, sums = differentiate(lambda x, ids, mixer=mixer: naive_mixer(mixer, x, ids), mixer, ids, x, grad)
+        rows, sums = differentiate(
+            lambda x, ids, mixer=mixer: naive_mixer(mixer, x, ids), mixer, ids, x, grad
+        )
         live = sum(lengths)
         for part, expected in enumerate(rows):
             found = torch.cat([result[number][0][part] for result in results])
-            torch.testing.assert_close(found[:live], expected[:live], rtol=1e-9, atol=1e-11,
-                                       msg=lambda text, place=(name, groups, part): f"{place}: {text}")
+            torch.testing.assert_close(
+                found[:live],
+                expected[:live],
+                rtol=1e-9,
+                atol=1e-11,
+                msg=lambda text, place=(name, groups, part): f"{place}: {text}",
+            )
         for part, expected in enumerate(sums):
             found = sum(result[number][1][part] for result in results)
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
@@ -103,10 +140,14 @@ def test_layers_on_spread_rows_are_those_of_one_process(ranks):
 
 def test_heads_that_ranks_cannot_share_are_refused_with_the_reason():
     assert ranks_problem(ScanShape(8, 4, 2, 5), 4) is None
-    assert "8 heads in 3 groups cannot be shared by 2 ranks" in ranks_problem(ScanShape(8, 4, 3, 5), 2)
+    assert "8 heads in 3 groups cannot be shared by 2 ranks" in ranks_problem(
+        ScanShape(8, 4, 3, 5), 2
+    )
     config = hybrid(mamba=dataclasses.replace(MAMBA, num_heads=6), num_heads=4)
     (problem,) = context_problems(config, 4)
-    assert "Mamba-2 layers (model.mamba): 6 heads in 2 groups cannot be shared by 4 ranks" in problem
+    assert (
+        "Mamba-2 layers (model.mamba): 6 heads in 2 groups cannot be shared by 4 ranks" in problem
+    )
     alone = hybrid("M", num_layers=1, num_heads=1, num_kv_heads=1)
     assert not context_problems(alone, 2), "without attention its heads do not matter"
 
@@ -115,13 +156,19 @@ def config(layout, steps=4, *, pattern="M*-E", dropout=0.0, **graph_options):
     """A run of a hybrid of four layers on the rows of the tests of context parallelism."""
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
     shape = dataclasses.replace(
-        hybrid(pattern, num_layers=4, vocab_size=32, dropout=dropout, tie_embeddings=True), experts=dataclasses.replace(
-            EXPERTS, score="sigmoid", score_bias=True, bias_rate=0.01, document_loss=0.2))
+        hybrid(pattern, num_layers=4, vocab_size=32, dropout=dropout, tie_embeddings=True),
+        experts=dataclasses.replace(
+            EXPERTS, score="sigmoid", score_bias=True, bias_rate=0.01, document_loss=0.2
+        ),
+    )
     return dataclasses.replace(
-        made, model=shape, graph=dataclasses.replace(made.graph, **{"capacities": CAPACITIES} | graph_options),
+        made,
+        model=shape,
+        graph=dataclasses.replace(made.graph, **{"capacities": CAPACITIES} | graph_options),
         parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp),
         run=dataclasses.replace(made.run, tokens_per_step=90),
-        optimizer=dataclasses.replace(made.optimizer, decay_steps=20))
+        optimizer=dataclasses.replace(made.optimizer, decay_steps=20),
+    )
 
 
 def go(mesh, folder, settings):
@@ -135,12 +182,16 @@ def go(mesh, folder, settings):
 
 
 def ranks(layout, *arguments):
-    return run_ranks(go, layout.dp * layout.pp * layout.cp * layout.tp, *arguments, layout=layout, seconds=200.0)
+    return run_ranks(
+        go, layout.dp * layout.pp * layout.cp * layout.tp, *arguments, layout=layout, seconds=200.0
+    )
 
 
 def equal_metrics(folder, other):
     """The same losses and gradient norms in every step of two runs, up to rounding."""
-    for ours, theirs in zip(read_metrics(folder / METRICS), read_metrics(other / METRICS), strict=True):
+    for ours, theirs in zip(
+        read_metrics(folder / METRICS), read_metrics(other / METRICS), strict=True
+    ):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
 
@@ -152,17 +203,30 @@ def alone(tmp_path_factory):
     return folder, ranks(ALONE, str(folder), config(ALONE, enabled=False))[0][0]
 
 
-@pytest.mark.parametrize(("layout", "granularity", "dropout"), [
-    (CP2, "chunk", 0.0), (PP2, "layer", 0.0),
-    pytest.param(DP2, "step", 0.0, marks=pytest.mark.slow), pytest.param(CP4, "layer", 0.0, marks=pytest.mark.slow),
-    pytest.param(CP2, "step", 0.1, marks=pytest.mark.slow),
-    pytest.param(PP2, "step", 0.1, marks=pytest.mark.slow), pytest.param(PP2, "chunk", 0.0, marks=pytest.mark.slow),
-    pytest.param(CP2_DP2, "chunk", 0.0, marks=pytest.mark.slow),
-    pytest.param(CP2_PP2, "chunk", 0.0, marks=pytest.mark.slow)], ids=str)
-def test_graphs_equal_eager_bitwise_and_ranks_learn_what_one_process_learns(layout, granularity, dropout, alone,
-                                                                           tmp_path):
-    eager = ranks(layout, str(tmp_path / "eager"), config(layout, dropout=dropout, enabled=False))[0][0]
-    graphs = ranks(layout, str(tmp_path / "graphs"), config(layout, dropout=dropout, granularity=granularity))
+@pytest.mark.parametrize(
+    ("layout", "granularity", "dropout"),
+    [
+        (CP2, "chunk", 0.0),
+        (PP2, "layer", 0.0),
+        pytest.param(DP2, "step", 0.0, marks=pytest.mark.slow),
+        pytest.param(CP4, "layer", 0.0, marks=pytest.mark.slow),
+        pytest.param(CP2, "step", 0.1, marks=pytest.mark.slow),
+        pytest.param(PP2, "step", 0.1, marks=pytest.mark.slow),
+        pytest.param(PP2, "chunk", 0.0, marks=pytest.mark.slow),
+        pytest.param(CP2_DP2, "chunk", 0.0, marks=pytest.mark.slow),
+        pytest.param(CP2_PP2, "chunk", 0.0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_graphs_equal_eager_bitwise_and_ranks_learn_what_one_process_learns(
+    layout, granularity, dropout, alone, tmp_path
+):
+    eager = ranks(layout, str(tmp_path / "eager"), config(layout, dropout=dropout, enabled=False))[
+        0
+    ][0]
+    graphs = ranks(
+        layout, str(tmp_path / "graphs"), config(layout, dropout=dropout, granularity=granularity)
+    )
     equal(eager, graphs[0][0])
     assert all(totals["replayed"] > 0 for _, totals in graphs)
     if not dropout:
@@ -175,13 +239,20 @@ def switching(mesh, graphs):
     time."""
     model = DecoderModel(dataclasses.replace(config(ALONE).model, dropout=0.1)).train()
     spread_context(model, mesh)
-    call = graph(model, capacities=CAPACITIES, granularity="chunk", strict=True, warmup=2) if graphs else model
+    call = (
+        graph(model, capacities=CAPACITIES, granularity="chunk", strict=True, warmup=2)
+        if graphs
+        else model
+    )
     trace = []
     torch.manual_seed(mesh.rank)
     for number, batch in enumerate(itertools.islice(Packs(), 8)):
         loss = call(batch, None, None, (1, 2, 2, 1)[number % 4])
         loss.backward()
-        trace += [loss.detach().clone(), *(parameter.grad.clone() for parameter in model.parameters())]
+        trace += [
+            loss.detach().clone(),
+            *(parameter.grad.clone() for parameter in model.parameters()),
+        ]
     replayed = call.stats.replayed if graphs else None
     if graphs:
         call.close()
@@ -196,21 +267,41 @@ def test_the_number_of_ranks_may_change_with_every_microbatch():
 
 
 def verified(mesh, settings, layout):
-    return verify_ranks("hybrid", settings, lambda: switching_steps(layout), torch.device("cpu"), mesh,
-                        one_process=True)
+    return verify_ranks(
+        "hybrid",
+        settings,
+        lambda: switching_steps(layout),
+        torch.device("cpu"),
+        mesh,
+        one_process=True,
+    )
 
 
-@pytest.mark.parametrize(("layout", "granularity"), [
-    pytest.param(CP2, "chunk", marks=pytest.mark.slow), pytest.param(CP4, "layer", marks=pytest.mark.slow),
-    pytest.param(CP2_PP2, "chunk", marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "granularity"),
+    [
+        pytest.param(CP2, "chunk", marks=pytest.mark.slow),
+        pytest.param(CP4, "layer", marks=pytest.mark.slow),
+        pytest.param(CP2_PP2, "chunk", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_planned_rows_over_changing_ranks_are_verified(layout, granularity):
     """The trainer's dynamic context parallelism: bitwise against eager on every rank, one process
     within rounding."""
     settings = dynamic_config(layout, granularity, 5)
-    model = dataclasses.replace(tiny_hybrid_config(granularity, 0.1, 5).model, num_layers=max(4, 4 * layout.pp))
+    model = dataclasses.replace(
+        tiny_hybrid_config(granularity, 0.1, 5).model, num_layers=max(4, 4 * layout.pp)
+    )
     settings = dataclasses.replace(settings, model=model)
-    reports = run_ranks(verified, layout.cp * layout.pp, settings, layout, layout=settings.parallel.layout(),
-                        seconds=200.0)
+    reports = run_ranks(
+        verified,
+        layout.cp * layout.pp,
+        settings,
+        layout,
+        layout=settings.parallel.layout(),
+        seconds=200.0,
+    )
     assert all(report.good for report in reports), reports[0]
     assert all(set(rank.fallbacks) <= {"warm-up"} for rank in reports[0].ranks)
 
@@ -241,12 +332,16 @@ def test_a_changed_document_leaves_the_bits_of_others():
     results = run_ranks(one_document_changed, 2, layout=CP2)
     before, after = (torch.cat([result[side] for result in results]) for side in range(2))
     others = torch.tensor([row < 9 or 29 <= row < 32 for row in range(48)])
-    assert torch.equal(before[others], after[others]) and not torch.equal(before[~others], after[~others])
+    assert torch.equal(before[others], after[others]) and not torch.equal(
+        before[~others], after[~others]
+    )
 
 
 def test_what_cannot_be_is_refused_with_reasons():
     tensor = validate(config(Layout(dp=1, tp=2)), "cpu", world=2)
-    assert any("attention and SwiGLU only, not with model.pattern 'M*-E'" in problem for problem in tensor)
+    assert any(
+        "attention and SwiGLU only, not with model.pattern 'M*-E'" in problem for problem in tensor
+    )
     three = validate(config(Layout(dp=1, cp=3), capacities=CAPACITIES), "cpu", world=3)
     assert any("4 heads in 2 groups cannot be shared by 3 ranks" in problem for problem in three)
     assert not validate(config(CP4), "cpu", world=4)

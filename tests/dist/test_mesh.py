@@ -1,4 +1,5 @@
 """The layout of processes, and the launcher of these tests."""
+
 import time
 
 import pytest
@@ -16,11 +17,17 @@ def test_dp_follows_from_the_other_axes():
     assert Layout(tp=2, pp=2).resolved(8) == Layout(dp=2, pp=2, cp=1, tp=2)
 
 
-@pytest.mark.parametrize(("layout", "world", "words"), [
-    (Layout(tp=3), 4, "tp 3 = 3 processes do not divide the 4"), (Layout(dp=2, tp=2), 2, "needs 4 processes, but 2"),
-    (Layout(dp=0, tp=-1), 2, "dp = 0 must be at least 1; tp = -1 must be at least 1"),
-    (Layout(tp=2, ep=3), 8, "ep 3 does not divide dp 4"), (Layout(ep=0), 2, "ep = 0 must be at least 1"),
-    (Layout(dp=3, ep=2), 2, "dp 3 x .* needs 3 processes, but 2 .*; ep 2 does not divide dp 3")])
+@pytest.mark.parametrize(
+    ("layout", "world", "words"),
+    [
+        (Layout(tp=3), 4, "tp 3 = 3 processes do not divide the 4"),
+        (Layout(dp=2, tp=2), 2, "needs 4 processes, but 2"),
+        (Layout(dp=0, tp=-1), 2, "dp = 0 must be at least 1; tp = -1 must be at least 1"),
+        (Layout(tp=2, ep=3), 8, "ep 3 does not divide dp 4"),
+        (Layout(ep=0), 2, "ep = 0 must be at least 1"),
+        (Layout(dp=3, ep=2), 2, "dp 3 x .* needs 3 processes, but 2 .*; ep 2 does not divide dp 3"),
+    ],
+)
 def test_impossible_layouts_are_refused_with_all_reasons(layout, world, words):
     with pytest.raises(ValueError, match=words):
         layout.resolved(world)
@@ -71,8 +78,10 @@ def test_without_a_launcher_there_is_one_process():
     assert Launch.read({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Launch(3, 4, 1)
     with processes(Layout(), torch.device("cpu"), Launch()) as mesh:
         assert mesh.world == 1
-    with pytest.raises(ValueError, match="needs 2 processes"), \
-            processes(Layout(dp=2), torch.device("cpu"), Launch()):
+    with (
+        pytest.raises(ValueError, match="needs 2 processes"),
+        processes(Layout(dp=2), torch.device("cpu"), Launch()),
+    ):
         pass
 
 
@@ -89,7 +98,11 @@ def sum_along_axes(mesh):
 def test_groups_follow_the_axes():
     results = run_ranks(sum_along_axes, 4, layout=Layout(tp=2))
     assert [sums for _, sums, _ in results] == [
-        {"dp": 2, "tp": 1}, {"dp": 4, "tp": 1}, {"dp": 2, "tp": 5}, {"dp": 4, "tp": 5}]
+        {"dp": 2, "tp": 1},
+        {"dp": 4, "tp": 1},
+        {"dp": 2, "tp": 5},
+        {"dp": 4, "tp": 5},
+    ]
     assert all(alone for _, _, alone in results)
 
 
@@ -113,30 +126,46 @@ def sum_over_experts(mesh):
         value = torch.tensor([mesh.rank])
         if mesh.group(axis) is not None:
             dist.all_reduce(value, group=mesh.group(axis))
-            assert mesh.place.get(axis, dist.get_rank(mesh.group(axis))) == dist.get_rank(mesh.group(axis))
+            assert mesh.place.get(axis, dist.get_rank(mesh.group(axis))) == dist.get_rank(
+                mesh.group(axis)
+            )
             assert mesh.size(axis) == dist.get_world_size(mesh.group(axis))
         sums[axis] = int(value)
     return sums
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "sums"), [
-    (Layout(ep=2), [(6, 1, 2), (6, 1, 4), (6, 5, 2), (6, 5, 4)]),
-    (Layout(ep=4), [(6, 6, 0), (6, 6, 1), (6, 6, 2), (6, 6, 3)]), (Layout(), [(6, rank, 6) for rank in range(4)]),
-    (Layout(tp=2, ep=2), [(2, 2, 0), (4, 4, 1), (2, 2, 2), (4, 4, 3)])], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "sums"),
+    [
+        (Layout(ep=2), [(6, 1, 2), (6, 1, 4), (6, 5, 2), (6, 5, 4)]),
+        (Layout(ep=4), [(6, 6, 0), (6, 6, 1), (6, 6, 2), (6, 6, 3)]),
+        (Layout(), [(6, rank, 6) for rank in range(4)]),
+        (Layout(tp=2, ep=2), [(2, 2, 0), (4, 4, 1), (2, 2, 2), (4, 4, 3)]),
+    ],
+    ids=str,
+)
 def test_groups_of_experts(layout, sums):
     """Without rows that are shared, the joined axes are dp and edp."""
     assert [tuple(found.values()) for found in run_ranks(sum_over_experts, 4, layout=layout)] == [
-        (*found, found[0], found[2]) for found in sums]
+        (*found, found[0], found[2]) for found in sums
+    ]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "sums"), [
-    (Layout(cp=2), [(2, 0, 2, 6, 6), (4, 1, 4, 6, 6), (2, 2, 2, 6, 6), (4, 3, 4, 6, 6)]),
-    (Layout(cp=2, ep=2), [(2, 2, 0, 6, 1), (4, 4, 1, 6, 1), (2, 2, 2, 6, 5), (4, 4, 3, 6, 5)]),
-    (Layout(cp=2, tp=2), [(0, 0, 0, 2, 2), (1, 1, 1, 4, 4), (2, 2, 2, 2, 2), (3, 3, 3, 4, 4)])], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "sums"),
+    [
+        (Layout(cp=2), [(2, 0, 2, 6, 6), (4, 1, 4, 6, 6), (2, 2, 2, 6, 6), (4, 3, 4, 6, 6)]),
+        (Layout(cp=2, ep=2), [(2, 2, 0, 6, 1), (4, 4, 1, 6, 1), (2, 2, 2, 6, 5), (4, 4, 3, 6, 5)]),
+        (Layout(cp=2, tp=2), [(0, 0, 0, 2, 2), (1, 1, 1, 4, 4), (2, 2, 2, 2, 2), (3, 3, 3, 4, 4)]),
+    ],
+    ids=str,
+)
 def test_groups_of_ranks_that_share_rows(layout, sums):
-    assert [tuple(found.values()) for found in run_ranks(sum_over_experts, 4, layout=layout)] == sums
+    assert [
+        tuple(found.values()) for found in run_ranks(sum_over_experts, 4, layout=layout)
+    ] == sums
 
 
 def fail_on_one_rank(mesh):

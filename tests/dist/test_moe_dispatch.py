@@ -1,5 +1,6 @@
 """Dispatchers over 1, 2 and 4 ranks give what one process with all experts gives: outputs and all
 gradients."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,28 +12,34 @@ from torch import nn
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
+from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
 from packgraph.moe.dispatch.padded import PaddedDispatcher
 from packgraph.moe.dispatch.symmetric import SymmetricDispatcher
-from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.moe.peer_read.buffers import SymmetricBuffers, symmetric_problem
 from packgraph.moe.peer_read.plan import plan_peer_read
 from packgraph.moe.permute.api import plan_rows
 from packgraph.moe.permute.segments import before, count_rows, place_segments
-from packgraph.moe.peer_read.buffers import SymmetricBuffers, symmetric_problem
 from packgraph.parallel.mesh import Layout
 
 EXPERTS = 8
 # tokens, places, share of padding, experts that may be chosen
 CASES = {
-    "plain": (16, 2, 0.0, None), "half padding": (24, 3, 0.5, None), "one token": (1, 2, 0.0, None),
-    "empty "
-    "experts": (12, 2, 0.25, (1, 2, 6)), "one expert": (10, 1, 0.0, (5,)), "all padding": (4, 2, 1.0, None),
+    "plain": (16, 2, 0.0, None),
+    "half padding": (24, 3, 0.5, None),
+    "one token": (1, 2, 0.0, None),
+    "empty experts": (12, 2, 0.25, (1, 2, 6)),
+    "one expert": (10, 1, 0.0, (5,)),
+    "all padding": (4, 2, 1.0, None),
     "more than eight": (40, 4, 0.1, (0, 1, 2, 3, 4)),
 }
 
 
-@given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4), st.integers(0, 5))
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.integers(0, 5),
+)
 @settings(deadline=None)
 def test_segments_lie_as_a_plan_of_their_experts_says(counts, more):
     """The naive twin: write down the expert of every place, and sort."""
@@ -57,8 +64,10 @@ def alone(seeds, case):
     gradients summed."""
     tokens, places, padding, busy = CASES[case]
     layer = Layer(LocalDispatcher(EXPERTS), EXPERTS)
-    found = [run_layer(layer, *draw_routing(seed, tokens, places, EXPERTS, padding=padding, busy=busy))
-             for seed in seeds]
+    found = [
+        run_layer(layer, *draw_routing(seed, tokens, places, EXPERTS, padding=padding, busy=busy))
+        for seed in seeds
+    ]
     for name, _ in layer.experts.named_parameters():
         total = sum(result[name] for result in found)
         for result in found:
@@ -82,10 +91,14 @@ def every_case(mesh):
     found = {}
     group, ranks = mesh.group("ep"), mesh.size("ep")
     for number, (case, (tokens, places, padding, busy)) in enumerate(CASES.items()):
-        given_ = draw_routing(100 * number + mesh.rank, tokens, places, EXPERTS, padding=padding, busy=busy)
-        for name, dispatcher in (("host_splits", HostSplitsDispatcher(EXPERTS, group)),
-                                 ("padded", PaddedDispatcher(EXPERTS, group, ranks)),
-                                 ("symmetric", symmetric(group, tokens * places, ranks))):
+        given_ = draw_routing(
+            100 * number + mesh.rank, tokens, places, EXPERTS, padding=padding, busy=busy
+        )
+        for name, dispatcher in (
+            ("host_splits", HostSplitsDispatcher(EXPERTS, group)),
+            ("padded", PaddedDispatcher(EXPERTS, group, ranks)),
+            ("symmetric", symmetric(group, tokens * places, ranks)),
+        ):
             layer = slice_experts(Layer(dispatcher, EXPERTS))
             found[case, name] = run_layer(layer, *given_)
             plan = dispatcher.preprocess(Routing(*given_[1:]))
@@ -108,9 +121,13 @@ def test_dispatchers_equal_one_process(ranks):
                     if what in ("out", "x", "weights"):
                         assert torch.equal(value, expected[rank][what]), (case, name, what, rank)
                     else:
-                        torch.testing.assert_close(value, expected[rank][what][part], rtol=1e-10, atol=1e-12)
+                        torch.testing.assert_close(
+                            value, expected[rank][what][part], rtol=1e-10, atol=1e-12
+                        )
                         unused = ~expected[rank][what][part].flatten(1).any(1)
-                        assert not value[unused].any(), "experts without a token have no gradient at all"
+                        assert not value[unused].any(), (
+                            "experts without a token have no gradient at all"
+                        )
 
 
 def overflows(mesh):
@@ -141,7 +158,11 @@ def test_an_overflow_is_seen_where_it_happens_and_leaves_no_garbage():
     assert factor == 2.0
     assert torch.equal(of_calm[0]["out"], of_calm[1]["out"]), "nobody else's rows are touched"
     dropped = of_busy[0]
-    assert not dropped["out"][16:].any() and not dropped["x"][16:].any() and not dropped["weights"][16:].any()
+    assert (
+        not dropped["out"][16:].any()
+        and not dropped["x"][16:].any()
+        and not dropped["weights"][16:].any()
+    )
     assert torch.equal(dropped["out"][:16], of_busy[1]["out"][:16]) and of_busy[1]["out"][16:].all()
     for result in (*of_calm, *of_busy):
         assert all(value.isfinite().all() for value in result.values())
@@ -159,7 +180,9 @@ def shared_overflow(mesh):
     for _ in range(2):
         layer.dispatcher = dispatcher
         plan = dispatcher.preprocess(Routing(experts, weights))
-        verdicts.append((int(dispatcher.overflow(plan)), int(plan.needed), int(dispatcher.demand(plan))))
+        verdicts.append(
+            (int(dispatcher.overflow(plan)), int(plan.needed), int(dispatcher.demand(plan)))
+        )
         found.append(run_layer(layer, x, experts, weights))
         dispatcher = dispatcher.with_room(2.0, dispatcher.buffers.grown(2.0))
     return verdicts, found
@@ -172,7 +195,9 @@ def test_an_overflow_of_a_rank_is_seen_by_all_that_share_its_experts():
     evens, odds = list(range(0, 32, 2)), list(range(1, 16, 2))
     for (tight, wide), live in ((of_first, sorted(evens + odds)), (of_second, evens)):
         kept = tight["out"].any(1)
-        assert kept.nonzero().flatten().tolist() == live, "the last by expert have none, then the last by rank"
+        assert kept.nonzero().flatten().tolist() == live, (
+            "the last by expert have none, then the last by rank"
+        )
         assert torch.equal(tight["out"][kept], wide["out"][kept]) and wide["out"].all()
         assert not tight["x"][~kept].any() and not tight["weights"][~kept].any()
     for result in (*of_first, *of_second):
@@ -183,7 +208,10 @@ def refuse_buffers(mesh):
     group, pairs = mesh.group("ep"), 40
     dispatcher = SymmetricDispatcher(EXPERTS, group, 2.0, EmulatedBuffers(group, pairs, 1.0))
     x, experts, weights = draw_routing(0, 20, 2, EXPERTS)
-    with pytest.raises(ValueError, match=f"{pairs} routed pairs need symmetric buffers of 80 rows, but these have 40"):
+    with pytest.raises(
+        ValueError,
+        match=f"{pairs} routed pairs need symmetric buffers of 80 rows, but these have 40",
+    ):
         dispatcher.preprocess(Routing(experts, weights))
     dispatcher = symmetric(group, pairs, 2.0)
     plan = dispatcher.preprocess(Routing(experts, weights))
@@ -254,12 +282,18 @@ def test_replays_equal_eager_in_every_bit_while_the_routing_changes(name):
 
 def test_host_splits_say_why_they_cannot_be_captured():
     dispatcher = HostSplitsDispatcher(EXPERTS, None)
-    assert dispatcher.why_not.keys() == {"moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine"}
+    assert dispatcher.why_not.keys() == {
+        "moe_preprocess",
+        "moe_dispatch",
+        "moe_experts",
+        "moe_combine",
+    }
     assert "the host reads how many rows" in dispatcher.why_not["moe_preprocess"]
     assert not PaddedDispatcher(EXPERTS, None, 1.0).why_not
     with pytest.raises(CaptureError, match="waits for the device"):
-        graph(Routed(dispatcher), warmup=0, strict=True)(torch.ones(4, 6, dtype=torch.float64),
-                                                          torch.ones(4, dtype=torch.bool))
+        graph(Routed(dispatcher), warmup=0, strict=True)(
+            torch.ones(4, 6, dtype=torch.float64), torch.ones(4, dtype=torch.bool)
+        )
 
 
 def test_a_factor_that_cannot_hold_a_balanced_load_is_refused():
@@ -280,10 +314,17 @@ def test_each_rank_knows_its_experts_and_its_room():
 
 
 def test_dispatchers_have_names():
-    kinds = {"local": LocalDispatcher, "host_splits": HostSplitsDispatcher, "padded": PaddedDispatcher}
+    kinds = {
+        "local": LocalDispatcher,
+        "host_splits": HostSplitsDispatcher,
+        "padded": PaddedDispatcher,
+    }
     for name, kind in kinds.items():
         assert type(make_dispatcher(name, EXPERTS, None, 2.0)) is kind
-    with pytest.raises(ValueError, match="no dispatcher 'alltoall'; there are local, host_splits, padded, symmetric"):
+    with pytest.raises(
+        ValueError,
+        match="no dispatcher 'alltoall'; there are local, host_splits, padded, symmetric",
+    ):
         make_dispatcher("alltoall", EXPERTS, None, 2.0)
 
 

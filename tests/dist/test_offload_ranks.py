@@ -1,5 +1,6 @@
 """Offloading under pipelines and tensor parallelism: bitwise the run that keeps everything, with
 late copies."""
+
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from packgraph.parallel.pieces import Pieces
 from packgraph.train.config import ConfigError
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.offload_report import report_offloading
-from packgraph.train.offloading import TRIAL, TrainerOffloading, Planner
+from packgraph.train.offloading import TRIAL, Planner, TrainerOffloading
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -27,9 +28,13 @@ DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_a
 def config(layout, chunks, **graph):
     made = tiny(graph=True, steps=4, checkpoint_every=100)
     return dataclasses.replace(
-        made, model=dataclasses.replace(made.model, num_layers=2 * chunks, num_heads=4, num_kv_heads=2, vocab_size=33),
+        made,
+        model=dataclasses.replace(
+            made.model, num_layers=2 * chunks, num_heads=4, num_kv_heads=2, vocab_size=33
+        ),
         parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp, chunks=chunks),
-        graph=dataclasses.replace(made.graph, **graph))
+        graph=dataclasses.replace(made.graph, **graph),
+    )
 
 
 def go(mesh, folder, settings):
@@ -41,7 +46,9 @@ def go(mesh, folder, settings):
         for chunk in range(setting.parallel.chunks if setting.graph.enabled else 0):
             run.executor.lanes(chunk).queues.late.update(("out", "back"))
         if run.executor.prepare is not None:
-            run.executor.prepare.when_planned = partial(report_offloading, mesh=mesh, folder=run.folder, note=str)
+            run.executor.prepare.when_planned = partial(
+                report_offloading, mesh=mesh, folder=run.folder, note=str
+            )
         run.run(StopRequest())
         held = {name: _held(value) for name, value in run.tensors().items()}
         engines = run.executor.prepare.engines if run.executor.prepare is not None else []
@@ -56,18 +63,30 @@ def _held(value):
     return local_tensor(value.detach()).clone()
 
 
-@pytest.mark.parametrize(("layout", "chunks", "granularities"), [
-    (Layout(dp=1, pp=2), 1, ("chunk", "step")), (Layout(dp=1, pp=2), 2, ("chunk",)),
-    (Layout(dp=1, tp=2), 1, ("chunk",))], ids=["PP2", "PP2xVPP2", "TP2"])
+@pytest.mark.parametrize(
+    ("layout", "chunks", "granularities"),
+    [
+        (Layout(dp=1, pp=2), 1, ("chunk", "step")),
+        (Layout(dp=1, pp=2), 2, ("chunk",)),
+        (Layout(dp=1, tp=2), 1, ("chunk",)),
+    ],
+    ids=["PP2", "PP2xVPP2", "TP2"],
+)
 def test_offloading_is_bitwise_keeping(layout, chunks, granularities, tmp_path):
     kept = config(layout, chunks, enabled=False)
-    moving = [dataclasses.replace(config(layout, chunks, granularity=granularity),
-                                  offload=OffloadConfig(modules=DENSE, min_bytes=1, margin=0, fraction=fraction))
-              for granularity, fraction in zip(granularities, (1.0, 0.5), strict=False)]
+    moving = [
+        dataclasses.replace(
+            config(layout, chunks, granularity=granularity),
+            offload=OffloadConfig(modules=DENSE, min_bytes=1, margin=0, fraction=fraction),
+        )
+        for granularity, fraction in zip(granularities, (1.0, 0.5), strict=False)
+    ]
     if len(granularities) > 1:
         later_less = dataclasses.replace(moving[0].offload, delta_bytes_per_pp_rank=2**40)
         moving.append(dataclasses.replace(kept, offload=later_less))
-    results = run_ranks(go, layout.pp * layout.tp, str(tmp_path), [kept, *moving], layout=layout, seconds=120.0)
+    results = run_ranks(
+        go, layout.pp * layout.tp, str(tmp_path), [kept, *moving], layout=layout, seconds=120.0
+    )
     for rank, ((expected, _), *others) in enumerate(results):
         for setting, (found, moved) in zip(moving, others, strict=True):
             assert expected.keys() == found.keys()
@@ -76,7 +95,11 @@ def test_offloading_is_bitwise_keeping(layout, chunks, granularities, tmp_path):
             stays = rank > 0 and setting.offload.delta_bytes_per_pp_rank > 0
             assert all((groups == 0) == stays for _, groups in moved)
     told = (tmp_path / "1" / "offload" / "table.txt").read_text().splitlines()
-    names = [f"rank {rank}" + (f" chunk {chunk}" if chunks > 1 else "") for rank in (0, 1) for chunk in range(chunks)]
+    names = [
+        f"rank {rank}" + (f" chunk {chunk}" if chunks > 1 else "")
+        for rank in (0, 1)
+        for chunk in range(chunks)
+    ]
     assert [line.split("  ")[0] for line in told[1:-1]] == names, "rank 0 knows the plans of all"
     assert len(list((tmp_path / "1" / "offload").glob("*.svg"))) == len(names)
 
@@ -101,8 +124,13 @@ class Unplannable:
 def plan_once(mesh):
     """The problems that a rank hears of, and whether it went on."""
     told, planner = [], Planner(OffloadConfig(modules=("core_attn",)), 0, 1)
-    offloading = TrainerOffloading([Unplannable(mesh.rank == mesh.world - 1)], [planner], 2, torch.device("cpu"),
-                                   mesh.everyone())
+    offloading = TrainerOffloading(
+        [Unplannable(mesh.rank == mesh.world - 1)],
+        [planner],
+        2,
+        torch.device("cpu"),
+        mesh.everyone(),
+    )
     offloading.when_planned = told.append
     offloading(1)
     try:
@@ -136,11 +164,18 @@ def plan_twice(mesh, wrong):
     trial's end."""
     trace = make_trace([4, 4], [1.0, 1.0]) if mesh.rank == 0 else None
     planner = Planner(OffloadConfig(modules=("core_attn",), lost=0.1), 0, 1)
-    offloading = TrainerOffloading([Replayed(trace, wrong)], [planner], 2, torch.device("cpu"), mesh.everyone())
+    offloading = TrainerOffloading(
+        [Replayed(trace, wrong)], [planner], 2, torch.device("cpu"), mesh.everyone()
+    )
     assert not offloading.is_final and offloading.trial_steps == TRIAL
     assert not offloading(2) and not offloading(3) and not offloading.is_final
     try:
-        return offloading(2 + TRIAL), offloading(3 + TRIAL), offloading.is_final, offloading.planned_by
+        return (
+            offloading(2 + TRIAL),
+            offloading(3 + TRIAL),
+            offloading.is_final,
+            offloading.planned_by,
+        )
     except ConfigError as error:
         return error.problems
 

@@ -1,5 +1,6 @@
 """Pipelines by replay equal eager ones bit by bit for any number of microbatches, and the whole
 model in rounding."""
+
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,10 @@ import packgraph
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.parallel.pipeline.in_flight import InFlight
-from packgraph.parallel.pipeline.links import Links, make_links
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pipeline.executor import Pipeline, PipelineError
+from packgraph.parallel.pipeline.in_flight import InFlight
+from packgraph.parallel.pipeline.links import Links, make_links
 from packgraph.parallel.pipeline.slots import slot_counts
 
 pytestmark = pytest.mark.dist
@@ -27,8 +28,17 @@ WIDTH = 16
 
 
 def config(**options):
-    shape = {"vocab_size": 50, "hidden_size": WIDTH, "intermediate_size": 32, "num_layers": 4, "num_heads": 2,
-             "num_kv_heads": 1, "head_dim": 8, "tie_embeddings": False, "dropout": 0.1}
+    shape = {
+        "vocab_size": 50,
+        "hidden_size": WIDTH,
+        "intermediate_size": 32,
+        "num_layers": 4,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "tie_embeddings": False,
+        "dropout": 0.1,
+    }
     return DecoderConfig(**(shape | options))
 
 
@@ -86,7 +96,9 @@ class SerialLinks(Links):
         return self._queue(self.group(source, direction), super().receive, tensor, stage, direction)
 
     def _queue(self, group, start, *arguments):
-        worker = self.__dict__.setdefault("workers", {}).setdefault(id(group), ThreadPoolExecutor(max_workers=1))
+        worker = self.__dict__.setdefault("workers", {}).setdefault(
+            id(group), ThreadPoolExecutor(max_workers=1)
+        )
         future = worker.submit(lambda: start(*arguments).wait())
         return SimpleNamespace(wait=future.result, is_completed=future.done)
 
@@ -135,12 +147,30 @@ def train(mesh, way, chunks, counts, options=None, slow=False, poison=False, ove
     if slow:
         links.__class__ = {True: SlowLinks}.get(slow, slow)
     stages = [chunk * ranks + links.rank for chunk in range(chunks)]
-    modules = [DecoderModel(config(**(options or {})), seed=1, stage=s, stages=ranks * chunks) for s in stages]
-    slots = slot_counts(ranks, chunks)[links.rank] if not getattr(links, "early", False) else [9] * chunks
+    modules = [
+        DecoderModel(config(**(options or {})), seed=1, stage=s, stages=ranks * chunks)
+        for s in stages
+    ]
+    slots = (
+        slot_counts(ranks, chunks)[links.rank]
+        if not getattr(links, "early", False)
+        else [9] * chunks
+    )
     granularity = way if way in ("layer", "chunk") else "chunk"
-    graphed = [graph(module, capacities=CAPACITIES, warmup=0, slots=count, granularity=granularity, strict=not overflow)
-               for module, count in zip(modules, slots, strict=True)]
-    pipeline = Pipeline(graphed, links, WIDTH, torch.float32, torch.device("cpu"), whole_steps=way == "step")
+    graphed = [
+        graph(
+            module,
+            capacities=CAPACITIES,
+            warmup=0,
+            slots=count,
+            granularity=granularity,
+            strict=not overflow,
+        )
+        for module, count in zip(modules, slots, strict=True)
+    ]
+    pipeline = Pipeline(
+        graphed, links, WIDTH, torch.float32, torch.device("cpu"), whole_steps=way == "step"
+    )
     if getattr(links, "early", False):
         plain = pipeline._row
         pipeline._row = lambda count: one_action_ahead(plain(count))
@@ -163,10 +193,17 @@ def train(mesh, way, chunks, counts, options=None, slow=False, poison=False, ove
         for chunk in graphed if poison else ():
             for slot in chunk._slots._free:
                 slot.poison()
-        trace += [loss.clone(), *(p.grad.clone() for m in modules for p in m.parameters()), torch.get_rng_state()]
+        trace += [
+            loss.clone(),
+            *(p.grad.clone() for m in modules for p in m.parameters()),
+            torch.get_rng_state(),
+        ]
         optimizer.step()
         optimizer.zero_grad()
-    stats = [(c.stats.captured, c.stats.replayed, dict(c.stats.fallbacks), c._slots.in_flight()) for c in graphed]
+    stats = [
+        (c.stats.captured, c.stats.replayed, dict(c.stats.fallbacks), c._slots.in_flight())
+        for c in graphed
+    ]
     step_stats = pipeline.step_stats
     for chunk in graphed:
         chunk.close()
@@ -175,13 +212,23 @@ def train(mesh, way, chunks, counts, options=None, slow=False, poison=False, ove
 
 def run(way, ranks, chunks, counts=COUNTS, **more):
     rest = [more.get(name) for name in ("options", "slow", "poison", "overflow")]
-    return run_ranks(train, ranks, way, chunks, counts, *rest, layout=Layout(pp=ranks),
-                     seconds=more.get("seconds", 200.0))
+    return run_ranks(
+        train,
+        ranks,
+        way,
+        chunks,
+        counts,
+        *rest,
+        layout=Layout(pp=ranks),
+        seconds=more.get("seconds", 200.0),
+    )
 
 
 def assert_equal(eager, graphs):
     for rank, (a, b) in enumerate(zip(eager, graphs, strict=True)):
-        wrong = [i for i, (x, y) in enumerate(zip(a[0], b[0], strict=True)) if not torch.equal(x, y)]
+        wrong = [
+            i for i, (x, y) in enumerate(zip(a[0], b[0], strict=True)) if not torch.equal(x, y)
+        ]
         assert not wrong, f"rank {rank} differs at {wrong[:5]}"
 
 
@@ -196,7 +243,11 @@ def test_replayed_pipelines_equal_eager_ones_bitwise(ranks, chunks):
         for _, stats, steps in graphs:
             for captured, replayed, fallbacks, in_flight in stats:
                 assert in_flight == 0 and fallbacks == {"warm-up": COUNTS[0]} and captured > 0
-                assert steps == len(counts) - 1 if way == "step" else replayed == sum(counts) - COUNTS[0]
+                assert (
+                    steps == len(counts) - 1
+                    if way == "step"
+                    else replayed == sum(counts) - COUNTS[0]
+                )
 
 
 def test_a_slot_freed_before_its_sends_are_done_is_wrong_and_the_test_sees_it(monkeypatch):
@@ -265,14 +316,26 @@ def test_a_pipeline_computes_what_the_whole_model_computes():
     gradients = dict(whole.named_parameters())
     for rank, (facts, _, _) in enumerate(trace):
         torch.testing.assert_close(facts[0], loss, rtol=1e-6, atol=1e-6)
-        names = [n for n, _ in DecoderModel(config(**options), seed=1, stage=rank, stages=2).named_parameters()]
+        names = [
+            n
+            for n, _ in DecoderModel(
+                config(**options), seed=1, stage=rank, stages=2
+            ).named_parameters()
+        ]
         for name, gradient in zip(names, facts[1:], strict=False):
-            torch.testing.assert_close(gradient, gradients[name].grad, rtol=1e-5, atol=1e-7, msg=name)
+            torch.testing.assert_close(
+                gradient, gradients[name].grad, rtol=1e-5, atol=1e-7, msg=name
+            )
 
 
 def disagree(mesh):
-    pipeline = Pipeline([graph(DecoderModel(config(), stage=mesh.rank, stages=2), warmup=0)], make_links(mesh), WIDTH,
-                        torch.float32, torch.device("cpu"))
+    pipeline = Pipeline(
+        [graph(DecoderModel(config(), stage=mesh.rank, stages=2), warmup=0)],
+        make_links(mesh),
+        WIDTH,
+        torch.float32,
+        torch.device("cpu"),
+    )
     batches = microbatches(random.Random(0), 2 + mesh.rank)
     with pytest.raises(PipelineError, match="different microbatches in one step"):
         pipeline.step(batches, torch.tensor(1))
@@ -284,7 +347,9 @@ def test_ranks_with_different_microbatches_say_so_on_all_ranks():
 
 def fails(mesh):
     module = DecoderModel(config(), stage=mesh.rank, stages=2)
-    pipeline = Pipeline([graph(module, warmup=0)], make_links(mesh), WIDTH, torch.float32, torch.device("cpu"))
+    pipeline = Pipeline(
+        [graph(module, warmup=0)], make_links(mesh), WIDTH, torch.float32, torch.device("cpu")
+    )
     if mesh.rank == 1:
         module.run_head = None
         raise ValueError("rank 1 breaks on purpose")

@@ -1,5 +1,6 @@
 """Under a pipeline the gradients of a chunk are reduced while the step goes on, and nothing changes
 by it."""
+
 import dataclasses
 import functools
 from pathlib import Path
@@ -28,8 +29,14 @@ def two_chunks(mesh):
     """Chunk b is done first; only what lies in its spans alone may be on its way before chunk a is
     done."""
     torch.manual_seed(0)
-    chunks = {name: nn.ParameterList(nn.Parameter(torch.randn(4, 40)) for _ in range(4)) for name in "ab"}
-    named = [(f"{name}{index}", value) for name, chunk in chunks.items() for index, value in enumerate(chunk)]
+    chunks = {
+        name: nn.ParameterList(nn.Parameter(torch.randn(4, 40)) for _ in range(4)) for name in "ab"
+    }
+    named = [
+        (f"{name}{index}", value)
+        for name, chunk in chunks.items()
+        for index, value in enumerate(chunk)
+    ]
     flat = FlatParameters(named, mesh.group("dp"), span_bytes=1700)
     assert [len(span.members) for span in flat.spans] == [2, 2, 2, 2]
     started = []
@@ -49,7 +56,10 @@ def two_chunks(mesh):
         flat.reduce()
         for span in flat.spans:
             for member in span.members:
-                first, last = max(member.place.start, span.own.start), min(member.place.stop, span.own.stop)
+                first, last = (
+                    max(member.place.start, span.own.start),
+                    min(member.place.stop, span.own.stop),
+                )
                 expected = 3.0 if member.name.endswith("3") else 2.0 * (step + 1)
                 got = span.own_gradients[first - span.own.start : max(first, last) - span.own.start]
                 assert torch.equal(got, torch.full_like(got, expected)), member.name
@@ -75,11 +85,17 @@ def train(mesh, folder, settings, how):
 
     flat.reduce = noted
     if how != "overlap":
-        flat.overlap = {"plain": lambda output, settled=None: None, "early": lambda output, settled=None:
-                        overlap(output)}[how]
+        flat.overlap = {
+            "plain": lambda output, settled=None: None,
+            "early": lambda output, settled=None: overlap(output),
+        }[how]
     try:
         run.run(StopRequest())
-        return {name: _held(value) for name, value in run.tensors().items()}, launched, len(flat.spans)
+        return (
+            {name: _held(value) for name, value in run.tensors().items()},
+            launched,
+            len(flat.spans),
+        )
     finally:
         run.close()
 
@@ -93,15 +109,22 @@ def _held(value):
 def run(tmp_path, how, **graph):
     made = tiny(graph=True, steps=8, checkpoint_every=100)
     settings = dataclasses.replace(
-        made, parallel=ParallelConfig(dp=2, pp=2, chunks=2), model=dataclasses.replace(made.model, num_layers=4),
-        graph=dataclasses.replace(made.graph, **graph))
+        made,
+        parallel=ParallelConfig(dp=2, pp=2, chunks=2),
+        model=dataclasses.replace(made.model, num_layers=4),
+        graph=dataclasses.replace(made.graph, **graph),
+    )
     name = f"{how} {graph}"
     return run_ranks(train, 4, str(tmp_path / name), settings, how, layout=DP2_PP2, seconds=120.0)
 
 
 def differing(left, right):
-    return [name for (a, *_), (b, *_) in zip(left, right, strict=True) for name in a
-            if not torch.equal(a[name], b[name])]
+    return [
+        name
+        for (a, *_), (b, *_) in zip(left, right, strict=True)
+        for name in a
+        if not torch.equal(a[name], b[name])
+    ]
 
 
 def test_reductions_start_before_the_end_of_a_step_and_change_nothing(tmp_path):
@@ -111,7 +134,9 @@ def test_reductions_start_before_the_end_of_a_step_and_change_nothing(tmp_path):
     assert not differing(plain, overlapped) and not differing(plain, graphs)
     for _, launched, spans in (*overlapped, *graphs):
         # Also when graphs are replayed, after two steps of warm-up.
-        assert spans > 2 and max(launched[2:]) == spans, "the last backward of the step has started the last span"
+        assert spans > 2 and max(launched[2:]) == spans, (
+            "the last backward of the step has started the last span"
+        )
     assert all(max(launched) == 0 for _, launched, _ in plain)
 
 

@@ -1,5 +1,6 @@
 """Runs over pipeline stages: graphs equal eager bitwise, stages equal the whole in rounding,
 checkpoints move."""
+
 import dataclasses
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.checkpoint_reader import CheckpointError, read_metadata_file
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.validate import validate
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
+from packgraph.train.validate import validate
 
 pytestmark = pytest.mark.dist
 
@@ -26,13 +27,24 @@ ALONE, PP2, PP2_TP2 = Layout(dp=1), Layout(dp=1, pp=2), Layout(dp=1, pp=2, tp=2)
 
 def config(layout, steps, *, dropout=0.1, chunks=1, layers=2, sequence=True, tied=False, **graph):
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
-    model = dataclasses.replace(made.model, tie_embeddings=tied, num_layers=max(layers, 2 * chunks), dropout=dropout,
-                                num_heads=4, num_kv_heads=2, vocab_size=33)
+    model = dataclasses.replace(
+        made.model,
+        tie_embeddings=tied,
+        num_layers=max(layers, 2 * chunks),
+        dropout=dropout,
+        num_heads=4,
+        num_kv_heads=2,
+        vocab_size=33,
+    )
     return dataclasses.replace(
-        made, model=model, parallel=ParallelConfig(dp=layout.dp, pp=layout.pp, tp=layout.tp, chunks=chunks,
-                                                         sequence=sequence),
+        made,
+        model=model,
+        parallel=ParallelConfig(
+            dp=layout.dp, pp=layout.pp, tp=layout.tp, chunks=chunks, sequence=sequence
+        ),
         graph=dataclasses.replace(made.graph, **graph),
-        optimizer=dataclasses.replace(made.optimizer, decay_steps=20))
+        optimizer=dataclasses.replace(made.optimizer, decay_steps=20),
+    )
 
 
 def go(mesh, folder, settings, resume=False):
@@ -57,14 +69,21 @@ def _held(value):
 
 
 def ranks(layout, *arguments):
-    return run_ranks(go, (layout.dp or 1) * layout.pp * layout.tp, *arguments, layout=layout, seconds=120.0)
+    return run_ranks(
+        go, (layout.dp or 1) * layout.pp * layout.tp, *arguments, layout=layout, seconds=120.0
+    )
 
 
-@pytest.mark.parametrize(("layout", "options", "granularities"), [
-    (PP2, {}, ("layer", "chunk", "step")), (Layout(dp=2, pp=2), {"tied": True}, ("layer", "chunk")),
-    (PP2, {"chunks": 2, "tied": True}, ("layer", "chunk", "step")),
-    pytest.param(PP2_TP2, {}, ("layer", "chunk", "step"), marks=pytest.mark.slow)],
-    ids=["PP2", "DP2xPP2-tied", "PP2xVPP2-tied", "PP2xTP2"])
+@pytest.mark.parametrize(
+    ("layout", "options", "granularities"),
+    [
+        (PP2, {}, ("layer", "chunk", "step")),
+        (Layout(dp=2, pp=2), {"tied": True}, ("layer", "chunk")),
+        (PP2, {"chunks": 2, "tied": True}, ("layer", "chunk", "step")),
+        pytest.param(PP2_TP2, {}, ("layer", "chunk", "step"), marks=pytest.mark.slow),
+    ],
+    ids=["PP2", "DP2xPP2-tied", "PP2xVPP2-tied", "PP2xTP2"],
+)
 def test_every_granularity_equals_the_eager_run_bitwise(layout, options, granularities, tmp_path):
     eager = ranks(layout, str(tmp_path / "eager"), config(layout, 20, enabled=False, **options))
     for granularity in granularities:
@@ -74,7 +93,9 @@ def test_every_granularity_equals_the_eager_run_bitwise(layout, options, granula
             assert expected.keys() == got.keys()
             assert not [name for name in got if not torch.equal(expected[name], got[name])]
             assert totals["replayed"] > 0 and set(totals["fallbacks"]) <= {
-                "warm-up", "whole step: too many different call signatures"}
+                "warm-up",
+                "whole step: too many different call signatures",
+            }
         assert_copies_are_equal(graphs, layout)
 
 
@@ -93,21 +114,30 @@ def assert_copies_are_equal(results, layout):
 def test_a_replica_without_a_pack_waits_for_the_others(tmp_path):
     layout = Layout(dp=2, pp=2)
     settings = config(layout, 4)
-    settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, tokens_per_step=1))
+    settings = dataclasses.replace(
+        settings, run=dataclasses.replace(settings.run, tokens_per_step=1)
+    )
     for tensors, totals, _ in ranks(layout, str(tmp_path / "run"), settings):
         assert all(value.isfinite().all() for value in tensors.values())
         assert totals["replayed"] in (0, 2)
 
 
-@pytest.mark.parametrize(("layout", "options"), [
-    (PP2, {}), (PP2, {"tied": True}), (PP2_TP2, {"tied": True}), (PP2_TP2, {"sequence": False})],
-    ids=["PP2", "PP2-tied", "PP2xTP2-tied", "PP2xTP2-whole-rows"])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [(PP2, {}), (PP2, {"tied": True}), (PP2_TP2, {"tied": True}), (PP2_TP2, {"sequence": False})],
+    ids=["PP2", "PP2-tied", "PP2xTP2-tied", "PP2xTP2-whole-rows"],
+)
 def test_stages_learn_what_the_whole_model_learns(layout, options, tmp_path):
     stages = ranks(layout, str(tmp_path / "pp"), config(layout, 8, dropout=0.0, **options))
     assert_copies_are_equal(stages, layout)
-    assert_close(stages, ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 8, dropout=0.0, **options)))
-    for ours, theirs in zip(read_metrics(tmp_path / "pp" / METRICS), read_metrics(tmp_path / "alone" / METRICS),
-                            strict=True):
+    assert_close(
+        stages, ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 8, dropout=0.0, **options))
+    )
+    for ours, theirs in zip(
+        read_metrics(tmp_path / "pp" / METRICS),
+        read_metrics(tmp_path / "alone" / METRICS),
+        strict=True,
+    ):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-3)
 
@@ -118,7 +148,9 @@ def assert_close(results, alone):
     (_, _, found), (_, _, expected) = results[0], alone[0]
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: name + m)
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: name + m
+        )
 
 
 def test_a_run_moves_from_chunks_to_one_process_and_back(tmp_path):
@@ -126,11 +158,16 @@ def test_a_run_moves_from_chunks_to_one_process_and_back(tmp_path):
     ranks(PP2, folder, config(PP2, 3, dropout=0.0, chunks=2, tied=True))
     stored = read_metadata_file(Path(folder) / "checkpoints" / "step-00000003" / ".metadata")
     names = [index.fqn for index in stored.storage_data]
-    assert len(names) == len(set(names)) and "optimizer.embed_tokens.weight.exp_avg" in names, "copies are stored once"
+    assert len(names) == len(set(names)) and "optimizer.embed_tokens.weight.exp_avg" in names, (
+        "copies are stored once"
+    )
     ranks(ALONE, folder, config(ALONE, 6, dropout=0.0, layers=4, tied=True), True)
     moved = ranks(PP2, folder, config(PP2, 9, dropout=0.0, chunks=2, tied=True), True)
     assert_copies_are_equal(moved, PP2)
-    assert_close(moved, ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 9, dropout=0.0, layers=4, tied=True)))
+    assert_close(
+        moved,
+        ranks(ALONE, str(tmp_path / "alone"), config(ALONE, 9, dropout=0.0, layers=4, tied=True)),
+    )
 
 
 def test_a_resumed_pipeline_is_bitwise_the_one_that_never_stopped(tmp_path):
@@ -144,7 +181,9 @@ def test_a_resumed_pipeline_is_bitwise_the_one_that_never_stopped(tmp_path):
 def fewer_layers(mesh, folder, settings):
     """Ask for a checkpoint of more layers than there are: which rank holds too little is nobody's
     fault."""
-    with pytest.raises(CheckpointError, match=r"layers\.2\.input_layernorm\.weight is not part of this run"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.2\.input_layernorm\.weight is not part of this run"
+    ):
         go(mesh, folder, settings, True)
 
 
@@ -158,7 +197,10 @@ def test_what_cannot_be_a_pipeline_is_said_at_once():
     settings = config(Layout(dp=1, pp=4), 4, chunks=2, layers=4, scope=("head",))
     settings = dataclasses.replace(settings, parallel=ParallelConfig(dp=1, pp=4, chunks=2, tp=2))
     text = "\n".join(validate(settings, "cpu", world=8))
-    assert "parallel.pp = 4 x parallel.chunks = 2 needs at least as many layers, model.num_layers is 4" in text
+    assert (
+        "parallel.pp = 4 x parallel.chunks = 2 needs at least as many layers, model.num_layers is 4"
+        in text
+    )
     assert "head is on the last one only" in text
     assert not validate(config(Layout(dp=2, pp=2, tp=2), 4), "cpu", world=8)
     alone = dataclasses.replace(settings, parallel=ParallelConfig(dp=1, chunks=2))

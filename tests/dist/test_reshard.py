@@ -1,4 +1,5 @@
 """Checkpoints know no layout: saved by some processes, read by others, and the same run goes on."""
+
 import dataclasses
 import os
 import shutil
@@ -21,12 +22,12 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces, rectangles
 from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.validate import validate
 from packgraph.train.options import ParallelConfig
 from packgraph.train.random_state import random_states
 from packgraph.train.run_folder import check_same_run
 from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
+from packgraph.train.validate import validate
 
 LAYOUTS = {"alone": Layout(1), "dp2": Layout(dp=2), "tp2": Layout(tp=2)}
 
@@ -78,7 +79,11 @@ def go(mesh, folder, settings, resume):
             run.resume()
         loaded = {name: whole(value) for name, value in run.tensors().items()}
         run.run(StopRequest())
-        return loaded, {name: whole(value) for name, value in run.tensors().items()}, random_states(run.device)
+        return (
+            loaded,
+            {name: whole(value) for name, value in run.tensors().items()},
+            random_states(run.device),
+        )
     finally:
         run.close()
 
@@ -95,17 +100,23 @@ def ranks(layout, function, *arguments):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("first", "second", "dtype"), [
-    ("dp2", "alone", "bfloat16"), ("alone", "tp2", "float32"), ("tp2", "dp2", "bfloat16")])
+@pytest.mark.parametrize(
+    ("first", "second", "dtype"),
+    [("dp2", "alone", "bfloat16"), ("alone", "tp2", "float32"), ("tp2", "dp2", "bfloat16")],
+)
 def test_what_was_saved_is_loaded_at_another_layout(first, second, dtype, tmp_path):
     folder = str(tmp_path / "run")
     results = ranks(LAYOUTS[first], go, folder, config(LAYOUTS[first], 3, dtype=dtype), False)
     _, saved, _ = results[0]
     check_same_run(Path(folder), config(LAYOUTS[second], 5, dtype=dtype))
-    for loaded, ended, _ in ranks(LAYOUTS[second], go, folder, config(LAYOUTS[second], 5, dtype=dtype), True):
+    for loaded, ended, _ in ranks(
+        LAYOUTS[second], go, folder, config(LAYOUTS[second], 5, dtype=dtype), True
+    ):
         assert loaded.keys() == saved.keys()
         assert not [name for name in saved if not torch.equal(loaded[name], saved[name])]
-        assert ended["optimizer.step"] == 5 and all(value.isfinite().all() for value in ended.values())
+        assert ended["optimizer.step"] == 5 and all(
+            value.isfinite().all() for value in ended.values()
+        )
     assert any(name.endswith(".master") for name in saved) == (dtype == "bfloat16")
 
 
@@ -113,6 +124,7 @@ def test_what_was_saved_is_loaded_at_another_layout(first, second, dtype, tmp_pa
 def test_a_run_that_changes_its_layout_stays_the_same_run(tmp_path):
     """Without dropout, whose masks change with the layout: the data and the optimizer go on as if
     alone."""
+
     def settings(name, steps):
         made = config(LAYOUTS[name], steps)
         return dataclasses.replace(made, model=dataclasses.replace(made.model, dropout=0.0))
@@ -121,15 +133,21 @@ def test_a_run_that_changes_its_layout_stays_the_same_run(tmp_path):
     ranks(LAYOUTS["dp2"], go, folder, settings("dp2", 3), False)
     ranks(LAYOUTS["tp2"], go, folder, settings("tp2", 6), True)
     _, moved, _ = ranks(LAYOUTS["alone"], go, folder, settings("alone", 9), True)[0]
-    _, alone, _ = ranks(LAYOUTS["alone"], go, str(tmp_path / "alone"), settings("alone", 9), False)[0]
+    _, alone, _ = ranks(LAYOUTS["alone"], go, str(tmp_path / "alone"), settings("alone", 9), False)[
+        0
+    ]
     for name in alone:
-        torch.testing.assert_close(moved[name], alone[name], rtol=1e-3, atol=1e-4, msg=lambda m, name=name: name + m)
+        torch.testing.assert_close(
+            moved[name], alone[name], rtol=1e-3, atol=1e-4, msg=lambda m, name=name: name + m
+        )
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(layout, tmp_path):
-    straight = ranks(LAYOUTS[layout], go, str(tmp_path / "straight"), config(LAYOUTS[layout], 6), False)
+    straight = ranks(
+        LAYOUTS[layout], go, str(tmp_path / "straight"), config(LAYOUTS[layout], 6), False
+    )
     ranks(LAYOUTS[layout], go, str(tmp_path / "halves"), config(LAYOUTS[layout], 3), False)
     halves = ranks(LAYOUTS[layout], go, str(tmp_path / "halves"), config(LAYOUTS[layout], 6), True)
     for (_, left, left_random), (_, right, right_random) in zip(straight, halves, strict=True):
@@ -201,7 +219,9 @@ def test_layouts_that_do_not_fit_are_refused_all_at_once():
     assert "needs 12 processes, but 4 were started" in problems
     assert "num_kv_heads to be a multiple of it; it is 1" in problems
     odd = config(Layout(dp=1, tp=2), 3)
-    odd = dataclasses.replace(odd, graph=dataclasses.replace(odd.graph, capacities=(Capacity(15, 2),)))
+    odd = dataclasses.replace(
+        odd, graph=dataclasses.replace(odd.graph, capacities=(Capacity(15, 2),))
+    )
     assert "multiple of it, not 15" in "\n".join(validate(odd, "cpu", world=2))
     with pytest.raises(ValueError, match="tp must be at least 1, got 0"):
         ParallelConfig(tp=0)
@@ -211,14 +231,27 @@ def test_layouts_that_do_not_fit_are_refused_all_at_once():
 @pytest.mark.slow
 def test_torchrun_trains_and_a_failing_rank_ends_it(tmp_path):
     shutil.copy(__file__, tmp_path / "documents.txt")
-    options = f"""qwen3-tiny --data.source text --data.path {tmp_path}/documents.txt --run.steps 4 --run.device cpu
-        --run.folder {tmp_path} --run.tokens-per-step 512 --model.num-layers 2 --graph.capacities 256x8
+    options = f"""qwen3-tiny --data.source text --data.path {tmp_path}/documents.txt
+        --run.steps 4 --run.device cpu --run.folder {tmp_path} --run.tokens-per-step 512
+        --model.num-layers 2 --graph.capacities 256x8
         --run.name run --parallel.tp""".split()
     good = torchrun("-m", "packgraph.cli", "train", *options, "2", "--graph.strict")
     assert good.returncode == 0, good.stderr
     assert good.stderr.count("all steps done: 4 steps") == 1 and "tp=2" in good.stderr
-    again = torchrun("-m", "packgraph.cli", "train", "--config", str(tmp_path / "run" / "config.json"), "--resume",
-                     "--run.steps", "6", "--parallel.tp", "1", "--run.folder", str(tmp_path))
+    again = torchrun(
+        "-m",
+        "packgraph.cli",
+        "train",
+        "--config",
+        str(tmp_path / "run" / "config.json"),
+        "--resume",
+        "--run.steps",
+        "6",
+        "--parallel.tp",
+        "1",
+        "--run.folder",
+        str(tmp_path),
+    )
     assert again.returncode == 0, again.stderr
     assert "all steps done: 6 steps" in again.stderr and "dp=2" in again.stderr
     started = time.monotonic()
@@ -230,6 +263,19 @@ def test_torchrun_trains_and_a_failing_rank_ends_it(tmp_path):
 def torchrun(*words):
     source = Path(__file__).parents[2] / "src"
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run([*launcher, *words],
-                          capture_output=True, text=True, timeout=240, env=environment, check=False)
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    return subprocess.run(
+        [*launcher, *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )

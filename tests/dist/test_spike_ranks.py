@@ -1,4 +1,5 @@
 """Spikes on several ranks: all leave out the same steps or go back together, and stay one run."""
+
 import dataclasses
 import math
 from pathlib import Path
@@ -13,7 +14,12 @@ from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
-LAYOUTS = {"dp2": Layout(dp=2), "tp2": Layout(dp=1, tp=2), "pp2": Layout(dp=1, pp=2), "cp2": Layout(dp=1, cp=2)}
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "tp2": Layout(dp=1, tp=2),
+    "pp2": Layout(dp=1, pp=2),
+    "cp2": Layout(dp=1, cp=2),
+}
 
 
 def settings(layout, policy):
@@ -37,9 +43,15 @@ def trained(mesh, folder, made, factor):
 
     run.optimizer.flat.reduce = spoilt
     summary = run.run(StopRequest())
-    finite = all(bool(local_tensor(parameter).isfinite().all()) for parameter in run.model.parameters())
+    finite = all(
+        bool(local_tensor(parameter).isfinite().all()) for parameter in run.model.parameters()
+    )
     run.close()
-    return summary["spikes"], [row["loss"] for row in read_metrics(Path(folder) / "run" / METRICS)], finite
+    return (
+        summary["spikes"],
+        [row["loss"] for row in read_metrics(Path(folder) / "run" / METRICS)],
+        finite,
+    )
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
@@ -47,7 +59,9 @@ def trained(mesh, folder, made, factor):
 def test_all_ranks_decide_alike(tmp_path, name, policy):
     layout = LAYOUTS[name]
     factor = math.nan if policy == "skip" else 1e5
-    found = run_ranks(trained, 2, str(tmp_path), settings(layout, policy), factor, layout=layout, seconds=120.0)
+    found = run_ranks(
+        trained, 2, str(tmp_path), settings(layout, policy), factor, layout=layout, seconds=120.0
+    )
     assert found[0][0] == found[1][0] and found[0][2] and found[1][2]
     assert found[0][0]["skipped" if policy == "skip" else "rolled_back"] >= 1
     losses = [loss for loss in found[0][1] if loss is not None]

@@ -1,5 +1,6 @@
 """A whole step with its update as one graph on tensor parallel ranks: collectives of model and norm
 are in it too."""
+
 import dataclasses
 from pathlib import Path
 
@@ -39,13 +40,21 @@ def test_tensor_parallel_steps_with_the_update_inside_equal_eager_ones_bitwise(t
     results = {}
     for enabled in (False, True):
         settings = dataclasses.replace(
-            made, parallel=ParallelConfig(dp=1, tp=2),
+            made,
+            parallel=ParallelConfig(dp=1, tp=2),
             model=dataclasses.replace(made.model, num_heads=4, num_kv_heads=2, vocab_size=33),
-            graph=dataclasses.replace(made.graph, enabled=enabled, granularity="step", optimizer=True, strict=True),
-            optimizer=dataclasses.replace(made.optimizer, clip_norm=0.3))
+            graph=dataclasses.replace(
+                made.graph, enabled=enabled, granularity="step", optimizer=True, strict=True
+            ),
+            optimizer=dataclasses.replace(made.optimizer, clip_norm=0.3),
+        )
         results[enabled] = run_ranks(train, 2, str(tmp_path / str(enabled)), settings, layout=TP2)
     rows = [read_metrics(tmp_path / str(enabled) / METRICS) for enabled in (False, True)]
-    assert [(a["loss"], a["gradient_norm"]) for a in rows[0]] == [(b["loss"], b["gradient_norm"]) for b in rows[1]]
+    assert [(a["loss"], a["gradient_norm"]) for a in rows[0]] == [
+        (b["loss"], b["gradient_norm"]) for b in rows[1]
+    ]
     for (eager, _), (graph, totals) in zip(results[False], results[True], strict=True):
         assert not [name for name in eager if not torch.equal(eager[name], graph[name])]
-        assert totals["replayed"] == 6 and totals["fallbacks"] == {"warm-up": totals["fallbacks"]["warm-up"]}
+        assert totals["replayed"] == 6 and totals["fallbacks"] == {
+            "warm-up": totals["fallbacks"]["warm-up"]
+        }

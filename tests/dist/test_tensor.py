@@ -1,9 +1,18 @@
 """Tensor parallelism: a model split over ranks computes what the whole one does, through graphs
 exactly as eagerly."""
+
 import pytest
 import torch
 from distkit import run_ranks
-from parallelkit import Run, assert_same_within_rounding, differences, steps_of_packs, tiny_config, train, train_both
+from parallelkit import (
+    Run,
+    assert_same_within_rounding,
+    differences,
+    steps_of_packs,
+    tiny_config,
+    train,
+    train_both,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -18,9 +27,23 @@ STEPS = 10
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("sequence", "options"), [
-    (False, {"granularity": "layer"}), (True, {"granularity": "layer"}), (False, {"granularity": "chunk"}),
-    (True, {"granularity": "chunk", "tie_embeddings": False, "vocab_size": 33, "attention_bias": True})])
+@pytest.mark.parametrize(
+    ("sequence", "options"),
+    [
+        (False, {"granularity": "layer"}),
+        (True, {"granularity": "layer"}),
+        (False, {"granularity": "chunk"}),
+        (
+            True,
+            {
+                "granularity": "chunk",
+                "tie_embeddings": False,
+                "vocab_size": 33,
+                "attention_bias": True,
+            },
+        ),
+    ],
+)
 def test_graphs_equal_eager_on_every_rank(sequence, options):
     options = {"steps": STEPS, "dropout": 0.2, "sequence": sequence, "set_to_none": True, **options}
     for eager, graph in run_ranks(train_both, 2, options, layout=TP2):
@@ -33,11 +56,16 @@ def run_graphs(mesh, options):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("options", [
-    # Without sequence parallelism activations are copies, so even dropout is that of one process.
-    {"sequence": False, "dropout": 0.2},
-    {"sequence": True},
-    {"sequence": True, "tie_embeddings": False, "vocab_size": 33, "attention_bias": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Without sequence parallelism activations are copies, so even dropout is that of one
+        # process.
+        {"sequence": False, "dropout": 0.2},
+        {"sequence": True},
+        {"sequence": True, "tie_embeddings": False, "vocab_size": 33, "attention_bias": True},
+    ],
+)
 def test_two_ranks_equal_one_process_within_rounding(options):
     alone = train(None, graphs=False, steps=STEPS, **options)
     results = run_ranks(run_graphs, 2, options, layout=TP2)
@@ -53,8 +81,11 @@ def test_copies_stay_equal_and_replicas_compose():
     results = run_ranks(run_six, 4, layout=TP2)
     assert_same_within_rounding(results, alone)
     for result in results[1:]:
-        assert all(torch.equal(result["trace"][-1][name], value) for name, value in results[0]["trace"][-1].items()
-                   if name.startswith("parameter"))
+        assert all(
+            torch.equal(result["trace"][-1][name], value)
+            for name, value in results[0]["trace"][-1].items()
+            if name.startswith("parameter")
+        )
 
 
 def run_six(mesh):
@@ -72,17 +103,23 @@ def masks_and_states(mesh, sequence):
 @pytest.mark.dist
 @pytest.mark.parametrize("sequence", [False, True])
 def test_dropout_is_equal_on_copies_and_different_on_parts(sequence):
-    (first, first_state), (second, second_state) = run_ranks(masks_and_states, 2, sequence, layout=TP2)
+    (first, first_state), (second, second_state) = run_ranks(
+        masks_and_states, 2, sequence, layout=TP2
+    )
     assert torch.equal(first, second) == torch.equal(first_state, second_state) == (not sequence)
 
 
 def test_seeds_of_dropout():
     def seeds(sequence):
         layout = Layout(dp=2, pp=2, tp=2)
-        return [dropout_seed(7, Mesh(layout, rank, layout.coordinates(rank), None), sequence=sequence)
-                for rank in range(8)]
+        return [
+            dropout_seed(7, Mesh(layout, rank, layout.coordinates(rank), None), sequence=sequence)
+            for rank in range(8)
+        ]
 
-    assert dropout_seed(7, single_process(), sequence=True) == 7 == seeds(True)[0] == seeds(False)[0]
+    assert (
+        dropout_seed(7, single_process(), sequence=True) == 7 == seeds(True)[0] == seeds(False)[0]
+    )
     assert len(set(seeds(True))) == 8
     assert len(set(seeds(False))) == 4 and seeds(False)[::2] == seeds(False)[1::2]
 
@@ -103,18 +140,35 @@ def refused(mesh):
         head_cross_entropy(torch.ones(2, 3), weight, torch.ones(2, dtype=torch.int64))
     model = DecoderModel(tiny_config())
     parallelize(model, mesh["tp"])
-    split = {name for name, parameter in model.named_parameters()
-             if isinstance(parameter, DTensor) and parameter.placements[0].is_shard()}
+    split = {
+        name
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
+    }
     assert {name.split(".")[-2] for name in split} == {
-        "embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    return sum(parameter._local_tensor.numel() if isinstance(parameter, DTensor) else parameter.numel()
-               for parameter in model.parameters())
+        "embed_tokens",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+    return sum(
+        parameter._local_tensor.numel() if isinstance(parameter, DTensor) else parameter.numel()
+        for parameter in model.parameters()
+    )
 
 
 @pytest.mark.dist
 def test_every_matrix_is_split():
     whole = sum(parameter.numel() for parameter in DecoderModel(tiny_config()).parameters())
-    vectors = sum(parameter.numel() for parameter in DecoderModel(tiny_config()).parameters() if parameter.dim() == 1)
+    vectors = sum(
+        parameter.numel()
+        for parameter in DecoderModel(tiny_config()).parameters()
+        if parameter.dim() == 1
+    )
     assert run_ranks(refused, 2, layout=TP2) == [(whole + vectors) // 2] * 2
 
 
@@ -133,7 +187,10 @@ def loss_and_embedding(mesh, words, chunk, split_rows):
 
 
 def _case(words):
-    hidden, weight = torch.randn(10, 6, requires_grad=True), torch.randn(words, 6, requires_grad=True)
+    hidden, weight = (
+        torch.randn(10, 6, requires_grad=True),
+        torch.randn(words, 6, requires_grad=True),
+    )
     labels = torch.randint(0, words, (10,))
     labels[::4] = -100
     padding = torch.arange(10) >= 8
@@ -148,7 +205,12 @@ def illegal_words(mesh, label, token):
     labels[5], tokens[3] = label, token
     loss = head_cross_entropy(hidden, head, labels, 4)
     loss.backward()
-    return loss.detach(), hidden.grad, head.grad.full_tensor(), embed(tokens, padding, head, split_rows=False).detach()
+    return (
+        loss.detach(),
+        hidden.grad,
+        head.grad.full_tensor(),
+        embed(tokens, padding, head, split_rows=False).detach(),
+    )
 
 
 @pytest.mark.dist
@@ -172,7 +234,9 @@ def _weighted(rows, first):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("words", "chunk", "split_rows"), [(8, None, False), (9, 3, True), (9, 4, False)])
+@pytest.mark.parametrize(
+    ("words", "chunk", "split_rows"), [(8, None, False), (9, 3, True), (9, 4, False)]
+)
 def test_split_vocabulary_equals_the_specification(words, chunk, split_rows):
     results = run_ranks(loss_and_embedding, 2, words, chunk, split_rows, layout=TP2)
     torch.manual_seed(1)
@@ -184,7 +248,9 @@ def test_split_vocabulary_equals_the_specification(words, chunk, split_rows):
     _weighted(rows, 0).backward()
     for rank, (ours, part_gradient, our_head, our_rows, our_embedding) in enumerate(results):
         torch.testing.assert_close(ours, loss.detach(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(part_gradient, hidden.grad.chunk(2)[rank] if split_rows else hidden.grad)
+        torch.testing.assert_close(
+            part_gradient, hidden.grad.chunk(2)[rank] if split_rows else hidden.grad
+        )
         torch.testing.assert_close(our_head, head_gradient)
         assert torch.equal(our_rows, rows.chunk(2)[rank] if split_rows else rows)
         torch.testing.assert_close(our_embedding, weight.grad)

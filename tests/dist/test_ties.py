@@ -1,4 +1,5 @@
 """A parameter that two stages hold is one: same gradient, same update, counted once."""
+
 import pytest
 import torch
 from distkit import run_ranks

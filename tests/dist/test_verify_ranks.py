@@ -1,5 +1,6 @@
 """Verify over several ranks: finds nothing where they are right, names rank, step and tensor where
 they are not."""
+
 import dataclasses
 import io
 import math
@@ -15,6 +16,11 @@ import torch
 from distkit import CPU, run_ranks
 from rich.console import Console
 
+from packgraph.graphs.graphed import GraphedModule
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.mesh import Layout
+from packgraph.train.expert_balance import ExpertBalance
 from packgraph.verification import compared_run as side
 from packgraph.verification.compare import Difference
 from packgraph.verification.matrix import budget_of, config_for, layouts_of, random_packs
@@ -34,11 +40,6 @@ from packgraph.verification.progress import SILENT, VerificationProgress
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.report import print_ranks_report, print_ranks_total
 from packgraph.verification.verify import VerifyReport
-from packgraph.graphs.graphed import GraphedModule
-from packgraph.packing.capacity import Capacity
-from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.mesh import Layout
-from packgraph.train.expert_balance import ExpertBalance
 
 DP2, TP2, PP2, CP2 = Layout(dp=2), Layout(dp=1, tp=2), Layout(dp=1, pp=2), Layout(dp=1, cp=2)
 EP2, EP4, PP2_EP2 = Layout(dp=2, ep=2), Layout(dp=4, ep=4), Layout(dp=2, pp=2, ep=2)
@@ -47,8 +48,11 @@ KINDS = [FIRST_WEIGHTS, LOSS, GRADIENTS, NORM, PARAMETERS, COPIES, STATE]
 
 def config(layout, granularity="layer", steps=5, **run):
     made = config_for(layout, granularity, steps)
-    return dataclasses.replace(made, graph=dataclasses.replace(made.graph, strict=True, granularity=granularity),
-                               run=dataclasses.replace(made.run, **run))
+    return dataclasses.replace(
+        made,
+        graph=dataclasses.replace(made.graph, strict=True, granularity=granularity),
+        run=dataclasses.replace(made.run, **run),
+    )
 
 
 def packs():
@@ -72,9 +76,18 @@ def test_ranks_decide_together_what_a_budget_allows(layout):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("layout", "granularity", "dtype"), [
-    (TP2, "layer", "float32"), (DP2, "layer", "float32"), (DP2, "chunk", "bfloat16"), (PP2, "layer", "float32"),
-    (PP2, "chunk", "float32"), (PP2, "step", "float32"), (EP2, "layer", "float32")])
+@pytest.mark.parametrize(
+    ("layout", "granularity", "dtype"),
+    [
+        (TP2, "layer", "float32"),
+        (DP2, "layer", "float32"),
+        (DP2, "chunk", "bfloat16"),
+        (PP2, "layer", "float32"),
+        (PP2, "chunk", "float32"),
+        (PP2, "step", "float32"),
+        (EP2, "layer", "float32"),
+    ],
+)
 def test_right_runs_are_bitwise_equal_and_those_of_one_process(layout, granularity, dtype):
     first, second = run_ranks(both, 2, config(layout, granularity, dtype=dtype), layout=layout)
     assert first == second, "all ranks know what every rank has found"
@@ -85,20 +98,30 @@ def test_right_runs_are_bitwise_equal_and_those_of_one_process(layout, granulari
     assert first.one_process.distances[FIRST_WEIGHTS].size == 0.0
     # Far enough from the limits that longer and deeper runs stay below, near enough that limits
     # mean something.
-    assert all(distance.size <= distance.limit / 5 for distance in first.one_process.distances.values())
+    assert all(
+        distance.size <= distance.limit / 5 for distance in first.one_process.distances.values()
+    )
 
 
 @pytest.mark.dist
 def test_tensor_parallel_pipelines_are_verified():
     layout = Layout(dp=1, pp=2, tp=2)
-    assert all(report.good for report in run_ranks(both, 4, config(layout, steps=4), layout=layout, seconds=120.0))
+    assert all(
+        report.good
+        for report in run_ranks(both, 4, config(layout, steps=4), layout=layout, seconds=120.0)
+    )
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "granularity"), [(EP4, "chunk"), (PP2_EP2, "layer"), (PP2_EP2, "step")], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "granularity"), [(EP4, "chunk"), (PP2_EP2, "layer"), (PP2_EP2, "step")], ids=str
+)
 def test_replicas_of_any_layout_that_share_experts_are_verified(layout, granularity):
-    assert all(report.good for report in run_ranks(both, 4, config(layout, granularity), layout=layout, seconds=120.0))
+    assert all(
+        report.good
+        for report in run_ranks(both, 4, config(layout, granularity), layout=layout, seconds=120.0)
+    )
 
 
 @pytest.mark.dist
@@ -113,8 +136,17 @@ def test_a_step_that_lacks_room_for_experts_is_made_again_before_it_is_compared(
 
 def told(mesh, settings):
     lines = []
-    report = verify_ranks("told", settings, packs, CPU, mesh, budget=budget_of,
-                          pace=VerificationProgress(lines.append, lambda: 0.0, every=0.0) if mesh.rank == 0 else SILENT)
+    report = verify_ranks(
+        "told",
+        settings,
+        packs,
+        CPU,
+        mesh,
+        budget=budget_of,
+        pace=VerificationProgress(lines.append, lambda: 0.0, every=0.0)
+        if mesh.rank == 0
+        else SILENT,
+    )
     return report, lines
 
 
@@ -122,8 +154,11 @@ def told(mesh, settings):
 def test_how_far_the_comparisons_are_is_told():
     (report, lines), (_, none) = run_ranks(told, 2, config(DP2, steps=3), layout=DP2)
     assert report.good and none == []
-    assert lines == [f"{phase}{text}" for phase in ("", "against one process: ")
-                     for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")]
+    assert lines == [
+        f"{phase}{text}"
+        for phase in ("", "against one process: ")
+        for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")
+    ]
 
 
 def biases_left_alone(mesh, settings):
@@ -139,7 +174,9 @@ def biases_left_alone(mesh, settings):
                 gate.e_score_correction_bias.copy_(bias)
 
     with mock.patch.object(ExpertBalance, "update", update):
-        return verify_ranks("biases", settings, packs, CPU, mesh, one_process=False, budget=budget_of)
+        return verify_ranks(
+            "biases", settings, packs, CPU, mesh, one_process=False, budget=budget_of
+        )
 
 
 @pytest.mark.dist
@@ -161,7 +198,9 @@ def disturbed_on_the_second_rank(mesh, settings):
         return result
 
     with mock.patch.object(GraphedModule, "__call__", forward if mesh.rank == 1 else original):
-        return verify_ranks("disturbed", settings, packs, CPU, mesh, one_process=False, budget=budget_of)
+        return verify_ranks(
+            "disturbed", settings, packs, CPU, mesh, one_process=False, budget=budget_of
+        )
 
 
 @pytest.mark.dist
@@ -172,11 +211,19 @@ def test_the_rank_whose_graphs_are_wrong_is_named():
     assert culprit.rank == 1 and culprit.kind == "gradients" and culprit.difference.step == 3
     assert str(culprit).startswith("rank 1: step 3: norm.weight: ")
     assert {one.rank for one in first.found("gradients") if one.difference.step == 3} == {1}
-    assert {one.rank for one in first.found("summed gradients")} == {0, 1} == {one.rank for one in first.found("loss")}
-    assert {other.difference.step for other in others} == {3, 4}, "the next step's losses see the wrong weights"
+    assert (
+        {one.rank for one in first.found("summed gradients")}
+        == {0, 1}
+        == {one.rank for one in first.found("loss")}
+    )
+    assert {other.difference.step for other in others} == {3, 4}, (
+        "the next step's losses see the wrong weights"
+    )
     assert not first.found("random states")
     text = printed(first)
-    assert "First difference between eager and graph: gradients: rank 1: step 3: norm.weight: " in text
+    assert (
+        "First difference between eager and graph: gradients: rank 1: step 3: norm.weight: " in text
+    )
     assert "; also on rank" in text and "0 of 1 runs bitwise equal on every rank\n" in text
 
 
@@ -195,15 +242,22 @@ def averaged(mesh, settings):
             span.own_gradients.mul_(0.5)
 
     with mock.patch.object(FlatParameters, "reduce", reduce):
-        return compared(mesh, settings), verify_ranks("averaged", settings, packs, CPU, mesh, one_process=False)
+        return compared(mesh, settings), verify_ranks(
+            "averaged", settings, packs, CPU, mesh, one_process=False
+        )
 
 
 @pytest.mark.dist
 def test_a_wrong_scale_of_gradients_is_no_run_of_one_process():
     for report, bitwise in run_ranks(averaged, 2, config(DP2), layout=DP2):
-        assert bitwise.good, "eager and graphs agree, so only the comparison with one process can tell"
+        assert bitwise.good, (
+            "eager and graphs agree, so only the comparison with one process can tell"
+        )
         assert not report.good
-        assert {kind for kind, distance in report.distances.items() if not distance.good} == {GRADIENTS, NORM}
+        assert {kind for kind, distance in report.distances.items() if not distance.good} == {
+            GRADIENTS,
+            NORM,
+        }
         assert report.distances[GRADIENTS].size == pytest.approx(0.5, rel=1e-3)
         assert report.distances[GRADIENTS].step == 1 and report.distances[GRADIENTS].name
 
@@ -253,16 +307,24 @@ def test_distances_are_relative_and_nan_is_over_every_limit():
     assert relative_distance(ones, ones.clone()) == 0.0
     assert relative_distance(1.01 * ones, ones) == pytest.approx(0.01, rel=1e-4)
     assert relative_distance(torch.zeros(4), torch.zeros(4)) == 0.0
-    assert relative_distance(ones, torch.zeros(4)) == math.inf == relative_distance(ones, torch.ones(5))
+    assert (
+        relative_distance(ones, torch.zeros(4))
+        == math.inf
+        == relative_distance(ones, torch.ones(5))
+    )
     assert relative_distance(1e-3 * ones, torch.zeros(4), smallest=1.0) == pytest.approx(2e-3)
-    assert math.isnan(relative_distance(ones * math.nan, ones)) and math.isnan(relative_distance(ones, ones * math.nan))
+    assert math.isnan(relative_distance(ones * math.nan, ones)) and math.isnan(
+        relative_distance(ones, ones * math.nan)
+    )
     report = OneProcessReport("float32", steps=3)
     for step, size in enumerate((1e-7, 3e-7, 2e-7)):
         report.note(LOSS, step, "", size)
     assert report.good and report.distances[LOSS].step == 1
     report.note(LOSS, 3, "", math.nan)
     report.note(LOSS, 4, "", 1.0)
-    assert not report.good and report.distances[LOSS].step == 3, "the first step that is wrong says where to look"
+    assert not report.good and report.distances[LOSS].step == 3, (
+        "the first step that is wrong says where to look"
+    )
     assert not OneProcessReport("float32").good, "nothing compared is nothing shown"
 
 
@@ -275,20 +337,33 @@ def printed(report):
 
 def test_what_the_table_says():
     sizes = Counter({Capacity(1024, 32): 2, Capacity(512, 16): 7})
-    good = VerifyReport("", steps=4, microbatches=9, rows=sizes, replayed=5, fallbacks={"warm-up": 4})
+    good = VerifyReport(
+        "", steps=4, microbatches=9, rows=sizes, replayed=5, fallbacks={"warm-up": 4}
+    )
     alone = OneProcessReport("float32", steps=4)
     alone.note(FIRST_WEIGHTS, 0, "norm.weight", 0.0)
     alone.note(LOSS, 2, "", 3e-7)
     text = printed(RanksReport("run", (good, good), alone))
     assert text.count("bitwise equal on every rank") == 6 and "10 / 8 warm-up" in text
     assert "512x16: 7, 1024x32: 2" in text, "rows of the whole step, which every rank counts alike"
-    assert "3e-07 of at most 1e-05 (step 2)" in text and "1 of 1 runs" in text and "rounded in another order" in text
+    assert (
+        "3e-07 of at most 1e-05 (step 2)" in text
+        and "1 of 1 runs" in text
+        and "rounded in another order" in text
+    )
     alone.note(GRADIENTS, 3, "norm.weight", 0.25)
     text = printed(RanksReport("run", (good, good), alone))
-    assert "DIFFERS: 0.25, at most 1e-04 is allowed (step 3, norm.weight)" in text and "0 of 1 runs" in text
+    assert (
+        "DIFFERS: 0.25, at most 1e-04 is allowed (step 3, norm.weight)" in text
+        and "0 of 1 runs" in text
+    )
     silent = dataclasses.replace(good, replayed=0)
     text = printed(RanksReport("run", (good, silent), None))
-    assert "Nothing was replayed on rank 1" in text and "0 of 1 runs" in text and "one process" not in text
+    assert (
+        "Nothing was replayed on rank 1" in text
+        and "0 of 1 runs" in text
+        and "one process" not in text
+    )
 
 
 def test_the_first_difference_is_the_one_that_came_up_first():
@@ -296,30 +371,50 @@ def test_the_first_difference_is_the_one_that_came_up_first():
         differences = {kind: Difference(step, name, "") for kind, step, name in found}
         return VerifyReport("", replayed=1, differences=differences)
 
-    ranks = RanksReport("", (report(("summed gradients", 3, "a"), ("parameters", 3, "b")),
-                             report(("gradients", 3, "a"), ("random states", 2, "cpu")),
-                             report(("loss", 4, "loss"))), None)
+    ranks = RanksReport(
+        "",
+        (
+            report(("summed gradients", 3, "a"), ("parameters", 3, "b")),
+            report(("gradients", 3, "a"), ("random states", 2, "cpu")),
+            report(("loss", 4, "loss")),
+        ),
+        None,
+    )
     order = [(one.rank, one.difference.name) for one in ranks.found()]
     assert order == [(1, "cpu"), (1, "a"), (0, "a"), (0, "b"), (2, "loss")]
 
 
 def test_every_layout_of_a_number_of_processes_is_tried():
     assert layouts_of(2) == [DP2, TP2, PP2, EP2, CP2]
-    assert {(layout.dp, layout.pp, layout.cp, layout.tp, layout.ep) for layout in layouts_of(4)} == {
-        (4, 1, 1, 1, 1), (2, 1, 1, 2, 1), (1, 1, 1, 4, 1), (2, 2, 1, 1, 1), (1, 2, 1, 2, 1), (1, 4, 1, 1, 1),
-        (4, 1, 1, 1, 4), (2, 2, 1, 1, 2), (1, 1, 4, 1, 1), (1, 2, 2, 1, 1)}
+    assert {
+        (layout.dp, layout.pp, layout.cp, layout.tp, layout.ep) for layout in layouts_of(4)
+    } == {
+        (4, 1, 1, 1, 1),
+        (2, 1, 1, 2, 1),
+        (1, 1, 1, 4, 1),
+        (2, 2, 1, 1, 1),
+        (1, 2, 1, 2, 1),
+        (1, 4, 1, 1, 1),
+        (4, 1, 1, 1, 4),
+        (2, 2, 1, 1, 2),
+        (1, 1, 4, 1, 1),
+        (1, 2, 2, 1, 1),
+    }
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_torchrun_verifies_and_ends_with_its_verdict(tmp_path):
     (tmp_path / "documents.txt").write_text(Path(__file__).read_text()[:5000])
-    options = f"""verify qwen3-tiny --steps 4 --data.source text --data.path {tmp_path}/documents.txt --run.device cpu
-        --run.tokens-per-step 512 --model.num-layers 2 --graph.capacities 128x4,256x8""".split()
+    options = f"""verify qwen3-tiny --steps 4 --data.source text --data.path {tmp_path}/documents.txt
+        --run.device cpu --run.tokens-per-step 512 --model.num-layers 2 --graph.capacities 128x4,256x8""".split()
     good = torchrun(*options, "--parallel.tp", "2")
     assert good.returncode == 0, good.stderr
     assert good.stdout.count("eager against graph on 2 ranks") == 1 and "tp=2" in good.stdout
-    assert "1 of 1 runs bitwise equal on every rank and, within the limits, those of one process" in good.stdout
+    assert (
+        "1 of 1 runs bitwise equal on every rank and, within the limits, those of one process"
+        in good.stdout
+    )
     # all of it is one step, a step of warm-up
     once = ("--data.epochs", "1", "--run.tokens-per-step", "1000000")
     nothing = torchrun(*options, *once, "--skip-one-process")
@@ -330,6 +425,19 @@ def test_torchrun_verifies_and_ends_with_its_verdict(tmp_path):
 def torchrun(*words):
     source = Path(__file__).parents[2] / "src"
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run([*launcher, "-m", "packgraph.cli", *words],
-                          capture_output=True, text=True, timeout=240, env=environment, check=False)
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    return subprocess.run(
+        [*launcher, "-m", "packgraph.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )

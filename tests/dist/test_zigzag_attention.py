@@ -1,5 +1,6 @@
 """Attention of a row cut in zigzag against the same attention in one process: outputs, all
 gradients, isolation."""
+
 import functools
 import random
 from unittest import mock
@@ -12,8 +13,8 @@ from distkit import run_ranks
 from packgraph.ops.attention import flash as attention_flash
 from packgraph.ops.attention import varlen as attention_varlen
 from packgraph.ops.attention.api import attention, attention_metadata
-from packgraph.ops.attention.flash import Kernels, Library
 from packgraph.ops.attention.context import ContextGroup
+from packgraph.ops.attention.flash import Kernels, Library
 from packgraph.ops.attention.zigzag import zigzag_tables
 from packgraph.ops.attention.zigzag_attention import gather_parts, prefixes
 from packgraph.packing.batch import PackedBatch
@@ -24,9 +25,12 @@ pytestmark = pytest.mark.dist
 
 HEADS, WIDTH, VALUES = 6, 6, 4  # four ranks cannot share six heads
 ROWS = {
-    "mixed": (Capacity(72, 8), (13, 1, 20, 7)), "one document on all ranks": (Capacity(48, 4), (47,)),
-    "full": (Capacity(48, 3), (16, 32)), "single tokens": (Capacity(64, 8), (1,) * 6),
-    "empty": (Capacity(16, 2), ()), "bounded": (Capacity(64, 8, 21), (21, 3, 9)),
+    "mixed": (Capacity(72, 8), (13, 1, 20, 7)),
+    "one document on all ranks": (Capacity(48, 4), (47,)),
+    "full": (Capacity(48, 3), (16, 32)),
+    "single tokens": (Capacity(64, 8), (1,) * 6),
+    "empty": (Capacity(16, 2), ()),
+    "bounded": (Capacity(64, 8, 21), (21, 3, 9)),
     "thousands of tiny documents": (Capacity(2048, 1200, 8), (1,) * 150 + (2,) * 50 + (5,) * 20),
 }
 
@@ -37,14 +41,21 @@ def batch_of(name):
     draw = random.Random(name)
     if not lengths:
         return PackedBatch.empty(capacity)
-    return PackedBatch.build([[draw.randrange(9) for _ in range(length)] for length in lengths], capacity)
+    return PackedBatch.build(
+        [[draw.randrange(9) for _ in range(length)] for length in lengths], capacity
+    )
 
 
 def inputs(batch, key_heads, values):
     """q, k, v and the gradient of the output, of the whole row, float64."""
     draw = torch.Generator().manual_seed(key_heads)
     tokens = batch.capacity.tokens
-    shapes = ((tokens, HEADS, WIDTH), (tokens, key_heads, WIDTH), (tokens, key_heads, values), (tokens, HEADS, values))
+    shapes = (
+        (tokens, HEADS, WIDTH),
+        (tokens, key_heads, WIDTH),
+        (tokens, key_heads, values),
+        (tokens, HEADS, values),
+    )
     return [torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in shapes]
 
 
@@ -62,7 +73,9 @@ def share(batch, tensors, backend, context, held=0.0):
     padding holds."""
     rows = zigzag_tables(batch, context).rows
     metadata = attention_metadata(batch, backend, finite_padding=held == 0.0, context=context)
-    *leaves, grad = (tensor[rows.source].masked_fill(rows.padding[:, None, None], held) for tensor in tensors)
+    *leaves, grad = (
+        tensor[rows.source].masked_fill(rows.padding[:, None, None], held) for tensor in tensors
+    )
     leaves = [leaf.requires_grad_() for leaf in leaves]
     out = attention(*leaves, metadata, scale=0.3)
     out.backward(grad)
@@ -84,15 +97,24 @@ def whole(results, part, like):
 
 
 def on_ranks(mesh, cases):
-    return [share(batch_of(name), inputs(batch_of(name), heads, values), backend, context_of(mesh), held)
-            for name, heads, values, backend, held in cases]
+    return [
+        share(
+            batch_of(name), inputs(batch_of(name), heads, values), backend, context_of(mesh), held
+        )
+        for name, heads, values, backend, held in cases
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_outputs_and_gradients_are_those_of_one_process(ranks):
     """Grouped heads, one for each query head, and values narrower than keys, as latent attention
     has them."""
-    cases = [(name, heads, WIDTH, "sdpa", 0.0) for name in ROWS for heads in (1, 3) if heads == 1 or len(name) < 20]
+    cases = [
+        (name, heads, WIDTH, "sdpa", 0.0)
+        for name in ROWS
+        for heads in (1, 3)
+        if heads == 1 or len(name) < 20
+    ]
     cases += [("mixed", HEADS, VALUES, backend, 0.0) for backend in ("sdpa", "naive")]
     cases += [("mixed", 2, VALUES, "sdpa", torch.nan), ("bounded", 3, WIDTH, "naive", torch.inf)]
     results = run_ranks(on_ranks, ranks, cases, layout=Layout(cp=ranks))
@@ -101,17 +123,26 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks):
         expected = differentiate(batch, inputs(batch, heads, values), "naive")
         for part, label in enumerate(("out", "dq", "dk", "dv")):
             found = whole([result[number] for result in results], part, expected[part])
-            torch.testing.assert_close(found, expected[part], rtol=1e-12, atol=1e-12, msg=lambda text, place=(
-                name, heads, backend, label): f"{place}: {text}")
+            torch.testing.assert_close(
+                found,
+                expected[part],
+                rtol=1e-12,
+                atol=1e-12,
+                msg=lambda text, place=(name, heads, backend, label): f"{place}: {text}",
+            )
 
 
-KERNEL_CASES = [(name, VALUES, backend, held) for backend in ("varlen", "flash")
-                for name, held in (("mixed", 0.0), ("bounded", torch.nan), ("empty", 0.0))]
+KERNEL_CASES = [
+    (name, VALUES, backend, held)
+    for backend in ("varlen", "flash")
+    for name, held in (("mixed", 0.0), ("bounded", torch.nan), ("empty", 0.0))
+]
 
 
 def with_kernels(mesh):
     """The kernels' places taken by the textbook formula, which leaves all rows that it should not
     write NaN."""
+
     def forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale):
         within(cu_seqlens, longest, q), within(cu_keys, most_keys, k)
         return textbook_forward(q, k, v, cu_seqlens, scale, cu_keys)
@@ -123,23 +154,57 @@ def with_kernels(mesh):
         assert boundaries.dtype == torch.int32 and int(boundaries.diff().max()) <= longest
         assert int(boundaries[-1]) <= x.shape[0]
 
-    def flash(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, out, **options):
-        assert all(x.isfinite().all() for x in (q, k, v)), "a tile reads what stands behind a document"
-        found = forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale)[0]
-        out[:int(cu_seqlens_q[-1])] = found[:int(cu_seqlens_q[-1])]
+    def flash(
+        q,
+        k,
+        v,
+        *,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        out,
+        **options,
+    ):
+        assert all(x.isfinite().all() for x in (q, k, v)), (
+            "a tile reads what stands behind a document"
+        )
+        found = forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale
+        )[0]
+        out[: int(cu_seqlens_q[-1])] = found[: int(cu_seqlens_q[-1])]
 
-    def flash_backward(q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, dq, dk, dv, **options):
+    def flash_backward(
+        q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, dq, dk, dv, **options
+    ):
         assert all(x.isfinite().all() for x in (q, k, v, out, grad))
-        for target, found in zip((dq, dk, dv), textbook_backward(
-                grad, q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k), strict=True):
+        for target, found in zip(
+            (dq, dk, dv),
+            textbook_backward(grad, q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k),
+            strict=True,
+        ):
             target.copy_(found)
 
-    with mock.patch.multiple(attention_varlen, _launch_forward=forward, _launch_backward=backward,
-                             _check_supported=lambda q, v: None), \
-            mock.patch.multiple(attention_flash, library=lambda: Library(Kernels(flash, flash_backward), None),
-                                _check_supported=lambda q, v: None):
-        return [share(batch_of(name), inputs(batch_of(name), 3, values), backend, context_of(mesh), held)
-                for name, values, backend, held in KERNEL_CASES]
+    with (
+        mock.patch.multiple(
+            attention_varlen,
+            _launch_forward=forward,
+            _launch_backward=backward,
+            _check_supported=lambda q, v: None,
+        ),
+        mock.patch.multiple(
+            attention_flash,
+            library=lambda: Library(Kernels(flash, flash_backward), None),
+            _check_supported=lambda q, v: None,
+        ),
+    ):
+        return [
+            share(
+                batch_of(name), inputs(batch_of(name), 3, values), backend, context_of(mesh), held
+            )
+            for name, values, backend, held in KERNEL_CASES
+        ]
 
 
 def test_a_kernel_gets_boundaries_of_queries_and_of_keys():
@@ -147,9 +212,13 @@ def test_a_kernel_gets_boundaries_of_queries_and_of_keys():
     for number, (name, values, *_) in enumerate(KERNEL_CASES):
         expected = differentiate(batch_of(name), inputs(batch_of(name), 3, values), "naive")
         for part in range(4):
-            torch.testing.assert_close(whole([result[number] for result in results], part, expected[part]),
-                                       # the kernel's output is float32
-                                       expected[part], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                whole([result[number] for result in results], part, expected[part]),
+                # the kernel's output is float32
+                expected[part],
+                rtol=1e-5,
+                atol=1e-5,
+            )
 
 
 def one_document_changed(mesh):
@@ -158,14 +227,19 @@ def one_document_changed(mesh):
     changed = [tensor.clone() for tensor in tensors]
     for tensor in changed:
         tensor[14:34] = 7.0 - tensor[14:34]
-    return [share(batch, tensors, "sdpa", context), share(batch, changed, "sdpa", context, torch.nan)]
+    return [
+        share(batch, tensors, "sdpa", context),
+        share(batch, changed, "sdpa", context, torch.nan),
+    ]
 
 
 def test_documents_do_not_see_each_other_nor_padding():
     results = run_ranks(one_document_changed, 2, layout=Layout(cp=2))
     tensors = [*inputs(batch_of("mixed"), 2, WIDTH)]
     for part, like in enumerate([tensors[3], *tensors[:3]]):
-        before, after = (whole([result[side] for result in results], part, like) for side in range(2))
+        before, after = (
+            whole([result[side] for result in results], part, like) for side in range(2)
+        )
         assert torch.equal(before[:14], after[:14]) and torch.equal(before[34:], after[34:])
         assert not torch.equal(before[14:34], after[14:34])
 
@@ -182,7 +256,9 @@ def gathered(mesh):
 
 def test_parts_are_gathered_and_their_gradients_summed():
     for every, gradient in run_ranks(gathered, 3, layout=Layout(cp=3)):
-        assert torch.equal(every, torch.stack([torch.arange(3.0) + 10 * rank for rank in range(3)]).bfloat16())
+        assert torch.equal(
+            every, torch.stack([torch.arange(3.0) + 10 * rank for rank in range(3)]).bfloat16()
+        )
         assert gradient.tolist() == [6.0] * 3
 
 
@@ -199,8 +275,10 @@ def compiled(mesh):
 
 def zigzag(q, k, v, batch, context):
     tables = zigzag_tables(batch, context)
-    return attention(*(x.index_select(0, tables.rows.source) for x in (q, k, v)),
-                     attention_metadata(batch, "sdpa", context=context, tables=tables))
+    return attention(
+        *(x.index_select(0, tables.rows.source) for x in (q, k, v)),
+        attention_metadata(batch, "sdpa", context=context, tables=tables),
+    )
 
 
 @pytest.mark.slow
