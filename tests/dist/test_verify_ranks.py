@@ -406,8 +406,9 @@ def test_every_layout_of_a_number_of_processes_is_tried():
 @pytest.mark.slow
 def test_torchrun_verifies_and_ends_with_its_verdict(tmp_path):
     (tmp_path / "documents.txt").write_text(Path(__file__).read_text()[:5000])
-    options = f"""verify qwen3-tiny --steps 4 --data.source text --data.path {tmp_path}/documents.txt
-        --run.device cpu --run.tokens-per-step 512 --model.num-layers 2 --graph.capacities 128x4,256x8""".split()
+    options = f"""verify qwen3-tiny --steps 4 --data.source text
+        --data.path {tmp_path}/documents.txt --run.device cpu --run.tokens-per-step 512
+        --model.num-layers 2 --graph.capacities 128x4,256x8""".split()
     good = torchrun(*options, "--parallel.tp", "2")
     assert good.returncode == 0, good.stderr
     assert good.stdout.count("eager against graph on 2 ranks") == 1 and "tp=2" in good.stdout
