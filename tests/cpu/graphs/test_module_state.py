@@ -343,7 +343,7 @@ def test_a_generator_from_elsewhere_is_refused_at_the_users_line():
         graph(
             One(lambda m, x: m.linear(x) * torch.rand(4, generator=stranger)), warmup=0, strict=True
         )(X)
-    assert "test_graph_module_state.py" in caught.value.where
+    assert "test_module_state.py" in caught.value.where
 
 
 def test_random_numbers_of_the_host_are_refused_on_a_device():

@@ -143,8 +143,7 @@ def test_strict_raises_in_every_call():
         with pytest.raises(CaptureError, match=r"'held' is of type random\.Random") as caught:
             graphed(X)
     assert (
-        "test_graph_state_refused.py" in caught.value.where
-        and "assume_constant" in caught.value.remedy
+        "test_state_refused.py" in caught.value.where and "assume_constant" in caught.value.remedy
     )
 
 
