@@ -7,8 +7,7 @@ forward as a whole.
                  registers, then heads follow one another, each with all rows of the chunk in one
                  product
 
-Both sum in a fixed order, see mamba/ssd_kernel.py. (A kernel that carries states through all
-chunks and never writes one down took 163 µs where these take 76.)
+Both sum in a fixed order, see mamba/ssd_kernel.py.
 """
 
 import torch

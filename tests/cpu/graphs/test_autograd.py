@@ -317,8 +317,8 @@ def test_gradients_that_were_kept_stay_what_they_were(keep):
 
 
 def test_a_gradient_that_nobody_else_holds_is_exchanged():
-    """Whatever looks at frames from another thread holds it for a moment, too: one time of three
-    must do."""
+    """One time of three must do: a passing reference counts as a holder, and one was met once in a
+    long process, for a reason that is not known. Held gradients get the same numbers by a copy."""
     _, graphed = twins()
     exchanged = []
     for number in range(3):
