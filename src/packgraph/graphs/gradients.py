@@ -40,20 +40,17 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return int(local_tensor(tensor).untyped_storage()._cdata)
 
 
-def _counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """References to the Python object, as its caller's only local variable; uses of the storage."""
-    return sys.getrefcount(tensor), int(_storage_uses(_storage_of(tensor)))
-
-
 def _counts_of_a_gradient() -> tuple[int, int]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     grad = parameter.grad
-    return _counts(grad)
+    return sys.getrefcount(grad), int(_storage_uses(_storage_of(grad)))
 
 
-# What `_counts` says of a gradient that nobody but its parameter holds. Versions of torch and
-# Python differ in it.
+# References to the object and uses of the storage of a gradient that nobody but its parameter holds,
+# counted by the function that holds it in one local variable. Versions of torch and Python differ
+# in it. No Python function may stand between: calls of one hold their arguments once more while
+# any thread runs code of torch.compile, which replaces the interpreter's evaluation of frames.
 _REFERENCES, _USES = _counts_of_a_gradient()
 
 
@@ -148,7 +145,12 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
             continue
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
         if held or (
-            grad is not None and (_is_held(_counts(grad)) or not _placed_alike(grad, buffer.tensor))
+            grad is not None
+            and (
+                sys.getrefcount(grad) > _REFERENCES
+                or _storage_uses(_storage_of(grad)) > _USES
+                or not _placed_alike(grad, buffer.tensor)
+            )
         ):
             content = cloned(buffer.tensor) if held else None
             aside.append(_Aside(buffer, grad, content))
@@ -205,11 +207,6 @@ class SeparateGradients:
         for buffer, content in zip(self._buffers, self._contents, strict=True):
             local_tensor(buffer.tensor).copy_(content)
         return taken
-
-
-def _is_held(counts: tuple[int, int]) -> bool:
-    """Whether somebody but the parameter holds a gradient, or memory of its storage."""
-    return counts[0] > _REFERENCES or counts[1] > _USES
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
