@@ -47,10 +47,10 @@ def _counts_of_a_gradient() -> tuple[int, int]:
     return sys.getrefcount(grad), int(_storage_uses(_storage_of(grad)))
 
 
-# References to the object and uses of the storage of a gradient that nobody but its parameter holds,
-# counted by the function that holds it in one local variable. Versions of torch and Python differ
-# in it. No Python function may stand between: calls of one hold their arguments once more while
-# any thread runs code of torch.compile, which replaces the interpreter's evaluation of frames.
+# References to the object and uses of the storage of a gradient that only its parameter holds, as
+# counted by a function with one local variable for it. Versions of torch and Python differ in it.
+# No Python function may stand between: a call of one holds its arguments once more while any thread
+# runs code of torch.compile, which replaces the interpreter's evaluation of frames.
 _REFERENCES, _USES = _counts_of_a_gradient()
 
 

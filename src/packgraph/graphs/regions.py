@@ -6,30 +6,16 @@ Pure decisions on names and layer numbers; the only place where scope and granul
     layer            [------]   [------]                 two regions, cut at every layer
     chunk            [-----------------]                 one region; embed and head stay eager
 
-A stage that can never be captured says why (`Stage.eager`): without a scope it stays eager, naming
-it is an error.
+A scope is any collection of names of the model's own stages; the first part of a name stands for
+all stages that begin with it (`moe` for `moe_router`, `moe_experts` and so on). A stage that can
+never be captured says why (`Stage.eager`): without a scope it stays eager, naming it is an error.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-STAGE_NAMES = (
-    "embed",
-    "attn",
-    "mlp",
-    "moe_router",
-    "moe_preprocess",
-    "moe_dispatch",
-    "moe_experts",
-    "moe_combine",
-    "mamba",
-    "head",
-    "module",
-)
-MOE_STAGES = tuple(name for name in STAGE_NAMES if name.startswith("moe_"))
-SCOPE_NAMES = (*STAGE_NAMES, "moe")
 GRANULARITIES = ("layer", "chunk")
 
 
@@ -57,12 +43,9 @@ class Run:
     captured: bool
 
 
-def expand_scope(scope: Iterable[str] | None) -> frozenset[str]:
-    """The stage names that `scope` colours; None colours all of them, `moe` every `moe_*` stage."""
-    if scope is None:
-        return frozenset(STAGE_NAMES)
-    names = frozenset(scope)
-    return names - {"moe"} | frozenset(MOE_STAGES) if "moe" in names else names
+def in_scope(name: str, scope: Collection[str] | None) -> bool:
+    """Whether `scope` colours the stage `name`; None colours every stage."""
+    return scope is None or any(name == asked or name.startswith(f"{asked}_") for asked in scope)
 
 
 def scope_errors(
@@ -93,28 +76,26 @@ def scope_errors(
         errors.append(
             "scope is empty: nothing would be captured; leave it out to capture every stage"
         )
-    for name in sorted(asked - set(SCOPE_NAMES)):
-        near = difflib.get_close_matches(name, SCOPE_NAMES, n=1)
-        errors.append(
-            f"unknown stage {name!r} in scope" + (f": did you mean {near[0]!r}?" if near else "")
-        )
-    for name in sorted(asked & set(SCOPE_NAMES)):
-        if not present & expand_scope([name]):
+    for name in sorted(asked):
+        if not any(in_scope(stage, [name]) for stage in present):
+            near = difflib.get_close_matches(name, present, n=1)
             errors.append(
                 f"scope names {name!r}, but the model has only the stages "
-                f"{', '.join(sorted(present))}"
+                f"{', '.join(sorted(present))}" + (f": did you mean {near[0]!r}?" if near else "")
             )
-    if "moe" in asked and asked & set(MOE_STAGES):
-        errors.append(
-            "'moe' already means every moe_* stage: give either 'moe' or the single stages"
-        )
+        errors += [
+            f"{name!r} already means every {name}_* stage: give either {name!r} or the single "
+            "stages"
+            for part in asked
+            if part != name and in_scope(part, [name])
+        ][:1]
     if "moe_preprocess" in asked and "moe_router" not in asked:
         errors.append("'moe_preprocess' needs 'moe_router': it reads the router's captured outputs")
-    for name in sorted(asked & set(SCOPE_NAMES)):
+    for name in sorted(asked):
         reasons = dict.fromkeys(
             f"{stage.name}: {stage.eager}"
             for stage in stages
-            if stage.eager and stage.name in expand_scope([name])
+            if stage.eager and in_scope(stage.name, [name])
         )
         errors.extend(f"{name!r} cannot be captured here: {reason}" for reason in reasons)
     return errors
@@ -130,10 +111,10 @@ def cut_runs(
     errors = scope_errors(stages, scope, granularity)
     if errors:
         raise ValueError("this capture scope is not possible:\n  - " + "\n  - ".join(errors))
-    coloured = expand_scope(scope)
+    asked = scope if scope is None else set(scope)
     runs: list[Run] = []
     for index, stage in enumerate(stages):
-        captured = stage.name in coloured and not stage.eager
+        captured = in_scope(stage.name, asked) and not stage.eager
         same_layer = granularity == "chunk" or index == 0 or stages[index - 1].layer == stage.layer
         if runs and runs[-1].captured == captured and (same_layer or not captured):
             runs[-1] = Run(runs[-1].start, index + 1, captured)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from packgraph.graphs.regions import in_scope
 from packgraph.graphs.stages import Stage
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
@@ -112,10 +113,10 @@ def named_stages(config: DecoderConfig) -> Sequence[Stage]:
 
 
 def parts_without(
-    config: DecoderConfig, parts: int, names: Collection[str], tokens: int = TOKENS
+    config: DecoderConfig, parts: int, scope: Collection[str], tokens: int = TOKENS
 ) -> list[int]:
-    """Which of `parts` pipeline stages of a decoder, cut for `tokens`, have no stage of these
-    names; as above."""
+    """Which of `parts` pipeline stages of a decoder, cut for `tokens`, have no stage in
+    `scope`; as above."""
     found = []
     with torch.device("meta"):
         for number, indices in enumerate(stage_layers(config, parts, tokens)):
@@ -123,7 +124,7 @@ def parts_without(
                 index: DecoderLayer(config, index) for index in _one_of_each_kind(config, indices)
             }
             stack = DecoderStack(config, layers, first=number == 0, last=number == parts - 1)
-            if not any(stage.name in names for stage in stack.stages()):
+            if not any(in_scope(stage.name, scope) for stage in stack.stages()):
                 found.append(number)
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from packgraph.graphs.consensus import Vote
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.regions import expand_scope
+from packgraph.graphs.regions import in_scope
 from packgraph.graphs.stages import Staged
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -146,5 +146,7 @@ def _own_scope(chunk: nn.Module, options: GraphConfig) -> tuple[str, ...] | None
     head."""
     if options.scope is None or not isinstance(chunk, Staged):
         return options.scope
-    present = {stage.name for stage in chunk.stages()}
-    return tuple(name for name in options.scope if expand_scope([name]) & present)
+    stages = chunk.stages()
+    return tuple(
+        name for name in options.scope if any(in_scope(stage.name, [name]) for stage in stages)
+    )

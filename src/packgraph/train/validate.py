@@ -1,6 +1,6 @@
 """What the sections of a run's configuration must agree on, all reasons at once."""
 
-from packgraph.graphs.regions import MOE_STAGES, expand_scope, scope_errors
+from packgraph.graphs.regions import in_scope, scope_errors
 from packgraph.models.decoder import named_stages, parts_without
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems
@@ -114,9 +114,7 @@ def _pipeline_problems(config: TrainConfig) -> list[str]:
         and config.graph.scope is not None
         and model.num_layers >= stages * chunks
     ):
-        lone = parts_without(
-            model, stages * chunks, expand_scope(config.graph.scope), stage_tokens(config)
-        )
+        lone = parts_without(model, stages * chunks, config.graph.scope, stage_tokens(config))
         problems[f"graph.scope leaves nothing to capture on parts {lone} of {cut}: add attn"] = (
             bool(lone)
         )
@@ -137,7 +135,14 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         return [f"{text}, but model.experts.count is 0" for text, asked in idle.items() if asked]
     waits = parallel.dispatcher_name == "host_splits"
     named = (
-        sorted(expand_scope(graph.scope) & set(MOE_STAGES) - {"moe_router"})
+        sorted(
+            {
+                stage.name
+                for stage in named_stages(config.model)
+                if in_scope(stage.name, ["moe"]) and in_scope(stage.name, graph.scope)
+            }
+            - {"moe_router"}
+        )
         if graph.scope is not None
         else []
     )

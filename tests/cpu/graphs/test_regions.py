@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from packgraph.graphs.recorder.pool import RecordedStorage, RecorderPool
 from packgraph.graphs.regions import (
     GRANULARITIES,
-    STAGE_NAMES,
     Run,
     cut_runs,
-    expand_scope,
+    in_scope,
     scope_errors,
 )
 
@@ -51,6 +50,9 @@ def test_runs_of_a_decoder(scope, granularity, expected):
     assert cut_runs(DECODER, scope, granularity) == tuple(Run(*run) for run in expected)
 
 
+STAGE_NAMES = ("embed", "attn", "mlp", "moe_router", "moe_experts", "vision", "head")
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(STAGE_NAMES), st.integers(0, 3)), min_size=1, max_size=20),
     st.sets(st.sampled_from(STAGE_NAMES), min_size=1),
@@ -62,10 +64,9 @@ def test_runs_cover_all_stages_in_order_and_colour_them_right(stages, scope, gra
         return
     runs = cut_runs(stages, scope, granularity)
     assert [i for run in runs for i in range(run.start, run.stop)] == list(range(len(stages)))
-    coloured = expand_scope(scope)
     for run in runs:
-        names = {stage.name for stage in stages[run.start : run.stop]}
-        assert names <= coloured if run.captured else not names & coloured
+        for stage in stages[run.start : run.stop]:
+            assert in_scope(stage.name, scope) == run.captured
         if run.captured and granularity == "layer":
             assert len({stage.layer for stage in stages[run.start : run.stop]}) == 1
     for left, right in itertools.pairwise(runs):
@@ -78,6 +79,21 @@ def test_the_moe_scope_means_every_moe_stage():
         for name in ("attn", "moe_router", "moe_preprocess", "moe_dispatch", "moe_experts")
     ]
     assert cut_runs(stages, ["moe"], "chunk") == (Run(0, 1, False), Run(1, 5, True))
+    assert scope_errors(stages, ["moe", "moe_router"], "chunk") == [
+        "'moe' already means every moe_* stage: give either 'moe' or the single stages"
+    ]
+
+
+def test_a_model_may_have_stages_of_any_name():
+    stages = [Named(name, i) for i, name in enumerate(("vision_in", "vision_out", "bridge"))]
+    assert cut_runs(stages, None, "chunk") == (Run(0, 3, True),)
+    assert cut_runs(stages, ["vision"], "chunk") == (Run(0, 2, True), Run(2, 3, False))
+    assert cut_runs(stages, ["bridge"], "chunk") == (Run(0, 2, False), Run(2, 3, True))
+    assert scope_errors(stages, ["bridges", "sound"], "chunk") == [
+        "scope names 'bridges', but the model has only the stages bridge, vision_in, vision_out: "
+        "did you mean 'bridge'?",
+        "scope names 'sound', but the model has only the stages bridge, vision_in, vision_out",
+    ]
 
 
 lifetimes = st.lists(

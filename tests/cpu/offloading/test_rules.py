@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offloadtraces import compiled_trace, decoder_trace, make_trace, small_traces, speeds
 
-from packgraph.graphs.regions import MOE_STAGES, Run, cut_runs
+from packgraph.graphs.regions import Run, cut_runs
 from packgraph.graphs.stages import Stage
 from packgraph.offloading.knobs import OffloadKnobs, knob_moves, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadTrace, plan_errors
@@ -117,6 +117,7 @@ def test_knobs_that_make_no_sense_are_refused_at_once() -> None:
 DENSE = [Stage("embed", -1, dict)] + [
     Stage(name, layer, dict) for layer in range(3) for name in ("attn", "mlp")
 ]
+MOE_STAGES = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine")
 EXPERTS = DENSE[:3] + [
     Stage(name, layer, dict) for layer in (1, 2) for name in ("attn", *MOE_STAGES)
 ]

@@ -407,7 +407,10 @@ def test_disagreements_between_sections_come_all_at_once() -> None:
     )
     problems = "\n".join(validate(config, "cpu", vocabulary=10**9))
     assert problems.count("\n") == 5
-    assert "graph.scope: unknown stage 'atn' in scope: did you mean 'attn'?" in problems
+    assert (
+        "graph.scope: scope names 'atn', but the model has only the stages attn, embed, head, mlp: "
+        "did you mean 'attn'?" in problems
+    )
     assert (
         "graph.scope: scope names 'moe', but the model has only the stages attn, embed, head, mlp"
         in problems
