@@ -15,8 +15,8 @@ is no product of matrices.
 
 from collections.abc import Sequence
 
+from packgraph.models.branches import token_weights
 from packgraph.models.config import DecoderConfig
-from packgraph.models.sizes import head_sizes, token_weights
 
 PEAK_TFLOPS = 797.0  # measured on an H200: bfloat16, a product of two matrices of 8192 x 8192
 
@@ -28,10 +28,11 @@ def model_flops(config: DecoderConfig, lengths: Sequence[int], head: bool) -> in
     gradient.
     """
     weights = token_weights(config) + (config.vocab_size * config.hidden_size if head else 0)
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    attention = config.count("attn") * config.num_heads * 2 * sum(head_sizes(config)) * pairs
-    scans = config.count("mamba") * config.mamba.inner * 4 * config.mamba.state * sum(lengths)
-    return 6 * weights * sum(lengths) + 3 * (attention + scans)
+    others = sum(
+        config.count(name) * kind.operations(config, lengths)
+        for name, kind in config.kinds().items()
+    )
+    return 6 * weights * sum(lengths) + 3 * others
 
 
 def peak_share(flops: float, milliseconds: float) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.layers.mamba import MambaMixer
+from packgraph.models.initial import DrawsParameters
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
@@ -126,11 +126,9 @@ def draw_parameters(model: DecoderStack, seed: int) -> None:
             generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             parameter.normal_(0.0, model.config.initializer_range, generator=generator)
         for name, module in model.named_modules():
-            if isinstance(module, MambaMixer):
-                generator = torch.Generator(module.D.device)
-                module.reset_parameters(
-                    generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-                )
+            if isinstance(module, DrawsParameters):
+                generator = torch.Generator(model.rotary.inv_freq.device)
+                module.draw_parameters(generator.manual_seed(zlib.crc32(f"{seed} {name}".encode())))
         for block in moe_blocks([model]):  # buffers, which may lie in fresh memory
             block.gate.reset_balance()
             block.forget_demand()

@@ -52,7 +52,7 @@ MOE_WAYS = (
     "transformers",
     "transformers+compile",
 )
-PARTIAL = ("attn", "moe_router", "moe_preprocess")
+PARTIAL = ("moe_router", "moe_preprocess")
 
 
 def make_expert_way(name: str, setting: Setting) -> Way:
@@ -88,8 +88,7 @@ def make_expert_way(name: str, setting: Setting) -> Way:
 
 def partial_scope(config: DecoderConfig) -> tuple[str, ...]:
     """What is captured of a decoder whose experts stay out of graphs; dense layers whole."""
-    others = tuple(branch for branch in ("mlp", "mamba") if config.count(branch))
-    return (*(name for name in PARTIAL if name != "attn" or config.count("attn")), *others)
+    return (*(name for name in config.kinds() if name != "moe"), *PARTIAL)
 
 
 class Stashed(Graphed):

@@ -1,10 +1,13 @@
 """Shape of a decoder: everything that its parameters and numbers depend on."""
 
 import dataclasses
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from packgraph.models.branch_kind import BranchKind
+from packgraph.models.branches import KINDS
 from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.latent_config import LatentConfig
 from packgraph.models.mamba_config import MambaConfig
@@ -82,6 +85,11 @@ class DecoderConfig:
         """How many layers have this branch."""
         return sum(branch in self.branches(index) for index in range(self.num_layers))
 
+    def kinds(self) -> Mapping[str, BranchKind]:
+        """The kinds of branches that some layer has, by name."""
+        names = {name for index in range(self.num_layers) for name in self.branches(index)}
+        return {name: kind for name, kind in KINDS.items() if name in names}
+
 
 def _illegal(config: DecoderConfig) -> list[str]:
     """Every reason why `config` describes no model."""
@@ -153,19 +161,24 @@ def _illegal_pattern(config: DecoderConfig) -> list[str]:
         named = {branch for layer in read_pattern(config.pattern) for branch in layer}
     except ValueError as error:
         return [str(error)]
-    if not config.pattern:
-        return (
-            ["mamba.num_heads is set, but no pattern says which layers are Mamba-2"]
-            if config.mamba.enabled
-            else []
-        )
     problems = {
-        "pattern has M, but mamba.num_heads is 0": "mamba" in named and not config.mamba.enabled,
-        "mamba.num_heads is set, but pattern has no M": "mamba" not in named
-        and config.mamba.enabled,
-        "pattern has E, but experts.count is 0": "moe" in named and not config.experts.enabled,
-        "experts.count is set, but pattern has no E": "moe" not in named and config.experts.enabled,
-        "experts.first_dense means nothing with a pattern, which says where experts "
-        "are": config.experts.first_dense > 0,
+        "experts.first_dense means nothing with a pattern, which says where experts are": bool(
+            config.pattern
+        )
+        and config.experts.first_dense > 0
     }
+    for kind in KINDS.values():
+        enabled = bool(kind.section) and bool(operator.attrgetter(kind.section)(config))
+        if not config.pattern:
+            # Experts need no pattern: `first_dense` says where they are.
+            problems[
+                f"{kind.section} is set, but no pattern says which layers are {kind.title}"
+            ] = enabled and kind.is_mixer
+        elif kind.section:
+            problems[f"pattern has {kind.letter}, but {kind.section} is 0"] = (
+                kind.name in named and not enabled
+            )
+            problems[f"{kind.section} is set, but pattern has no {kind.letter}"] = (
+                enabled and kind.name not in named
+            )
     return [text for text, wrong in problems.items() if wrong]

@@ -6,9 +6,9 @@ import torch
 
 from packgraph.graphs.regions import in_scope
 from packgraph.graphs.stages import Stage
+from packgraph.models.branches import head_cost, layer_cost
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
-from packgraph.models.sizes import head_cost, layer_cost
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.expert import keep_experts
 from packgraph.parallel.pieces import expert_part, mark_experts

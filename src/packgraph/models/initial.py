@@ -15,11 +15,21 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from packgraph.parallel.pieces import expert_part
+
+
+@runtime_checkable
+class DrawsParameters(Protocol):
+    """A module with parameters that are no matrices of normal values."""
+
+    def draw_parameters(self, generator: torch.Generator) -> None:
+        """Fill those parameters, with values drawn on the generator's device."""
+
 
 MOST_THREADS = 16  # each holds one matrix of float32 numbers
 

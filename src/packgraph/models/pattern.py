@@ -12,15 +12,17 @@ left out.
 
 from functools import cache
 
-BRANCHES = {"M": "mamba", "*": "attn", "-": "mlp", "E": "moe"}
-MIXERS = ("M", "*")
+from packgraph.models.branches import KINDS
+
+BRANCHES = {kind.letter: name for name, kind in KINDS.items()}
+MIXERS = tuple(kind.letter for kind in KINDS.values() if kind.is_mixer)
 
 
 @cache
 def read_pattern(text: str) -> tuple[tuple[str, ...], ...]:
     """The branches of each layer, by the names of their stages (`moe` for experts).
 
-    A layer is one letter, or a mixer (M or *) and a feed-forward branch (- or E) in parentheses.
+    A layer is one letter, or a mixer and a feed-forward branch (- or E) in parentheses.
     Raises ValueError.
     """
     layers: list[tuple[str, ...]] = []
@@ -34,7 +36,8 @@ def read_pattern(text: str) -> tuple[tuple[str, ...], ...]:
         ):
             raise ValueError(
                 f"pattern {text!r} makes no sense from layer {len(layers)} on: a layer is one of "
-                f"{' '.join(BRANCHES)}, or M or * followed by - or E in parentheses, as in (M-)(*E)"
+                f"{' '.join(BRANCHES)}, or {' or '.join(MIXERS)} followed by - or E in "
+                "parentheses, as in (M-)(*E)"
             )
         layers.append(tuple(BRANCHES[letter] for letter in letters))
     return tuple(layers)

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.mamba.documents import live_document_ids
 from packgraph.models.config import DecoderConfig
-from packgraph.models.initial import draw_normal, generator_of
-from packgraph.models.layers.mamba import MambaMixer
+from packgraph.models.initial import DrawsParameters, draw_normal, generator_of
 from packgraph.models.layers.moe import Gate, MoEBlock
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.models.layers.rotary import RotaryEmbedding
@@ -80,8 +79,8 @@ class DecoderStack(nn.Module):
         self.rotary = RotaryEmbedding(
             rotary_width(config), config.rope_theta, config.latent.scaling
         )
-        branches = {branch for index in layers for branch in config.branches(index)}
-        self.attends, self.scans = "attn" in branches, "mamba" in branches
+        reads = {entry for layer in layers.values() for entry in getattr(layer, "reads", ())}
+        self.attends, self.scans = "attention" in reads, "documents" in reads
 
     @property
     def head_weight(self) -> Tensor:
@@ -224,8 +223,8 @@ class DecoderStack(nn.Module):
                 elif isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
             for name, module in self.named_modules():
-                if isinstance(module, MambaMixer):
-                    module.reset_parameters(generator_of(seed, name))
+                if isinstance(module, DrawsParameters):
+                    module.draw_parameters(generator_of(seed, name))
 
     def attention_choice(self, dtype: torch.dtype | None = None) -> BackendChoice:
         """The attention backend of calls made now, and why it is no faster one.

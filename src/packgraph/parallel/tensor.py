@@ -40,7 +40,8 @@ def tensor_problems(config: Any, ranks: int) -> list[str]:
             "(model.latent.kv_rank is "
             f"{config.latent.kv_rank}); use pipeline or data parallelism"
         ]
-    if config.mamba.enabled or config.activation != "swiglu":
+    planned = all(kind.has_tensor_plan for kind in config.kinds().values())
+    if not planned or config.activation != "swiglu":
         return [
             f"tensor parallelism over {ranks} ranks is known for layers of attention and SwiGLU "
             "only, not with "

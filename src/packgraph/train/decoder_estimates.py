@@ -6,8 +6,9 @@ figures), so absolute numbers are a guide; which buckets are chosen depends on r
 
 from dataclasses import dataclass
 
+from packgraph.models.branches import token_weights
 from packgraph.models.config import DecoderConfig
-from packgraph.models.sizes import head_sizes, routed_width, token_weights
+from packgraph.models.sizes import head_sizes
 from packgraph.ops.loss.api import rows_per_chunk
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
@@ -83,54 +84,15 @@ def _weights(model: DecoderConfig) -> int:
     return token_weights(model) + model.vocab_size * model.hidden_size
 
 
-def _attention_columns(model: DecoderConfig) -> int:
-    """Numbers per token that one layer's attention keeps for its backward.
-
-    Grouped queries: 4 vectors of the queries' and 4 of the keys' size (before and after norm and
-    rotation). Latent: queries and keys before and after rotation, values and outputs before and
-    after what follows them, and the small vectors before and after their norms.
-    """
-    latent = model.latent
-    if not latent.enabled:
-        return 4 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    return model.num_heads * (4 * latent.query_dim + 4 * latent.value_dim) + 2 * (
-        latent.kv_rank + latent.query_rank
-    )
-
-
-def _mamba_columns(model: DecoderConfig) -> float:
-    """Numbers per token that one Mamba-2 layer keeps: what goes into the convolution and comes out
-    of it, the gate, the result before and after its norm, and the state after every chunk, in
-    float32."""
-    mamba = model.mamba
-    return (
-        2 * mamba.channels
-        + 3 * mamba.inner
-        + 2 * mamba.num_heads
-        + 2 * mamba.inner * mamba.state / mamba.chunk
-    )
-
-
-def _expert_columns(model: DecoderConfig) -> int:
-    """Numbers per token that one layer's experts keep: 4 vectors of every block's width, and 2 of
-    their rows' width for each copy of a token."""
-    experts = model.experts
-    blocks = 4 * (experts.per_token + experts.shared) * experts.intermediate_size
-    return blocks + 2 * experts.per_token * routed_width(model)
-
-
 def _branches(model: DecoderConfig) -> float:
     """Branches per layer, on average."""
     return sum(len(model.branches(layer)) for layer in range(model.num_layers)) / model.num_layers
 
 
 def _columns(model: DecoderConfig) -> float:
-    """Numbers per token that the branches of one layer keep for their backward, averaged over
-    layers; a feed-forward block 4 vectors of its width."""
-    kept = {
-        "mamba": _mamba_columns(model),
-        "attn": _attention_columns(model),
-        "moe": _expert_columns(model),
-        "mlp": 4 * model.intermediate_size,
-    }
-    return sum(model.count(branch) * columns for branch, columns in kept.items()) / model.num_layers
+    """Numbers per token that the branches of one layer save for the backward, averaged over
+    layers."""
+    saved = sum(
+        model.count(name) * kind.saved_columns(model) for name, kind in model.kinds().items()
+    )
+    return saved / model.num_layers

@@ -192,17 +192,18 @@ def _measured(run: Path, prior: ContextCost) -> ContextCost:
 def context_cost(
     model: DecoderConfig, parts: int, measured: CostModel, zigzag: tuple[int, ...] = ()
 ) -> ContextCost:
-    """`decoder_cost` and what groups exchange: queries, keys, values and outputs of every layer of
-    attention; what goes into the convolution of every Mamba-2 layer, its time steps, and its
-    outputs. In zigzag keys and values alone.
+    """`decoder_cost` and what groups exchange: by heads what every branch exchanges
+    (`models/branches.py`), in zigzag keys and values alone.
 
     parts: ranks that share heads (tp). zigzag: sizes of groups whose rows are cut so. Latent
     attention exchanges keys and values of all heads.
     """
-    mamba, attending, scanning = model.mamba, model.count("attn"), model.count("mamba")
+    attending = model.count("attn")
+    exchanging = sum(model.count(name) for name, kind in model.kinds().items() if kind.is_mixer)
     key_heads = model.num_heads if model.latent.enabled else model.num_kv_heads
-    vectors = (model.num_heads + key_heads) * sum(head_sizes(model))
-    columns = attending * vectors + scanning * (mamba.channels + mamba.num_heads + mamba.inner)
+    columns = sum(
+        model.count(name) * kind.exchanged_columns(model) for name, kind in model.kinds().items()
+    )
     measured_columns = MEASURED_LAYERS * 2 * MEASURED_HEADS * (1 + MEASURED_KV_SHARE)
     gathered = (
         attending
@@ -213,7 +214,7 @@ def context_cost(
     return ContextCost.of(
         decoder_cost(model, parts, measured),
         zigzag=zigzag,
-        group_us=GROUP_US * (attending + scanning) / MEASURED_LAYERS,
+        group_us=GROUP_US * exchanging / MEASURED_LAYERS,
         exchange_us=EXCHANGE_US * columns / measured_columns / parts,
         gather_us=GATHER_US * gathered / parts,
     )

@@ -115,7 +115,7 @@ def test_graphs_of_torch_take_what_layers_read() -> None:
 
 
 def test_partial_graphs_capture_what_is_no_expert() -> None:
-    assert partial_scope(shape("hybrid")) == ("attn", "moe_router", "moe_preprocess", "mamba")
+    assert partial_scope(shape("hybrid")) == ("mamba", "attn", "moe_router", "moe_preprocess")
     assert partial_scope(shape("moonlight")) == ("attn", "moe_router", "moe_preprocess")
 
 

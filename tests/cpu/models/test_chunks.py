@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packgraph
+from packgraph.models.branches import KINDS, layer_cost, token_weights
 from packgraph.models.decoder import DecoderConfig, DecoderModel, stage_layers
 from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.sizes import expert_weights, layer_cost, token_weights
 from packgraph.models.work import BALANCE, BranchWork
 from packgraph.parallel.pipeline.chunks import split_layers
 from packgraph.train.presets import preset
@@ -121,7 +121,7 @@ def test_stages_of_a_hybrid_are_cut_by_what_its_layers_cost():
 def test_experts_cost_what_reading_them_does_where_tokens_are_few():
     model = preset("hybrid-1.6b").model  # 4 of 32 experts for each token
     cost = [layer_cost(model, 1, tokens) for tokens in (256, 512, 65_536)]
-    assert cost[0] == cost[1] and cost[2] == 65_536 * expert_weights(model)
+    assert cost[0] == cost[1] and cost[2] == 65_536 * KINDS["moe"].weights(model)
     assert (
         BranchWork(3, 5, 7).cost(1) == 5 * BALANCE + 7 and BranchWork(3, 5, 7).cost(1000) == 10_000
     )

@@ -13,13 +13,14 @@ from model_batches import hand_batch, random_documents
 
 from packgraph.bench.flops import model_flops
 from packgraph.graphs.graphed import graph
+from packgraph.models.branches import KINDS, token_weights
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import load_pretrained, save_pretrained
 from packgraph.models.latent_config import LatentConfig, RopeScaling
 from packgraph.models.layers.latent_attention import LatentAttention
 from packgraph.models.layers.rotary import RotaryEmbedding
-from packgraph.models.sizes import attention_weights, head_sizes, token_weights
+from packgraph.models.sizes import head_sizes
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.tensor import tensor_problems
@@ -226,7 +227,7 @@ def test_graphed_training_is_bitwise_eager_training(granularity, scope, shape):
 def test_sizes_are_those_of_the_modules(shape):
     found = SHAPES[shape]
     attention, layers = LatentAttention(found), DecoderModel(found).layers
-    assert attention_weights(found) == sum(
+    assert KINDS["attn"].weights(found) == sum(
         value.numel() for value in attention.parameters() if value.dim() == 2
     )
     assert token_weights(found) == sum(

@@ -1,5 +1,7 @@
 """Grouped-query attention with rotary positions and normalised queries and keys, as in Qwen3."""
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
@@ -11,6 +13,8 @@ from packgraph.ops.rotary import apply_rotary
 
 class GroupedQueryAttention(nn.Module):
     """[T, H] -> [T, H]; projections are named as in Hugging Face checkpoints."""
+
+    reads: ClassVar = ("rotary", "attention")
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

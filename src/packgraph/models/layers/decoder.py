@@ -5,12 +5,13 @@ other.
              +----------------------------------+    +----------------------------+
     |<------------------ attn ------------------->|<------------- mlp -------------->|
 
-A Mamba-2 layer has the stage `mamba` in the place of `attn`, a layer with experts five `moe_*`
-stages in the place of `mlp`; a layer of one branch has those of it alone. Each stage reads and
-replaces `hidden` in the state; the rest of the model does not know them.
+A layer with another mixer has its stage in the place of `attn`, such as `mamba`; a layer with
+experts five `moe_*` stages in the place of `mlp`; a layer of one branch has those of it alone. Each
+stage reads and replaces `hidden` in the state; the rest of the model does not know them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,9 +26,24 @@ from packgraph.models.layers.moe import MoEBlock
 from packgraph.models.layers.norm import RMSNorm
 from packgraph.offloading.marks import Mark, offload_block
 
+Mixer = GroupedQueryAttention | LatentAttention | MambaMixer
+MIXERS: Mapping[str, Callable[[DecoderConfig], Mixer]] = MappingProxyType(
+    {
+        "attn": lambda config: (
+            LatentAttention(config) if config.latent.enabled else GroupedQueryAttention(config)
+        ),
+        "mamba": MambaMixer,
+    }
+)
+# Names of modules as in Hugging Face checkpoints, where they are not those of stages.
+ATTRIBUTES = MappingProxyType({"attn": "self_attn"})
+
 
 class DecoderLayer(nn.Module):
-    """Branches of a layer as its config says, each with pre-norm, residual and dropout."""
+    """Branches of a layer as its config says, each with pre-norm, residual and dropout.
+
+    mixer: name of its branch that exchanges information between tokens; empty = it has none.
+    """
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -35,26 +51,28 @@ class DecoderLayer(nn.Module):
         self.dropout = config.dropout
         self.offload: Mark = offload_block
         self.branches = config.branches(index)
-        if self.branches[0] in ("attn", "mamba"):
+        self.mixer = self.branches[0] if self.branches[0] in MIXERS else ""
+        if self.mixer:
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if "attn" in self.branches:
-            self.self_attn = (
-                LatentAttention(config) if config.latent.enabled else GroupedQueryAttention(config)
-            )
-        elif "mamba" in self.branches:
-            self.mamba = MambaMixer(config)
+            module = MIXERS[self.mixer](config)
+            self.add_module(ATTRIBUTES.get(self.mixer, self.mixer), module)
         if self.branches[-1] in ("mlp", "moe"):
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             moe = self.branches[-1] == "moe"
             self.mlp = MoEBlock(config) if moe else feed_forward(config, config.intermediate_size)
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Entries of the state that the mixer reads beside hidden."""
+        return self._mixer.reads if self.mixer else ()
+
     def stages(self) -> Sequence[Stage]:
         return [stage for branch in self.branches for stage in self._stages_of(branch)]
 
     def _stages_of(self, branch: str) -> Sequence[Stage]:
-        runs = {"attn": self.run_attention, "mamba": self.run_mamba, "mlp": self.run_mlp}
-        if branch in runs:
-            return [Stage(branch, self.index, runs[branch])]
+        if branch != "moe":
+            run = self.run_mixer if branch == self.mixer else self.run_mlp
+            return [Stage(branch, self.index, run)]
         moe_runs = {
             "moe_router": self.run_router,
             "moe_preprocess": self.run_preprocess,
@@ -67,20 +85,12 @@ class DecoderLayer(nn.Module):
             Stage(name, self.index, run, why_not.get(name, "")) for name, run in moe_runs.items()
         ]
 
-    def run_attention(self, state: State) -> State:
-        """Stage `attn`: reads hidden, rotary and attention; replaces hidden."""
+    def run_mixer(self, state: State) -> State:
+        """Stage of the mixer's name: reads hidden and what the mixer reads; replaces hidden."""
         hidden = state["hidden"]
-        with self.offload("attn_norm"):
+        with self.offload(f"{self.mixer}_norm"):
             normed = self.input_layernorm(hidden)
-        branch = self.self_attn(normed, state["rotary"], state["attention"])
-        return {**state, "hidden": hidden + self._drop(branch)}
-
-    def run_mamba(self, state: State) -> State:
-        """Stage `mamba`: reads hidden, documents and context; replaces hidden."""
-        hidden = state["hidden"]
-        with self.offload("mamba_norm"):
-            normed = self.input_layernorm(hidden)
-        branch = self.mamba(normed, state["documents"], state.get("context"))
+        branch = self._mixer(normed, *(state.get(name) for name in self.reads))
         return {**state, "hidden": hidden + self._drop(branch)}
 
     def run_mlp(self, state: State) -> State:
@@ -114,6 +124,11 @@ class DecoderLayer(nn.Module):
         """Stage `moe_combine`: replaces hidden."""
         state, branch = self._moe.run_combine(state)
         return {**state, "hidden": state["hidden"] + self._drop(branch)}
+
+    @property
+    def _mixer(self) -> Mixer:
+        found: Mixer = getattr(self, ATTRIBUTES.get(self.mixer, self.mixer))
+        return found
 
     @property
     def _moe(self) -> MoEBlock:

@@ -8,6 +8,8 @@ The queries' rope columns and the shared ones are turned by the position. Source
 arXiv:2405.04434. The numbers are those of DeepseekV3Attention in transformers.
 """  # noqa: E501
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,8 @@ LATENT_EPS = 1e-6  # of both norms inside, whatever rms_norm_eps is: so the mode
 
 class LatentAttention(nn.Module):
     """[T, H] -> [T, H]; projections are named as in Hugging Face checkpoints."""
+
+    reads: ClassVar = ("rotary", "attention")
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

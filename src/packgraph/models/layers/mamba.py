@@ -14,7 +14,7 @@ everything else on a rank's rows.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,8 @@ class MambaMixer(nn.Module):
     A_log, D, dt_bias: [heads], float32 whatever the model's dtype (float64 in float64): decays are
     exponentials of exponentials of them.
     """
+
+    reads: ClassVar = ("documents", "context")
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class MambaMixer(nn.Module):
         )
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator) -> None:
+    def draw_parameters(self, generator: torch.Generator) -> None:
         """Fresh values of what is no matrix, drawn on the generator's device: see FIRST_DECAY and
         FIRST_STEP."""
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from packgraph.mamba.heads import ScanShape, ranks_problem
 from packgraph.ops.attention.context import ContextGroup, swap_parts
 from packgraph.ops.attention.kind import ContextChoice, ContextWish, choose_context_kind
 from packgraph.parallel.mesh import Mesh
@@ -35,8 +34,8 @@ def context_choice(
 
     Raises ValueError where they cannot share it as wished.
     """
-    if config.count("mamba"):
-        return ContextChoice("ulysses", "Mamba-2 layers scan rows in their order")
+    if titles := _sequential(config):
+        return ContextChoice("ulysses", f"{titles} layers scan rows in their order")
     return choose_context_kind(ranks, config.num_heads // heads_split, wish)
 
 
@@ -52,7 +51,7 @@ def context_problems(
         config.num_heads // heads_split,
         f" / tp {heads_split}" if heads_split > 1 else "",
     )
-    scans, found = config.count("mamba") > 0, []
+    scans, found = _sequential(config), []
     if heads % ranks and config.count("attn") and (scans or wish == "ulysses"):
         found.append(
             f"context parallelism over {ranks} ranks by ulysses shares the heads among them in "
@@ -61,18 +60,20 @@ def context_problems(
         )
     if scans and wish == "zigzag":
         found.append(
-            "rows cannot be cut in zigzag for Mamba-2 layers, which scan them in their order; use "
+            f"rows cannot be cut in zigzag for {scans} layers, which scan them in their order; use "
             "ulysses"
         )
-    if scans:
-        mamba = config.mamba
-        problem = ranks_problem(
-            ScanShape(mamba.num_heads, mamba.head_dim, mamba.groups, mamba.state), ranks
-        )
-        found += (
-            [f"context parallelism in Mamba-2 layers (model.mamba): {problem}"] if problem else []
-        )
-    return found
+    problems = {kind: kind.context_problem(config, ranks) for kind in config.kinds().values()}
+    return found + [
+        f"context parallelism in {kind.title} layers (model.{kind.name}): {problem}"
+        for kind, problem in problems.items()
+        if problem
+    ]
+
+
+def _sequential(config: Any) -> str:
+    """The kinds of layers that scan rows in their order, for messages; empty = there are none."""
+    return " and ".join(kind.title for kind in config.kinds().values() if kind.is_sequential)
 
 
 def spread_context(

@@ -250,7 +250,7 @@ def test_a_decoder_clears_gradients_only(kernels):
     state = model.run_embed(model.begin(batch))
     hidden = state["hidden"].detach().requires_grad_()
     with Masks():
-        out = model.layers["0"].run_attention({**state, "hidden": hidden})["hidden"]
+        out = model.layers["0"].run_mixer({**state, "hidden": hidden})["hidden"]
         assert masks == []
         out.backward(torch.ones_like(out).masked_fill(batch.padding_mask[:, None], 0.0))
     assert len(masks) == 4, "that of the gradient here, and those of queries, keys and values"
