@@ -151,7 +151,7 @@ def trained(mesh, settings, what, when, patience):
 
 
 CAPTURE, STEP = (graphed_module, "capture_variant"), (step_module.GraphedStep, "_capture")
-TRACE = (memory_budget, "trace_memory")
+TRACE = (memory_budget, "trial_memory")
 
 
 @pytest.mark.parametrize(

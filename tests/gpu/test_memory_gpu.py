@@ -1,18 +1,13 @@
-"""Predicted pools against those of torch's allocator: random allocations, and layers of
-Qwen3-0.6B's shape.
+"""Pools as a trial capture tells them, against those of the graphs: layers of Qwen3-0.6B's shape.
 
-To be run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, too: another model answers then.
+To be run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, too.
 """
-
-import random
 
 import pytest
 import torch
 
-from packgraph.graphs.cuda.backend import CudaBackend
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.memory.bank import BankModel, Lifetime
-from packgraph.graphs.memory.trace import pool_model, trace_memory
+from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.train.executor import sample_batch
@@ -33,59 +28,13 @@ QWEN = DecoderConfig(
     num_kv_heads=8,
     head_dim=128,
 )
-WITHIN = 0.05
+WITHIN = 0.02
 
 
 @pytest.fixture(autouse=True)
 def fresh():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-
-
-def random_trace(seed, most=200):
-    draw = random.Random(seed)
-    sizes = [
-        draw.choice(
-            [draw.randint(1, 5000), draw.randint(1, 40) * 300_000, draw.randint(1, 12) * 3_000_000]
-        )
-        for _ in range(most)
-    ]
-    events = draw.sample(list(range(most)) * 2, 2 * most)
-    ticks: dict[int, list[int]] = {}
-    for tick, number in enumerate(events):
-        ticks.setdefault(number, []).append(tick)
-    return [Lifetime(size, *pair) for size, pair in zip(sizes, sorted(ticks.values()), strict=True)]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_model_reserves_what_torch_reserves(seed):
-    """A real private pool, filled by a capture, as those of slots are."""
-    backend, captures = CudaBackend(CUDA), [random_trace(2 * seed), random_trace(2 * seed + 1)]
-    pool, graphs = backend.new_pool(), []
-
-    def allocate(blocks):
-        births, deaths = (
-            {b.birth: n for n, b in enumerate(blocks)},
-            {b.death: n for n, b in enumerate(blocks)},
-        )
-        held = {}
-        for tick in range(2 * len(blocks)):
-            if tick in births:
-                number = births[tick]
-                held[number] = torch.empty(blocks[number].nbytes, dtype=torch.uint8, device=CUDA)
-            else:
-                del held[deaths[tick]]
-        backend.spare.zero_()  # an empty capture is no graph
-
-    for blocks in captures:
-        with backend.window(pool, pool, None) as window:
-            graphs.append(window.capture(lambda blocks=blocks: allocate(blocks))[0])
-    model = pool_model("cuda")()
-    for blocks in captures:
-        model.replay(blocks)
-    assert model.nbytes == pool.nbytes()
-    for made in graphs:
-        made.reset()
 
 
 def arguments(chunk, capacity):
@@ -109,7 +58,7 @@ def graphed_qwen(slots, granularity, **options):
 
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
-def test_pools_of_qwen_layers_are_within_five_percent(granularity, slots):
+def test_pools_of_qwen_layers_are_within_two_percent(granularity, slots):
     graphed = graphed_qwen(slots, granularity)
     plan = plan_memory([graphed], arguments, [slots], CAPACITIES)
     graphed.build([arguments(0, capacity) for capacity in CAPACITIES], slots)
@@ -122,26 +71,8 @@ def test_pools_of_qwen_layers_are_within_five_percent(granularity, slots):
     graphed.close()
 
 
-def test_capacities_between_measured_ones_are_within_five_percent():
-    graphed = graphed_qwen(1, "chunk")
-    traces = {
-        capacity: trace_memory(graphed, arguments(0, capacity))
-        for capacity in (CAPACITIES[0], CAPACITIES[2])
-    }
-    predicted = BankModel(traces, pool_model(graphed.backend)).predict([CAPACITIES[1]], 1)
-    graphed.build([arguments(0, CAPACITIES[1])], 1)
-    print(
-        f"2048 tokens: predicted {predicted.pools / 2**20:.1f} MiB, measured "
-        f"{graphed.stats.pool_bytes / 2**20:.1f}"
-    )
-    assert not predicted.seen and predicted.pools == pytest.approx(
-        graphed.stats.pool_bytes, rel=WITHIN
-    )
-    graphed.close()
-
-
 @pytest.mark.slow
-def test_pools_of_compiled_layers_are_within_five_percent():
+def test_pools_of_compiled_layers_are_within_two_percent():
     graphed = graphed_qwen(1, "chunk", compile=True)
     plan = plan_memory([graphed], arguments, [1], CAPACITIES[:1])
     graphed.build([arguments(0, CAPACITIES[0])], 1)
@@ -149,11 +80,11 @@ def test_pools_of_compiled_layers_are_within_five_percent():
     graphed.close()
 
 
-def test_a_trace_leaves_gradients_and_random_numbers_alone():
+def test_a_trial_leaves_gradients_and_random_numbers_alone():
     graphed = graphed_qwen(1, "layer")
     gradients = {name: p.grad.clone() for name, p in graphed.named_parameters()}
     state = torch.cuda.get_rng_state()
-    trace_memory(graphed, arguments(0, CAPACITIES[0]))
+    trial_memory(graphed, [arguments(0, CAPACITIES[0])], 1)
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert all(torch.equal(p.grad, gradients[name]) for name, p in graphed.named_parameters())
 

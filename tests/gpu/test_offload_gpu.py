@@ -29,7 +29,7 @@ from packgraph.bench.timing import pinned_bytes
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory.free import free_memory
-from packgraph.graphs.memory.trace import trace_memory
+from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
@@ -406,7 +406,7 @@ def test_host_memory_is_pinned_once():
         min_bytes=2**20,
     )
     eager = engine.lanes.memories.arenas.nbytes()
-    trace_memory(graphed, arguments)
+    trial_memory(graphed, [arguments], 1)
     graphed.build([arguments])
     graphed(*arguments).backward()
     taken = pinned_bytes(CUDA) - before

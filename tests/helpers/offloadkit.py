@@ -8,7 +8,7 @@ import torch
 
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.graphed import GraphedModule, graph
-from packgraph.graphs.memory.trace import predict_bank, trace_memory
+from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.expert_config import ExpertConfig
@@ -178,8 +178,7 @@ def foretold_and_taken(
     """Bytes of the pools of `warmed`: as predicted before the capture, and what they are after
     it."""
     graphed, _, arguments = warmed(settings, modules, slots=slots, **options)
-    traces = {arguments[0].capacity: trace_memory(graphed, arguments)}
-    foretold = predict_bank(graphed, traces, slots).pools
+    foretold = trial_memory(graphed, [arguments], slots).pools
     graphed.build([arguments])
     taken = graphed.stats.pool_bytes
     graphed.close()

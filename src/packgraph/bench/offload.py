@@ -18,10 +18,9 @@ of the backward, too.
 
 What a plan is to save is told twice. `plan: saved` (planned_saved_bytes) is by how much *live*
 bytes fall at the most. `plan: fell` (predicted_fell_bytes) is by how much the *pool* is to fall,
-which holds what lives and has other holes in every way: by the blocks of a trial capture, as the
-plan moves, replayed through a model of the allocator (predicted_pool_bytes, to be compared with
-pool_bytes; `graphs/memory/trace.py`). That capture is over, and its memory free, before anything is
-measured.
+which holds what lives and has other holes in every way: by the pool of a trial capture that follows
+the plan (predicted_pool_bytes, to be compared with pool_bytes; `graphs/memory/trial.py`). That
+capture is over, and its memory free, before anything is measured.
 
 The copies' speed comes from a profile of one more replay, their ceiling from plain copies of pinned
 memory. With --largest the most tokens are looked for with which the first and the second way still
@@ -58,7 +57,7 @@ from packgraph.bench.timing import (
 from packgraph.bench.variants import Graphed, room_for_code
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.free import free_memory
-from packgraph.graphs.memory.trace import predict_bank, trace_memory
+from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
@@ -271,15 +270,13 @@ class _Run:
         at the latest; None where a trial of it has no room."""
         graphed = self.way.graphed
         try:
-            traces = {
-                capacity: trace_memory(graphed, self.way.work.arguments(batch))
-                for capacity, batch in self.way.used.items()
-            }
+            largest_first = sorted(self.way.used.items(), reverse=True)
+            samples = [self.way.work.arguments(batch) for _, batch in largest_first]
+            return trial_memory(graphed, samples, 1).pools
         except CaptureError as error:
             if isinstance(error.__cause__, torch.OutOfMemoryError):
                 return None
             raise
-        return predict_bank(graphed, traces, 1).pools
 
     def calls(self) -> None:
         """All microbatches once."""

@@ -23,7 +23,6 @@ import torch
 
 from packgraph.graphs.copy_streams import CopyStreams, HostMemories
 from packgraph.graphs.host_sync import Journal
-from packgraph.graphs.memory.bank import Lifetime
 
 Result = TypeVar("Result")
 
@@ -74,10 +73,6 @@ class Window(Protocol):
 
     def static(self, tensor: torch.Tensor) -> Static: ...
 
-    def lifetimes(self) -> list[Lifetime]:
-        """What was allocated in the pools, and when it was freed, oldest first; of a trial that is
-        over."""
-
 
 class Backend(Protocol):
     """Makes pools and windows. name: `cuda` or `recorder`. device_type: where its tensors live.
@@ -102,8 +97,7 @@ class Backend(Protocol):
         self, pool: Any, brief: Any, journal: Journal, trial: bool = False
     ) -> AbstractContextManager[Window]:
         """Open the capture of one variant into `pool`, brief memory into `brief`. trial: its graphs
-        are thrown away, and it can tell `lifetimes`; the pools are empty.
-        """
+        are thrown away."""
 
     def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
         """Run eagerly what is about to be captured, if this backend needs it (lazy handles,

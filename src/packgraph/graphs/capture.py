@@ -50,7 +50,6 @@ from packgraph.graphs.host_sync import (
     compiled_stages,
     known_generators,
 )
-from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
@@ -129,14 +128,14 @@ def capture_variant(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     rehearsal: DryRun,
-    lifetimes: list[Lifetime] | None = None,
+    trial: bool = False,
 ) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
     gradients: what is known of the gradients of such calls. changed: whether facts about the module
     hold no longer that graphs bake. calls: entered around eager runs of the module. rehearsal: of
-    the same call. lifetimes: of a trial, gets what is allocated in the slot's pools, which are
-    empty, oldest first. Raises CaptureError; nothing has changed then.
+    the same call. trial: whether the graphs are thrown away. Raises CaptureError; nothing has
+    changed then.
     """
     effects = SideEffects(program.module, program.volatile, program.assigned)
     # The dry run has watched the calls of the same code; what effects a recording holds it must see
@@ -151,7 +150,7 @@ def capture_variant(
     ):
         watched = ObservedProgram(program, effects)
         backend.lanes.memories.let_go()
-        with backend.window(slot.pool, slot.brief, journal, lifetimes is not None) as window:
+        with backend.window(slot.pool, slot.brief, journal, trial) as window:
             build = VariantBuild(
                 watched,
                 program,
@@ -166,10 +165,7 @@ def capture_variant(
                 lends,
                 rehearsal,
             )
-            variant = build.capture(args, kwargs)
-        if lifetimes is not None:
-            lifetimes += window.lifetimes()
-        return variant
+            return build.capture(args, kwargs)
 
 
 def dry_run(

@@ -25,10 +25,9 @@ from packgraph.graphs.captured_capacities import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.consensus import Vote, alone
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import GraphedModule, control
-from packgraph.graphs.memory.bank import BankMemory
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.free import free_memory
-from packgraph.graphs.memory.trace import predict_bank, trace_memory
+from packgraph.graphs.memory.trial import BankMemory, trial_memory
 from packgraph.packing.capacity import Capacity
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]
@@ -162,8 +161,8 @@ def _predicted(
             with (
                 explained()
             ):  # also want of memory for arguments, say: who does not come to vote is waited for
-                trace = trace_memory(chunk, arguments(number, capacity))
-                banks.append(predict_bank(chunk, {capacity: trace}, slots[number]))
+                sample = arguments(number, capacity)
+                banks.append(trial_memory(chunk, [sample], slots[number]))
         except CaptureError as failed:
             error = failed
         error = vote(f"the memory of graphs of {str_of(capacity)}", error)

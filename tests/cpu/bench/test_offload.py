@@ -112,7 +112,7 @@ def test_what_has_no_room_for_a_trace_is_measured_without_a_prediction(capsys):
     )
     error = CaptureError("no room", "here", "none")
     error.__cause__ = torch.OutOfMemoryError("no room")
-    with mock.patch("packgraph.bench.offload.trace_memory", side_effect=error):
+    with mock.patch("packgraph.bench.offload.trial_memory", side_effect=error):
         assert bench(words.split()) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(

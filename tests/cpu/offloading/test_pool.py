@@ -8,7 +8,7 @@ import torch
 from offloadkit import DENSE, EXPERTS, by_hand, config, foretold_and_taken, warmed
 
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.memory.trace import trace_memory
+from packgraph.graphs.memory.trial import trial_memory
 from packgraph.graphs.recorder.backend import RecorderBackend, RecorderWindow
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.graphs.step import GraphedStep
@@ -89,7 +89,7 @@ def test_a_capture_that_is_thrown_away_keeps_no_host_memory(monkeypatch):
         "close",
         lambda self: taken.append((self.lanes, self.lanes.memories.arenas.nbytes())) or close(self),
     )
-    trace_memory(graphed, arguments)
+    trial_memory(graphed, [arguments], 1)
     ((lanes, before),) = taken
     assert before > 0 and lanes.memories.arenas.nbytes() == 0 and lanes.trial
     graphed.close()
@@ -129,7 +129,7 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
         passes, seen, trace = engine._looks, engine._times, engine.trace
         memory = engine.lanes.memories.arenas.nbytes()
         for _ in range(traces):
-            trace_memory(graphed, arguments)
+            trial_memory(graphed, [arguments], 1)
         assert engine._captured == [], (
             "nobody will ask for times of graphs that are gone, whose host memory they hold"
         )
@@ -167,9 +167,8 @@ def test_a_trace_that_has_no_room_leaves_no_copy_under_way(monkeypatch):
 
     monkeypatch.setattr(RecorderWindow, "own", full)
     with pytest.raises(CaptureError, match="no room"):
-        trace_memory(graphed, arguments)
+        trial_memory(graphed, [arguments], 1)
     assert under_way[-1] and not windows[-1].lanes._under_way and not engine.lanes._under_way
     monkeypatch.undo()
-    assert trace_memory(graphed, arguments) == trace_memory(
-        *warmed(config(), DENSE, late=("out", "back"))[::2]
-    )
+    fresh, _, same_arguments = warmed(config(), DENSE, late=("out", "back"))
+    assert trial_memory(graphed, [arguments], 1) == trial_memory(fresh, [same_arguments], 1)

@@ -15,12 +15,8 @@ from packgraph.graphs.capture import explained
 from packgraph.graphs.captured_capacities import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import control, graph
-from packgraph.graphs.memory import trace as memory_trace
-from packgraph.graphs.memory.bank import BankModel
+from packgraph.graphs.memory import trial as memory_trial
 from packgraph.graphs.memory.budget import budget_bytes, shown
-from packgraph.packing.buckets.choose import choose_buckets
-from packgraph.packing.buckets.lengths import LengthHistogram
-from packgraph.packing.buckets.request import BucketRequest
 from packgraph.packing.capacity import Capacity
 from packgraph.train import memory_budget
 from packgraph.train.auto_capacities import bucket_request
@@ -114,7 +110,7 @@ def test_graphs_that_hold_compiled_code_are_predicted_too():
     compiled = graphed.stats.compiled
     graphed.build([arguments(0, CAPACITIES[0])], 1)
     assert graphed.failures == 0 and plan.pools == pytest.approx(graphed.stats.pool_bytes, rel=0.05)
-    assert graphed.stats.compiled == compiled > 0, "what the trace has run is what the graphs hold"
+    assert graphed.stats.compiled == compiled > 0, "what the trial has run is what the graphs hold"
 
 
 def test_a_run_says_what_its_graphs_take(tmp_path: Path) -> None:
@@ -169,15 +165,15 @@ def test_another_rank_without_room_decides_for_all():
 
 
 def test_graphs_without_room_are_over_any_budget(monkeypatch):
-    trace = memory_trace.trace_memory
+    trial = memory_trial.trial_memory
 
-    def no_room(graphed: Any, args: tuple[Any, ...]) -> Any:
-        if args[0].capacity == CAPACITIES[2]:
+    def no_room(graphed: Any, samples: list[Any], slots: int) -> Any:
+        if samples[0][0].capacity == CAPACITIES[2]:
             with explained():
                 raise torch.OutOfMemoryError("CUDA out of memory")
-        return trace(graphed, args)
+        return trial(graphed, samples, slots)
 
-    monkeypatch.setattr(memory_budget, "trace_memory", no_room)
+    monkeypatch.setattr(memory_budget, "trial_memory", no_room)
     plan = plan_memory([graphed_model()], arguments, [1], CAPACITIES, budget=2**40)
     assert plan.dropped == CAPACITIES[2:] and plan.banks
     assert any(
@@ -195,13 +191,13 @@ def test_a_trial_without_room_keeps_nothing_from_the_next_one(monkeypatch):
         def __init__(self) -> None:
             self.itself = self
 
-    def no_room(graphed: Any, args: tuple[Any, ...]) -> Any:
+    def no_room(graphed: Any, samples: list[Any], slots: int) -> Any:
         assert all(of() is None for of in held)
         saved = Saved()
         held.append(weakref.ref(saved))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(memory_budget, "trace_memory", no_room)
+    monkeypatch.setattr(memory_budget, "trial_memory", no_room)
     gc.disable()
     try:
         plan_memory([graphed_model()], arguments, [1], CAPACITIES, budget=2**40)
@@ -226,22 +222,22 @@ def test_arguments_without_room_are_voted_on_too():
 
 
 def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
-    """The trace of the next chunk exchanges data, too: whoever went on would wait for the rank that
+    """The trial of the next chunk exchanges data, too: whoever went on would wait for the rank that
     failed."""
     chunks, traced, asked = [graphed_model() for _ in range(3)], [], []
     for chunk in chunks:
         chunk._coded.add("a key that all ranks have compiled")
-    trace = memory_trace.trace_memory
+    trial = memory_trial.trial_memory
 
-    def noted(graphed: Any, args: tuple[Any, ...]) -> Any:
+    def noted(graphed: Any, samples: list[Any], slots: int) -> Any:
         traced.append(chunks.index(graphed))
-        return trace(graphed, args)
+        return trial(graphed, samples, slots)
 
     def vote(what: str, error: CaptureError | None) -> CaptureError | None:
         asked.append(error)
         return CaptureError("no room", "line 1", "on rank 1") if len(asked) == 2 else error
 
-    monkeypatch.setattr(memory_budget, "trace_memory", noted)
+    monkeypatch.setattr(memory_budget, "trial_memory", noted)
     plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, vote=vote)
     assert (
         traced == [0, 1] and asked == [None, None] and not plan.banks and "no room" in plan.notes[0]
@@ -260,27 +256,6 @@ def test_dropped_capacities_are_no_undeclared_ones():
     assert graphed.claim(arguments(0, CAPACITIES[0]), {}) == OVER_BUDGET
     assert graphed.claim(arguments(0, Capacity(16, 1)), {}) == "capacity not declared"
     assert graphed.claim(arguments(0, Capacity(16, 3)), {}) == "more documents than any capacity"
-
-
-def test_what_was_measured_chooses_buckets():
-    graphed = graphed_model()
-    traces = {
-        capacity: memory_trace.trace_memory(graphed, arguments(0, capacity))
-        for capacity in CAPACITIES
-    }
-    model = BankModel(traces, memory_trace.pool_model(graphed.backend))
-    request = BucketRequest(
-        max_tokens=512,
-        multiple=16,
-        max_buckets=2,
-        pool_bytes=model,
-        graph_bytes=1,
-        budget=model(Capacity(256, 8)) + 2,
-    )
-    plan = choose_buckets(LengthHistogram.of([20, 30, 50] * 40), request)
-    assert (
-        plan.capacities[-1].tokens == 256 and "of more than 256 tokens are dropped" in plan.notes[0]
-    )
 
 
 def test_the_budget_of_graphs_limits_what_is_chosen():

@@ -15,12 +15,10 @@ import torch
 from packgraph.graphs.backend import Result
 from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, pinned, streams_beside
-from packgraph.graphs.cuda.history import PoolHistory
 from packgraph.graphs.cuda.status import told_as_in_eager_calls
 from packgraph.graphs.cuda.workspaces import CublasWorkspaces
 from packgraph.graphs.host_calls import unwatched_calls
 from packgraph.graphs.host_sync import Journal
-from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.strides import with_bits
 
 
@@ -125,7 +123,6 @@ class CudaWindow:
         )
         self.graphs: list[CudaGraph] = []
         self._waiting: list[CudaGraph] = []
-        self._noted: list[Lifetime] | None = None
 
     def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[CudaGraph, Result]:
         """Capture the work that `run` launches; nothing executes."""
@@ -205,24 +202,6 @@ class CudaWindow:
         """A non-owning view of `tensor`."""
         return CudaStatic(tensor)
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Within the block what is allocated in the pools, which are empty, is noted."""
-        history = PoolHistory(self.backend.device)
-        history.start()
-        try:
-            yield
-            self._noted = history.lifetimes(
-                {tuple(self.brief.handle): True, tuple(self.pool.handle): False}
-            )
-        finally:
-            history.stop()
-
-    def lifetimes(self) -> list[Lifetime]:
-        """See Window."""
-        assert self._noted is not None, "the window is no trial, or is open yet"
-        return self._noted
-
 
 class CudaBackend:
     """Captures modules on one CUDA device."""
@@ -260,8 +239,7 @@ class CudaBackend:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         done = False
         try:
-            with window.noting() if trial else contextlib.nullcontext():
-                yield window
+            yield window
             done = True
         finally:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)

@@ -36,7 +36,6 @@ from packgraph.graphs.host_sync import (
     refuse_unsafe,
     shapes_only,
 )
-from packgraph.graphs.memory.bank import Lifetime
 from packgraph.graphs.operations import (
     PLAIN_TENSORS,
     Operation,
@@ -395,13 +394,6 @@ class RecorderWindow:
         self._graphs.append(graph)
         return graph, result
 
-    def lifetimes(self) -> list[Lifetime]:
-        """See Window."""
-        assert self._places is not None, "the window is open yet"
-        return [
-            Lifetime(block.nbytes, block.birth, block.death, block.brief) for block in self.blocks
-        ]
-
     def close(self) -> None:
         """Place all blocks, bind the graphs to them, and poison what the capture has computed."""
         if any(block.death is None for block in self.blocks):
@@ -451,7 +443,7 @@ class RecorderBackend:
     def window(
         self, pool: RecorderPool, brief: RecorderPool, journal: Journal, trial: bool = False
     ) -> Iterator[RecorderWindow]:
-        """See Backend; every window notes what it allocates."""
+        """See Backend."""
         window = RecorderWindow(pool, brief, journal, self.lanes)
         window.lanes.trial = trial
         yield window

@@ -2,8 +2,8 @@
 
 A block lives from the operation that made its storage to the moment the last reference to that
 storage went away. When a variant is complete, its blocks are placed first-fit into the pool's
-segments (`graphs/memory/first_fit.py`), so two blocks share memory exactly when their lifetimes do
-not overlap. Variants of one pool start from offset zero again: that is the reuse that makes a
+segments (`graphs/recorder/first_fit.py`), so two blocks share memory exactly when their lifetimes
+do not overlap. Variants of one pool start from offset zero again: that is the reuse that makes a
 shared pool dangerous, and it is what the tests must be able to see.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from packgraph.graphs.copy_streams import HostMemories
-from packgraph.graphs.memory.first_fit import place_blocks
 from packgraph.graphs.recorder.copy_streams import plain
+from packgraph.graphs.recorder.first_fit import place_blocks
 
 POISON = 0xFF
 

@@ -13,8 +13,6 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from packgraph.graphs.memory.bank import Lifetime
-
 ALIGNMENT = 64
 
 
@@ -67,23 +65,3 @@ def place_blocks(
                     break
         chosen.append(found)
     return chosen, plans[-1].top
-
-
-class FirstFitPool:
-    """The recorder's pool, by its sizes alone."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved so far."""
-        return sum(self.sizes)
-
-    def replay(self, blocks: Sequence[Lifetime]) -> None:
-        """Place what one capture allocates."""
-        _, added = place_blocks(
-            self.sizes, [(block.nbytes, block.birth, block.death) for block in blocks]
-        )
-        if added:
-            self.sizes.append(added)

@@ -1,0 +1,141 @@
+"""Memory that graphs will take, measured by a capture that is thrown away.
+
+A capture keeps memory in a way of its own: outputs of a region until its backward, gradients until
+the region that reads them, nothing of autograd in between; and a pool is as large as its allocator
+makes it. So the trial is a capture into pools of its own, whose sizes are read:
+
+    dry run -> capture into one slot -> bytes of the slot's pool and of the shared one -> freed
+
+All slots of a bank are alike. The trial trains nothing, adds gradients to spare memory, and takes
+what graphs of these calls take in one slot.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement
+
+from packgraph.graphs.capture import capture_variant, dry_run
+from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, with_local
+from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.slots import Slot
+from packgraph.graphs.strides import contiguous_strides, own_strides
+
+
+@dataclass(frozen=True)
+class BankMemory:
+    """Memory of a bank of graphs, in bytes.
+
+    Attributes:
+        slots: Number of slots.
+        slot: Of the pool of one slot.
+        shared: Of the pool that the backwards of all slots share; 0 where a single slot keeps that
+            memory in its own.
+        buffers: Of one slot outside of pools, for inputs and gradients from eager code.
+    """
+
+    slots: int
+    slot: int
+    shared: int
+    buffers: int
+
+    @property
+    def pools(self) -> int:
+        """Bytes of all pools."""
+        return self.slots * self.slot + self.shared
+
+    @property
+    def total(self) -> int:
+        """Bytes of all pools and buffers."""
+        return self.pools + self.slots * self.buffers
+
+
+def trial_memory(
+    graphed: GraphedModule, samples: Sequence[tuple[Any, ...]], slots: int
+) -> BankMemory:
+    """Measure what graphs for calls with these arguments will take in `slots` slots.
+
+    Trains nothing and keeps no graph. Nothing of it but compiled code is remembered, so all ranks
+    that share in a capture go the same way in it whatever became of their trials. With collectives
+    in the module it is collective.
+
+    Args:
+        graphed: The module.
+        samples: One tuple of call arguments for each key, in the order in which they will be
+            captured: the largest first.
+        slots: Number of slots.
+
+    Raises:
+        CaptureError: Where a capture would.
+    """
+    own = control(graphed)
+    backend = own.capture_backend
+    shared = None if own.has_one_slot else backend.new_pool()
+    slot = Slot(0, backend, own.device, shared)
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(_free, slot)
+        for args in samples:
+            with own.trial(args) as (program, gradients):
+                tried = dry_run(program, backend, gradients, args, {})
+                try:
+                    variant = capture_variant(
+                        program,
+                        backend,
+                        slot,
+                        SpareGradients(program.module),
+                        gradients,
+                        lambda: None,
+                        contextlib.nullcontext(),
+                        own.lends,
+                        args,
+                        {},
+                        tried,
+                        trial=True,
+                    )
+                    at_end.callback(variant.reset)
+                finally:
+                    tried.read.clear()
+                    tried.written.clear()
+        return BankMemory(
+            slots, slot.pool.nbytes(), 0 if shared is None else shared.nbytes(), slot.buffer_bytes()
+        )
+
+
+def _free(slot: Slot) -> None:
+    slot.clear()
+    if slot.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class SpareGradients(GradientBuffers):
+    """Gradients that nobody reads: those of all parameters lie in the same memory, that of the
+    largest."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._spare: dict[torch.device, torch.Tensor] = {}
+        for parameter in map(local_tensor, module.parameters()):
+            nbytes = parameter.numel() * parameter.element_size()
+            kept = self._spare.get(parameter.device)
+            if kept is None or kept.numel() < nbytes:
+                self._spare[parameter.device] = torch.zeros(
+                    max(nbytes, 1), dtype=torch.uint8, device=parameter.device
+                )
+
+    def buffer(
+        self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None
+    ) -> GradientBuffer:
+        """A buffer of the parameter's form."""
+        return GradientBuffer(parameter, with_local(parameter, self._like(parameter), placements))
+
+    def _like(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        local = local_tensor(parameter)
+        strides = own_strides(local) or contiguous_strides(local.shape)
+        whole = torch.empty(0, dtype=local.dtype, device=local.device)
+        return whole.set_(
+            self._spare[local.device].untyped_storage(), 0, tuple(local.shape), strides
+        )
