@@ -1,0 +1,559 @@
+"""What docs/guides/limits.md says holds: every sentence names its tests, and those that no other
+file has are here."""
+
+import ast
+import contextlib
+import copy
+import dataclasses
+import functools
+import re
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from autogradkit import Returns, assert_same, gradients, sample, twins
+from limitskit import HELD, MEASURED, ROOT, sentences
+from statekit import One, X, quietly
+from threadkit import Wide, together, whole
+from torch import Tensor, nn
+
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
+from packgraph.graphs.graphed import control, graph
+from packgraph.graphs.state_kinds import assume_constant
+from packgraph.models.config import DecoderConfig
+from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.latent_config import LatentConfig
+from packgraph.models.mamba_config import MambaConfig
+from packgraph.moe.grouped_gemm import configs, products
+from packgraph.train.command_line import all_options
+from packgraph.train.config_values import ValueProblem, convert
+from packgraph.train.presets import preset
+
+LOG = ROOT / "docs" / "LOG.md"
+
+# ---- every sentence and what holds it
+
+
+def test_every_sentence_has_an_entry_and_no_entry_is_stale() -> None:
+    found = {
+        sentence: [key for key in HELD if sentence.startswith(key)] for sentence in sentences()
+    }
+    assert not [sentence for sentence, keys in found.items() if len(keys) != 1]
+    assert sorted(key for keys in found.values() for key in keys) == sorted(HELD)
+    assert all(sentence.endswith(".") for sentence in found)
+
+
+@pytest.mark.parametrize("key", HELD)
+def test_what_holds_a_sentence_exists(key: str) -> None:
+    assert HELD[key] or HELD[key] is MEASURED
+    for file, names in HELD[key].items():
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        known = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert names and all(name.startswith("test_") for name in names)
+        assert set(names) <= known, file
+
+
+# ---- trainer and experts
+
+
+def test_the_options_that_are_named_exist() -> None:
+    (named,) = [text for text in sentences() if text.startswith("The trainer knows")]
+    ways = re.findall(r"`(?:--parallel)?\.(\w+)`", named)
+    assert sorted(ways) == ["chunks", "cp", "dp", "ep", "pp", "tp"]
+    known = all_options(preset("qwen3-tiny"))
+    assert {*(f"--parallel.{way}" for way in ways), "--graph.optimizer"} <= set(known)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "by_torch"),
+    [
+        ((9, 0), torch.bfloat16, True),
+        ((10, 0), torch.bfloat16, True),
+        ((12, 0), torch.bfloat16, True),
+        ((8, 0), torch.bfloat16, False),
+        ((9, 0), torch.float32, False),
+        ((10, 0), torch.float16, False),
+    ],
+    ids=str,
+)
+def test_which_gpus_take_the_grouped_product_of_torch(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    by_torch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    rows: Any = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype, is_cuda=True)
+    assert products._by_torch(rows, 64, 128) is by_torch
+    assert configs.on_hopper(rows.device) is (capability[0] == 9)
+
+
+def test_the_other_kernel_of_experts_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: Any = types.SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.float32, is_cuda=True
+    )
+    monkeypatch.setattr(products, "HAS_TRITON", True)
+    assert products._by_kernel(rows)
+    monkeypatch.setattr(products, "HAS_TRITON", False)
+    with pytest.raises(ValueError, match="needs Triton"):
+        products._by_kernel(rows)
+
+
+def test_the_log_knows_no_more_than_four_gpus() -> None:
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "sixteen"]
+    counts = re.findall(
+        rf"\b(\d+|{'|'.join(words)}) H200s", LOG.read_text(encoding="utf-8"), re.IGNORECASE
+    )
+    assert {count.lower() for count in counts} == {"2", "4", "two", "four"}
+
+
+# ---- backward
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one layer", "a layer each"])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_backward_for_each_output_is_an_error(shared: bool, warmup: int) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.first(x)
+            return hidden.tanh(), (hidden.sigmoid() if shared else self.second(x))
+
+    def common(model: nn.Module, number: int) -> None:
+        first, second = model(sample(number))
+        (first.sum() + second.sum()).backward()
+
+    eager, graphed = twins(Two, calls=0, warmup=warmup)
+    for number in range(2):
+        for model in (eager, graphed):
+            quietly(common, model, number)
+    for model in (eager, graphed):
+        first, second = model(sample(3))
+        quietly(first.sum().backward, None, True)
+        with (
+            contextlib.nullcontext()
+            if model is eager
+            else pytest.raises(RuntimeError, match="a second time")
+        ):
+            second.sum().backward()
+        model.zero_grad()
+        common(model, 4)
+    assert_same(gradients(eager), gradients(graphed))
+
+
+def test_eight_sets_of_outputs_are_captured_and_others_run_eagerly() -> None:
+    class Four(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [layer(x) for layer in self.layers]
+
+    def step(model: nn.Module, chosen: int) -> None:
+        outs = model(sample(chosen))
+        used = [out.square().sum() for number, out in enumerate(outs) if chosen >> number & 1]
+        sum(used[1:], used[0]).backward()
+
+    eager, graphed = twins(Four, calls=0, warmup=1)
+    again = "another set of outputs got gradients than any captured backward starts from"
+    counts = []
+    for chosen in (15, *range(1, 12), *range(1, 12)):  # the first is warm-up
+        step(eager, chosen)
+        quietly(step, graphed, chosen)
+        counts.append(graphed.stats.fallbacks[again])
+        assert_same(gradients(eager), gradients(graphed))
+    # Seven beside the one of warm-up; of the second round only the others are eager again.
+    assert counts == [0, *range(1, 12), *[11] * 7, 12, 13, 14, 15]
+    assert graphed.stats.captured == 8
+
+
+class Chained(nn.Module):
+    """A loss, and what it is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x).tanh()
+        return self.second(hidden).square().sum(), hidden
+
+
+def test_an_inner_output_gets_the_gradients_of_the_callers_code_only() -> None:
+    eager, graphed = twins(Chained, warmup=1)
+
+    def both(model: nn.Module) -> tuple[Tensor, ...]:
+        loss, hidden = model(sample(5))
+        wanted = [hidden, model.get_parameter("first.bias")]
+        return torch.autograd.grad(loss + 3 * hidden.sum(), wanted)
+
+    expected, first, second = both(eager), quietly(both, graphed), both(graphed)
+    assert graphed.stats.replayed == 4 and graphed.stats.captured == 2
+    for found in (first, second):  # by running the forward again, and by a replay
+        assert torch.equal(found[0], torch.full((3, 4), 3.0))
+        assert torch.equal(found[1], expected[1])
+    assert not torch.equal(expected[0], first[0])  # which has the share of the loss, too
+
+
+# ---- outputs and effects
+
+OVERLAPPING = {
+    "a view": lambda m, y, x: y.t(),
+    "a view of an argument": lambda m, y, x: x[1:],
+    "a parameter": lambda m, y, x: m.linear.weight,
+    "a buffer": lambda m, y, x: m.table,
+}
+
+
+@pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_a_clone_of_what_shares_memory_is_captured(
+    make: Callable[[nn.Module, Tensor, Tensor], Tensor],
+) -> None:
+    def replays(copied: bool) -> int:
+        def forward(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            shared = make(m, y, x)
+            return y, shared.clone() if copied else shared
+
+        torch.manual_seed(0)
+        eager = Returns(forward)
+        eager.register_buffer("table", torch.ones(4))
+        graphed = graph(copy.deepcopy(eager), warmup=1, strict=True)
+        for number in range(4):
+            outs = [model(sample(number)) for model in (eager, graphed)]
+            for first, _ in outs:
+                first.square().sum().backward()
+            assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
+        return graphed.stats.replayed
+
+    with pytest.raises(CaptureError, match=r"shares? .*memory") as caught:
+        replays(copied=False)
+    assert ".clone()" in caught.value.remedy
+    assert replays(copied=True) == 3
+
+
+def test_an_attribute_that_keeps_its_value_may_be_assigned() -> None:
+    """What a replay does not do makes no difference then, and a value that was changed meanwhile is
+    noticed."""
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        module.mode = "train"
+        return module.linear(x)
+
+    graphed = graph(One(forward), warmup=1)
+    for _ in range(3):
+        graphed(X).sum().backward()
+    assert graphed.stats.replayed == 2
+    graphed.module.mode = "another"
+    quietly(graphed, X)
+    assert graphed.module.mode == "train"
+
+
+def test_a_value_that_is_set_alike_in_every_call_is_taken_for_a_cache() -> None:
+    """It is not set again where every call finds what the captured one has found."""
+    box: dict[str, int] = {}
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        box["rows"] = len(x)
+        return module.linear(x)
+
+    graphed, found = graph(One(forward), warmup=1), []
+    for _ in range(4):
+        box.clear()
+        graphed(X).sum().backward()
+        found.append(dict(box))
+    assert graphed.stats.replayed == 3
+    assert found == [{"rows": 3}, {"rows": 3}, {}, {}]  # eagerly, at the capture, by replays
+
+
+# ---- threads
+
+
+def test_who_calls_the_module_itself_may_meet_its_capture() -> None:
+    """Parameters have stand-ins while a module is captured, which whoever calls what
+    `packgraph.graph` returned waits for."""
+    asked, answered = (assume_constant(threading.Semaphore(0)) for _ in range(2))
+    seen = assume_constant(list[int]())
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        if threading.current_thread() is capturing:
+            asked.release()
+            assert answered.acquire(timeout=60)
+        return module.linear(x)
+
+    module = One(forward)
+    real, graphed = id(module.linear.weight), graph(module, warmup=0, strict=True)
+    capturing = threading.Thread(target=lambda: graphed(X), daemon=True)
+    capturing.start()
+    while capturing.is_alive():
+        if asked.acquire(timeout=0.01):
+            seen.append(id(module.linear.weight))
+            answered.release()
+    assert graphed.stats.captured == 1
+    assert any(weight != real for weight in seen) and id(module.linear.weight) == real
+
+
+def test_several_threads_cost_a_copy_of_gradients() -> None:
+    torch.manual_seed(0)
+    graphed = graph(Wide(8), warmup=1)
+    for seed in range(3):
+        graphed(whole(4, seed, 8)).sum().backward()
+
+    def taken() -> int:
+        """Bytes of gradients and of what graphs add to."""
+        buffers = control(graphed)._buffers_of_gradients.all()
+        held = [*(buffer.tensor for buffer in buffers), *(p.grad for p in graphed.parameters())]
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in held}
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+    alone = taken()
+    assert alone == sum(p.numel() * p.element_size() for p in graphed.parameters())
+    assert not together(lambda: graphed(whole(4, 3, 8)).sum().backward())
+    assert taken() == 2 * alone
+
+
+def test_one_module_is_captured_at_a_time() -> None:
+    lock = threading.Lock()
+    inside, most = assume_constant([0]), assume_constant([0])
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        with lock:
+            inside[0] -= 1
+        return module.linear(x)
+
+    plain = [One(forward) for _ in range(3)]
+    assert not together(*[functools.partial(module, X) for module in plain])
+    assert most[0] > 1  # eager calls meet
+    most[0] = 0
+    graphs = [graph(One(forward), warmup=0, strict=True) for _ in range(3)]
+    assert not (errors := together(*[functools.partial(module, X) for module in graphs])), errors
+    assert most[0] == 1 and all(module.stats.captured == 1 for module in graphs)
+
+
+# ---- sizes, counts
+
+SHAPE = DecoderConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    latent=LatentConfig(kv_rank=8, query_rank=8),
+    experts=ExpertConfig(count=4, per_token=1, intermediate_size=8),
+    pattern="M*E",
+    mamba=MambaConfig(num_heads=4),
+)
+OTHER_BOUNDS = {
+    "vocab_size": 2**24,
+    "num_layers": 16_384,
+    "max_position_embeddings": 2**62,
+    "latent.scaling.original_positions": 2**62,
+}
+# What has to grow with a size, so that only its bound is in the way.
+GROWS_TOO = {
+    "experts.per_token": ["count"],
+    "experts.groups": ["count"],
+    "experts.groups_kept": ["count", "groups"],
+    "mamba.groups": ["num_heads"],
+}
+
+
+def whole_numbers(section: Any, prefix: str = "") -> Iterator[str]:
+    """The names of all whole numbers of a configuration, with dots."""
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from whole_numbers(value, f"{prefix}{field.name}.")
+        elif type(value) is int:
+            yield prefix + field.name
+
+
+def replaced(section: Any, path: str, value: int, others: list[str]) -> Any:
+    """`section` with another whole number, and with the same one for `others` beside it."""
+    name, _, rest = path.partition(".")
+    if rest:
+        inner = replaced(getattr(section, name), rest, value, others)
+        return dataclasses.replace(section, **{name: inner})
+    return dataclasses.replace(section, **dict.fromkeys([name, *others], value))
+
+
+@pytest.mark.parametrize("path", list(whole_numbers(SHAPE)))
+def test_sizes_of_models_are_bounded(path: str) -> None:
+    bound, others = OTHER_BOUNDS.get(path, 262_144), GROWS_TOO.get(path, [])
+    with pytest.raises(ValueError, match=f"{path} is {bound + 2}, must be at most {bound:,}"):
+        replaced(SHAPE, path, bound + 2, others)
+    said = ""
+    try:
+        replaced(SHAPE, path, bound, others)
+    except ValueError as error:  # such as heads that do not divide
+        said = str(error)
+    assert "must be at most" not in said
+
+
+@pytest.mark.parametrize("from_text", [True, False])
+def test_whole_numbers_are_below_two_to_the_63(from_text: bool) -> None:
+    def given(number: int) -> int | str:
+        return str(number) if from_text else number
+
+    assert convert(given(2**63 - 1), int, from_text=from_text) == 2**63 - 1
+    for number in (2**63, -(2**63)):
+        with pytest.raises(ValueProblem, match=r"below 2\^63"):
+            convert(given(number), int, from_text=from_text)
+
+
+# ---- what is not watched
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Time zones may be set, and are put back."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        yield patch
+    time.tzset()
+
+
+@pytest.mark.parametrize("what", ["the time", "a file", "the seed", "a class of a library"])
+def test_what_is_not_watched_is_as_it_was_at_capture(
+    what: str, tmp_path: Path, clock: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "number"
+    file.write_text("1.0")
+    torch.manual_seed(1)
+    clock.setattr(nn.Linear, "scale", 1.0, raising=False)
+    reads: dict[str, Callable[[Any], float]] = {
+        "the time": lambda m: time.localtime(0).tm_hour + 1,
+        "a file": lambda m: float(file.read_text()),
+        "the seed": lambda m: torch.initial_seed(),
+        "a class of a library": lambda m: m.linear.scale,
+    }
+    read = reads[what]
+    graphed = graph(One(lambda m, x: m.linear(x) * read(m)), warmup=1)
+    for _ in range(3):
+        before = graphed(X)
+    assert torch.equal(before, graphed.module(X)) and graphed.stats.replayed == 2
+    clock.setenv("TZ", "UTC-5")
+    time.tzset()
+    file.write_text("2.0")
+    torch.manual_seed(2)
+    clock.setattr(nn.Linear, "scale", 2.0)
+    assert torch.equal(graphed(X), before) and not torch.equal(graphed.module(X), before)
+    assert graphed.stats.replayed == 3 and not graphed.stats.recaptures
+
+
+def test_a_replay_prints_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        print("called")
+        with open(tmp_path / "calls", "a") as file:
+            file.write("x")
+        return module.linear(x)
+
+    graphed = graph(One(forward), warmup=0, strict=True)
+    graphed(X)
+    written = len((tmp_path / "calls").read_text())
+    assert capsys.readouterr().out.count("called") == written > 0
+    graphed(X)
+    assert capsys.readouterr().out == "" and graphed.stats.replayed == 2
+    assert len((tmp_path / "calls").read_text()) == written
+
+
+@pytest.mark.parametrize(("depth", "watched"), [(8, True), (9, False)])
+def test_objects_are_watched_to_the_eighth(depth: int, watched: bool) -> None:
+    def factor(module: Any) -> float:
+        found = module.held
+        while hasattr(found, "inner"):
+            found = found.inner
+        return found.scale
+
+    last = held = types.SimpleNamespace(scale=1.0)
+    for _ in range(depth - 1):
+        held = types.SimpleNamespace(inner=held)
+    graphed = graph(One(lambda m, x: m.linear(x) * factor(m), held=held), warmup=0)
+    before = graphed(X).detach()  # or the next call would need a slot of its own
+    last.scale = 2.0
+    after = quietly(graphed, X)
+    assert torch.equal(after, graphed.module(X)) is watched
+    assert torch.equal(after, before) is not watched
+    assert bool(graphed.stats.recaptures) is watched
+
+
+WRITES = {
+    "data": lambda tensor: tensor.data.mul_(3),
+    "numpy": lambda tensor: tensor.detach().numpy().__imul__(3),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("which", ["argument", "output", "parameter"])
+def test_what_autograd_cannot_see_between_forward_and_backward_is_not_seen(
+    which: str, write: Callable[[Tensor], object]
+) -> None:
+    """Graphs have copies of arguments and outputs, but no copies of parameters."""
+
+    def backward(model: nn.Module, changed: bool) -> Tensor:
+        model.zero_grad()
+        x = X.clone()
+        out = model(x)
+        if changed:
+            weight = model.get_parameter("linear.weight")
+            write({"argument": x, "output": out, "parameter": weight}[which])
+        out.sum().backward()
+        return model.get_parameter("linear.bias" if which == "output" else "first").grad
+
+    def make() -> One:
+        module = One(lambda m, x: m.linear(x * m.first).exp())
+        module.first = nn.Parameter(torch.ones(4))
+        return module
+
+    eager, graphed = make(), graph(make(), warmup=1)
+    expected = backward(eager, changed=False)
+    for _ in range(3):
+        assert torch.equal(backward(graphed, changed=False), expected)
+    found, wanted = backward(graphed, changed=True), backward(eager, changed=True)
+    assert graphed.stats.replayed == 3 and not torch.equal(wanted, expected)
+    assert torch.equal(found, wanted if which == "parameter" else expected)
+
+
+# ---- modes
+
+
+def test_a_backward_under_autocast_runs_its_forward_again() -> None:
+    calls = assume_constant(list[int]())
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        calls.append(1)
+        return module.linear(x).tanh()
+
+    graphed = graph(One(forward), warmup=1)
+    for _ in range(3):
+        graphed(X).sum().backward()
+    assert graphed.stats.replayed == 2
+    before = len(calls)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        out = graphed(X).sum()
+    out.backward()
+    assert len(calls) == before
+    out = graphed(X).sum()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.warns(PackgraphWarning, match="the backward runs under autocast"),
+    ):
+        out.backward()
+    assert len(calls) == before + 1 and graphed.stats.replayed == 4

@@ -1,0 +1,194 @@
+"""Every sentence of docs/guides/limits.md and the tests that hold it."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "guides" / "limits.md"
+
+Held = dict[str, list[str]]  # file → names of tests
+HERE = "tests/cpu/test_limits.py"
+AUTOGRAD = "tests/cpu/graphs/test_autograd.py"
+BITWISE = "tests/cpu/graphs/test_bitwise.py"
+CONFIG = "tests/cpu/train/test_malformed_config.py"
+CONSTANTS = "tests/cpu/graphs/test_constants.py"
+EFFECTS = "tests/cpu/graphs/test_effects.py"
+FALLBACKS = "tests/cpu/graphs/test_fallbacks.py"
+OUTPUTS = "tests/cpu/graphs/test_outputs.py"
+STATE = "tests/cpu/graphs/test_module_state.py"
+THREADS = "tests/cpu/graphs/test_threads.py"
+WORDS = "tests/cpu/train/test_malformed_words.py"
+# Says only what was run on GPUs and where the figures stand, docs/LOG.md: nothing that a test on a
+# CPU could show. Whoever changes the log changes the sentence.
+MEASURED: Held = {}
+
+HELD: dict[str, Held] = {
+    "The trainer knows data, tensor, pipeline, expert": {
+        HERE: ["test_the_options_that_are_named_exist"],
+        "tests/dist/test_reshard.py": ["test_torchrun_trains_and_a_failing_rank_ends_it"],
+        "tests/dist/test_data.py": ["test_two_replicas_equal_one_process_within_rounding"],
+        "tests/dist/test_tensor.py": ["test_two_ranks_equal_one_process_within_rounding"],
+        "tests/dist/test_pipeline_training.py": ["test_stages_learn_what_the_whole_model_learns"],
+        "tests/dist/test_moe_training.py": ["test_sharing_experts_learns_what_one_process_learns"],
+        "tests/dist/test_context.py": [
+            "test_ranks_that_share_rows_learn_what_one_process_learns",
+        ],
+    },
+    "A graph of a step holds the update of the weights": {
+        "tests/cpu/train/test_step.py": [
+            "test_steps_with_the_update_inside_equal_eager_steps_bitwise",
+            "test_what_cannot_hold_the_update_is_said_at_once",
+        ],
+        "tests/dist/test_step_update.py": [
+            "test_tensor_parallel_steps_with_the_update_inside_equal_eager_ones_bitwise"
+        ],
+    },
+    "`DistributedDataParallel` and FSDP": {
+        FALLBACKS: [
+            "test_distributed_data_parallel_is_refused",
+            "test_fully_sharded_modules_are_refused",
+        ],
+    },
+    "Experts were measured in bfloat16": MEASURED,
+    "Newer GPUs take torch's grouped product": {
+        HERE: [
+            "test_which_gpus_take_the_grouped_product_of_torch",
+            "test_the_other_kernel_of_experts_needs_triton",
+        ],
+        "tests/cpu/moe/grouped_gemm/test_kernels.py": [
+            "test_wide_numbers_and_other_devices_take_what_fits_everywhere",
+            "test_descriptors_are_for_the_device_they_were_tried_on",
+        ],
+    },
+    "Not run on GPUs yet": {HERE: ["test_the_log_knows_no_more_than_four_gpus"]},
+    "What was verified bit by bit on one to four H200s": MEASURED,
+    "A second backward through one call": {
+        "tests/cpu/graphs/test_lifecycle.py": [
+            "test_a_second_backward_through_a_region_is_an_error_not_a_wrong_number"
+        ],
+        HERE: ["test_a_backward_for_each_output_is_an_error"],
+        AUTOGRAD: [
+            "test_second_derivatives_are_an_error_and_run_eagerly_from_then_on",
+            "test_second_derivatives_in_warm_up_keep_a_module_eager",
+        ],
+    },
+    "`autograd.grad`, `backward(inputs=...)`, hooks": {
+        AUTOGRAD: [
+            "test_gradients_of_some_tensors_only_are_those_of_eager",
+            "test_hooks_on_accumulators_fire",
+            "test_gradients_that_were_kept_stay_what_they_were",
+            "test_gradients_in_a_users_own_tensor_stay_there",
+            "test_another_use_of_outputs_is_learned",
+            "test_an_output_that_the_loss_leaves_out_gets_no_gradient_and_no_nan",
+        ],
+        BITWISE: ["test_hooks_on_outputs_and_parameters_fire_as_in_eager"],
+        "tests/cpu/graphs/test_parameter_hooks.py": ["test_a_hook_is_called_when_eager_calls_it"],
+    },
+    "A set of outputs that warm-up has not shown": {
+        AUTOGRAD: ["test_another_use_of_outputs_is_learned"],
+        HERE: ["test_eight_sets_of_outputs_are_captured_and_others_run_eagerly"],
+    },
+    "Such a backward is an error where": {
+        AUTOGRAD: ["test_a_forward_that_reads_what_it_writes_is_not_run_again"],
+    },
+    "An output that other outputs were computed from": {
+        HERE: ["test_an_inner_output_gets_the_gradients_of_the_callers_code_only"],
+        OUTPUTS: ["test_an_output_that_another_was_computed_from_is_no_surprise"],
+    },
+    "With a hook or `retain_grad` on it": {
+        OUTPUTS: [
+            "test_gradients_within_a_module_are_not_shown_in_part",
+            "test_the_gradient_of_an_inner_output_alone_is_an_error",
+        ],
+    },
+    "Outputs that share memory": {
+        OUTPUTS: ["test_outputs_that_share_memory_are_refused"],
+        HERE: ["test_a_clone_of_what_shares_memory_is_captured"],
+    },
+    "One tensor twice, an argument itself": {OUTPUTS: ["test_other_outputs_are_fine"]},
+    "`nn.Module` hooks inside a captured module": {
+        FALLBACKS: [
+            "test_module_hooks_are_refused_with_the_way_out",
+            "test_module_hooks_added_after_capture_are_noticed",
+        ],
+        CONSTANTS: ["test_a_hook_that_only_marks_is_captured", "test_another_hook_is_named"],
+        "tests/dist/test_tensor.py": ["test_graphs_equal_eager_on_every_rank"],
+    },
+    "So are forwards that change attributes": {
+        STATE: [
+            "test_a_forward_that_assigns_is_refused_and_undone",
+            "test_drawing_random_numbers_on_the_host_is_refused_and_undone",
+        ],
+        EFFECTS: [
+            "test_what_a_replay_would_not_do_falls_back_with_one_warning_and_equals_eager",
+            "test_strict_raises_at_the_users_line",
+        ],
+        HERE: ["test_an_attribute_that_keeps_its_value_may_be_assigned"],
+    },
+    "A plain value that forward sets outside of the module": {
+        HERE: ["test_a_value_that_is_set_alike_in_every_call_is_taken_for_a_cache"],
+        EFFECTS: ["test_what_a_replay_does_as_well_is_captured"],
+    },
+    "Threads must call what `packgraph.graph` returned": {
+        HERE: ["test_who_calls_the_module_itself_may_meet_its_capture"],
+        THREADS: [
+            "test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters",
+            "test_threads_that_share_a_module_sum_all_gradients",
+        ],
+    },
+    "A module that several threads train": {
+        HERE: ["test_several_threads_cost_a_copy_of_gradients"]
+    },
+    "Captures exclude each other": {HERE: ["test_one_module_is_captured_at_a_time"]},
+    "Sizes of models are bounded": {
+        HERE: ["test_sizes_of_models_are_bounded"],
+        WORDS: ["test_an_option_that_makes_no_sense_is_refused"],
+    },
+    "Seeds and counts are below 2^63": {
+        HERE: ["test_whole_numbers_are_below_two_to_the_63"],
+        WORDS: ["test_a_value_of_no_use_names_its_option"],
+    },
+    "Names and paths in options": {
+        WORDS: [
+            "test_a_value_of_no_use_names_its_option",
+            "test_an_option_that_makes_no_sense_is_refused",
+            "test_bytes_that_are_no_text_are_refused_as_a_shell_gives_them",
+        ],
+        CONFIG: ["test_a_config_file_that_makes_no_sense_is_named"],
+    },
+    "Not watched:": {
+        HERE: [
+            "test_what_is_not_watched_is_as_it_was_at_capture",
+            "test_a_replay_prints_and_writes_nothing",
+            "test_objects_are_watched_to_the_eighth",
+            "test_what_autograd_cannot_see_between_forward_and_backward_is_not_seen",
+        ],
+    },
+    "Modules of `torch.jit` run eagerly": {
+        "tests/cpu/graphs/test_state_refused.py": ["test_modules_of_torch_jit_run_eagerly"],
+        "tests/cpu/graphs/test_modes.py": ["test_scripted_modules_run_eagerly"],
+    },
+    "A backward inside a `torch.autocast` block": {
+        HERE: ["test_a_backward_under_autocast_runs_its_forward_again"],
+        "tests/cpu/graphs/test_modes.py": ["test_a_backward_under_autocast_is_that_of_eager"],
+    },
+    "[docs/assumptions.md](../assumptions.md) lists": {
+        "tests/cpu/graphs/test_assumptions.py": [
+            "test_the_page_is_made_of_the_tables",
+            "test_every_reason_and_every_kind_stands_in_it",
+        ],
+        "tests/cpu/test_readme.py": ["test_links_lead_somewhere"],
+    },
+}
+
+
+def sentences() -> list[str]:
+    """The sentences of the page, each on one line."""
+    text = PAGE.read_text(encoding="utf-8").partition("\n")[2]
+    points = [" ".join(point.split()) for point in re.split(r"^\* ", text, flags=re.MULTILINE)]
+    return [
+        sentence
+        for point in points
+        if point
+        for sentence in re.split(r"(?<=\.) (?=[A-Z`\[])", point)
+    ]
