@@ -257,23 +257,6 @@ def test_an_attribute_that_keeps_its_value_may_be_assigned() -> None:
     assert graphed.module.mode == "train"
 
 
-def test_a_value_that_is_set_alike_in_every_call_is_taken_for_a_cache() -> None:
-    """It is not set again where every call finds what the captured one has found."""
-    box: dict[str, int] = {}
-
-    def forward(module: Any, x: Tensor) -> Tensor:
-        box["rows"] = len(x)
-        return module.linear(x)
-
-    graphed, found = graph(One(forward), warmup=1), []
-    for _ in range(4):
-        box.clear()
-        graphed(X).sum().backward()
-        found.append(dict(box))
-    assert graphed.stats.replayed == 3
-    assert found == [{"rows": 3}, {"rows": 3}, {}, {}]  # eagerly, at the capture, by replays
-
-
 # ---- threads
 
 

@@ -12,6 +12,7 @@ AUTOGRAD = "tests/cpu/graphs/test_autograd.py"
 BITWISE = "tests/cpu/graphs/test_bitwise.py"
 CONFIG = "tests/cpu/train/test_malformed_config.py"
 CONSTANTS = "tests/cpu/graphs/test_constants.py"
+OUTSIDE = "tests/cpu/graphs/test_sets_outside.py"
 EFFECTS = "tests/cpu/graphs/test_effects.py"
 FALLBACKS = "tests/cpu/graphs/test_fallbacks.py"
 OUTPUTS = "tests/cpu/graphs/test_outputs.py"
@@ -126,7 +127,10 @@ HELD: dict[str, Held] = {
         HERE: ["test_an_attribute_that_keeps_its_value_may_be_assigned"],
     },
     "A plain value that forward sets outside of the module": {
-        HERE: ["test_a_value_that_is_set_alike_in_every_call_is_taken_for_a_cache"],
+        OUTSIDE: [
+            "test_what_forward_sets_is_set_by_every_call",
+            "test_what_is_never_put_back_is_a_cache_that_stays_filled",
+        ],
         EFFECTS: ["test_what_a_replay_does_as_well_is_captured"],
     },
     "Threads must call what `packgraph.graph` returned": {

@@ -16,6 +16,16 @@ _PACKGRAPH = str(Path(packgraph.__file__).parent)
 _MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _LIBRARIES = ("torch", "numpy", "triton")
 
+_OF_GLOBALS = frozenset(
+    {
+        "LOAD_GLOBAL",
+        "LOAD_NAME",
+        "LOAD_FROM_DICT_OR_GLOBALS",
+        "STORE_GLOBAL",
+        "DELETE_GLOBAL",
+    }
+)
+
 
 class Reads(NamedTuple):
     """names: globals. attributes: of anything, and strings that may be names of attributes.
@@ -29,10 +39,10 @@ class Reads(NamedTuple):
 
 @functools.lru_cache(maxsize=8192)
 def reads_of(code: types.CodeType) -> Reads:
-    """What `code` reads by name."""
+    """What `code` reads by name, and globals that it sets: a replay would not set them again."""
     names, imports, constants = set[str](), set[tuple[int, str]](), list[Any]()
     for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+        if step.opname in _OF_GLOBALS:
             names.add(step.argval)
         elif step.opname == "IMPORT_NAME":
             level = constants[-2] if len(constants) > 1 and isinstance(constants[-2], int) else 0

@@ -146,6 +146,8 @@ class Control:
         self._slots = Slots(self._backend, self.device, slots)
         self._buffers_of_gradients = GradientBuffers(self._slots.launches)
         self._fingerprint: ModuleState | None = None
+        self._moved: Change | None = None  # by the last capture
+        self._moves = set[tuple[Hashable, str]]()  # by captures, of each key
         self._warm_calls_left = warmup
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
         self._lock = (
@@ -594,6 +596,7 @@ class Control:
             if self._fingerprint
             else (None, None)
         )
+        change = change or self._moved
         if self._fingerprint is None or change is not None:
             if not are_leaves(self.module):
                 return fallback.NOT_LEAVES
@@ -601,6 +604,7 @@ class Control:
                 self._start_again(change)
             self._program = self._program.rebuilt()
             self._fingerprint = ModuleState(self.module, self._program.volatile)
+            self._moved = None
         refused = self._fingerprint.refused
         if refused is not None and (self.strict or refused != before):
             self._complain(
@@ -689,11 +693,34 @@ class Control:
                     rehearsal,
                 )
                 rehearsal.calls.shorten()
+                self._refuse_repeated_moves(call.key, variant)
             slot.variants[call.key] = variant
             self.stats.dropped("a larger variant took the slot", slot.forget_smaller(call.key))
             self.stats.captured += len(variant.regions)
             self.stats.capture_seconds += time.perf_counter() - started
         return slot.variants[call.key]
+
+    def _refuse_repeated_moves(self, key: Hashable, variant: Variant) -> None:
+        """Look at what the capture has changed in Python outside of the module, by running its
+        code: a cache that it has filled, say. Graphs hold for the state after it, which is where
+        the next call begins, or captures again.
+
+        Raises CaptureError where an earlier capture for this key has changed the same: whoever puts
+        it back wants every call to change it.
+        """
+        state = self._fingerprint
+        self._moved = None if state is None else state.changed(self._program.assigned)
+        if self._moved is None:
+            return
+        if (key, self._moved.what) in self._moves:
+            variant.reset()
+            raise CaptureError(
+                f"{self._moved} in forward, where a replay would not change it, and was put back "
+                "between calls",
+                user_line(),
+                "return the value, or set it outside of forward",
+            )
+        self._moves.add((key, self._moved.what))
 
     def _rehearse(
         self,
