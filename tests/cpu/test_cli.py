@@ -20,7 +20,7 @@ import pytest
 import packgraph.train
 from packgraph import cli
 from packgraph.train import launch
-from packgraph.train.command_line import all_options
+from packgraph.train.command_line import COMMON, all_options
 from packgraph.train.presets import PRESETS, preset
 from packgraph.train.run_folder import can_go_on, claimed
 from packgraph.train.signals import StopRequest
@@ -83,13 +83,42 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text for name in PRESETS)
 
 
-def test_train_help_lists_every_option_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "qwen3-0.6b", "--help"]) == 0
+OWN = {"--config", "--resume", "--help"}
+
+
+def shown_options(text: str) -> list[str]:
+    return [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+
+
+@pytest.mark.parametrize("words", [["--help", "all"], ["--help=all"], ["-h", "all"]])
+def test_train_help_all_lists_every_option_of_the_preset(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "qwen3-0.6b", *words]) == 0
     text = capsys.readouterr().out
-    lines = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
-    assert set(all_options(preset("qwen3-0.6b"))) <= set(lines)
+    assert set(all_options(preset("qwen3-0.6b"))) == set(shown_options(text)) - OWN
     assert "(default: 151936)" in text
     assert re.search(r"\n  --.*\n      \(default", text) is None, "an option without help"
+
+
+@pytest.mark.parametrize("words", [["qwen3-0.6b", "--help"], ["-h", "qwen3-0.6b"]])
+def test_train_help_is_short_and_names_the_whole_one(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *words]) == 0
+    text = capsys.readouterr().out
+    options = [name for name in shown_options(text) if name not in OWN]
+    every = all_options(preset("qwen3-0.6b"))
+    assert 12 <= len(options) <= 18 and set(options) <= set(every)
+    assert len(options) == len(set(options)) == len(COMMON)
+    for name in options:  # each with type, default and one line
+        found = re.search(rf"\n  {name} (\S.*) \(default: (.*)\)\n {{6}}(\S.*)\n(?! {{6}})", text)
+        assert found is not None, name
+    assert "--graph.capacities TOKENSxDOCUMENTS[xLONGEST], ... or auto (default: 1024x32," in text
+    *_, last = text.splitlines()
+    more = len(every) - len(options)
+    assert last == f"`packgraph train qwen3-0.6b --help all` has every option: {more} more."
+    assert "invalid choice: 'al'" in refused(capsys, "train", "--help=al")
 
 
 def test_mistakes_are_refused_in_one_block(
