@@ -343,28 +343,13 @@ def _train(words: list[str]) -> int:
     if own.skip_one_process or own.apart:
         raise ConfigError(["--skip-one-process and --apart are options of `packgraph verify`"])
     from packgraph.parallel.processes import Launch
+    from packgraph.train.after_run import closing_lines
     from packgraph.train.launch import train
-    from packgraph.train.left_out import left_out_line
 
     folder, summary = train(config, own.asked)
-    if Launch.read().rank != 0:
-        return int(summary.get("exit_code", 0))
-    print(
-        f"{summary['ended']}: {summary['steps']} steps, summary in {folder / 'summary.json'}",
-        file=sys.stderr,
-    )
-    if "loss_first" in summary:
-        print(
-            f"loss {summary['loss_first']:.4f} → {summary['loss_last']:.4f}, "
-            f"{summary['tokens_per_second']:,.0f} "
-            f"tokens/s, padding {summary['padding_fraction']:.1%}, {summary['replayed']} replays, "
-            "fallbacks "
-            f"{summary['fallbacks'] or 'none'}",
-            file=sys.stderr,
-        )
-    line = left_out_line(summary.get("documents", {}))
-    if line:
-        print(line, file=sys.stderr)
+    launch = Launch.read()
+    if launch.rank == 0:
+        print(*closing_lines(config, folder, summary, launch), sep="\n", file=sys.stderr)
     return int(summary.get("exit_code", 0))
 
 

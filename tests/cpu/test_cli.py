@@ -7,11 +7,13 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,44 @@ def test_a_run_from_start_to_resume(
     )
     assert cli.main(["train", *config, "--run.name", "again", "--run.steps", "3"]) == 0
     assert (tmp_path / "runs" / "again" / "summary.json").exists()
+
+
+def next_words(text: str) -> dict[str, list[str]]:
+    """The commands at the end of a run, by what they are for."""
+    found = re.findall(r"^(to go on|Hugging Face weights|curves): +(\S.*)$", text, re.MULTILINE)
+    return {what: shlex.split(command) for what, command in found}
+
+
+def test_the_commands_at_the_end_of_a_run_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
+    folder = tmp_path / "runs" / "with space"
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "with space", "--run.steps", "8"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().err
+    assert re.search(r"\nloss \S+ \(mean of steps 1 to 2\) → \S+ \(mean of steps 7 to 8\), ", text)
+    found = next_words(text)
+    again, export = found["to go on"], found["Hugging Face weights"]
+    assert cli.main(export[export.index("export") :]) == 0
+    assert (folder / "weights-step-8" / "config.json").exists()
+    capsys.readouterr()
+    assert cli.main(again[again.index("train") :]) == 0
+    text = capsys.readouterr().err
+    assert "resumed from" in text and "all steps done: 16 steps" in text
+    assert re.search(
+        r"\nloss \S+ \(mean of steps 1 to 2\) → \S+ \(mean of steps 13 to 16\), ", text
+    )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first, last = (sum(row["loss"] for row in part) / len(part) for part in (rows[:2], rows[12:]))
+    assert f"\nloss {first:.4f} (mean" in text and f" → {last:.4f} (mean" in text
+    found = next_words(text)
+    export = found["Hugging Face weights"]
+    assert cli.main(export[export.index("export") :]) == 0
+    assert (folder / "weights-step-16" / "config.json").exists()
+    if find_spec("tensorboard"):
+        assert found["curves"][-2:] == ["--logdir", str(folder / "tensorboard")]
+    else:
+        assert "curves" not in found
 
 
 def test_documents_that_were_left_out_are_said_and_counted(
