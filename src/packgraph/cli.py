@@ -28,7 +28,10 @@ LONGEST_WORD, SHOWN = (
     4000,
     80,
 )  # characters of an argument: all that are taken, and those that are quoted
-OWN_OPTIONS = ("--config", "--resume", "--help", "-h", "--steps", "--skip-one-process", "--apart")
+OWN_OPTIONS = ("--config", "--resume", "--help", "--steps", "--skip-one-process", "--apart")
+# Options that may be followed by a value of their own, or by the preset.
+ALONE = {"--resume": "--resume=newest", "--help": "--help=short", "-h": "--help=short"}
+WITH_VALUE = {("--resume=newest", "auto"): "--resume=auto", ("--help=short", "all"): "--help=all"}
 
 TRAIN_INTRODUCTION = """usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
 
@@ -43,11 +46,13 @@ summary.json.
   --config FILE  values from a .toml or .json file, such as runs/NAME/config.json; options win over it
   --resume       go on from the newest checkpoint of the run (the same as --run.resume)
   --resume auto  the same if there is one, else start afresh: for torchrun --max-restarts and jobs that are requeued
+  --help all     every option
 
 A run that is told to stop (Ctrl-C, SIGTERM, SIGUSR1, --run.max-minutes) saves after its step and ends with 128 + the
 signal's number (130, 143, 138), or 75 at its time limit. Errors in what was asked for end with 2, failed runs with 1.
 
-Options, with the defaults of {preset}:"""  # noqa: E501
+{which}, with the defaults of {preset}:"""  # noqa: E501
+TRAIN_END = "`packgraph train {preset} --help all` has every option: {others} more."
 
 VERIFY_INTRODUCTION = """\
 usage: packgraph verify [PRESET] [--steps N] [--apart] [--config FILE] [--section.option VALUE ...]
@@ -70,7 +75,7 @@ The tables go to stdout, with how many rows of which size were compared. What ta
                       training state takes more than half of the memory. A difference names step and tensor, but no
                       elements. With a preset only; under torchrun with --skip-one-process
 
-Options are those of `packgraph train`."""  # noqa: E501
+Options are those of `packgraph train --help all`."""  # noqa: E501
 
 PLAN_DESCRIPTION = """Draw a pipeline schedule: who runs what when, in which slot and bucket; and say what it costs:
 slots per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
@@ -252,10 +257,10 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--skip-one-process", action="store_true")
     parser.add_argument("--apart", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--help", choices=("short", "all"))
     # Which words are options does not depend on the preset, only their defaults do.
     options, rest = split_overrides(
-        _resume_as_one_word(words), next(iter(PRESETS.values()))(), OWN_OPTIONS
+        _as_one_word(words), next(iter(PRESETS.values()))(), OWN_OPTIONS
     )
     try:
         own, unknown = parser.parse_known_args(rest)
@@ -298,26 +303,36 @@ def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
     return dataclasses.replace(config, preset=name), own
 
 
-def _resume_as_one_word(words: list[str]) -> list[str]:
-    """`--resume` may be followed by the preset, or by its own value."""
+def _as_one_word(words: list[str]) -> list[str]:
+    """`words` with each option of `ALONE` and its value as one word."""
     found: list[str] = []
     for word in words:
-        if word == "auto" and found and found[-1] == "--resume=newest":
-            found[-1] = "--resume=auto"
+        if found and (found[-1], word) in WITH_VALUE:
+            found[-1] = WITH_VALUE[found[-1], word]
         else:
-            found.append("--resume=newest" if word == "--resume" else word)
+            found.append(ALONE.get(word, word))
     return found
 
 
+def _train_help(base: Any, every: bool) -> str:
+    """What `packgraph train --help` prints for the values in `base`; every: `--help all`."""
+    from packgraph.train.command_line import COMMON, all_options, options_help
+
+    which = "Options" if every else "The options that most runs need"
+    text = TRAIN_INTRODUCTION.format(which=which, preset=base.preset)
+    if every:
+        return f"{text}\n{options_help(base)}"
+    end = TRAIN_END.format(preset=base.preset, others=len(all_options(base)) - len(COMMON))
+    return f"{text}\n{options_help(base, COMMON)}\n\n{end}"
+
+
 def _train(words: list[str]) -> int:
-    from packgraph.train.command_line import options_help
     from packgraph.train.config import ConfigError
     from packgraph.train.presets import PRESETS
 
     config, own = _read(words)
     if own.help:
-        shown = config or next(iter(PRESETS.values()))()
-        print(TRAIN_INTRODUCTION.format(preset=shown.preset) + "\n" + options_help(shown))
+        print(_train_help(config or next(iter(PRESETS.values()))(), own.help == "all"))
         return 0
     if config is None:
         raise ConfigError(
@@ -328,28 +343,13 @@ def _train(words: list[str]) -> int:
     if own.skip_one_process or own.apart:
         raise ConfigError(["--skip-one-process and --apart are options of `packgraph verify`"])
     from packgraph.parallel.processes import Launch
+    from packgraph.train.after_run import closing_lines
     from packgraph.train.launch import train
-    from packgraph.train.left_out import left_out_line
 
     folder, summary = train(config, own.asked)
-    if Launch.read().rank != 0:
-        return int(summary.get("exit_code", 0))
-    print(
-        f"{summary['ended']}: {summary['steps']} steps, summary in {folder / 'summary.json'}",
-        file=sys.stderr,
-    )
-    if "loss_first" in summary:
-        print(
-            f"loss {summary['loss_first']:.4f} → {summary['loss_last']:.4f}, "
-            f"{summary['tokens_per_second']:,.0f} "
-            f"tokens/s, padding {summary['padding_fraction']:.1%}, {summary['replayed']} replays, "
-            "fallbacks "
-            f"{summary['fallbacks'] or 'none'}",
-            file=sys.stderr,
-        )
-    line = left_out_line(summary.get("documents", {}))
-    if line:
-        print(line, file=sys.stderr)
+    launch = Launch.read()
+    if launch.rank == 0:
+        print(*closing_lines(config, folder, summary, launch), sep="\n", file=sys.stderr)
     return int(summary.get("exit_code", 0))
 
 

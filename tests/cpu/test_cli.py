@@ -7,11 +7,13 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import pytest
 import packgraph.train
 from packgraph import cli
 from packgraph.train import launch
-from packgraph.train.command_line import all_options
+from packgraph.train.command_line import COMMON, all_options
 from packgraph.train.presets import PRESETS, preset
 from packgraph.train.run_folder import can_go_on, claimed
 from packgraph.train.signals import StopRequest
@@ -83,13 +85,42 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text for name in PRESETS)
 
 
-def test_train_help_lists_every_option_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "qwen3-0.6b", "--help"]) == 0
+OWN = {"--config", "--resume", "--help"}
+
+
+def shown_options(text: str) -> list[str]:
+    return [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+
+
+@pytest.mark.parametrize("words", [["--help", "all"], ["--help=all"], ["-h", "all"]])
+def test_train_help_all_lists_every_option_of_the_preset(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "qwen3-0.6b", *words]) == 0
     text = capsys.readouterr().out
-    lines = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
-    assert set(all_options(preset("qwen3-0.6b"))) <= set(lines)
+    assert set(all_options(preset("qwen3-0.6b"))) == set(shown_options(text)) - OWN
     assert "(default: 151936)" in text
     assert re.search(r"\n  --.*\n      \(default", text) is None, "an option without help"
+
+
+@pytest.mark.parametrize("words", [["qwen3-0.6b", "--help"], ["-h", "qwen3-0.6b"]])
+def test_train_help_is_short_and_names_the_whole_one(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *words]) == 0
+    text = capsys.readouterr().out
+    options = [name for name in shown_options(text) if name not in OWN]
+    every = all_options(preset("qwen3-0.6b"))
+    assert 12 <= len(options) <= 18 and set(options) <= set(every)
+    assert len(options) == len(set(options)) == len(COMMON)
+    for name in options:  # each with type, default and one line
+        found = re.search(rf"\n  {name} (\S.*) \(default: (.*)\)\n {{6}}(\S.*)\n(?! {{6}})", text)
+        assert found is not None, name
+    assert "--graph.capacities TOKENSxDOCUMENTS[xLONGEST], ... or auto (default: 1024x32," in text
+    *_, last = text.splitlines()
+    more = len(every) - len(options)
+    assert last == f"`packgraph train qwen3-0.6b --help all` has every option: {more} more."
+    assert "invalid choice: 'al'" in refused(capsys, "train", "--help=al")
 
 
 def test_mistakes_are_refused_in_one_block(
@@ -159,6 +190,44 @@ def test_a_run_from_start_to_resume(
     )
     assert cli.main(["train", *config, "--run.name", "again", "--run.steps", "3"]) == 0
     assert (tmp_path / "runs" / "again" / "summary.json").exists()
+
+
+def next_words(text: str) -> dict[str, list[str]]:
+    """The commands at the end of a run, by what they are for."""
+    found = re.findall(r"^(to go on|Hugging Face weights|curves): +(\S.*)$", text, re.MULTILINE)
+    return {what: shlex.split(command) for what, command in found}
+
+
+def test_the_commands_at_the_end_of_a_run_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: list[str]
+) -> None:
+    folder = tmp_path / "runs" / "with space"
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.name", "with space", "--run.steps", "8"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().err
+    assert re.search(r"\nloss \S+ \(mean of steps 1 to 2\) → \S+ \(mean of steps 7 to 8\), ", text)
+    found = next_words(text)
+    again, export = found["to go on"], found["Hugging Face weights"]
+    assert cli.main(export[export.index("export") :]) == 0
+    assert (folder / "weights-step-8" / "config.json").exists()
+    capsys.readouterr()
+    assert cli.main(again[again.index("train") :]) == 0
+    text = capsys.readouterr().err
+    assert "resumed from" in text and "all steps done: 16 steps" in text
+    assert re.search(
+        r"\nloss \S+ \(mean of steps 1 to 2\) → \S+ \(mean of steps 13 to 16\), ", text
+    )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first, last = (sum(row["loss"] for row in part) / len(part) for part in (rows[:2], rows[12:]))
+    assert f"\nloss {first:.4f} (mean" in text and f" → {last:.4f} (mean" in text
+    found = next_words(text)
+    export = found["Hugging Face weights"]
+    assert cli.main(export[export.index("export") :]) == 0
+    assert (folder / "weights-step-16" / "config.json").exists()
+    if find_spec("tensorboard"):
+        assert found["curves"][-2:] == ["--logdir", str(folder / "tensorboard")]
+    else:
+        assert "curves" not in found
 
 
 def test_documents_that_were_left_out_are_said_and_counted(

@@ -55,7 +55,7 @@ def test_the_commands_name_real_options() -> None:
     text = "\n".join(block for page in (README, *GUIDES) for block in blocks(page, "bash")).replace(
         "\\\n", ""
     )
-    known = {*all_options(preset("qwen3-tiny")), "--config", "--resume"}
+    known = {*all_options(preset("qwen3-tiny")), "--config", "--resume", "--help"}
     trained = [
         line.partition("#")[0] for line in text.splitlines() if line.startswith("packgraph train")
     ]

@@ -135,3 +135,17 @@ def test_a_watched_call_runs_eagerly_and_the_next_replays(around):
         assert same(eager, graphed, x, 2)
     assert same(eager, graphed, x, 3)
     assert graphed.stats.replayed == 6 and graphed.stats.captured == 1
+
+
+@pytest.mark.parametrize("nvtx", [False, True])
+def test_profilers_see_named_replays_and_change_no_bit(nvtx):
+    eager, graphed, x = made()
+    expected = steps(eager, x, 5)
+    with (
+        torch.autograd.profiler.emit_nvtx(enabled=nvtx),
+        torch.autograd.profiler.profile(enabled=not nvtx) as profiler,
+    ):
+        found = steps(graphed, x, 5)
+    assert graphed.stats.replayed == 5 and all(map(torch.equal, expected, found))
+    names = [] if nvtx else [event.name for event in profiler.function_events]
+    assert names.count("packgraph module forward slot 0 8x64") == (0 if nvtx else 5)

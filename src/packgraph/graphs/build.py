@@ -39,6 +39,7 @@ from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
 from packgraph.graphs.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
+from packgraph.graphs.profiler_ranges import ProfiledGraph, range_name, sizes_in_short
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.region import (
     Backward,
@@ -160,10 +161,12 @@ class VariantBuild:
             list
         )
         self.lent: list[torch.Tensor] = []
+        self.sizes = ""  # of the call, for profiles
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """Capture all regions for a call with these arguments."""
         self.rehearsal.constants.start_over()
+        self.sizes = sizes_in_short((args, kwargs))
         first = self.program.begin(args, kwargs)
         numbers = numbers_of_tensors(args, kwargs)
         state = detached_state(first, numbers)
@@ -240,9 +243,10 @@ class VariantBuild:
         torch.clear_autocast_cache()
         with torch.enable_grad():
             uses = Uses(self.storages, self.called)
-            graph, (result, aliases) = self.window.capture(
+            captured, (result, aliases) = self.window.capture(
                 lambda: self._run_captured(run, shown, leaves, uses)
             )
+        graph = self._profiled(run, "forward", captured)
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
         parameters = self._parameters_of(outputs)
@@ -254,6 +258,10 @@ class VariantBuild:
         for number, tensor in enumerate(made):
             self.origins[id(tensor)] = _Origin(tensor, index, number)
         return {key: make_entry(entry, state, made) for key, entry in entries.items()}
+
+    def _profiled(self, run: Run, what: str, graph: Graph) -> ProfiledGraph:
+        words = self.program.label(run), what, f"slot {self.slot.index}", self.sizes
+        return ProfiledGraph(range_name(*words), graph)
 
     def _refuse_another_way(self) -> None:
         """Raise CaptureError where forwards have called other operations than in the dry run.
@@ -495,7 +503,7 @@ class VariantBuild:
 
         # Autocast ends with the forward: its own operations know what they were cast to.
         with torch.autocast(self.slot.device.type, enabled=False):
-            graph, _ = self.window.capture(run, brief=True)
+            captured, _ = self.window.capture(run, brief=True)
         statics = {number: static for number, (_, static) in incoming.items()}
         # A parameter that the backward does not reach has no gradient: nothing is added to its
         # `.grad`.
@@ -504,6 +512,7 @@ class VariantBuild:
             for buffer in buffers.values()
             if local_tensor(buffer.tensor).data_ptr() in uses.addresses
         ]
+        graph = self._profiled(forward.run, "backward", captured)
         backward = Backward(graph, statics, [], reached, [])
         self._collect(index, forward, backward, owned, returned, landings)
         ours = [

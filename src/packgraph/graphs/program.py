@@ -117,6 +117,19 @@ class Program:
             return f"stage {first.name} of layer {first.layer}"
         return f"stages {first.name} of layer {first.layer} to {last.name} of layer {last.layer}"
 
+    def label(self, run: Run) -> str:
+        """The run's stages in short, for profiles: `attn 2`, `layer 2`, `embed to head 4`."""
+        stages = self.stages[run.start : run.stop]
+        if len(stages) > 1 and stages[0].layer == stages[-1].layer:
+            return f"layer {stages[0].layer}"
+        names = [
+            stage.name
+            if stage.layer < 0 or stage.name == "module"
+            else f"{stage.name} {stage.layer}"
+            for stage in (stages[0], stages[-1])
+        ]
+        return " to ".join(names if len(stages) > 1 else names[:1])
+
 
 def _call(module: torch.nn.Module, state: State) -> State:
     return {"outputs": open_objects(module(*state["args"], **state["kwargs"]))}

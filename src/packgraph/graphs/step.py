@@ -32,6 +32,7 @@ from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, 
 from packgraph.graphs.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.parameters import aliased_parameters
+from packgraph.graphs.profiler_ranges import ProfiledGraph, range_name, sizes_in_short
 from packgraph.graphs.program import hide_lengths
 from packgraph.graphs.signature import signature
 from packgraph.graphs.slots import Slot
@@ -196,7 +197,8 @@ class GraphedStep:
                 graph, result = window.capture(lambda: self.run(*shown).detach())
                 static = window.static(result)
                 del result
-            return StepVariant(graph, inputs, static, owned, read)
+            name = range_name("step", f"slot {self._slot.index}", sizes_in_short(args))
+            return StepVariant(ProfiledGraph(name, graph), inputs, static, owned, read)
 
     def _buffer(self, parameter: torch.nn.Parameter) -> GradientBuffer:
         if parameter.grad is None and isinstance(parameter, DTensor):

@@ -56,6 +56,12 @@ class Capacity:
         return tokens <= self.tokens and documents <= self.documents and longest <= self.bound
 
 
+def in_short(capacity: Capacity) -> str:
+    """A capacity as people write it: TOKENSxDOCUMENTS[xLONGEST]."""
+    bound = "" if capacity.longest == capacity.tokens else f"x{capacity.longest}"
+    return f"{capacity.tokens}x{capacity.documents}{bound}"
+
+
 def _whole_number(value: Any) -> int | None:
     """`value` as a plain int if it is a whole number of any type (NumPy's too), else None; a bool
     is none."""

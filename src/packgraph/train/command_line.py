@@ -28,6 +28,28 @@ from packgraph.train.options import field_help
 
 WHERE = "command line"
 DEEPEST = 8  # dots in an option; no section lies so deep
+WIDTH = 110  # columns of help
+# What most runs need, for `--help` without `all`.
+COMMON = (
+    "data.source",
+    "data.path",
+    "data.tokenizer",
+    "optimizer.learning_rate",
+    "graph.scope",
+    "graph.granularity",
+    "graph.compile",
+    "graph.capacities",
+    "offload.modules",
+    "offload.budget",
+    "parallel.dp",
+    "parallel.tp",
+    "parallel.pp",
+    "run.name",
+    "run.steps",
+    "run.seed",
+    "run.init_from",
+    "run.device",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,18 +163,31 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> frozenset[str]:
     )
 
 
-def options_help(base: Any) -> str:
-    """All options, a section at a time: `--option TYPE`, then help and default."""
+def options_help(base: Any, only: Collection[str] | None = None) -> str:
+    """All options, a section at a time: `--option TYPE`, then help and default.
+
+    only: paths of the options that are shown, with one line of help each; None = all.
+    """
     lines: list[str] = []
     section = None
     for leaf in leaves(base):
+        if only is not None and leaf.path not in only:
+            continue
         if leaf.path.rpartition(".")[0] != section:
             section = leaf.path.rpartition(".")[0]
             lines += ["", f"{section or 'run as a whole'}:"]
         value = f"[{describe(leaf.kind)}]" if leaf.bare is not None else describe(leaf.kind)
         lines.append(f"  {leaf.option} {value}")
-        text = f"{leaf.help} (default: {render(leaf.default)})".lstrip()
-        lines.append(textwrap.fill(text, 110, initial_indent="      ", subsequent_indent="      "))
+        default, indent = f"(default: {render(leaf.default)})", " " * 6
+        if only is None:
+            text = f"{leaf.help} {default}".lstrip()
+            lines.append(
+                textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+            )
+        else:
+            lines[-1] += f" {default}"
+            first = leaf.help.partition("; ")[0]
+            lines.append(indent + textwrap.shorten(first, WIDTH - len(indent), placeholder=" …"))
     return "\n".join(lines)
 
 

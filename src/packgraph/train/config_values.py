@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from packgraph.packing.capacity import Capacity
+from packgraph.packing.capacity import Capacity, in_short
 
 TRUE_WORDS = ("true", "yes", "on", "1")
 FALSE_WORDS = ("false", "no", "off", "0")
@@ -256,8 +256,7 @@ def render(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Capacity):
-        bound = "" if value.longest == value.tokens else f"x{value.longest}"
-        return f"{value.tokens}x{value.documents}{bound}"
+        return in_short(value)
     if isinstance(value, tuple):
         return ",".join(render(item) for item in value)
     return str(value)

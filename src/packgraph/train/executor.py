@@ -20,6 +20,7 @@ from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import GraphedModule, control, graph
 from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.profiler_ranges import profiler_range
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.autotune import Autotune
@@ -121,13 +122,11 @@ class Executor:
         tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         with graphed.steady():
-            for batch in batches[:-1]:
-                with self._way_of(batch):
-                    total += forward_backward(graphed, batch.to(self._device), tokens_in_step)
-            for batch in batches[-1:]:
-                with self._way_of(batch):
+            for number, batch in enumerate(batches):
+                before = before_last if number == len(batches) - 1 else None
+                with self._way_of(batch), profiler_range("microbatch", number, batch.capacity):
                     total += forward_backward(
-                        graphed, batch.to(self._device), tokens_in_step, before=before_last
+                        graphed, batch.to(self._device), tokens_in_step, before=before
                     )
         return total
 

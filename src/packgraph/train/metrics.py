@@ -18,6 +18,7 @@ from torch import Tensor
 from packgraph.train.run_files import parse_json, sync_folder, write_synced, writing
 
 METRICS = "metrics.jsonl"
+BOARD = "tensorboard"  # folder of its events
 # What a row must have to be one. A loss that is no number is null.
 NEEDED = {
     "step": (int,),
@@ -68,7 +69,7 @@ class MetricsLog:
     def __init__(self, folder: Path, *, last_step: int) -> None:
         """Open for appending after `last_step`; lines of later steps, a half-written last line and
         lines that are no rows are cut. The numbers of the last are `damaged`."""
-        self._path, self._board_path = folder / METRICS, folder / "tensorboard"
+        self._path, self._board_path = folder / METRICS, folder / BOARD
         found, self.damaged = _read_lines(self._path)
         kept = [row for row in found if row["step"] <= last_step]
         with writing(self._path):
@@ -180,21 +181,23 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[st
     """The figures of a summary that follow from the rows of all steps.
 
     loss_first and loss_last are means over the first and last `loss_window` steps whose update was
-    not left out: `window`, or a quarter of the run if that is less (at least one). A resumed run
-    keeps the loss_first of its earlier summary. tokens_per_second leaves out a run's first step,
+    not left out: `window`, or a quarter of the run if that is less (at least one);
+    loss_first_steps and loss_last_steps are those. A resumed run keeps the loss_first of its
+    earlier summary. tokens_per_second leaves out a run's first step,
     the one that captured and those timed for a choice.
     """
     if not rows:
         return {"steps": 0, "tokens": 0}
-    losses = [row["loss"] for row in rows if not row.get("skipped")]
-    if not losses:
+    counted = [row for row in rows if not row.get("skipped")]
+    if not counted:
         return {"steps": rows[-1]["step"], "tokens": sum(row["tokens"] for row in rows)}
-    count = max(1, min(window, len(losses) // 4))
+    count = max(1, min(window, len(counted) // 4))
+    ends = {"first": counted[:count], "last": counted[-count:]}
     steady = [row for row in rows if not row["starting"]] or list(rows)
     tokens, places = sum(row["tokens"] for row in rows), sum(row["places"] for row in rows)
     return {
-        "loss_first": sum(losses[:count]) / count,
-        "loss_last": sum(losses[-count:]) / count,
+        **{f"loss_{end}": sum(row["loss"] for row in some) / count for end, some in ends.items()},
+        **{f"loss_{end}_steps": [row["step"] for row in some] for end, some in ends.items()},
         "loss_window": count,
         "steps": rows[-1]["step"],
         "tokens": tokens,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.profiler_ranges import profiler_range
 from packgraph.parallel.data import FlatParameters, GradientBucket
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.ties import tie_groups
@@ -98,8 +99,9 @@ class Optimizer:
         loss: of the step on this replica, float32 [] on the device; needed where there is a
         `guard`.
         """
-        self.set_learning_rate(learning_rate)
-        return self.update(loss)
+        with profiler_range("optimizer update"):
+            self.set_learning_rate(learning_rate)
+            return self.update(loss)
 
     def watch(self) -> None:
         """From now on updates change nothing whose loss or gradient norm lies outside of

@@ -2,7 +2,7 @@
 
 Every field has a default in its preset, a type that `train/config.py` reads from files and options,
 and one line of help in the docstring of its class (`name: help`), which is what `packgraph train
---help` prints. A section refuses values that are wrong in themselves; what is wrong between
+--help all` prints. A section refuses values that are wrong in themselves; what is wrong between
 sections is found by `train/validate.py`.
 """
 

@@ -35,7 +35,7 @@ Choose the capacities graphs are captured for from the lengths of the documents,
 
     packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --world 8 --tokens-per-rank 2048
 
-Options are those of `packgraph train`; those that count are data.*, buckets.*, graph.slots, model.*, parallel.*."""  # noqa: E501
+Options are those of `packgraph train --help all`; those that count are data.*, buckets.*, graph.slots, model.*, parallel.*."""  # noqa: E501
 SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 

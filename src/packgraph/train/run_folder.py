@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from packgraph.train.config import ConfigError, differences, read_config, to_dict
-from packgraph.train.metrics import METRICS
+from packgraph.train.metrics import BOARD, METRICS
 from packgraph.train.options import TrainConfig
 from packgraph.train.run_files import writing
 from packgraph.train.stored_config import CHECKPOINTS, CONFIG, stored_config
@@ -27,7 +27,7 @@ from packgraph.train.stored_config import CHECKPOINTS, CONFIG, stored_config
 PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
 SUMMARY = "summary.json"
 CLAIM = ".claim"  # locked by the process that writes the run
-FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, "tensorboard", "offload")
+FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, BOARD, "offload")
 
 # What may differ when a run goes on: how long it runs, what is written and where, not what it
 # learns. Graphs compute what eager training computes, data are compared by their contents, and

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from packgraph.graphs.profiler_ranges import profiler_range
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
@@ -119,15 +120,17 @@ def accumulate(
     tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=device)
     total = torch.zeros((), dtype=torch.float32, device=device)
     waiting: list[Tensor] = []
-    for number, batch in enumerate(batches, start=1):
-        loss = loss_function(batch.to(device), tokens_in_step)
-        total += loss.detach()
-        waiting.append(loss)
-        if in_flight and number < len(batches):
-            continue
-        while waiting:
-            loss = waiting.pop()
-            if before_last is not None and number == len(batches) and not waiting:
-                before_last(loss)
-            loss.backward()
+    for number, batch in enumerate(batches):
+        is_last = number == len(batches) - 1
+        with profiler_range("microbatch", number, batch.capacity):
+            loss = loss_function(batch.to(device), tokens_in_step)
+            total += loss.detach()
+            waiting.append(loss)
+            if in_flight and not is_last:
+                continue
+            while waiting:
+                loss = waiting.pop()
+                if before_last is not None and is_last and not waiting:
+                    before_last(loss)
+                loss.backward()
     return total

@@ -640,7 +640,8 @@ class Trainer:
         if (
             "loss_first" in self._summary_before
         ):  # the mean over more steps, of a longer run, would be another one
-            summary["loss_first"] = self._summary_before["loss_first"]
+            for key in ("loss_first", "loss_first_steps"):  # older summaries do not have the steps
+                summary[key] = self._summary_before.get(key)
         return summary
 
     def _graphs(self) -> dict[str, Any]:

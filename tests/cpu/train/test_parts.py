@@ -203,6 +203,8 @@ def test_summary_of_rows() -> None:
     assert summary == {
         "loss_first": 8.5,
         "loss_last": 2.5,
+        "loss_first_steps": [1, 2],
+        "loss_last_steps": [7, 8],
         "loss_window": 2,
         "steps": 8,
         "tokens": 640,

@@ -27,6 +27,7 @@ from packgraph.graphs.consensus import Vote
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import Control, GraphedModule, control
+from packgraph.graphs.profiler_ranges import profiler_range
 from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import GraphedStep
@@ -227,14 +228,26 @@ class Pipeline:
             elif op.what == "SEND":
                 self._send(op.action)
             elif op.action.kind == "F":
-                self._forward(op.action, batch, tokens_in_step, loss)
+                with self._range(op.action, batch):
+                    self._forward(op.action, batch, tokens_in_step, loss)
             else:
                 if before_last is not None and op.action.microbatch == last:
                     out = self._flights[stage, last].out
                     assert out is not None
                     before_last(stage // self.links.size, out)
-                self._backward(op.action)
+                with self._range(op.action, batch):
+                    self._backward(op.action)
         self._drain()
+
+    def _range(
+        self, action: Action, batch: PackedBatch
+    ) -> contextlib.AbstractContextManager[object]:
+        """The range of an action in profiles; none where the whole step is being captured."""
+        if self._plain:
+            return contextlib.nullcontext()
+        what = "forward" if action.kind == "F" else "backward"
+        words = "microbatch", action.microbatch, "stage", action.stage, what
+        return profiler_range(*words, batch.capacity)
 
     def close(self) -> None:
         """Free all graphs; to be called before the process groups go."""
