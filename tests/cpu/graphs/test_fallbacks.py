@@ -212,7 +212,7 @@ def test_fully_sharded_modules_are_refused(tmp_path):
         (
             {"granularity": "block", "scope": ["atn", "moe", "moe_router"]},
             r"(?s)unknown granularity.*did you mean 'attn'.*"
-            r"names 'moe_router'.*'moe' already means",
+            r"'moe' already means.*names 'moe_router'",
         ),
         ({"scope": "attn"}, "collection of stage names"),
         ({"scope": []}, "scope is empty"),
