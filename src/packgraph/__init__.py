@@ -24,17 +24,21 @@ if TYPE_CHECKING:
     from packgraph.graphs.state_kinds import assume_constant as assume_constant
     from packgraph.offloading.api import offload as offload
     from packgraph.offloading.marks import offload_block as offload_block
+    from packgraph.ops.attention.packed import packed_attention as packed_attention
     from packgraph.ops.loss.api import linear_cross_entropy as linear_cross_entropy
     from packgraph.packing.batch import PackedBatch as PackedBatch
+    from packgraph.packing.buckets.api import plan_buckets as plan_buckets
     from packgraph.packing.capacity import Capacity as Capacity
     from packgraph.packing.pack import pack as pack
     from packgraph.packing.pack import pack_stream as pack_stream
+    from packgraph.packing.report import PackReport as PackReport
     from packgraph.verification.module import verify as verify
 
 __all__ = [
     "Capacity",
     "CaptureError",
     "GraphedModule",
+    "PackReport",
     "PackedBatch",
     "PackgraphWarning",
     "Stage",
@@ -48,6 +52,8 @@ __all__ = [
     "offload_block",
     "pack",
     "pack_stream",
+    "packed_attention",
+    "plan_buckets",
     "verify",
 ]
 __version__ = "0.1.0"
@@ -56,6 +62,7 @@ _HOMES = {
     "Capacity": "packing.capacity",
     "CaptureError": "graphs.errors",
     "GraphedModule": "graphs.graphed",
+    "PackReport": "packing.report",
     "PackedBatch": "packing.batch",
     "PackgraphWarning": "graphs.errors",
     "Stage": "graphs.stages",
@@ -69,6 +76,8 @@ _HOMES = {
     "offload_block": "offloading.marks",
     "pack": "packing.pack",
     "pack_stream": "packing.pack",
+    "packed_attention": "ops.attention.packed",
+    "plan_buckets": "packing.buckets.api",
     "verify": "verification.module",
 }
 

@@ -25,15 +25,34 @@ _TYPED_IN = ("<stdin>", "<ipython", "<input>", "<string>", "<console>")
 
 
 class PackgraphWarning(UserWarning):
-    """Something the user should know once: a fallback that nobody asked for, a failed capture, a
-    recapture."""
+    """Category of all warnings of this library: a fallback to eager execution that was not asked
+    for, a failed capture, a recapture. Each is issued once, at the user's line.
+
+    Example:
+        >>> import warnings
+        >>> warnings.filterwarnings("error", category=packgraph.PackgraphWarning)
+        >>> warnings.filterwarnings("default", category=packgraph.PackgraphWarning)
+    """
 
 
 class CaptureError(RuntimeError):
-    """A region could not be captured.
+    """Raised when a call or a part of it cannot be captured.
 
-    what: the operation or fact. where: `file.py:LINE in function` of the user's code. remedy: what
-    to do.
+    Attributes:
+        what: The operation or fact that stands against it.
+        where: `file.py:LINE in function` of the user's code.
+        remedy: What to do.
+
+    Example:
+        >>> class Reads(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) * float(x.sum())
+        >>> graphed = packgraph.graph(Reads(4, 4), warmup=0, strict=True)
+        >>> try:
+        ...     graphed(torch.ones(2, 4))
+        ... except packgraph.CaptureError as error:
+        ...     print(error.what)
+        float(tensor) waits for the device inside a captured stage
     """
 
     def __init__(self, what: str, where: str, remedy: str) -> None:

@@ -211,10 +211,21 @@ def reason_of(text: str) -> Reason:
 
 @contextlib.contextmanager
 def eager(reason: str) -> Iterator[None]:
-    """Run graphed modules eagerly inside this block; every call is counted under `reason` in their
+    """Runs graphed modules eagerly inside this block; each call is counted under `reason` in their
     stats.
 
-    Raises ValueError when `reason` is empty: a fallback without a reason cannot be explained later.
+    Args:
+        reason: Why, in a few words.
+
+    Raises:
+        ValueError: If `reason` is empty.
+
+    Example:
+        >>> graphed = packgraph.graph(torch.nn.Linear(8, 8))
+        >>> with packgraph.eager("comparison"):
+        ...     graphed(torch.ones(2, 8)).sum().backward()
+        >>> graphed.stats.fallbacks["comparison"]
+        1
     """
     if not isinstance(reason, str) or not reason.strip():
         raise ValueError(
@@ -234,17 +245,29 @@ def bypass_reason() -> str | None:
 
 @dataclass
 class Stats:
-    """What a graphed module has done so far.
+    """Counts of a graphed module.
 
-    captured: variants captured, counting every region of every slot and key. replayed: calls served
-    by graphs. fallbacks: calls served eagerly, by reason. recaptures: variants dropped and why (a
-    larger bucket took their slot, a parameter's storage was replaced). capture_seconds: time spent
-    capturing. pool_bytes: memory that the pools of all slots hold now. compiled: pieces of code
-    that torch.compile made, each a forward and its backward. recompiles: those of them that were
-    made for stages that had code already: for other inputs (another bucket), or for other
-    constants. compile_seconds: time spent generating code. choices: by bucket, how it is run since
-    graphs were timed against eager (train/autotune.py), with the figures that say why; empty where
-    nobody has timed them.
+    Attributes:
+        captured: Captured segments, of all slots and keys.
+        replayed: Calls served by graphs.
+        fallbacks: Calls served eagerly, by reason.
+        recaptures: Captured keys that were dropped, by reason: a larger bucket took their slot, a
+            parameter's storage was replaced, and so on.
+        capture_seconds: Time spent capturing.
+        pool_bytes: Memory that the pools of all slots hold now.
+        compiled: Pieces of code that torch.compile made, each a forward and its backward.
+        recompiles: Of those, the ones made for stages that had code already, by reason: other
+            inputs (another bucket) or other constants.
+        compile_seconds: Time spent generating code.
+        choices: How each bucket runs since graphs were timed against eager execution
+            (`train/autotune.py`), with the figures; empty if they were not timed.
+
+    Example:
+        >>> graphed = packgraph.graph(torch.nn.Linear(8, 8), warmup=1)
+        >>> for _ in range(3):
+        ...     graphed(torch.ones(2, 8)).sum().backward()
+        >>> graphed.stats.replayed, dict(graphed.stats.fallbacks)
+        (2, {'warm-up': 1})
     """
 
     captured: int = 0

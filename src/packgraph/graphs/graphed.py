@@ -60,22 +60,45 @@ def graph(
     granularity: str = "chunk",
     compile: bool | str | Mapping[str, Any] = False,
 ) -> "GraphedModule":
-    """Wrap `module` so that training calls replay captured graphs.
+    """Wraps a module so that its training calls replay captured graphs.
 
-    module: any nn.Module; a module with stages (see `graphs/stages.py`) can be captured in part.
-    capacities: the shapes that graphs are captured for, one or several; None captures every shape
-    that comes. backend: `cuda`, `recorder` (CPU) or `auto`. warmup: eager training calls before the
-    first capture. slots: microbatches that may be in flight (forward done, backward not); None
-    follows what the loop does. strict: raise CaptureError instead of falling back to eager. scope:
-    names of the stages to capture (None = all). granularity: `layer` or `chunk`, where graphs are
-    cut. compile: whether the stages that are captured go through torch.compile first, one piece of
-    code per kind of layer and bucket; calls of captured shapes that run eagerly run the same code.
-    A mapping holds options of Inductor, as torch.compile takes them; a string names another
-    compiler (`aot_eager` for tests).
+    A call is captured once its key (shapes, dtypes, constants) has been seen `warmup` times; what
+    cannot be captured, or is not known to equal eager execution bit by bit, runs eagerly, is
+    counted in `stats.fallbacks` and warned about once.
 
-    Raises TypeError for what is no module; ValueError for an illegal scope, backend, compiler or
-    count, with all reasons; CaptureError if `strict` and the module cannot be captured at all
-    (DistributedDataParallel, fully sharded parameters, module hooks).
+    Args:
+        module: Any `torch.nn.Module`; one with stages (see `packgraph.Stage`) can be captured in
+            part.
+        capacities: The capacity or capacities that graphs are captured for. None captures every
+            shape that comes.
+        backend: `cuda`, `recorder` (CPU) or `auto`.
+        warmup: Number of eager training calls before the first capture.
+        slots: Number of microbatches that may be in flight (forward done, backward not). None
+            follows what the loop does.
+        strict: Raise instead of falling back to eager execution.
+        scope: Names of the stages to capture. None captures every stage.
+        granularity: Where graphs are cut: at every `layer`, or only where a `chunk` of captured
+            stages ends.
+        compile: Whether captured stages go through torch.compile first, one piece of code for each
+            kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A
+            mapping holds options of Inductor, a string names another compiler.
+
+    Returns:
+        The module with graphs.
+
+    Raises:
+        TypeError: If `module` is no module.
+        ValueError: If the scope, backend, compiler or a count is illegal, with all reasons.
+        CaptureError: If `strict` and the module cannot be captured at all
+            (DistributedDataParallel, fully sharded parameters, module hooks).
+
+    Example:
+        >>> capacity = packgraph.Capacity(tokens=64, documents=8)
+        >>> graphed = packgraph.graph(torch.nn.Linear(8, 8), warmup=1)
+        >>> for _ in range(3):
+        ...     graphed(torch.randn(4, 8)).square().sum().backward()
+        >>> graphed.stats.replayed
+        2
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
@@ -86,9 +109,21 @@ def graph(
 
 
 def control(graphed: torch.nn.Module) -> "Control":
-    """What wraps the module of `graphed`, by whatever names the module itself may have.
+    """The control of a graphed module, whatever names the module itself has.
 
-    Raises TypeError for anything but what `graph` has returned.
+    Args:
+        graphed: Returned by `packgraph.graph`.
+
+    Returns:
+        The object with `stats`, `build`, `steady`, `reset` and `close`.
+
+    Raises:
+        TypeError: If `graphed` was not returned by `packgraph.graph`.
+
+    Example:
+        >>> graphed = packgraph.graph(torch.nn.Linear(8, 8))
+        >>> packgraph.control(graphed).stats.replayed
+        0
     """
     if not isinstance(graphed, GraphedModule):
         raise TypeError(
@@ -100,12 +135,17 @@ def control(graphed: torch.nn.Module) -> "Control":
 
 
 class GraphedModule(Wrapper):
-    """What `packgraph.graph` returns: behaves as the module it wraps, whose names are its names; a
-    call replays.
+    """Returned by `packgraph.graph`: behaves as the module it wraps; training calls replay graphs.
 
-    Names that the module does not have are those of its `Control`: `graphed.stats`,
-    `graphed.close()`. Setting and deleting always reaches the module. `forward` is the module's
-    own: replacing it takes effect at the next call, calling it runs the module without graphs.
+    Attributes and methods are those of the wrapped module; setting and deleting always reaches it.
+    Names that the module does not have are those of its control: `graphed.stats`,
+    `graphed.close()`. `forward` is the module's own: replacing it takes effect at the next call,
+    calling it runs the module without graphs.
+
+    Example:
+        >>> graphed = packgraph.graph(torch.nn.Linear(8, 8))
+        >>> isinstance(graphed, packgraph.GraphedModule), graphed.in_features
+        (True, 8)
     """
 
 

@@ -17,12 +17,22 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Stage:
-    """One named piece of a layer.
+    """One named piece of a module that can be captured in parts.
 
-    name: one of the glossary's stage names. layer: index of the layer it belongs to (-1 before the
-    first layer, the number of layers after the last). run: maps the state to the next state; it
-    must not change the dict it is given. eager: why the stage can never be captured, such as a wait
-    for the host; empty when it can be.
+    A module is made of stages if it has `begin(*args)`, which returns a state (a dict), `stages()`,
+    and `end(state)`, which returns the outputs.
+
+    Args:
+        name: Any name, by which `packgraph.graph(scope=...)` chooses the stage.
+        layer: Index of its layer; -1 before the first layer, the number of layers after the last.
+        run: Maps the state to the next state. It must not change the dict it is given.
+        eager: Why the stage can never be captured, such as a wait for the host; empty if it can.
+
+    Example:
+        >>> def run(state):
+        ...     return {**state, "hidden": state["hidden"].relu()}
+        >>> packgraph.Stage("relu", 0, run).name
+        'relu'
     """
 
     name: str

@@ -428,7 +428,7 @@ ASSUMED = _Assumed()
 
 
 def assume_constant(value: T) -> T:
-    """Declare that what captured code reads of an object never changes, so that graphs need not
+    """Declares that what captured code reads of an object never changes, so that graphs need not
     watch it.
 
     The inside of the object is then neither watched nor refused: a random generator, an iterator or
@@ -446,6 +446,15 @@ def assume_constant(value: T) -> T:
 
     Raises:
         TypeError: `value` is a plain value such as a number, which has no identity of its own.
+
+    Example:
+        >>> import random
+        >>> module = torch.nn.Linear(8, 8)
+        >>> module.draws = packgraph.assume_constant(random.Random(0))
+        >>> graphed = packgraph.graph(module, warmup=0, strict=True)
+        >>> graphed(torch.ones(2, 8)).sum().backward()
+        >>> graphed.stats.replayed
+        1
     """
     if row_of(value).treatment is Treatment.VALUE:
         raise TypeError(

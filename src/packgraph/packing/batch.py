@@ -57,11 +57,19 @@ NO_FACTS = HostFacts(None, None)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
-    """A microbatch of static shape: T = capacity.tokens places, N = capacity.documents documents at
-    most.
+    """A microbatch of static shape. T = `capacity.tokens`, N = `capacity.documents`.
 
-    data: uint8 [layout_of(capacity).nbytes], contiguous, start aligned to 8 bytes. host: what the
-    host knows of it. Use `build` or `packgraph.pack` to make one.
+    Made by `packgraph.pack` or `PackedBatch.build`. All tensors are views of one buffer.
+
+    Args:
+        data: uint8 [bytes of the layout], contiguous, aligned to 8 bytes.
+        capacity: The static shape.
+        host: Lengths and other host integers of the batch.
+
+    Example:
+        >>> batch, = packgraph.pack([[5, 6, 7]], [packgraph.Capacity(tokens=4, documents=1)])
+        >>> batch.labels.tolist(), batch.padding_mask.tolist()
+        ([6, 7, -100, -100], [False, False, False, True])
     """
 
     data: Tensor

@@ -15,11 +15,21 @@ LIMIT = 2**31  # kernels take boundaries of documents as 32-bit integers
 
 @dataclass(frozen=True, order=True)
 class Capacity:
-    """Static shape of a microbatch: places for `tokens` tokens of at most `documents` documents.
+    """Static shape of a microbatch: room for `tokens` tokens of at most `documents` documents.
 
-    longest: bound on the tokens of one document, default `tokens`; it is an int after construction.
-    Capacities are ordered by tokens, then documents, then longest. Raises ValueError for numbers
-    that make no sense.
+    Capacities are ordered by tokens, then documents, then longest.
+
+    Args:
+        tokens: Number of tokens, padding included; the T of a batch's tensors.
+        documents: Maximum number of documents; the N of a batch's tensors.
+        longest: Maximum tokens of one document. Defaults to `tokens`; an int after construction.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> packgraph.Capacity(tokens=512, documents=32).longest
+        512
     """
 
     tokens: int

@@ -22,23 +22,35 @@ def pack(
     report: PackReport | None = None,
     multiple: int = 1,
 ) -> list[PackedBatch]:
-    """Pack `documents` by best-fit-decreasing over all of them, or over a `window` of that many at
-    a time.
+    """Packs documents into static shapes by best-fit decreasing.
 
-    Without a window the emptiest rows are then packed again into the capacities that leave least
-    padding.
+    Without a window, the emptiest rows are packed again into the capacities that leave least
+    padding. Documents stand in a pack in their given order, packs in the order of their first
+    documents (with a window: of the longest waiting ones).
 
-    documents: sequences of token ids (lists, tuples, arrays, CPU tensors), mappings with
-    `input_ids` and optionally `labels`, masks or `seq_lengths`, or the output of transformers'
-    DataCollatorWithFlattening; see `document.py`. capacities: static shapes a pack may have, one or
-    several. overlong: what happens to a document longer than all of them: an error, split into
-    pieces, or drop. report: gets the counts (split and dropped documents, padding) added. multiple:
-    places are counted as if every document took up a multiple of so many: 2c for rows that c ranks
-    share in zigzag (`plan.context_kind.document_multiple`).
+    Args:
+        documents: Sequences of token ids (lists, tuples, arrays, CPU tensors), mappings with
+            `input_ids` and optionally `labels`, masks or `seq_lengths`, or the output of
+            transformers' `DataCollatorWithFlattening`.
+        capacities: The static shape or shapes that a pack may have.
+        overlong: What to do with a document longer than every capacity: `error`, `split` it into
+            pieces, or `drop` it.
+        window: Number of documents packed at a time. None packs all of them together.
+        report: Gets the counts (split and dropped documents, padding) added.
+        multiple: Room is counted as if the tokens of every document were a multiple of this: 2c for
+            rows that c ranks share in zigzag.
 
-    Returns packs on the host; documents stand in a pack in their given order, and packs in the
-    order of their first documents (with a window: of the longest waiting ones). Raises ValueError
-    for empty, negative or overlong documents and for tensors on a device, naming the document.
+    Returns:
+        Packed batches on the host.
+
+    Raises:
+        ValueError: If a document is empty, negative, overlong or on a device; names the document.
+
+    Example:
+        >>> capacity = packgraph.Capacity(tokens=8, documents=2)
+        >>> batch, = packgraph.pack([[5, 6, 7], [8, 9]], [capacity])
+        >>> batch.tokens.tolist(), batch.cu_seqlens.tolist()
+        ([5, 6, 7, 8, 9, 0, 0, 0], [0, 3, 5])
     """
     if window is not None:
         return list(
@@ -70,11 +82,28 @@ def pack_stream(
     report: PackReport | None = None,
     multiple: int = 1,
 ) -> Iterator[PackedBatch]:
-    """Pack a stream of documents lazily, with at most `window` of them waiting; otherwise as
-    `pack`.
+    """Packs a stream of documents lazily.
 
-    Raises ValueError at once for a bad `window`, `capacities` or `overlong`, and on the way for bad
-    documents.
+    Args:
+        documents: Iterable of documents as `packgraph.pack` takes them.
+        capacities: The static shape or shapes that a pack may have.
+        window: Maximum number of documents that wait to be combined.
+        overlong: As in `packgraph.pack`.
+        report: As in `packgraph.pack`.
+        multiple: As in `packgraph.pack`.
+
+    Returns:
+        An iterator of packed batches on the host.
+
+    Raises:
+        ValueError: At once if `window`, `capacities` or `overlong` is illegal; while iterating if a
+            document is.
+
+    Example:
+        >>> capacity = packgraph.Capacity(tokens=8, documents=2)
+        >>> stream = packgraph.pack_stream(([n] * 4 for n in range(1, 5)), [capacity])
+        >>> [batch.tokens.tolist() for batch in stream]
+        [[1, 1, 1, 1, 2, 2, 2, 2], [3, 3, 3, 3, 4, 4, 4, 4]]
     """
     if window < 1:
         raise ValueError(f"window must be at least 1 document, got {window}")

@@ -6,11 +6,22 @@ from dataclasses import dataclass
 
 @dataclass
 class PackReport:
-    """Totals of one or several packing runs.
+    """Totals of one or several packing runs, for the `report` of `packgraph.pack`.
 
-    documents, tokens: packed (pieces of split documents count as documents). packs: microbatches
-    made. places: tokens they have room for. split_documents: documents that were cut.
-    dropped_documents, dropped_tokens: left out, too long.
+    Attributes:
+        documents: Packed documents; a piece of a split document counts as one.
+        tokens: Packed tokens.
+        packs: Packed batches.
+        places: Tokens that these have room for.
+        split_documents: Documents that were split.
+        dropped_documents: Documents that were left out, being too long.
+        dropped_tokens: Their tokens.
+
+    Example:
+        >>> report = packgraph.PackReport()
+        >>> _ = packgraph.pack([[1, 2, 3]], packgraph.Capacity(4, 1), report=report)
+        >>> report.padding_fraction
+        0.25
     """
 
     documents: int = 0

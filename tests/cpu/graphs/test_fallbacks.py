@@ -238,29 +238,6 @@ def test_the_key_ignores_values_but_not_shapes():
     assert a == b and hash(a) == hash(b) and a != c
 
 
-def test_public_names():
-    assert set(packgraph.__all__) == {
-        "Capacity",
-        "PackedBatch",
-        "pack",
-        "graph",
-        "GraphedModule",
-        "control",
-        "Stats",
-        "eager",
-        "assume_constant",
-        "CaptureError",
-        "PackgraphWarning",
-        "pack_stream",
-        "verify",
-        "Stage",
-        "offload",
-        "offload_block",
-        "linear_cross_entropy",
-    }
-    assert issubclass(CaptureError, RuntimeError)
-
-
 def test_a_copy_or_a_pickle_of_a_graphed_module_is_the_plain_module():
     graphed = graph(nn.Linear(2, 2), warmup=0)
     graphed(torch.randn(3, 2))

@@ -42,11 +42,27 @@ def rows_per_chunk(vocab_size: int) -> int:
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None
 ) -> Tensor:
-    """Sum over rows of -log softmax(hidden @ weight.T)[label]: 0-d float32.
+    """Cross-entropy of a linear head in chunks of rows, without the whole logits.
 
-    hidden: [T, H]; weight: [V, H]; labels: int64 [T], each in [0, V) or -100 (ignored: its loss and
-    gradients are exactly 0); any other makes loss and gradients NaN. chunk: rows of logits held at
-    once, derived from V when None. Raises ValueError for a chunk below 1.
+    Sum over rows of -log softmax(hidden @ weight.T)[label]. Gradients are computed in the forward.
+
+    Args:
+        hidden: [T, H], floating point.
+        weight: [V, H], of the same dtype.
+        labels: int64 [T], each in [0, V), or -100: its loss and gradients are exactly 0. Any other
+            label makes the loss and all gradients NaN.
+        chunk: Rows of logits held at once. None derives it from V.
+
+    Returns:
+        The sum, a 0-d float32 tensor.
+
+    Raises:
+        ValueError: If `chunk` is below 1.
+
+    Example:
+        >>> hidden, weight = torch.zeros(3, 8), torch.zeros(10, 8)
+        >>> packgraph.linear_cross_entropy(hidden, weight, torch.tensor([1, 2, -100])).exp().round()
+        tensor(100.)
     """
     rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
     if rows < 1:
