@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from packgraph.ops.attention.packed import packed_attention as packed_attention
     from packgraph.ops.loss.api import linear_cross_entropy as linear_cross_entropy
     from packgraph.packing.batch import PackedBatch as PackedBatch
-    from packgraph.packing.buckets.api import plan_buckets as plan_buckets
+    from packgraph.packing.buckets.planner import plan_buckets as plan_buckets
     from packgraph.packing.capacity import Capacity as Capacity
+    from packgraph.packing.pack import PackReport as PackReport
     from packgraph.packing.pack import pack as pack
     from packgraph.packing.pack import pack_stream as pack_stream
-    from packgraph.packing.report import PackReport as PackReport
     from packgraph.verification.module import verify as verify
 
 __all__ = [
@@ -62,7 +62,7 @@ _HOMES = {
     "Capacity": "packing.capacity",
     "CaptureError": "graphs.errors",
     "GraphedModule": "graphs.graphed",
-    "PackReport": "packing.report",
+    "PackReport": "packing.pack",
     "PackedBatch": "packing.batch",
     "PackgraphWarning": "graphs.errors",
     "Stage": "graphs.stages",
@@ -77,7 +77,7 @@ _HOMES = {
     "pack": "packing.pack",
     "pack_stream": "packing.pack",
     "packed_attention": "ops.attention.packed",
-    "plan_buckets": "packing.buckets.api",
+    "plan_buckets": "packing.buckets.planner",
     "verify": "verification.module",
 }
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.pack import pack
-from packgraph.packing.report import PackReport
+from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.data import DataError
 from packgraph.train.data.bad_documents import BadDocuments

@@ -1,13 +1,11 @@
 """The buckets that a run on documents of these lengths would choose for itself
-(packing/buckets/choose.py)."""
+(packing/buckets/planner.py)."""
 
 from packgraph.bench.models import WINDOW, draw_lengths
 from packgraph.models.config import DecoderConfig
-from packgraph.packing.buckets.choose import choose_buckets
 from packgraph.packing.buckets.cost import FLASH4, CostModel
-from packgraph.packing.buckets.lengths import LengthHistogram
-from packgraph.packing.buckets.packing import PackingPolicy
-from packgraph.packing.buckets.request import BucketRequest
+from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
+from packgraph.packing.buckets.planner import BucketRequest, choose_buckets
 from packgraph.packing.capacity import Capacity
 from packgraph.train.auto_capacities import FEWEST_SIZES, MULTIPLES
 from packgraph.train.decoder_estimates import decoder_cost

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from packgraph.bench.distributions import lengths_like
 from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.timing import Deadline
-from packgraph.packing.buckets.choose import choose_buckets, measure
-from packgraph.packing.buckets.lengths import LengthHistogram
-from packgraph.packing.buckets.packing import PackingPolicy
-from packgraph.packing.buckets.request import BucketRequest
+from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
+from packgraph.packing.buckets.planner import BucketRequest, choose_buckets, measure
 
 POLICIES = (
     PackingPolicy(),

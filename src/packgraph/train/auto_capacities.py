@@ -19,11 +19,9 @@ import torch
 
 from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention.api import choose_backend
-from packgraph.packing.buckets.choose import BucketPlan, choose_buckets
 from packgraph.packing.buckets.cost import FLASH4, CostModel
-from packgraph.packing.buckets.lengths import LengthHistogram
-from packgraph.packing.buckets.packing import PackingPolicy
-from packgraph.packing.buckets.request import BucketRequest
+from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
+from packgraph.packing.buckets.planner import BucketPlan, BucketRequest, choose_buckets
 from packgraph.packing.capacity import places
 from packgraph.parallel.pipeline.slots import slot_counts
 from packgraph.train.config import ConfigError, read_config

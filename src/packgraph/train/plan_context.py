@@ -16,7 +16,7 @@ from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention.kind import ContextChoice, row_problems
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import places
-from packgraph.packing.overlong import Overlong
+from packgraph.packing.pack import Overlong
 from packgraph.parallel.context.cost import (
     COEFFICIENTS,
     EXCHANGE_US,

@@ -7,9 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from packgraph.packing.buckets.choose import measure
 from packgraph.packing.buckets.lengths import LengthHistogram
-from packgraph.packing.buckets.request import BucketRequest
+from packgraph.packing.buckets.planner import BucketRequest, measure
 from packgraph.train.auto_capacities import Lengths, bucket_request, plan_capacities, read_lengths
 from packgraph.train.config import ConfigError
 from packgraph.train.config_values import path_problem, shown

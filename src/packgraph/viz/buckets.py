@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from packgraph.packing.buckets.choose import BucketPlan
 from packgraph.packing.buckets.cost import GIBIBYTE
-from packgraph.packing.buckets.packing import PackedRows
+from packgraph.packing.buckets.lengths import PackedRows
+from packgraph.packing.buckets.planner import BucketPlan
 from packgraph.packing.buckets.sets import Fills
 
 FEWEST_ROWS = 2  # held out, of which a share is told

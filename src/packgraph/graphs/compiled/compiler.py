@@ -40,8 +40,7 @@ from packgraph.graphs.fallback import Stats
 from packgraph.graphs.host_sync import all_is_compiled
 from packgraph.graphs.signature import CONSTANTS
 from packgraph.graphs.stages import State
-from packgraph.packing.batch import PackedBatch
-from packgraph.packing.layout import Field, layout_of
+from packgraph.packing.batch import Field, PackedBatch, layout_of
 
 BACKENDS = ("inductor", "aot_eager")
 NEVER_CUDAGRAPHS = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}

@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.document import Document
-from packgraph.packing.overlong import fitting_parts
-from packgraph.packing.report import PackReport
-from packgraph.packing.window import PackingWindow
+from packgraph.packing.pack import PackingWindow, PackReport, fitting_parts
 from packgraph.train.config_values import shown
 from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.data.config import DataConfig
