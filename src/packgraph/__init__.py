@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from packgraph.graphs.state_kinds import assume_constant as assume_constant
     from packgraph.offloading.api import offload as offload
     from packgraph.offloading.marks import offload_block as offload_block
-    from packgraph.ops.attention.packed import packed_attention as packed_attention
-    from packgraph.ops.loss.api import linear_cross_entropy as linear_cross_entropy
+    from packgraph.ops.attention.api import packed_attention as packed_attention
+    from packgraph.ops.loss import linear_cross_entropy as linear_cross_entropy
     from packgraph.packing.batch import PackedBatch as PackedBatch
     from packgraph.packing.buckets.planner import plan_buckets as plan_buckets
     from packgraph.packing.capacity import Capacity as Capacity
@@ -71,12 +71,12 @@ _HOMES = {
     "control": "graphs.graphed",
     "eager": "graphs.fallback",
     "graph": "graphs.graphed",
-    "linear_cross_entropy": "ops.loss.api",
+    "linear_cross_entropy": "ops.loss",
     "offload": "offloading.api",
     "offload_block": "offloading.marks",
     "pack": "packing.pack",
     "pack_stream": "packing.pack",
-    "packed_attention": "ops.attention.packed",
+    "packed_attention": "ops.attention.api",
     "plan_buckets": "packing.buckets.planner",
     "verify": "verification.module",
 }

@@ -58,7 +58,6 @@ PLANNERS = (
     "parallel/pipeline/schedule.py",
     "parallel/pipeline/simulate.py",
     "parallel/pipeline/slots.py",
-    "models/work.py",
     "train/choice.py",
     "train/learning_rate.py",
     "train/timing_turns.py",

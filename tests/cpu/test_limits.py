@@ -25,10 +25,7 @@ from torch import Tensor, nn
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.state_kinds import assume_constant
-from packgraph.models.config import DecoderConfig
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
-from packgraph.models.mamba_config import MambaConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, MambaConfig
 from packgraph.moe.grouped_gemm import configs, products
 from packgraph.train.command_line import all_options
 from packgraph.train.config_values import ValueProblem, convert

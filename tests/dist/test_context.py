@@ -12,9 +12,8 @@ from distkit import run_ranks
 from trainkit import RandomPacks, close, equal, tiny, trainer
 
 from packgraph.graphs.graphed import graph
+from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack

@@ -14,8 +14,8 @@ from rich.console import Console
 from trainkit import tiny
 
 from packgraph.graphs.fallback import DOCUMENTS
+from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import IGNORED, Document

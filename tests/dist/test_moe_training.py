@@ -9,7 +9,7 @@ import pytest
 from distkit import run_ranks
 from trainkit import RandomPacks, close, equal, tiny, trainer
 
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack

@@ -11,7 +11,7 @@ from dispatchkit import EmulatedBuffers
 from distkit import run_ranks
 from trainkit import RandomPacks, close, equal, tiny, trainer
 
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack

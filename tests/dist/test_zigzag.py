@@ -13,9 +13,8 @@ from trainkit import RandomPacks, close, equal, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.microbatch import forward_backward
+from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack

@@ -6,7 +6,7 @@ import torch
 from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, train
 
 from packgraph.graphs.graphed import graph
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.config import ExpertConfig
 from packgraph.moe.activation import activation, activation_backward
 from packgraph.moe.grouped_gemm.products import (
     add_matrices_gradient,

@@ -30,9 +30,8 @@ from packgraph.graphs.cuda.copy_streams import CudaCopyStreams
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory.free import free_memory
 from packgraph.graphs.memory.trial import trial_memory
-from packgraph.models.config import DecoderConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.plan import CopySpeed

@@ -9,9 +9,8 @@ import torch
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.memory.trial import trial_memory
-from packgraph.models.config import DecoderConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed

@@ -11,8 +11,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.initial import DrawsParameters
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack

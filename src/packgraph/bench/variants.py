@@ -33,7 +33,7 @@ from packgraph.bench.whole_graph import WholeGraph
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.graphs.replay_handle import ReplayHandle
-from packgraph.models.sizes import head_sizes
+from packgraph.models.branches import head_sizes
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.varlen import varlen_problems
 from packgraph.packing.batch import PackedBatch

@@ -22,7 +22,7 @@ CUDA they cost nothing: kernels in moe/activation_kernel.py look up how many row
 import torch
 from torch import Tensor
 
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
 
 
 @torch.library.custom_op("packgraph::expert_activation", mutates_args=())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from packgraph.moe.dispatch.dispatcher import Routing
 from packgraph.moe.route_op import route_in_one
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
 
 
 class RouterSettings(Protocol):

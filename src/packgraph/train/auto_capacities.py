@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from packgraph.models.sizes import head_sizes
+from packgraph.models.branches import head_sizes
 from packgraph.ops.attention.api import choose_backend
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy

@@ -10,8 +10,7 @@ from functools import partial
 
 import torch
 
-from packgraph.models.chunks import ModelChunks
-from packgraph.models.decoder import DecoderModel
+from packgraph.models.decoder import DecoderModel, ModelChunks
 from packgraph.moe.dispatch.assignment import ExpertAssignment
 from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus

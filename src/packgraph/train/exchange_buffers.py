@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from packgraph.models.branches import routed_width
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.models.sizes import routed_width
 from packgraph.moe.peer_read.buffers import (
     Buffers,
     NoSymmetricMemory,

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from packgraph.models.chunks import ModelChunks
+from packgraph.models.decoder import ModelChunks
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.moe.dispatch.choose import Budgeted
 from packgraph.moe.stash.stash import Stash

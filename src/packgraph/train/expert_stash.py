@@ -9,7 +9,7 @@ the step is made again.
 
 import torch
 
-from packgraph.models.chunks import ModelChunks
+from packgraph.models.decoder import ModelChunks
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.stash.experts import columns_of
 from packgraph.moe.stash.plan import pages_for

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.regions import Run, cut_runs, scope_errors
 from packgraph.graphs.stages import Stage
-from packgraph.models.chunks import ModelChunks
 from packgraph.models.config import DecoderConfig
-from packgraph.models.decoder import named_stages
+from packgraph.models.decoder import ModelChunks, named_stages
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import knob_moves, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace

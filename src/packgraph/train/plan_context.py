@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from packgraph.models.branches import head_sizes
 from packgraph.models.config import DecoderConfig
-from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention.kind import ContextChoice, row_problems
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import places

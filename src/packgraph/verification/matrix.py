@@ -17,10 +17,8 @@ from functools import partial
 
 import torch
 
+from packgraph.models.config import ExpertConfig, LatentConfig, MambaConfig
 from packgraph.models.decoder import DecoderConfig
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
-from packgraph.models.mamba_config import MambaConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack

@@ -7,8 +7,8 @@ import torch
 from trainkit import tiny
 
 import packgraph
+from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.dispatch.padded import PaddedDispatcher
 from packgraph.packing.capacity import Capacity

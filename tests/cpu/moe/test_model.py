@@ -9,9 +9,8 @@ import torch
 
 import packgraph
 from packgraph.graphs.regions import scope_errors
-from packgraph.models.config import DecoderConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel, named_stages
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.batch import PackedBatch

@@ -9,8 +9,7 @@ import torch
 from trainkit import CPU, tiny, trainer
 
 from packgraph.graphs.graphed import graph
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
+from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.dispatch.padded import PaddedDispatcher
 from packgraph.moe.stash.plan import pages_for

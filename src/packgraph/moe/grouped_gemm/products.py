@@ -34,7 +34,7 @@ from packgraph.moe.grouped_gemm.configs import (
     multiplied_way,
     programs_at_once,
 )
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from packgraph.moe.permute.api import RowPlan, plan_rows
 from packgraph.ops.attention.context import group_of
 from packgraph.ops.collectives import all_gather_flat
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
 
 
 class PeerReadPlan(NamedTuple):

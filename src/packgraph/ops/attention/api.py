@@ -3,7 +3,7 @@
     documents   |--- A ---|-- B --|- C -|..padding..|   a row sees the earlier rows of its own
     document only
 
-A backend is a function (q, k, v, meta, scale) -> out in a file of its own; BACKENDS names them.
+A backend is a function (q, k, v, meta, scale) -> out; BACKENDS names them.
 `naive` is the specification and reads boundaries on the host; the others can be captured, and
 torch.compile sees one graph around each. All give exact zeros in padding, in the output and in the
 gradients, whatever the padding rows of q, k and v held.
@@ -11,22 +11,26 @@ gradients, whatever the padding rows of q, k and v held.
     flash    flash-attn-4, if it is installed and knows the device and the head sizes   CUDA, bfloat16, float16
     varlen   torch's own kernel                                                         CUDA, bfloat16, float16
     sdpa     torch's SDPA with a [T, T] mask                                            everywhere
+
+`packed_attention` is the same for modules of users, from a PackedBatch.
 """  # noqa: E501
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from packgraph.ops.attention.context import own_heads_back, whole_rows
 from packgraph.ops.attention.flash import flash_attention, flash_problems
 from packgraph.ops.attention.metadata import AttentionMetadata, attention_metadata
-from packgraph.ops.attention.naive import naive_attention
-from packgraph.ops.attention.sdpa import sdpa_attention
 from packgraph.ops.attention.varlen import varlen_attention, varlen_problems
 from packgraph.ops.attention.zigzag_attention import zigzag_attention
+from packgraph.packing.batch import PackedBatch
 
 __all__ = [
     "BACKENDS",
@@ -35,9 +39,53 @@ __all__ = [
     "attention",
     "attention_metadata",
     "choose_backend",
+    "packed_attention",
 ]
-
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None], Tensor]
+
+
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
+) -> Tensor:
+    """Softmax(q k^T * scale) v for each document alone; zeros in padding. Shapes as in
+    `attention`."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    boundaries = meta.cu_seqlens.tolist()
+    outputs = []
+    for queries, keys in zip(
+        itertools.pairwise(boundaries), itertools.pairwise(meta.cu_keys.tolist()), strict=True
+    ):
+        outputs.append(_one_document(q[slice(*queries)], k[slice(*keys)], v[slice(*keys)], scale))
+    outputs.append(q.new_zeros(q.shape[0] - boundaries[-1], q.shape[1], v.shape[2]))
+    return torch.cat(outputs)
+
+
+def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(
+        1 + k.shape[0] - q.shape[0]
+    )
+    probabilities = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", probabilities, v)
+
+
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
+) -> Tensor:
+    """Attention by mask. Shapes and dtypes as in `packgraph.ops.attention.api.attention`."""
+    padding, tail = meta.padding_mask[:, None, None], meta.key_tail[:, None, None]
+    q, k, v = (
+        x.masked_fill(mask, 0.0).transpose(0, 1).unsqueeze(0)
+        for x, mask in ((q, padding), (k, tail), (v, tail))
+    )
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=meta.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.squeeze(0).transpose(0, 1).masked_fill(padding, 0.0)
+
+
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         "naive": naive_attention,
@@ -115,3 +163,50 @@ def attention(
     return own_heads_back(
         BACKENDS[meta.backend](*whole_rows(q, k, v, context), meta, scale), context
     )
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal attention in which tokens see earlier tokens of their own document only.
+
+    Can be captured: boundaries of documents are read on the device. Padding gives exact zeros, in
+    the output and in the gradients, whatever its rows hold.
+
+    Args:
+        q: [T, Hq, D], floating point.
+        k: [T, Hkv, D], where Hq is a multiple of Hkv; query head h reads key head
+            h // (Hq / Hkv).
+        v: [T, Hkv, Dv].
+        batch: The packed batch that the rows belong to, on their device.
+        scale: Factor on the scores. Defaults to D ** -0.5.
+        backend: `flash` (flash-attn-4), `varlen` (torch's kernel for CUDA), `sdpa` or `naive`.
+            `auto` takes the fastest that supports the device, dtype and sizes.
+
+    Returns:
+        [T, Hq, Dv].
+
+    Raises:
+        ValueError: If shapes do not fit together, or the backend is unknown or does not support
+            them.
+
+    Example:
+        >>> batch, = packgraph.pack([[5, 6, 7], [8, 9]], [packgraph.Capacity(8, 2)])
+        >>> q = k = v = torch.randn(8, 2, 16)
+        >>> out = packgraph.packed_attention(q, k, v, batch)
+        >>> torch.equal(out[3], v[3]), out[5:].abs().sum().item()
+        (True, 0.0)
+    """
+    if backend == "auto":
+        backend = choose_backend(q.device, q.dtype, q.shape[-1], v.shape[-1]).name
+    elif backend not in BACKENDS:
+        raise ValueError(
+            f"unknown attention backend {backend!r}: use auto or one of {', '.join(BACKENDS)}"
+        )
+    return attention(q, k, v, attention_metadata(batch, backend), scale=scale)

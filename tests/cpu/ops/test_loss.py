@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from packgraph.ops.loss.api import (
+from packgraph.ops.loss import (
     linear_cross_entropy,
     naive_linear_cross_entropy,
     rows_per_chunk,

@@ -149,10 +149,10 @@ def gradient_of_logits(
     `wanted`.
 
     logits: [C, V]; labels: int64 [C]; losses: float32 [C]. May write over `logits`. On CUDA one
-    kernel does it all, see `ops/loss/kernel.py`.
+    kernel does it all, see `ops/loss_kernel.py`.
     """
     if HAS_TRITON and logits.is_cuda:
-        from packgraph.ops.loss.kernel import logits_to_gradients
+        from packgraph.ops.loss_kernel import logits_to_gradients
 
         logits_to_gradients(logits, labels, losses)
         return logits if wanted else None

@@ -7,7 +7,7 @@ one program: a first pass finds maximum and sum of exponentials (online, Milakov
 2018, arXiv:1805.02867), a second one writes softmax - one_hot in the logits' own dtype. The second
 pass finds the row in the cache. Nothing is atomic.
 
-The operations it replaces are its specification: `naive_gradient_of_logits` in ops/loss/api.py.
+The operations it replaces are its specification: `naive_gradient_of_logits` in ops/loss.py.
 """
 
 import torch

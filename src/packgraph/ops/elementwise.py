@@ -1,4 +1,8 @@
-"""Rotary position embedding from positions on the device (Su et al. 2021, arXiv:2104.09864).
+"""Operations on each token by itself: RMSNorm, SwiGLU and rotary positions.
+
+RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467): x / sqrt(mean(x^2) + eps) * weight, with
+statistics in float32. SwiGLU (Shazeer 2020, arXiv:2002.05202): silu(gate) * up. Rotary positions
+(Su et al. 2021, arXiv:2104.09864):
 
     half-rotation   column i turns with column i + D/2                          Qwen3
     interleaved     column 2i turns with column 2i + 1; what comes out lies     DeepSeek
@@ -13,7 +17,33 @@ model: a captured graph reads it, so it must live as long as the graph.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension of x [..., D] and scale by weight [D]. Returns x's shape and
+    dtype."""
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return F.rms_norm(x.to(dtype), (x.shape[-1],), weight.to(dtype), eps).to(x.dtype)
+
+
+def naive_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The specification, as in Qwen3: statistics in float32, rounded to x's dtype before the
+    weight."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * normed.to(x.dtype)).to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, elementwise; shapes and dtype of the inputs."""
+    return F.silu(gate) * up
+
+
+def naive_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The specification: gate / (1 + exp(-gate)) * up."""
+    return gate / (1.0 + torch.exp(-gate)) * up
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
