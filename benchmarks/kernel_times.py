@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from triton.testing import do_bench
 
-from packgraph.moe.permute.api import combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.permute import combine_rows, gather_pairs, gather_rows, plan_rows
 from packgraph.ops.loss import linear_cross_entropy
 
 VOCABULARY, WIDTH = 151_936, 1024

@@ -23,7 +23,7 @@ from packgraph.bench.rows import Column, Row, gibibytes, value
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
-from packgraph.moe.permute.api import RowPlan, plan_rows
+from packgraph.moe.permute import RowPlan, plan_rows
 from packgraph.moe.stash.experts import columns_of
 from packgraph.moe.stash.plan import stash_memory
 from packgraph.packing.capacity import Capacity

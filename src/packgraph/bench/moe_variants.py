@@ -22,7 +22,7 @@ from packgraph.bench.variants import Compiled, Graphed, Setting, Way, make_way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.models.stack import DecoderStack
-from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
+from packgraph.moe.dispatch.all_to_all import HostSplitsDispatcher
 from packgraph.moe.stash.experts import columns_of
 from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from packgraph.models.decoder import DecoderModel, ModelChunks
-from packgraph.moe.dispatch.assignment import ExpertAssignment
 from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.moe.dispatch.dispatcher import ExpertAssignment
 from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.expert import split_experts

@@ -11,7 +11,7 @@ from trainkit import CPU, tiny, trainer
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.moe.dispatch.padded import PaddedDispatcher
+from packgraph.moe.dispatch.all_to_all import PaddedDispatcher
 from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity

@@ -1,4 +1,4 @@
-"""What plan.py and pull.py beside this file mean, for all ranks of a group in one process, as loops
+"""What api.py beside this file means, for all ranks of a group in one process, as loops
 that read the host.
 
 Lists have an entry for every rank. The tensors may require gradients: autograd of these loops is
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from packgraph.moe.peer_read.plan import PeerReadPlan
+from packgraph.moe.peer_read.api import PeerReadPlan
 
 
 def naive_plans(experts: Sequence[Tensor], num_experts: int, rows: int) -> list[PeerReadPlan]:

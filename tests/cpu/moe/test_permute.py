@@ -7,12 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packgraph.graphs.graphed import graph
-from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.moe.permute.naive import (
+from packgraph.moe.permute import (
+    RowPlan,
+    combine_rows,
+    gather_pairs,
+    gather_rows,
     naive_combine_rows,
     naive_gather_pairs,
     naive_gather_rows,
     naive_plan_rows,
+    plan_rows,
 )
 
 NAN = float("nan")

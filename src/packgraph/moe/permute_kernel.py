@@ -1,4 +1,4 @@
-"""The plan of rows and the moves of rows as kernels; what they compute is moe/permute/api.py's, bit
+"""The plan of rows and the moves of rows as kernels; what they compute is moe/permute.py's, bit
 for bit.
 
 Planning sorts nothing. Pairs are cut into blocks, and a pair's row is the sum of three counts:

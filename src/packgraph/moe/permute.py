@@ -11,7 +11,20 @@ bits in every run, and the backward of one direction is the other one. Rows from
 empty: gathers fill them with zeros, and nothing reads them.
 
 Plan, gather and sum are one operation each for torch.compile and for whoever watches operations. On
-CUDA they are kernels (moe/permute/kernel.py); the loops of moe/permute/naive.py are what they mean.
+CUDA they are kernels (moe/permute_kernel.py); the loops of moe/permute.py are what they mean.
+
+`place_segments` puts rows that arrive from several ranks, each sorted by expert, in order of
+experts, on the device:
+
+    arrived from rank 0   e0 e0 e1 .     rows by expert   e0 e0 | e0 || e1 | e1 e1 || . .
+    arrived from rank 1   e0 e1 e1 .                      from 0  from 1
+
+A segment is what one rank sent for one expert: a count and the place where its rows begin. Within
+an expert rows lie in order of the ranks that sent them, within a segment in order of tokens: the
+order that one process would give to the tokens of all ranks. The naive twin is `plan_rows` of the
+experts of all places.
+
+The naive twins read everything on the host, as loops over tokens and experts.
 """  # noqa: E501
 
 from typing import Any, NamedTuple
@@ -81,7 +94,7 @@ def gather_pairs(weights: Tensor, plan: RowPlan) -> Tensor:
 def _plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of a RowPlan."""
     if HAS_TRITON and experts.is_cuda:
-        from packgraph.moe.permute.kernel import plan
+        from packgraph.moe.permute_kernel import plan
 
         return plan(experts, num_experts, rows)
     pairs = experts.numel()
@@ -124,7 +137,7 @@ def _plan_shapes(
 def _gather(x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
     """[T, H] -> [R, H]."""
     if HAS_TRITON and x.is_cuda:
-        from packgraph.moe.permute.kernel import gather
+        from packgraph.moe.permute_kernel import gather
 
         return gather(x, pair_of_row, row_of_pair.shape[1])
     taken = x[pair_of_row.clamp(min=0).long() // row_of_pair.shape[1]]
@@ -135,7 +148,7 @@ def _gather(x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
 def _combine(y: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
     """[R, H] -> [T, H]."""
     if HAS_TRITON and y.is_cuda and y.dtype != torch.float64:
-        from packgraph.moe.permute.kernel import combine
+        from packgraph.moe.permute_kernel import combine
 
         return combine(y, row_of_pair)
     wide = torch.promote_types(y.dtype, torch.float32)
@@ -150,7 +163,7 @@ def _pick(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """values[index], 0 where index is -1: [N] -> [M]. index: int32 [M]; inverse: int32 [N], where
     each value goes."""
     if HAS_TRITON and values.is_cuda:
-        from packgraph.moe.permute.kernel import pick
+        from packgraph.moe.permute_kernel import pick
 
         return pick(values, index)
     return torch.where(index >= 0, values[index.clamp(min=0).long()], 0)
@@ -191,3 +204,94 @@ def _differentiate_pick(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 _gather.register_autograd(_differentiate_gather, setup_context=_save_maps)
 _combine.register_autograd(_differentiate_combine, setup_context=_save_maps)
 _pick.register_autograd(_differentiate_pick, setup_context=_save_maps)
+
+
+def place_segments(counts: Tensor, starts: Tensor, places: int, rows: int) -> RowPlan:
+    """The map between places [places] of a receive buffer and `rows` rows by expert. No host sync.
+
+    counts, starts: int64 [ranks, experts here], rows of each segment and its first place; no more
+    than `rows` together. In the plan a pair is a place: pair_of_row is int32 [rows], row_of_pair
+    int32 [places, 1].
+    """
+    sizes, first = counts.t().reshape(-1), starts.t().reshape(-1)
+    ends = sizes.cumsum(0)
+    row = torch.arange(rows, device=counts.device)
+    segment = torch.searchsorted(ends, row, right=True).clamp(max=ends.numel() - 1)
+    live = row < ends[-1]
+    place = torch.where(live, first[segment] + row - (ends - sizes)[segment], -1)
+    # One place more, for rows that have none.
+    row_of_place = torch.full((places + 1,), -1, dtype=torch.int32, device=counts.device)
+    row_of_place = row_of_place.scatter(
+        0, torch.where(live, place, places), torch.where(live, row, -1).int()
+    )
+    offsets = ends.view(counts.shape[1], counts.shape[0])[:, -1]
+    return RowPlan(place.int(), row_of_place[:places, None], offsets.int(), ends[-1])
+
+
+def before(counts: Tensor) -> Tensor:
+    """Sums of the entries before each one along the last dimension: where segments begin that lie
+    side by side."""
+    return counts.cumsum(-1) - counts
+
+
+def count_rows(ends: Tensor) -> Tensor:
+    """Rows of each expert, int64, of the ends of experts (RowPlan.offsets) [E]."""
+    return torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
+
+
+def naive_plan_rows(experts: Tensor, num_experts: int, rows: int) -> RowPlan:
+    """The specification of `plan_rows`: one expert after the other takes its tokens in their
+    order."""
+    tokens, places = experts.shape
+    pair_of_row, offsets, needed = [-1] * rows, [], 0
+    row_of_pair = [[-1] * places for _ in range(tokens)]
+    chosen = experts.tolist()
+    for expert in range(num_experts):
+        for token in range(tokens):
+            for place in range(places):
+                if chosen[token][place] != expert:
+                    continue
+                if needed < rows:
+                    pair_of_row[needed] = token * places + place
+                    row_of_pair[token][place] = needed
+                needed += 1
+        offsets.append(min(needed, rows))
+    maps = [
+        torch.tensor(x, dtype=torch.int32, device=experts.device)
+        for x in (pair_of_row, row_of_pair, offsets)
+    ]
+    return RowPlan(
+        maps[0], maps[1].view(tokens, places), maps[2], torch.tensor(needed, device=experts.device)
+    )
+
+
+def naive_gather_rows(x: Tensor, plan: RowPlan) -> Tensor:
+    """The specification of `gather_rows`, outputs and (by autograd) gradients."""
+    places = plan.row_of_pair.shape[1]
+    return torch.stack(
+        [
+            x[pair // places] if pair >= 0 else torch.zeros_like(x[0])
+            for pair in plan.pair_of_row.tolist()
+        ]
+    )
+
+
+def naive_combine_rows(y: Tensor, plan: RowPlan) -> Tensor:
+    """The specification of `combine_rows`, outputs and (by autograd) gradients."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    totals = []
+    for rows in plan.row_of_pair.tolist():
+        total = torch.zeros(y.shape[1], dtype=wide, device=y.device)
+        for row in rows:
+            if row >= 0:
+                total = total + y[row].to(wide)
+        totals.append(total.to(y.dtype))
+    return torch.stack(totals)
+
+
+def naive_gather_pairs(weights: Tensor, plan: RowPlan) -> Tensor:
+    """The specification of `gather_pairs`, outputs and (by autograd) gradients."""
+    flat = weights.reshape(-1)
+    return torch.stack(
+        [flat[pair] if pair >= 0 else flat.new_zeros(()) for pair in plan.pair_of_row.tolist()]
+    )
