@@ -21,11 +21,11 @@ from packgraph.bench.parts import build_part
 from packgraph.bench.rows import facts
 from packgraph.bench.timing import time_block
 from packgraph.bench.variants import room_for_code
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import simulate_offload
-from packgraph.offloading.speed import copy_speed
+from packgraph.offloading.timing import copy_speed
 
 
 def nothing(trace: OffloadTrace) -> OffloadPlan:

@@ -467,9 +467,12 @@ def _plan_data(words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
-    from packgraph.parallel.pipeline.csv import to_csv
-    from packgraph.parallel.pipeline.schedule import legal_microbatches, make_schedule
-    from packgraph.parallel.pipeline.slots import slot_counts
+    from packgraph.parallel.pipeline.schedule import (
+        legal_microbatches,
+        make_schedule,
+        slot_counts,
+        to_csv,
+    )
     from packgraph.train.plan_data import is_data_plan
     from packgraph.viz.picture import make_picture, picture_errors
     from packgraph.viz.summary import summarize, title

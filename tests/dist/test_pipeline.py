@@ -16,10 +16,9 @@ from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.pipeline.executor import Pipeline, PipelineError
-from packgraph.parallel.pipeline.in_flight import InFlight
+from packgraph.parallel.pipeline.executor import InFlight, Pipeline, PipelineError
 from packgraph.parallel.pipeline.links import Links, make_links
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import slot_counts
 
 pytestmark = pytest.mark.dist
 CAPACITIES = [packgraph.Capacity(24, 4), packgraph.Capacity(48, 8)]

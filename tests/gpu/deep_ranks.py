@@ -23,7 +23,7 @@ import time
 import torch.distributed as dist
 from rich.console import Console
 
-from packgraph.graphs.memory.peak import most_reserved
+from packgraph.graphs.memory.allocator import most_reserved
 from packgraph.parallel.processes import Launch, processes
 from packgraph.train.command_line import split_overrides
 from packgraph.train.config import read_config

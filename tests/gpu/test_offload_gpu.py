@@ -28,7 +28,7 @@ from trainkit import RandomPacks, state_of, tiny, trainer
 from packgraph.bench.timing import pinned_bytes
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel

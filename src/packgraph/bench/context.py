@@ -38,13 +38,12 @@ from packgraph.bench.timing import (
     start_anew,
     synchronize,
 )
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.kind import ContextWish
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context.cost import ContextCost
-from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.context.request import ContextCost, ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.processes import Launch, processes

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from packgraph.offloading.plan import CopySpeed
-from packgraph.offloading.speed import copy_speed
+from packgraph.offloading.timing import copy_speed
 
 BYTES = 256 * 2**20
 

@@ -21,7 +21,7 @@ from packgraph.bench.parts import TimedPart, build_part, twin
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
 from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, start_anew
 from packgraph.bench.variants import Graphed, Way, room_for_code
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 

@@ -56,7 +56,7 @@ from packgraph.bench.timing import (
 )
 from packgraph.bench.variants import Graphed, room_for_code
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.offloading.attach import attach

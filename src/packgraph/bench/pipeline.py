@@ -38,15 +38,13 @@ from packgraph.bench.timing import (
     start_anew,
     synchronize,
 )
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pipeline.links import Links, make_links
-from packgraph.parallel.pipeline.schedule import make_schedule
-from packgraph.parallel.pipeline.simulate import simulate
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import make_schedule, simulate, slot_counts
 from packgraph.parallel.processes import Launch, processes
 
 __all__ = ["COLUMNS", "PIPELINE_WAYS", "PipelineOptions", "bench_pipeline", "measure_pipeline"]

@@ -46,7 +46,7 @@ from packgraph.bench.timing import (
     time_calls,
 )
 from packgraph.bench.variants import Setting, Way, room_for_code
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 

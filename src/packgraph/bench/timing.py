@@ -12,8 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from packgraph.graphs.memory.free import free_memory
-from packgraph.graphs.memory.peak import Stretch
+from packgraph.graphs.memory.allocator import Stretch, free_memory
 
 Result = TypeVar("Result")
 CUDA_DEFAULT_POOL = (0, 0)

@@ -29,7 +29,7 @@ from packgraph.graphs.fallback import Stats
 from packgraph.graphs.frozen_module import FrozenModule
 from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.host_sync import capturing
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.module_state import Change, ModuleState
 from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.host_calls import Unseen
-from packgraph.graphs.memory.peak import most_allocated
+from packgraph.graphs.memory.allocator import most_allocated
 from packgraph.graphs.operations import (
     PLAIN_TENSORS,
     Operation,

@@ -10,7 +10,7 @@ from packgraph.offloading.attach import attach, detach, is_attached
 from packgraph.offloading.plan import OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
-from packgraph.offloading.speed import copy_speed
+from packgraph.offloading.timing import copy_speed
 
 
 class Offloading:

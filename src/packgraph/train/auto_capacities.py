@@ -23,7 +23,7 @@ from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketPlan, BucketRequest, choose_buckets
 from packgraph.packing.capacity import places
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config import ConfigError, read_config
 from packgraph.train.context_rows import places_multiple
 from packgraph.train.data.errors import BadDocumentError

@@ -15,7 +15,7 @@ from packgraph.moe.stash.experts import columns_of
 from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.options import TrainConfig
 from packgraph.train.stage_tokens import longest_row
 

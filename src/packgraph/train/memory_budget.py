@@ -25,8 +25,8 @@ from packgraph.graphs.captured_capacities import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.consensus import Vote, alone
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
-from packgraph.graphs.memory.free import free_memory
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
 from packgraph.packing.capacity import Capacity
 

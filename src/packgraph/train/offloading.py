@@ -30,9 +30,9 @@ from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.rules import why_not
 from packgraph.offloading.runtime import PARTS, OffloadRuntime
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
-from packgraph.offloading.speed import copy_speed
+from packgraph.offloading.timing import copy_speed
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config import ConfigError
 from packgraph.train.executor import Executor
 from packgraph.train.offload_options import OffloadConfig

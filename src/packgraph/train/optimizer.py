@@ -17,7 +17,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.profiler_ranges import profiler_range
 from packgraph.parallel.data import FlatParameters, GradientBucket
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.ties import tie_groups
+from packgraph.parallel.pipeline.links import tie_groups
 from packgraph.train.expert_balance import ExpertBalance
 from packgraph.train.options import OptimizerConfig
 from packgraph.train.overflow import Overflow

@@ -17,15 +17,16 @@ from packgraph.ops.attention.kind import ContextChoice, row_problems
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import places
 from packgraph.packing.pack import Overlong
-from packgraph.parallel.context.cost import (
+from packgraph.parallel.context.plan import ContextPlan, plan_context
+from packgraph.parallel.context.request import (
     COEFFICIENTS,
     EXCHANGE_US,
     GATHER_US,
     GROUP_US,
+    PLACES,
     ContextCost,
+    ContextRequest,
 )
-from packgraph.parallel.context.plan import ContextPlan, plan_context
-from packgraph.parallel.context.request import PLACES, ContextRequest
 from packgraph.parallel.context.rows import context_problems
 from packgraph.train.auto_capacities import read_lengths
 from packgraph.train.config import ConfigError

@@ -22,7 +22,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.executor import Pipeline
 from packgraph.parallel.pipeline.links import make_links
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.dynamic_context import rank_rows
 from packgraph.train.executor import Executor, sample_batch
 from packgraph.train.options import GraphConfig, TrainConfig

@@ -17,7 +17,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.collect import parts_of
+from packgraph.parallel.pieces import parts_of
 from packgraph.train.options import TrainConfig
 from packgraph.train.step import Packs, take_step
 from packgraph.verification.compared_run import ComparedRun

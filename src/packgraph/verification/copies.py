@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packgraph.parallel.collect import parts_of
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.pieces import parts_of
 from packgraph.verification.compare import bits
 
 

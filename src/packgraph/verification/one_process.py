@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import AXES, Mesh
+from packgraph.parallel.pieces import collect
 from packgraph.parallel.processes import on_first
 from packgraph.train.options import ParallelConfig, TrainConfig
 from packgraph.train.step import Packs

@@ -8,9 +8,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from packgraph.parallel.pipeline.schedule import Action, Schedule
-from packgraph.parallel.pipeline.simulate import Timeline, simulate
-from packgraph.parallel.pipeline.slots import assign_slots
+from packgraph.parallel.pipeline.schedule import Action, Schedule, Timeline, assign_slots, simulate
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """The numbers of a schedule as text: slots per rank and chunk, what they cost, how much of the time
 is waiting."""
 
-from packgraph.parallel.pipeline.schedule import Schedule
-from packgraph.parallel.pipeline.slots import peak_in_flight
+from packgraph.parallel.pipeline.schedule import Schedule, peak_in_flight
 from packgraph.viz.picture import Picture, chunk_name
 
 

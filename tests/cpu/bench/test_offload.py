@@ -20,7 +20,7 @@ from packgraph.bench.parts import build_part
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.host_sync import capturing
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.knobs import plan_by_knobs
 from packgraph.offloading.plan import CopySpeed

@@ -9,7 +9,7 @@ import torch
 
 from packgraph.graphs.copy_streams import HostMemories
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, streams_beside
-from packgraph.graphs.memory import peak as peak_memory
+from packgraph.graphs.memory import allocator as peak_memory
 from packgraph.graphs.recorder.copy_streams import plain
 
 

@@ -16,8 +16,8 @@ from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading import runtime as engine
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed
-from packgraph.offloading.room import Headroom
 from packgraph.offloading.runtime import OffloadRuntime
+from packgraph.offloading.timing import Headroom
 
 
 class Told(EmulatedCopyStreams):

@@ -11,7 +11,7 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
-from packgraph.offloading.speed import copy_speed
+from packgraph.offloading.timing import copy_speed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 

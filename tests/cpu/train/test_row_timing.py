@@ -12,9 +12,8 @@ from trainkit import tiny
 from packgraph import cli
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context.cost import COEFFICIENTS, ContextCost
 from packgraph.parallel.context.plan import plan_context
-from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.context.request import COEFFICIENTS, ContextCost, ContextRequest
 from packgraph.train.data import DataConfig, PlannedSteps
 from packgraph.train.executor import Executor
 from packgraph.train.options import GraphConfig

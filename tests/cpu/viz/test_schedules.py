@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packgraph import cli
-from packgraph.parallel.pipeline.csv import from_csv
-from packgraph.parallel.pipeline.schedule import make_schedule
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import from_csv, make_schedule, slot_counts
 from packgraph.viz.picture import chunk_name, make_picture
 from packgraph.viz.summary import summarize, title
 from packgraph.viz.svg import draw_svg

@@ -25,7 +25,7 @@ from packgraph.graphs.copy_streams import (
     TimedCopy,
     placed,
 )
-from packgraph.graphs.memory.peak import look
+from packgraph.graphs.memory.allocator import look
 
 
 def pinned(nbytes: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ would have sufficed. Device pages go first, host pages (if there are any) take w
 page. Resetting starts a new epoch: records of an earlier one are void.
 
 Here are the tensors and the operations in plain torch (static shapes, no host sync): they run on
-the CPU and are the specification of the kernels in `stash_kernel.py`. The order of work is that of
+the CPU and are the specification of the kernels in `kernel.py`. The order of work is that of
 one stream; every process that reserves, copies and releases must be on it.
 
 Idea: the paged stash of Megatron-LM (paged_stash.py, Apache-2.0), as described in its pull

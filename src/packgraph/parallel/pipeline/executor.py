@@ -33,15 +33,89 @@ from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.pipeline.in_flight import Arrival, InFlight
-from packgraph.parallel.pipeline.links import Links
+from packgraph.parallel.pipeline.links import Links, Transfer
 from packgraph.parallel.pipeline.rendezvous import Op, make_rows
-from packgraph.parallel.pipeline.schedule import Action, make_schedule
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import Action, make_schedule, slot_counts
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
 HIDDEN = 2  # a chunk's tensors: the batch, the tokens in the step, hidden states
+
+
+class InFlight:
+    """A microbatch in a chunk. Replayed flights use the slot's static memory, eager ones memory of
+    their own.
+
+    hidden: activations received from the stage before. out: what the chunk made. gradient: received
+        gradient of `out`.
+    input_gradient: gradient of `hidden`, to be sent. direct: the claim, if it is replayed without
+        autograd.
+    """
+
+    def __init__(self, claim: ReplayHandle | None, ticket: Any, direct: bool = False) -> None:
+        self.claim, self.ticket = claim, ticket
+        self.direct = claim if claim is not None and direct and claim.is_direct else None
+        self.hidden: torch.Tensor | None = None
+        self.out: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None
+        self.input_gradient: torch.Tensor | None = None
+        self.receiving: dict[str, Transfer] = {}
+        self._sending: list[tuple[Transfer, torch.Tensor]] = []
+
+    def activation_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Where to receive activations of `like`'s shape: the slot's own input memory when a graph
+        reads it there."""
+        buffer = self.claim.buffer("hidden") if self.claim is not None else None
+        self.hidden = (
+            torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            if buffer is None
+            else buffer
+        )
+        return self.hidden
+
+    def gradient_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Where to receive the gradient of `out`."""
+        buffer = self.claim.gradient_buffer() if self.claim is not None else None
+        self.gradient = (
+            torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            if buffer is None
+            else buffer
+        )
+        return self.gradient
+
+    def sent(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+        """Keep `tensor` until `transfer` is done."""
+        self._sending.append((transfer, tensor))
+
+    def delivered(self) -> bool:
+        """Whether all sends are done."""
+        return all(transfer.is_completed() for transfer, _ in self._sending)
+
+    def finish(self) -> None:
+        """Wait for the sends (on CUDA: make the stream wait) and give the slot back."""
+        for transfer, _ in self._sending:
+            transfer.wait()
+        self._sending = []
+        if self.ticket is not None:
+            self.ticket.release()
+        self.out = self.gradient = self.input_gradient = self.hidden = None
+
+
+class Arrival(torch.autograd.Function):
+    """Starts a chunk's autograd graph at received activations, and catches the gradient that goes
+    back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, flight: InFlight, received: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.flight = flight
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.flight.input_gradient = gradient
+        return None, None, None
 
 
 class PipelineError(RuntimeError):

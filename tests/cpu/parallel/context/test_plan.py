@@ -13,10 +13,8 @@ import pytest
 from packgraph import cli
 from packgraph.bench.distributions import DISTRIBUTIONS, lengths_like
 from packgraph.packing.buckets.cost import FLASH4, CostModel
-from packgraph.parallel.context.bound import _share, lower_bound
-from packgraph.parallel.context.cost import ContextCost, fit
-from packgraph.parallel.context.plan import ContextPlan, plan_context
-from packgraph.parallel.context.request import ContextRequest, powers_of_two
+from packgraph.parallel.context.plan import ContextPlan, _share, lower_bound, plan_context
+from packgraph.parallel.context.request import ContextCost, ContextRequest, fit, powers_of_two
 from packgraph.viz.context import context_values, describe_context
 from packgraph.viz.context_svg import draw_context_svg
 

@@ -1,18 +1,39 @@
-"""The most that torch's allocator for CUDA has held, over all starts of its statistics.
+"""torch's allocator for CUDA: the most it has held, and memory that it gives back.
 
-Who asks for the peak of one module or one stretch starts the statistics again, and what came before
-would be forgotten: `torch.cuda.max_memory_allocated` is of the time since then. So whoever does
-that does it by `look`, and who wants the peak of a stretch in which others may look asks a
-`Stretch`.
+Who asks for the peak of one module or one stretch starts the allocator's statistics again, and what
+came before would be forgotten: `torch.cuda.max_memory_allocated` is of the time since then. So
+whoever does that does it by `look`, and who wants the peak of a stretch in which others may look
+asks a `Stretch`.
 """
 
+import gc
 import weakref
 from collections import Counter
 from typing import Any
 
 import torch
 
+COLLECTIONS = 8  # at the most: each may find what the last has freed
 _MOST: Counter[tuple[int, str]] = Counter()  # by device and kind
+
+
+def free_memory(device: torch.device) -> None:
+    """Let go of garbage and of the allocators' cached blocks, pinned ones of the host, too.
+
+    An exception and its frames are a cycle; only when that is gone does autograd's graph go that
+    the frames had, and what it had saved may be cycles again, such as groups that are offloaded. So
+    garbage is looked for until there is no more. Of a graph whose backward has failed torch's
+    engine keeps the rest until the thread's next backward: here.
+    """
+    with torch.enable_grad():
+        torch.ones(1, requires_grad=True, device="cpu").backward()
+    for _ in range(COLLECTIONS):
+        if not gc.collect():
+            break
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
 
 
 class Stretch:
