@@ -474,10 +474,14 @@ def _plan(words: list[str]) -> int:
         to_csv,
     )
     from packgraph.train.plan_data import is_data_plan
-    from packgraph.viz.picture import make_picture, picture_errors
-    from packgraph.viz.summary import summarize, title
-    from packgraph.viz.svg import draw_svg
-    from packgraph.viz.text import draw_text
+    from packgraph.viz.schedule import (
+        draw_svg,
+        draw_text,
+        make_picture,
+        picture_errors,
+        summarize,
+        title,
+    )
 
     if is_data_plan(words):
         return _plan_data(words)

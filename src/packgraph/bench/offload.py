@@ -66,8 +66,7 @@ from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import simulate_offload
 from packgraph.packing.capacity import Capacity
-from packgraph.viz.offload_chrome import chrome_trace
-from packgraph.viz.offload_svg import draw_offload_svg
+from packgraph.viz.offload import chrome_trace, draw_offload_svg
 
 OFFLOAD_WAYS = ("kept", "everything", "planned")
 USUAL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_act", "expert_fc1", "moe_act")

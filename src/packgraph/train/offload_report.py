@@ -19,10 +19,7 @@ from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.offloading import Planned, TrainerOffloading
 from packgraph.train.run_files import writing
-from packgraph.viz.offload_chrome import chrome_trace
-from packgraph.viz.offload_picture import offload_figures
-from packgraph.viz.offload_svg import draw_offload_svg
-from packgraph.viz.offload_text import offload_table
+from packgraph.viz.offload import chrome_trace, draw_offload_svg, offload_figures, offload_table
 
 FOLDER = "offload"
 

@@ -36,8 +36,7 @@ from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, d
 from packgraph.train.options import TrainConfig
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY
-from packgraph.viz.context import context_values, describe_context
-from packgraph.viz.context_svg import draw_context_svg
+from packgraph.viz.context import context_values, describe_context, draw_context_svg
 
 TOKENS_PER_RANK, MICROBATCHES = 2048, 8
 MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries

@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from packgraph import cli
 from packgraph.parallel.pipeline.schedule import from_csv, make_schedule, slot_counts
-from packgraph.viz.picture import chunk_name, make_picture
-from packgraph.viz.summary import summarize, title
-from packgraph.viz.svg import draw_svg
-from packgraph.viz.text import draw_text
+from packgraph.viz.schedule import chunk_name, draw_svg, draw_text, make_picture, summarize, title
 
 SVG = "{http://www.w3.org/2000/svg}"
 

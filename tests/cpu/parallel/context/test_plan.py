@@ -15,8 +15,7 @@ from packgraph.bench.distributions import DISTRIBUTIONS, lengths_like
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.parallel.context.plan import ContextPlan, _share, lower_bound, plan_context
 from packgraph.parallel.context.request import ContextCost, ContextRequest, fit, powers_of_two
-from packgraph.viz.context import context_values, describe_context
-from packgraph.viz.context_svg import draw_context_svg
+from packgraph.viz.context import context_values, describe_context, draw_context_svg
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings, strategies

@@ -1,12 +1,21 @@
-"""Pieces that drawings as SVG share: the page with its style and title, text, numbers, a ruler of
-time in milliseconds.
+"""Parts that drawings share: page, text, numbers and a ruler of SVG files, and tables as text.
 
-The file that they make needs no font, script or other file.
+An SVG file needs no font, script or other file. The colours of page and writing follow the reader's
+theme, those of blocks are mid tones with dark writing on either.
 """
 
+from collections.abc import Sequence
 from html import escape
 
-from packgraph.viz.svg import STYLE
+STYLE = """
+  .page { fill: #ffffff } .text { fill: #1f2328 } .quiet { fill: #59636e }
+  .lane { fill: #eff2f5 } .line { stroke: #d1d9e0 }
+  @media (prefers-color-scheme: dark) {
+    .page { fill: #0d1117 } .text { fill: #f0f6fc } .quiet { fill: #9198a1 }
+    .lane { fill: #1b2129 } .line { stroke: #3d444d }
+  }
+  text { font: 12px ui-sans-serif, system-ui, sans-serif } .small { font-size: 10px } .block { fill: #14181d }
+  .middle { text-anchor: middle } .end { text-anchor: end } .title { font-weight: 600; font-size: 14px }"""  # noqa: E501  # noqa: E501
 
 
 def page(width: int, height: int, title: str, subtitle: str) -> list[str]:
@@ -55,3 +64,16 @@ def ruler(span_us: float, left: float, width: float, top: float, bottom: float) 
         )
         marks.append(text(x, top - 4, f"{mark * step:g}", "quiet small middle"))
     return marks
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """One line per row: the first column to the left, the others to the right, two spaces
+    between."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in table
+    ]
