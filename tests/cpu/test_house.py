@@ -52,8 +52,7 @@ PLANNERS = (
     "parallel/pipeline/schedule.py",
     "parallel/pipeline/rendezvous.py",
     "train/choice.py",
-    "train/learning_rate.py",
-    "train/timing_turns.py",
+    "train/choice.py",
     "viz/*",
 )
 # Lines of code, without docstrings, comments and empty lines; of functions without the signature,

@@ -16,8 +16,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.config import ConfigError
 from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.offload_report import report_offloading
-from packgraph.train.offloading import TRIAL, Planner, TrainerOffloading
+from packgraph.train.offloading import TRIAL, Planner, TrainerOffloading, report_offloading
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 

@@ -29,10 +29,10 @@ from packgraph.train.command_line import split_overrides
 from packgraph.train.config import read_config
 from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
 from packgraph.train.presets import PRESETS, preset
-from packgraph.verification.progress import VerificationProgress
 from packgraph.verification.ranks import RanksReport, of_every_rank
 from packgraph.verification.report import print_ranks_report
 from packgraph.verification.sequential import SequentialRuns
+from packgraph.verification.verify import VerificationProgress
 
 WAYS = ("layer", "layer+stash", "chunk", "chunk+stash", "step", "step+stash")
 ROOM = 2.0

@@ -26,8 +26,7 @@ from packgraph.packing.capacity import places
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config import ConfigError, read_config
 from packgraph.train.context_rows import places_multiple
-from packgraph.train.data.errors import BadDocumentError
-from packgraph.train.data.source import DocumentSource
+from packgraph.train.data.source import BadDocumentError, DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
 from packgraph.train.memory_budget import limit_of

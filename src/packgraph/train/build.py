@@ -18,19 +18,16 @@ from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
-from packgraph.train.assignment import MicrobatchAssignment
 from packgraph.train.autotune import Autotune
+from packgraph.train.context_rows import stage_tokens
 from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
-from packgraph.train.exchange_buffers import make_buffers
 from packgraph.train.executor import Executor
-from packgraph.train.expert_balance import ExpertBalance
-from packgraph.train.expert_stash import make_stash
+from packgraph.train.experts import ExpertBalance, Overflow, make_buffers, make_stash
 from packgraph.train.offloading import make_offloading
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
-from packgraph.train.overflow import Overflow
 from packgraph.train.stage_executor import StageExecutor
-from packgraph.train.stage_tokens import stage_tokens
+from packgraph.train.step import MicrobatchAssignment
 from packgraph.train.step_executor import StepExecutor
 from packgraph.train.weights import load_weights
 

@@ -17,8 +17,7 @@ from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.train.build import build_chunks
-from packgraph.train.expert_room import restore_room, room_of_experts
-from packgraph.train.expert_stash import make_stash, planned_pages, share
+from packgraph.train.experts import make_stash, planned_pages, restore_room, room_of_experts, share
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest

@@ -13,7 +13,7 @@ from packgraph.offloading.timing import Headroom
 from packgraph.parallel.mesh import single_process
 from packgraph.train.config import ConfigError
 from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.offload_report import report_offloading
+from packgraph.train.offloading import report_offloading
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
