@@ -15,8 +15,7 @@ import time
 
 import torch
 
-from packgraph.bench.models import dtype_on, shape, zero_gradients
-from packgraph.bench.parts import build_part
+from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
 from packgraph.bench.step import StepOptions, _StepBench
 from packgraph.bench.timing import Deadline
 from packgraph.bench.variants import Way, make_way

@@ -15,9 +15,8 @@ import os
 
 import torch
 
-from packgraph.bench.models import dtype_on, shape, zero_gradients
+from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _Run, _trace
-from packgraph.bench.parts import build_part
 from packgraph.bench.rows import facts
 from packgraph.bench.timing import time_block
 from packgraph.bench.variants import room_for_code

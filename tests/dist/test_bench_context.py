@@ -9,8 +9,7 @@ import pytest
 from distkit import CPU, run_ranks
 
 from packgraph.bench.context import ContextBenchOptions, measure_context
-from packgraph.bench.context_steps import DYNAMIC, FIXED, plan_steps
-from packgraph.bench.context_variant import ContextWay
+from packgraph.bench.context_steps import DYNAMIC, FIXED, ContextWay, plan_steps
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import Deadline
 from packgraph.parallel.context.request import ContextRequest

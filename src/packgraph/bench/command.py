@@ -10,18 +10,22 @@ import torch
 
 from packgraph.bench.attention import COLUMNS as ATTENTION_COLUMNS
 from packgraph.bench.attention import AttentionOptions, bench_attention, usual_backends
-from packgraph.bench.capture import CAPTURE_WAYS, CaptureOptions, bench_capture
-from packgraph.bench.capture import COLUMNS as CAPTURE_COLUMNS
+from packgraph.bench.banks import (
+    CAPTURE_COLUMNS,
+    CAPTURE_WAYS,
+    MEMORY_COLUMNS,
+    CaptureOptions,
+    MemoryOptions,
+    bench_capture,
+    bench_memory,
+)
 from packgraph.bench.context import COLUMNS as CONTEXT_COLUMNS
 from packgraph.bench.context import ContextBenchOptions, bench_context
-from packgraph.bench.copies import free_host_bytes
-from packgraph.bench.expert_memory import with_memory
-from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
-from packgraph.bench.memory import MemoryOptions, bench_memory
 from packgraph.bench.models import shape
-from packgraph.bench.moe_variants import MOE_WAYS
+from packgraph.bench.moe_variants import MOE_WAYS, with_memory
 from packgraph.bench.offload import COLUMNS as OFFLOAD_COLUMNS
 from packgraph.bench.offload import OffloadOptions, bench_offload
+from packgraph.bench.offload_measures import free_host_bytes
 from packgraph.bench.options import (
     KILO,
     attention_options,

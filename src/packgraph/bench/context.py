@@ -24,11 +24,16 @@ from typing import Any
 
 import torch
 
-from packgraph.bench.comparison import Check, Comparison, Sample, agreement
-from packgraph.bench.context_steps import DYNAMIC, FIXED, PlannedStep, plan_steps
-from packgraph.bench.context_variant import ContextWay, row_timer
+from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, agreement
+from packgraph.bench.context_steps import (
+    DYNAMIC,
+    FIXED,
+    ContextWay,
+    PlannedStep,
+    plan_steps,
+    row_timer,
+)
 from packgraph.bench.models import FreshModel, dtype_on, shape
-from packgraph.bench.ranks import BenchRanks
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import (
     Deadline,

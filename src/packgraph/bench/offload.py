@@ -38,12 +38,23 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.bench.comparison import attempt_alone
-from packgraph.bench.copies import copy_ceiling, copy_times
-from packgraph.bench.largest import HeldBytes, most_tokens
-from packgraph.bench.models import draw_batches, dtype_on, shape, zero_gradients
-from packgraph.bench.parts import TimedPart, build_part, twin
+from packgraph.bench.models import (
+    TimedPart,
+    build_part,
+    draw_batches,
+    dtype_on,
+    shape,
+    twin,
+    zero_gradients,
+)
+from packgraph.bench.offload_measures import (
+    HeldBytes,
+    copy_ceiling,
+    copy_times,
+    kept_for_backward,
+    most_tokens,
+)
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
-from packgraph.bench.saved_bytes import kept_for_backward
 from packgraph.bench.timing import (
     Deadline,
     free_bytes,

@@ -4,12 +4,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from packgraph.bench.context_variant import CONTEXT_WAYS, USUAL_WAYS
-from packgraph.bench.distributions import DISTRIBUTIONS
-from packgraph.bench.models import SHAPES
+from packgraph.bench.context_steps import CONTEXT_WAYS, USUAL_WAYS
+from packgraph.bench.models import DISTRIBUTIONS, PARTS, SHAPES
 from packgraph.bench.moe_variants import EXPERT_WAYS
 from packgraph.bench.offload import OFFLOAD_WAYS, USUAL_MODULES
-from packgraph.bench.parts import PARTS
 from packgraph.bench.pipeline import PIPELINE_WAYS
 from packgraph.bench.variants import STEP_WAYS
 from packgraph.offloading.rules import MODULES

@@ -25,11 +25,16 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from packgraph.bench.compiled import CompiledStack, no_silent_eager
-from packgraph.bench.graphed_callables import GraphedCallables
-from packgraph.bench.parts import TimedPart, twin
-from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
-from packgraph.bench.whole_graph import WholeGraph
+from packgraph.bench.baselines import (
+    CompiledStack,
+    GraphedCallables,
+    LayerStack,
+    WholeGraph,
+    compiled_layers,
+    layers_of,
+    no_silent_eager,
+)
+from packgraph.bench.models import TimedPart, twin
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.graphs.replay_handle import ReplayHandle

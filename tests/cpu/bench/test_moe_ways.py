@@ -14,33 +14,33 @@ import torch
 from torch import Tensor
 
 from packgraph import cli
+from packgraph.bench.baselines import GraphedCallables, WholeGraph, layers_of
 from packgraph.bench.command import _parser, _problems
-from packgraph.bench.expert_memory import RoomyDispatcher
-from packgraph.bench.flops import model_flops
-from packgraph.bench.graphed_callables import GraphedCallables
 from packgraph.bench.models import (
     SHAPES,
+    TimedPart,
+    build_part,
     draw_batches,
+    model_flops,
     refit,
     shape,
     squared_gradients,
+    twin,
     zero_gradients,
 )
 from packgraph.bench.moe_variants import (
     EXPERT_WAYS,
     MOE_WAYS,
+    RoomyDispatcher,
     Stashed,
     make_expert_way,
     partial_scope,
 )
-from packgraph.bench.parts import TimedPart, build_part, twin
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
-from packgraph.bench.torch_layers import layers_of
 from packgraph.bench.transformers_layers import their_layers
 from packgraph.bench.variants import STEP_WAYS, Graphed, Recorded, Setting, Way, room_for_code
-from packgraph.bench.whole_graph import WholeGraph
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing

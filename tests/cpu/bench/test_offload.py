@@ -13,10 +13,9 @@ import torch
 
 from packgraph.bench.command import bench
 from packgraph.bench.comparison import attempt_alone
-from packgraph.bench.copies import copy_ceiling, copy_times, free_host_bytes
-from packgraph.bench.models import shape, zero_gradients
+from packgraph.bench.models import build_part, shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _Run, _run_once
-from packgraph.bench.parts import build_part
+from packgraph.bench.offload_measures import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.host_sync import capturing

@@ -18,17 +18,29 @@ from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
 from packgraph.bench import variants as ways
-from packgraph.bench.compiled import no_silent_eager
-from packgraph.bench.graphed_callables import GraphedCallables
-from packgraph.bench.memory import _ratios
-from packgraph.bench.models import draw_batches, refit, shape, squared_gradients, zero_gradients
-from packgraph.bench.parts import TimedPart, build_part, twin
+from packgraph.bench.banks import _ratios
+from packgraph.bench.baselines import (
+    GraphedCallables,
+    LayerStack,
+    WholeGraph,
+    compiled_layers,
+    layers_of,
+    no_silent_eager,
+)
+from packgraph.bench.models import (
+    TimedPart,
+    build_part,
+    draw_batches,
+    refit,
+    shape,
+    squared_gradients,
+    twin,
+    zero_gradients,
+)
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
-from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
 from packgraph.bench.variants import Compiled, Graphed, Recorded, Setting, Way, make_way
-from packgraph.bench.whole_graph import WholeGraph
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention import api as attention_module
 from packgraph.packing.batch import PackedBatch

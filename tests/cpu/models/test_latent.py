@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_batches import hand_batch, random_documents
 
-from packgraph.bench.flops import model_flops
+from packgraph.bench.models import model_flops
 from packgraph.graphs.graphed import graph
 from packgraph.models.branches import KINDS, head_sizes, token_weights
 from packgraph.models.config import DecoderConfig, LatentConfig, RopeScaling

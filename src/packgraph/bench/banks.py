@@ -1,5 +1,7 @@
-"""`packgraph bench memory`: what a bank of several buckets in one slot holds, against eager's peak
-in the largest.
+"""`packgraph bench memory` and `packgraph bench capture`: what a bank of several buckets in one
+slot holds, and how long its graphs take to capture.
+
+`bench memory`, against eager's peak in the largest bucket:
 
     peak_bytes       live tensors outside of pools, at most, and all that pools reserve
     reserved_bytes   all that the allocator has reserved, at most, beginning with an empty cache
@@ -7,25 +9,41 @@ in the largest.
                      knows nothing of
 
 Parameters and gradients, which all ways share, are not counted.
+
+`bench capture`, per layer and bucket:
+
+capture_seconds is what `build` takes for a declared bank after a first step in every shape: dry
+run, capture of forward and backward, instantiation. Compiling comes before it and is told apart
+(compile_seconds). prepare_seconds is all together, to the end of the first replays: how long
+training stands still once.
 """
 
+import itertools
+import time
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from packgraph.bench.bank import bank_shapes, one_each
 from packgraph.bench.comparison import attempt_alone
-from packgraph.bench.models import dtype_on, shape, zero_gradients
-from packgraph.bench.parts import TimedPart, build_part, twin
+from packgraph.bench.models import (
+    TimedPart,
+    build_part,
+    draw_batches,
+    dtype_on,
+    shape,
+    twin,
+    zero_gradients,
+)
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, value
-from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, start_anew
+from packgraph.bench.timing import Deadline, held_bytes, peak_bytes, start_anew, synchronize
 from packgraph.bench.variants import Graphed, Way, room_for_code
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
 
-COLUMNS: list[Column] = [
+MEMORY_COLUMNS: list[Column] = [
     ("tokens", value("tokens")),
     ("way", value("way")),
     ("peak GiB", gibibytes("peak_bytes")),
@@ -36,6 +54,38 @@ COLUMNS: list[Column] = [
     ("of eager", value("device_ratio", ".3f")),
     ("pool GiB", gibibytes("pool_bytes")),
 ]
+CAPTURE_WAYS = ("layer", "chunk", "layer+compile", "chunk+compile")
+CAPTURE_COLUMNS: list[Column] = [
+    ("tokens", value("tokens")),
+    ("way", value("way")),
+    ("buckets", value("buckets")),
+    ("capture s", value("capture_seconds", ".2f")),
+    (
+        "ms / layer and bucket",
+        lambda row: (
+            "-"
+            if row.get("capture_layer_seconds") is None
+            else f"{1000 * row['capture_layer_seconds']:.1f}"
+        ),
+    ),
+    ("compile s", value("compile_seconds", ".1f")),
+    ("prepare s", value("prepare_seconds", ".1f")),
+]
+
+
+def bank_shapes(tokens: int, documents: int, buckets: int) -> tuple[Capacity, ...]:
+    """`buckets` capacities in equal steps up to `tokens` tokens, ascending."""
+    return tuple(Capacity(tokens * step // buckets, documents) for step in range(1, buckets + 1))
+
+
+def one_each(
+    shapes: tuple[Capacity, ...], vocabulary: int, *, mean: float, sigma: float, seed: int
+) -> list[PackedBatch]:
+    """A microbatch for each shape, largest first."""
+    return [
+        draw_batches(capacity, 1, vocabulary, mean=mean, sigma=sigma, seed=seed)[0]
+        for capacity in reversed(shapes)
+    ]
 
 
 @dataclass(frozen=True)
@@ -150,3 +200,85 @@ def _reserved(device: torch.device) -> int | None:
 
 def _free(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What to measure. tokens: of the largest bucket. banks: numbers of buckets."""
+
+    model: str
+    layers: int | None
+    part: str
+    tokens: tuple[int, ...]
+    ways: tuple[str, ...] = CAPTURE_WAYS
+    documents: int = 64
+    banks: tuple[int, ...] = (1, 8)
+    compiler: str = "inductor"
+    attention: str = "auto"
+    mean: float = 1024.0
+    sigma: float = 1.5
+    seed: int = 0
+
+
+def bench_capture(
+    options: CaptureOptions, device: torch.device, rows: Rows, deadline: Deadline
+) -> None:
+    """One row for each number of tokens, bank and way."""
+    model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
+    zero_gradients([model])
+    model = twin(model, options.attention)
+    for tokens, name, buckets in itertools.product(options.tokens, options.ways, options.banks):
+        with room_for_code():
+            found, reason = attempt_alone(
+                partial(_measure_capture, options, model, device, name, tokens, buckets), deadline
+            )
+        start_anew(device)
+        rows.add(
+            {
+                "benchmark": "capture",
+                "way": name,
+                "part": options.part,
+                "model": options.model,
+                "layers": model.config.num_layers,
+                "tokens": tokens,
+                "documents": options.documents,
+                "buckets": buckets,
+                "attention": model.attention_choice().name,
+                "reason": reason,
+            }
+            | (found or {})
+        )
+
+
+def _measure_capture(
+    options: CaptureOptions,
+    model: DecoderStack,
+    device: torch.device,
+    name: str,
+    tokens: int,
+    buckets: int,
+) -> Row:
+    granularity, _, compiled = name.partition("+")
+    shapes = bank_shapes(tokens, options.documents, buckets)
+    drawn = one_each(
+        shapes, model.config.vocab_size, mean=options.mean, sigma=options.sigma, seed=options.seed
+    )
+    work = TimedPart(model, tokens, real=min(batch.num_tokens for batch in drawn))
+    batches = [batch.to(device) for batch in drawn]
+    synchronize(device)
+    began = time.perf_counter()
+    way = Graphed(name, work, shapes, granularity, options.compiler if compiled else False)
+    try:
+        way.prepare(batches)
+        synchronize(device)
+        seconds = time.perf_counter() - began
+        facts = way.facts()
+        return {
+            "capture_seconds": facts["capture_seconds"],
+            "capture_layer_seconds": facts["capture_layer_seconds"],
+            "compile_seconds": round(way.graphed.stats.compile_seconds, 3),
+            "compiled": facts["compiled"],
+            "prepare_seconds": round(seconds, 3),
+        }
+    finally:
+        way.close()
