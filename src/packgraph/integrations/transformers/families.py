@@ -1,0 +1,79 @@
+"""What families of transformers do before their first layer and after their last one.
+
+    tokens -- embedding -- * scale -- + positions -- dropout -- layers -- norm -- head -- / divisor
+    -- softcap -- loss
+
+Layers are called, never looked into: what they add to attention (windows, soft caps, sinks, layers
+without rotary positions) they say to the implementation of attention that they call. So a family
+is known by what surrounds its layers, and listed once a test has compared its loss and gradients.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of transformers. Names are those of attributes of its decoder, and of
+    entries of its config.
+
+    title: for people. kind: of its layers. embedding, layers, norm: modules. positions: module of
+    learned positions. dropout: module that follows. rotary: module of rotary positions. scale:
+    entry that embeddings are multiplied by. divisor, factor: entries that logits are divided and
+    multiplied by. softcap: entry of the soft cap on logits. differs: what transformers itself adds
+    to the loss and `packed` does not, or anything else to be known.
+    """
+
+    title: str
+    kind: Literal["dense", "experts", "hybrid"] = "dense"
+    embedding: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+    positions: str = ""
+    dropout: str = ""
+    rotary: str = "rotary_emb"
+    scale: str = ""
+    divisor: str = ""
+    factor: str = ""
+    softcap: str = ""
+    note: str = ""
+
+
+_CAP = "final_logit_softcapping"
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family("Llama"),
+        "mistral": Family("Mistral", note="sliding window"),
+        "qwen2": Family("Qwen2", note="sliding window in some layers"),
+        "qwen3": Family("Qwen3"),
+        "gemma": Family("Gemma"),
+        "gemma2": Family("Gemma 2", softcap=_CAP, note="sliding window, soft caps"),
+        "gemma3_text": Family("Gemma 3 (text)", softcap=_CAP, note="sliding window"),
+        "phi3": Family("Phi-3", note="no `longrope`"),
+        "olmo": Family("OLMo"),
+        "olmo2": Family("OLMo 2"),
+        "olmo3": Family("OLMo 3", note="sliding window"),
+        "smollm3": Family("SmolLM3", note="layers without positions"),
+        "granite": Family(
+            "Granite", scale="embedding_multiplier", divisor="logits_scaling", note="scaled logits"
+        ),
+        "glm4": Family("GLM-4"),
+        "gpt2": Family(
+            "GPT-2",
+            embedding="wte",
+            layers="h",
+            norm="ln_f",
+            positions="wpe",
+            dropout="drop",
+            rotary="",
+            note="learned positions, dropout",
+        ),
+        "qwen3_moe": Family("Qwen3-MoE", kind="experts"),
+        "mixtral": Family("Mixtral", kind="experts"),
+        "glm4_moe": Family("GLM-4.5-MoE", kind="experts"),
+        "gpt_oss": Family("GPT-OSS", kind="experts", note="sinks, sliding window"),
+        "deepseek_v3": Family("DeepSeek-V3", kind="experts", note="latent attention"),
+    }
+)
