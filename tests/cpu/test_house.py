@@ -26,6 +26,7 @@ RANKS = {
     "parallel": 3,
     "models": 4,
     "viz": 5,
+    "integrations": 5,
     "train": 6,
     "verification": 7,
     "bench": 7,
