@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from packgraph.integrations.transformers.experts import expert_problems
-from packgraph.integrations.transformers.families import FAMILIES, Family
+from packgraph.integrations.transformers.families import FAMILIES, PackedFamily
 
 # Tables of positions that depend on the longest document of a call.
 MOVING_ROTARY = ("dynamic", "longrope")
@@ -30,7 +30,7 @@ def causal_model(model: nn.Module) -> Any:
     return found
 
 
-def family_of(model: nn.Module) -> Family:
+def family_of(model: nn.Module) -> PackedFamily:
     """The family of a model. Raises ValueError, with all reasons, where it cannot be packed."""
     causal = causal_model(model)
     kind = causal.config.model_type
@@ -51,7 +51,7 @@ def family_of(model: nn.Module) -> Family:
     return family
 
 
-def _of_parts(causal: Any, family: Family) -> list[str]:
+def _of_parts(causal: Any, family: PackedFamily) -> list[str]:
     decoder = causal.base_model
     if decoder is causal or causal.get_output_embeddings() is None:
         return ["it has no language-model head"]

@@ -15,7 +15,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Family:
+class PackedFamily:
     """One `model_type` of transformers. Names are those of attributes of its decoder, and of
     entries of its config.
 
@@ -42,25 +42,25 @@ class Family:
 
 
 _CAP = "final_logit_softcapping"
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, PackedFamily] = MappingProxyType(
     {
-        "llama": Family("Llama"),
-        "mistral": Family("Mistral", note="sliding window"),
-        "qwen2": Family("Qwen2", note="sliding window in some layers"),
-        "qwen3": Family("Qwen3"),
-        "gemma": Family("Gemma"),
-        "gemma2": Family("Gemma 2", softcap=_CAP, note="sliding window, soft caps"),
-        "gemma3_text": Family("Gemma 3 (text)", softcap=_CAP, note="sliding window"),
-        "phi3": Family("Phi-3", note="no `longrope`"),
-        "olmo": Family("OLMo"),
-        "olmo2": Family("OLMo 2"),
-        "olmo3": Family("OLMo 3", note="sliding window"),
-        "smollm3": Family("SmolLM3", note="layers without positions"),
-        "granite": Family(
+        "llama": PackedFamily("Llama"),
+        "mistral": PackedFamily("Mistral", note="sliding window"),
+        "qwen2": PackedFamily("Qwen2", note="sliding window in some layers"),
+        "qwen3": PackedFamily("Qwen3"),
+        "gemma": PackedFamily("Gemma"),
+        "gemma2": PackedFamily("Gemma 2", softcap=_CAP, note="sliding window, soft caps"),
+        "gemma3_text": PackedFamily("Gemma 3 (text)", softcap=_CAP, note="sliding window"),
+        "phi3": PackedFamily("Phi-3", note="no `longrope`"),
+        "olmo": PackedFamily("OLMo"),
+        "olmo2": PackedFamily("OLMo 2"),
+        "olmo3": PackedFamily("OLMo 3", note="sliding window"),
+        "smollm3": PackedFamily("SmolLM3", note="layers without positions"),
+        "granite": PackedFamily(
             "Granite", scale="embedding_multiplier", divisor="logits_scaling", note="scaled logits"
         ),
-        "glm4": Family("GLM-4"),
-        "gpt2": Family(
+        "glm4": PackedFamily("GLM-4"),
+        "gpt2": PackedFamily(
             "GPT-2",
             embedding="wte",
             layers="h",
@@ -70,10 +70,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             rotary="",
             note="learned positions, dropout",
         ),
-        "qwen3_moe": Family("Qwen3-MoE", kind="experts"),
-        "mixtral": Family("Mixtral", kind="experts"),
-        "glm4_moe": Family("GLM-4.5-MoE", kind="experts"),
-        "gpt_oss": Family("GPT-OSS", kind="experts", note="sinks, sliding window"),
-        "deepseek_v3": Family("DeepSeek-V3", kind="experts", note="latent attention"),
+        "qwen3_moe": PackedFamily("Qwen3-MoE", kind="experts"),
+        "mixtral": PackedFamily("Mixtral", kind="experts"),
+        "glm4_moe": PackedFamily("GLM-4.5-MoE", kind="experts"),
+        "gpt_oss": PackedFamily("GPT-OSS", kind="experts", note="sinks, sliding window"),
+        "deepseek_v3": PackedFamily("DeepSeek-V3", kind="experts", note="latent attention"),
     }
 )

@@ -27,7 +27,7 @@ from packgraph.integrations.transformers.checks import (
     is_plain,
     takes_layer_type,
 )
-from packgraph.integrations.transformers.families import Family
+from packgraph.integrations.transformers.families import PackedFamily
 from packgraph.ops.loss.api import (
     IGNORED,
     is_word,
@@ -106,7 +106,7 @@ class PackedModel(nn.Module):
         ['embed', 'layer', 'head']
     """
 
-    def __init__(self, model: nn.Module, family: Family, output: Output = "loss") -> None:
+    def __init__(self, model: nn.Module, family: PackedFamily, output: Output = "loss") -> None:
         super().__init__()
         self.model, self.family, self.output = model, family, output
         self.layer_types: tuple[str, ...] = ()
@@ -193,29 +193,32 @@ class PackedModel(nn.Module):
         hidden = getattr(self.decoder, self.family.norm)(state["hidden"][None])[0]
         if self.output == "hidden":
             return {"output": hidden.masked_fill(batch.padding_mask[:, None], 0.0)}
-        labels, head, options = batch.labels, self.causal.get_output_embeddings(), self._logits
+        labels, head = batch.labels, self.causal.get_output_embeddings()
+        scale, softcap = self._logits
         if self.output == "log_probabilities":
             if is_plain(head):
-                found = linear_log_probabilities(hidden, head.weight, labels, **options)
+                found = linear_log_probabilities(
+                    hidden, head.weight, labels, scale=scale, softcap=softcap
+                )
             else:
-                found = _log_probabilities(head(hidden), labels, **options)
+                found = _log_probabilities(head(hidden), labels, scale, softcap)
             return {"output": found}
         if is_plain(head):
-            total = linear_cross_entropy(hidden, head.weight, labels, **options)
+            total = linear_cross_entropy(hidden, head.weight, labels, scale=scale, softcap=softcap)
         else:
-            total = -_log_probabilities(head(hidden), labels, **options).sum()
+            total = -_log_probabilities(head(hidden), labels, scale, softcap).sum()
         tokens = state["tokens_in_step"]
         tokens = token_count(labels) if tokens is None else tokens
         return {"output": total / tokens.clamp(min=1)}
 
     @property
-    def _logits(self) -> dict[str, float]:
-        """How logits come of the product with the head."""
+    def _logits(self) -> tuple[float, float]:
+        """Scale and soft cap that make logits of the product with the head."""
         config, family = self.config, self.family
         scale = getattr(config, family.factor) if family.factor else 1.0
         scale = scale / getattr(config, family.divisor) if family.divisor else scale
         softcap = getattr(config, family.softcap) if family.softcap else None
-        return {"scale": float(scale), "softcap": float(softcap or 0.0)}
+        return float(scale), float(softcap or 0.0)
 
     @property
     def _positions(self) -> nn.Embedding:
@@ -259,9 +262,7 @@ def layer_runner(kind: str) -> Callable[[nn.Module, State], State]:
     return run_layer
 
 
-def _log_probabilities(
-    logits: Tensor, labels: Tensor, scale: float = 1.0, softcap: float = 0.0
-) -> Tensor:
+def _log_probabilities(logits: Tensor, labels: Tensor, scale: float, softcap: float) -> Tensor:
     """As `linear_log_probabilities`, of products [T, V] of a head that is not just a matrix."""
     logits = logits.float() * scale
     if softcap:
