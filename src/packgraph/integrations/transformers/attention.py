@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from packgraph.integrations.transformers.experts import run_experts
+from packgraph.integrations.transformers.recurrent import use_our_mixers
 from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
 from packgraph.ops.attention.options import ScoreOptions
 from packgraph.packing.batch import PackedBatch
@@ -73,7 +74,8 @@ def _other(name: str, module: nn.Module) -> Any:
 
 
 def use_ours(model: Any) -> None:
-    """Make `model`, a PreTrainedModel, call attention and experts of this file."""
+    """Make `model`, a PreTrainedModel, call our attention, experts and mixers with a state."""
+    use_our_mixers(model)
     transformers = importlib.import_module("transformers")
     now = model.config._attn_implementation
     if not now.startswith(PREFIX):

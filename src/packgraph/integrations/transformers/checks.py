@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from packgraph.integrations.transformers.experts import expert_problems
-from packgraph.integrations.transformers.families import FAMILIES, PackedFamily
+from packgraph.integrations.transformers.families import FAMILIES, NOT_PACKED, PackedFamily
+from packgraph.integrations.transformers.recurrent import mixer_problems
 
 # Tables of positions that depend on the longest document of a call.
 MOVING_ROTARY = ("dynamic", "longrope")
@@ -36,14 +37,17 @@ def family_of(model: nn.Module) -> PackedFamily:
     kind = causal.config.model_type
     family = FAMILIES.get(kind)
     if family is None:
-        raise ValueError(
-            f"{type(causal).__name__} cannot be packed: nobody has compared the family {kind!r} "
-            f"with transformers; known are {', '.join(FAMILIES)}"
+        unknown = (
+            f"the family {kind!r} has not been compared with transformers; known are "
+            f"{', '.join(FAMILIES)}"
         )
+        why = NOT_PACKED[kind].reason if kind in NOT_PACKED else unknown
+        raise ValueError(f"{type(causal).__name__} cannot be packed: {why}")
     problems = [*_of_parts(causal, family), *_of_config(causal), *_of_wrapper(model)]
     for module in causal.modules():
         if hasattr(module, "is_concatenated"):
             problems += expert_problems(module)
+        problems += mixer_problems(module)
     if problems:
         raise ValueError(
             f"{type(causal).__name__} cannot be packed: {'; '.join(dict.fromkeys(problems))}"
@@ -86,6 +90,8 @@ def _of_config(causal: Any) -> list[str]:
             "its loss includes one that balances experts over a whole batch; set "
             "config.output_router_logits = False"
         )
+    if getattr(config, "z_loss_coefficient", 0):
+        problems.append("its loss includes one of all logits; set config.z_loss_coefficient = 0")
     if getattr(config, "use_bidirectional_attention", False):
         problems.append("its attention is not causal")
     if getattr(config, "add_cross_attention", False):

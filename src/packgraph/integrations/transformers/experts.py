@@ -4,8 +4,8 @@ interface of experts.
     hidden [T, H] -- rows by expert -- first product -- gate -- second product -- sum per token
 
 No host sync, all shapes follow from T. Rows of hidden that are exactly zero, as padding is where
-nothing has a bias, are routed nowhere: experts without biases map zero to zero, and the gradients
-that such a row takes part in are zero, too. Where experts have biases padding is routed like
+nothing has a bias, are routed nowhere: most experts map zero to zero, and the gradients that such a
+row takes part in are zero, too. Where they do not (`zero_in_zero_out`) padding is routed like
 tokens; its gradients are zero.
 """
 
@@ -22,7 +22,7 @@ from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gathe
 def run_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """hidden: [T, H]; top_k_index: int [T, k]; top_k_weights: [T, k]. Returns [T, H]."""
     experts = top_k_index.int()
-    if not module.has_bias:
+    if zero_in_zero_out(module):
         experts = experts.masked_fill(~(hidden != 0).any(-1, keepdim=True), -1)
     first = module.gate_up_proj if module.has_gate else module.up_proj
     plan = plan_rows(experts, first.shape[0], experts.numel())
@@ -34,6 +34,13 @@ def run_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights:
     else:
         made = _by_operations(module, h, weights, plan)
     return combine_rows(made, plan).to(hidden.dtype)
+
+
+def zero_in_zero_out(module: Any) -> bool:
+    """Whether a row of zeros gives zeros and takes part in no gradient: silu(gate) * up, or the
+    squared ReLU, without biases."""
+    squared = type(module.act_fn).__name__ == "ReLUSquaredActivation"
+    return is_swiglu(module) or (squared and not module.has_gate and not module.has_bias)
 
 
 def is_swiglu(module: Any) -> bool:

@@ -11,7 +11,7 @@ is known by what surrounds its layers, and listed once a test has compared its l
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -75,5 +75,47 @@ FAMILIES: Mapping[str, PackedFamily] = MappingProxyType(
         "glm4_moe": PackedFamily("GLM-4.5-MoE", kind="experts"),
         "gpt_oss": PackedFamily("GPT-OSS", kind="experts", note="sinks, sliding window"),
         "deepseek_v3": PackedFamily("DeepSeek-V3", kind="experts", note="latent attention"),
+        "bamba": PackedFamily(
+            "Bamba", kind="hybrid", norm="final_layernorm", note="Mamba-2 or attention in a layer"
+        ),
+        "falcon_h1": PackedFamily(
+            "Falcon-H1",
+            kind="hybrid",
+            norm="final_layernorm",
+            scale="embedding_multiplier",
+            factor="lm_head_multiplier",
+            note="Mamba-2 and attention in every layer",
+        ),
+        "nemotron_h": PackedFamily(
+            "Nemotron-H",
+            kind="hybrid",
+            embedding="embeddings",
+            norm="norm_f",
+            rotary="",
+            note="Mamba-2, attention, experts; no positions",
+        ),
+        "qwen3_next": PackedFamily(
+            "Qwen3-Next", kind="hybrid", note="gated delta rule, attention, experts"
+        ),
+    }
+)
+
+
+class NotPacked(NamedTuple):
+    """A family that `packed` refuses. title: for people. reason: why."""
+
+    title: str
+    reason: str
+
+
+_MAMBA_1 = "packgraph has no scan of Mamba-1 that keeps documents apart"
+NOT_PACKED: Mapping[str, NotPacked] = MappingProxyType(
+    {
+        "mamba": NotPacked("Mamba", _MAMBA_1),
+        "falcon_mamba": NotPacked("Falcon-Mamba", _MAMBA_1),
+        "jamba": NotPacked("Jamba", _MAMBA_1),
+        "gemma3": NotPacked("Gemma 3 (images)", "images are no tokens; pack its text model"),
+        "qwen3_vl": NotPacked("Qwen3-VL", "images are no tokens; pack a text model"),
+        "t5": NotPacked("T5", "an encoder and a decoder read two rows"),
     }
 )
