@@ -263,3 +263,19 @@ def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor | None]:
     model.zero_grad()
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+def family_table() -> str:
+    """The table of docs/guides/huggingface.md: every family with a case, and those refused."""
+    families = importlib.import_module("packgraph.integrations.transformers.families")
+    lines = ["| family | `model_type` | layers | notes |", "|---|---|---|---|"]
+    for name in CASES:
+        known = families.FAMILIES[name]
+        lines.append(f"| {known.title} | `{name}` | {known.kind} | {known.note} |")
+    for name, refused in families.NOT_PACKED.items():
+        lines.append(f"| {refused.title} | `{name}` | refused | {refused.reason} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(family_table())

@@ -39,7 +39,7 @@ def run_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights:
 def zero_in_zero_out(module: Any) -> bool:
     """Whether a row of zeros gives zeros and takes part in no gradient: silu(gate) * up, or the
     squared ReLU, without biases."""
-    squared = type(module.act_fn).__name__ == "ReLUSquaredActivation"
+    squared = type(getattr(module, "act_fn", None)).__name__ == "ReLUSquaredActivation"
     return is_swiglu(module) or (squared and not module.has_gate and not module.has_bias)
 
 
@@ -52,7 +52,7 @@ def is_swiglu(module: Any) -> bool:
         and not module.is_transposed
         and not module.has_bias
         and not own_gate
-        and isinstance(module.act_fn, nn.SiLU)
+        and isinstance(getattr(module, "act_fn", None), nn.SiLU)
     )
 
 

@@ -1,6 +1,8 @@
 """Every family of packgraph.integrations.transformers against plain transformers, document by
 document, and through graphs."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from packed_families import (
     batch_of,
     build,
     document_loss,
+    family_table,
     gradients,
     plain,
     random_batches,
@@ -22,6 +25,7 @@ from packed_families import (
 
 from packgraph.integrations.transformers import FAMILIES, packed
 
+GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "huggingface.md"
 # float32 on both sides: sums over rows and keys in other orders, through two layers and back.
 # Relative to the largest number of a tensor, as single entries may cancel.
 TOLERANCE = 2e-5
@@ -86,3 +90,9 @@ def test_what_padding_holds_does_not_matter(family):
         )
     assert torch.equal(*losses)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_the_guide_lists_what_is_tested():
+    text = GUIDE.read_text(encoding="utf-8")
+    shown = text.partition("packed_families.py -->\n")[2].partition("\n<!-- end -->")[0]
+    assert shown == family_table(), "python tests/helpers/packed_families.py prints the table"
