@@ -28,6 +28,7 @@ from packgraph.integrations.transformers.checks import (
     takes_layer_type,
 )
 from packgraph.integrations.transformers.families import PackedFamily
+from packgraph.offloading.marks import offload_block
 from packgraph.ops.loss.api import (
     IGNORED,
     is_word,
@@ -113,6 +114,8 @@ class PackedModel(nn.Module):
         rotary = getattr(self.decoder, family.rotary) if family.rotary else None
         if rotary is not None and takes_layer_type(rotary):
             self.layer_types = tuple(self.config.layer_types)
+        for layer in self._layers:
+            layer.offload = offload_block
 
     @property
     def causal(self) -> Any:
@@ -144,9 +147,7 @@ class PackedModel(nn.Module):
 
     def stages(self) -> Sequence[Stage]:
         """`embed`, `layer` for each layer, `head`."""
-        layers = list(getattr(self.decoder, self.family.layers))
-        layers = layers[: self.config.num_hidden_layers]
-        inner = []
+        layers, inner = self._layers, []
         for index, layer in enumerate(layers):
             kind = self.layer_types[index] if self.layer_types else ""
             run = types.MethodType(layer_runner(kind), layer)
@@ -212,6 +213,11 @@ class PackedModel(nn.Module):
         return {"output": total / tokens.clamp(min=1)}
 
     @property
+    def _layers(self) -> list[Any]:
+        """The layers that run."""
+        return list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
+
+    @property
     def _logits(self) -> tuple[float, float]:
         """Scale and soft cap that make logits of the product with the head."""
         config, family = self.config, self.family
@@ -239,23 +245,24 @@ class PackedModel(nn.Module):
 
 
 @functools.cache
-def layer_runner(kind: str) -> Callable[[nn.Module, State], State]:
+def layer_runner(kind: str) -> Callable[[Any, State], State]:
     """What runs a layer of this type, "" where all have one table of positions: one function for
     all of them, so that they are compiled once."""
 
-    def run_layer(layer: nn.Module, state: State) -> State:
+    def run_layer(layer: Any, state: State) -> State:
         batch: PackedBatch = state["batch"]
         given: dict[str, Any] = {BATCH: batch}
         if state["rotary"]:
             given["position_embeddings"] = state["rotary"][kind]
-        found = layer(
-            state["hidden"][None],
-            attention_mask=None,
-            position_ids=batch.position_ids[None],
-            past_key_values=None,
-            use_cache=False,
-            **given,
-        )
+        with layer.offload("layer", leave=(state["rotary"], batch)):
+            found = layer(
+                state["hidden"][None],
+                attention_mask=None,
+                position_ids=batch.position_ids[None],
+                past_key_values=None,
+                use_cache=False,
+                **given,
+            )
         hidden = found[0] if isinstance(found, tuple) else found
         return {**state, "hidden": hidden[0]}
 

@@ -177,6 +177,24 @@ def test_scopes_and_granularities(granularity, scope):
     assert found and found.replayed == 3, found
 
 
+def test_what_layers_save_can_be_offloaded():
+    batches = random_batches(6)
+    expected, _ = graphed_steps(packed(build("qwen3")), batches)
+    model = packed(build("qwen3"))
+    graphed = packgraph.graph(model, capacities=[CAPACITY], warmup=1)
+    offloading = packgraph.offload(graphed, modules=["layer"], min_bytes=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch, loss in zip(batches, expected):
+        optimizer.zero_grad()
+        found = graphed(batch)
+        found.backward()
+        optimizer.step()
+        offloading.end_step()
+        assert torch.equal(found, loss)
+    assert offloading.trace is not None and len(offloading.trace.groups) == 2
+    assert graphed.stats.replayed > 2
+
+
 def test_stages_are_those_of_the_models_layers():
     made = packed(build("gemma3_text"))
     stages = made.stages()
