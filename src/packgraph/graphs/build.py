@@ -24,9 +24,8 @@ from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results, runs_python
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.call_modes import CallModes
-from packgraph.graphs.calls import OperationLog
+from packgraph.graphs.calls import DryRun, OperationLog
 from packgraph.graphs.direct import Direct, direct_replay
-from packgraph.graphs.dry_run import DryRun
 from packgraph.graphs.entries import (
     PassThrough,
     Produced,
@@ -109,6 +108,11 @@ class Variant:
     version: int
     rehearsal: DryRun
 
+    @property
+    def segments(self) -> int:
+        """Number of captured segments."""
+        return len(self.regions)
+
     def reset(self) -> None:
         """Free all graphs."""
         for region in self.regions.values():
@@ -178,12 +182,7 @@ class VariantBuild:
         ):  # what is captured runs for what is not
             for memory in self.rehearsal.written:
                 self.journal.before_write(memory)
-        for index, run in enumerate(self.program.runs):
-            state = (
-                self._capture_forward(index, run, state)
-                if run.captured
-                else self._run_eagerly(run, state)
-            )
+        state = self.program.execute(state, self)
         self._refuse_another_way()
         ends = []
         result = self.program.end(state)
@@ -218,7 +217,7 @@ class VariantBuild:
         if origin is not None and origin.producer is not None and leaf.requires_grad:
             self.exposed.setdefault((origin.producer, origin.number), layout)
 
-    def _run_eagerly(self, run: Run, state: State) -> State:
+    def eager(self, index: int, run: Run, state: State) -> State:
         """Run uncoloured stages on real data, for which captured forwards run once; note which
         captured tensors and parameters they differentiate."""
         self.window.materialise()
@@ -236,7 +235,8 @@ class VariantBuild:
             result, {id(t) for t in tree_leaves(result)}, {id(t) for t in tree_leaves(before)}
         )
 
-    def _capture_forward(self, index: int, run: Run, state: State) -> State:
+    def captured(self, index: int, run: Run, state: State) -> State:
+        """Capture the forward of a run."""
         shown, inputs, leaves, origins = self._static_inputs(state)
         facts = shown_facts(hide_lengths(state))
         versions = [leaf._version for leaf in leaves]

@@ -16,7 +16,9 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import Placement
 
+from packgraph.graphs.constants import Constants
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.operations import PLAIN_TENSORS, PLAIN_VALUES, Operation
 from packgraph.graphs.parameters import local_tensor
@@ -212,3 +214,29 @@ def _different_calls(
         )
         return f"gave {mine[0]} other values, {shown}"
     return f"called {mine[0]} and then {theirs[0]}"
+
+
+class DryRun(NamedTuple):
+    """What a dry run has shown: what captured code uses and calls.
+
+    Attributes:
+        read: Tensors that were there before; whoever keeps the graphs must keep them, since a graph
+            knows only their addresses. Empty where the backend needs no warm-up (it sees and keeps
+            all itself), as is `written`.
+        written: Those that forwards write to, and buffers among them.
+        constants: Tensors that forwards make of numbers.
+        calls: The operations of forwards.
+        placements: Of gradients that are DTensors, by the number of their parameter among the
+            module's.
+        has_host_steps: Whether host functions run within.
+        unpacks: Whether forwards have hooks around that make saved tensors anew in backwards, as
+            checkpoints do.
+    """
+
+    read: list[torch.Tensor]
+    written: list[torch.Tensor]
+    constants: Constants
+    calls: OperationLog
+    placements: dict[int, tuple[Placement, ...]]
+    has_host_steps: bool = False
+    unpacks: bool = False

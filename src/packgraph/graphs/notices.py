@@ -15,7 +15,7 @@ import torch
 
 from packgraph.graphs import fallback
 from packgraph.graphs.arguments import named_leaves
-from packgraph.graphs.errors import CaptureError, user_line, user_place, warn
+from packgraph.graphs.errors import CaptureError, forget_frames, user_line, user_place, warn
 
 MOST_FLOATS, MOST_OTHERS = (
     3,
@@ -63,9 +63,18 @@ class Notices:
             self._told[reason] = found.remedy
             _tell(f"{self._name} runs eagerly: {_with(reason, detail)}", found.remedy)
 
-    def is_told(self, reason: str, remedy: str) -> None:
-        """Somebody else has told the user about `reason`, in more words."""
-        self._told[reason] = remedy
+    def complain(
+        self,
+        error: CaptureError,
+        reason: str = fallback.CAPTURE_FAILED,
+        so: str = "running eagerly from here on, because a capture failed",
+    ) -> None:
+        """Raises `error` in strict mode; otherwise warns, and calls run eagerly for `reason`."""
+        forget_frames(error)
+        if self.strict:
+            raise error
+        self._told[reason] = error.remedy
+        warn(f"{so}: {error}")
 
     def new_key(
         self,

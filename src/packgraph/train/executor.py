@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from packgraph.graphs.consensus import Vote, alone
+from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import GraphedModule, control, graph
@@ -71,7 +71,7 @@ class Executor:
     everyone: dist.ProcessGroup | None = (
         None  # the ranks that must capture the same, None = this one alone
     )
-    _vote: Vote = staticmethod(alone)
+    _vote: Consensus = staticmethod(alone)
 
     def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
         self._model = model
@@ -121,7 +121,7 @@ class Executor:
         (graphed,) = self._graphed
         tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
         total = torch.zeros((), dtype=torch.float32, device=self._device)
-        with graphed.steady():
+        with graphed.frozen():
             for number, batch in enumerate(batches):
                 before = before_last if number == len(batches) - 1 else None
                 with self._way_of(batch), profiler_range("microbatch", number, batch.capacity):
@@ -184,12 +184,12 @@ class Executor:
         are no graphs."""
         return self._graphed[chunk].capture_backend.lanes if self._graphed else None
 
-    def vote_by(self, stage: Vote, replica: Vote) -> None:
+    def vote_by(self, stage: Consensus, replica: Consensus) -> None:
         """Agree about captures by `stage`; about those of whole steps, which reach over all stages,
         by `replica`."""
         self._vote = stage
         for graphed in self._graphed:
-            control(graphed).vote = stage
+            control(graphed).consensus = stage
 
     def rebuild(self) -> None:
         """Capture all graphs anew, where there are any: shapes in the model have changed. Nothing

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from packgraph.graphs.consensus import Vote
+from packgraph.graphs.cache import Consensus
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.regions import in_scope
@@ -117,7 +117,7 @@ class StageExecutor(Executor):
         self._measure()
         return True
 
-    def vote_by(self, stage: Vote, replica: Vote) -> None:
+    def vote_by(self, stage: Consensus, replica: Consensus) -> None:
         """As Executor's."""
         super().vote_by(stage, replica)
         self._pipeline.vote_on_steps(replica)

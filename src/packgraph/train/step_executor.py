@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs import fallback
-from packgraph.graphs.consensus import Vote, alone
+from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.signature import undeclared
@@ -39,9 +39,9 @@ class StepExecutor(Executor):
     def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
         super().__init__(model, replace(options, granularity="chunk"), device)
         self._whole: GraphedStep | None = None
-        self._whole_vote: Vote = alone
+        self._whole_vote: Consensus = alone
 
-    def vote_by(self, stage: Vote, replica: Vote) -> None:
+    def vote_by(self, stage: Consensus, replica: Consensus) -> None:
         """As Executor's."""
         super().vote_by(stage, replica)
         self._whole_vote = replica
@@ -132,7 +132,7 @@ class StepExecutor(Executor):
         made = GraphedStep(
             [self._model], run, graphed.capture_backend, device, compiled=graphed.compiles
         )
-        made.vote = self._whole_vote
+        made.consensus = self._whole_vote
         return made
 
     def _reason_against(

@@ -242,7 +242,7 @@ def test_a_failed_capture_is_not_tried_again_because_eager_calls_assign():
     graphed = graph(One(counts, calls=0), warmup=0)
     for rows in (2, 3, 2, 3, 2):
         train(graphed, X[:rows])
-    assert graphed.module.calls == 5 and len(graphed._failed) == 2
+    assert graphed.module.calls == 5 and graphed.failures == 2
     assert graphed.stats.fallbacks["capture failed"] == 5
 
 

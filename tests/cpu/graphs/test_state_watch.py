@@ -169,7 +169,7 @@ def test_autocast_in_turns_keeps_the_fast_test():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 out = graphed(X)
             out.float().square().sum().backward()
-    seal = graphed._fingerprint._seal
+    seal = graphed._capturer._state._seal
     for autocast in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             assert seal.holds()
