@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 import packgraph
-from packgraph.graphs.module_state import ModuleState
+from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.recorder.backend import RecorderGraph
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel

@@ -24,18 +24,12 @@ from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results, runs_python
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.call_modes import CallModes
-from packgraph.graphs.calls import DryRun, OperationLog
+from packgraph.graphs.checks.calls import DryRun, OperationLog, Place, Uses
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
+from packgraph.graphs.checks.shared_memory import refuse_shared_memory
 from packgraph.graphs.direct import Direct, direct_replay
-from packgraph.graphs.entries import (
-    PassThrough,
-    Produced,
-    describe_entries,
-    make_entry,
-    owned_aliases,
-)
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
-from packgraph.graphs.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.profiler_ranges import ProfiledGraph, range_name, sizes_in_short
@@ -46,16 +40,18 @@ from packgraph.graphs.region import (
     Input,
     Output,
     ParameterEdge,
+    PassThrough,
+    Produced,
     Region,
+    describe_entries,
+    make_entry,
+    owned_aliases,
     shown_facts,
 )
-from packgraph.graphs.regions import Run
-from packgraph.graphs.shared_memory import refuse_shared_memory
 from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slots import Slot
-from packgraph.graphs.stages import State
+from packgraph.graphs.stages import Run, State
 from packgraph.graphs.strides import Layout, layout_of
-from packgraph.graphs.uses import Place, Uses
 
 
 @dataclass(frozen=True)

@@ -19,23 +19,23 @@ from packgraph.graphs.build import (
     VariantBuild,
 )
 from packgraph.graphs.cache import FREE_MEMORY, is_out_of_memory
-from packgraph.graphs.calls import DryRun
-from packgraph.graphs.errors import CaptureError, raised_line
-from packgraph.graphs.exclusive import one_capture
-from packgraph.graphs.gradients import GradientBuffers
-from packgraph.graphs.host_calls import (
+from packgraph.graphs.checks.calls import DryRun
+from packgraph.graphs.checks.host_calls import (
     unwatched,
 )
-from packgraph.graphs.host_sync import (
+from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     Journal,
     compiled_stages,
     known_generators,
 )
+from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects
+from packgraph.graphs.errors import CaptureError, raised_line
+from packgraph.graphs.exclusive import one_capture
+from packgraph.graphs.gradients import GradientBuffers
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program
-from packgraph.graphs.side_effects import ObservedProgram, SideEffects
 from packgraph.graphs.slots import Slot
 
 _RETURN_GRADIENT = (

@@ -12,14 +12,14 @@ from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import Variant
 from packgraph.graphs.cache import GraphCache
-from packgraph.graphs.calls import DryRun
 from packgraph.graphs.capture import capture_variant
+from packgraph.graphs.checks.calls import DryRun
+from packgraph.graphs.checks.module_state import Change, ModuleState
 from packgraph.graphs.dry_run import compile_ahead, dry_run, dry_run_again
 from packgraph.graphs.errors import CaptureError, user_line, warn
 from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffers
-from packgraph.graphs.module_state import Change, ModuleState
 from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
 from packgraph.graphs.parameters import are_leaves

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import saved_tensors
-from packgraph.graphs.autograd_calls import only_forward
 from packgraph.graphs.autograd_walk import leaves_behind
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import (
@@ -25,32 +24,32 @@ from packgraph.graphs.build import (
     numbers_of_tensors,
     refuse_changed_inputs,
 )
-from packgraph.graphs.calls import VARIES, DryRun
 from packgraph.graphs.capture import compiled_code, explained, undone
-from packgraph.graphs.constants import Constants
-from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.escapes import Observation, ObservingChecker
-from packgraph.graphs.host_calls import (
+from packgraph.graphs.checks.autograd_calls import only_forward
+from packgraph.graphs.checks.calls import VARIES, DryRun
+from packgraph.graphs.checks.constants import Constants
+from packgraph.graphs.checks.escapes import Observation, ObservingChecker
+from packgraph.graphs.checks.host_calls import (
     SavedTensorHooks,
     Unseen,
     unwatched,
     watch_also,
     watched_calls,
 )
-from packgraph.graphs.host_sync import (
+from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     CaptureChecker,
     HostSyncCheck,
     Journal,
 )
-from packgraph.graphs.module_state import ModuleState
+from packgraph.graphs.checks.module_state import ModuleState
+from packgraph.graphs.checks.reached import Remembered, refuse_changes
+from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects, forward_line
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.output_gradients import KeyGradients
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
-from packgraph.graphs.reached import Remembered, refuse_changes
-from packgraph.graphs.regions import Run
-from packgraph.graphs.side_effects import ObservedProgram, SideEffects, forward_line
-from packgraph.graphs.stages import State
+from packgraph.graphs.stages import Run, State
 
 _RETURN_GRADIENT = (
     "return the gradient from backward, and pass the parameter to the function as an input"

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from packgraph.graphs import fallback
-from packgraph.graphs.arguments import detail
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import Consensus, call_name
 from packgraph.graphs.capturer import Capturer
+from packgraph.graphs.checks.host_sync import capturing
+from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported, inside_data_parallel
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.exclusive import Calls
-from packgraph.graphs.fallback import Stats
+from packgraph.graphs.fallback import Stats, is_traced, reason_around
 from packgraph.graphs.frozen_module import FrozenModule
-from packgraph.graphs.host_sync import capturing
-from packgraph.graphs.notices import Notices
+from packgraph.graphs.notices import Notices, detail
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
 from packgraph.graphs.output_objects import open_objects
 from packgraph.graphs.parameters import module_generators
@@ -33,8 +33,6 @@ from packgraph.graphs.program import Program
 from packgraph.graphs.replay_handle import ReplayHandle
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slots import Slot, SlotLease, Slots
-from packgraph.graphs.surroundings import is_traced, reason_around
-from packgraph.graphs.unsupported import Unsupported, find_unsupported, inside_data_parallel
 from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
 

@@ -13,10 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs.compile_units import CompileUnit, compile_units_of
 from packgraph.graphs.output_objects import close_objects, open_objects
-from packgraph.graphs.regions import Run, cut_runs
-from packgraph.graphs.stages import Stage, Staged, State
+from packgraph.graphs.stages import (
+    CompileUnit,
+    Run,
+    Stage,
+    Staged,
+    State,
+    compile_units_of,
+    cut_runs,
+)
 from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 

@@ -16,14 +16,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.autograd_walk import is_seen
-from packgraph.graphs.entries import make_entry
+from packgraph.graphs.checks.random_state import PastDraws
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
+from packgraph.graphs.hooks import expect_visits
 from packgraph.graphs.output_gradients import pattern_of
-from packgraph.graphs.parameter_hooks import expect_visits
 from packgraph.graphs.parameters import are_quiet, has_hooks
-from packgraph.graphs.random_state import PastDraws
 from packgraph.graphs.recompute import recompute_gradients
-from packgraph.graphs.region import Backward, Inner, Region, StaticAliases, Version
+from packgraph.graphs.region import Backward, Inner, Region, StaticAliases, Version, make_entry
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slots import SlotLease

@@ -20,10 +20,9 @@ from packgraph.graphs.frozen_module import call_tensors
 from packgraph.graphs.output_objects import close_objects
 from packgraph.graphs.program import Program
 from packgraph.graphs.region import StaticAliases, accepts
-from packgraph.graphs.regions import Run
 from packgraph.graphs.replay import replay_region
 from packgraph.graphs.slots import SlotLease
-from packgraph.graphs.stages import State
+from packgraph.graphs.stages import Run, State
 
 
 class ReplayHandle:

@@ -24,12 +24,12 @@ from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend, Graph, Static
 from packgraph.graphs.cache import Consensus, GraphCache
 from packgraph.graphs.capture import compiled_code, explained, undone
+from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
+from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
-from packgraph.graphs.host_sync import CaptureChecker, HostSyncCheck
-from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.profiler_ranges import ProfiledGraph, range_name, sizes_in_short
 from packgraph.graphs.program import hide_lengths

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.capture import explained
-from packgraph.graphs.captured_capacities import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.free import free_memory
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
+from packgraph.graphs.signature import OVER_BUDGET, CapturedCapacities
 from packgraph.packing.capacity import Capacity
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]

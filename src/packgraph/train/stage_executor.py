@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from packgraph.graphs.cache import Consensus
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.regions import in_scope
-from packgraph.graphs.stages import Staged
+from packgraph.graphs.stages import Staged, in_scope
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh

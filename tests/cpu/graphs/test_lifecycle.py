@@ -13,11 +13,11 @@ from graphkit import differences, make_toy, toy_inputs, toy_loss, train
 from torch import nn
 
 from packgraph.graphs import build
-from packgraph.graphs import host_sync as guard
+from packgraph.graphs.checks import host_sync as guard
+from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderWindow
-from packgraph.graphs.state_kinds import assume_constant
 
 
 def quiet(call, *args):
@@ -56,7 +56,7 @@ def test_a_journal_that_does_not_restore_is_seen(monkeypatch):
     gradients twice."""
     eager = train(make_toy(), steps=4)
     monkeypatch.setattr(
-        "packgraph.graphs.host_sync.Journal.restore", lambda self: self._saved.clear()
+        "packgraph.graphs.checks.host_sync.Journal.restore", lambda self: self._saved.clear()
     )
     assert differences(eager, train(graph(make_toy(), warmup=1), steps=4)) != []
 

@@ -12,7 +12,7 @@ from statekit import One, X, captured, quietly
 from torch import nn
 from watchkit import CASES, Classy
 
-from packgraph.graphs import module_state, tensor_state
+from packgraph.graphs.checks import module_state, tensor_state
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from trainkit import tiny, trainer
 
+from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck, Journal
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.host_sync import CaptureChecker, HostSyncCheck, Journal
 from packgraph.train.signals import StopRequest
 
 
