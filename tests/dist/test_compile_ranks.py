@@ -40,7 +40,7 @@ def go(mesh, folder, settings):
     """This rank's tensors at the end of a run, and what its graphs did."""
     with (
         mock.patch("packgraph.train.executor.graph", traced),
-        mock.patch("packgraph.train.stage_executor.graph", traced),
+        mock.patch("packgraph.train.pipeline_runner.graph", traced),
     ):
         run = trainer(Path(folder), settings, mesh=mesh)
         try:

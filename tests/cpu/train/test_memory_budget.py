@@ -22,9 +22,9 @@ from packgraph.train import memory_budget
 from packgraph.train.auto_capacities import bucket_request
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.build import build_model
-from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
 from packgraph.train.options import TrainConfig
+from packgraph.train.runner import sample_batch
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 

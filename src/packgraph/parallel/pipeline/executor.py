@@ -134,10 +134,10 @@ class Pipeline:
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
 
-    def vote_on_steps(self, vote: Consensus) -> None:
-        """Ask `vote` after every capture of a whole step."""
+    def agree_on_steps(self, consensus: Consensus) -> None:
+        """Asks `consensus` after every capture of a whole step."""
         if self._whole is not None:
-            self._whole.consensus = vote
+            self._whole.consensus = consensus
 
     def sample_arguments(self, chunk: int, batch: PackedBatch) -> tuple[object, ...]:
         """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes,
