@@ -11,7 +11,6 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -31,10 +30,10 @@ from packgraph.graphs.checks.operations import (
     storages,
     tensors_of,
 )
-from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.errors import PACKAGE, CaptureError, is_user_file, user_line
 from packgraph.graphs.parameters import local_tensor
 
-_OFFLOADING = str(Path(__file__).parent.parent / "offloading") + os.sep
+_OFFLOADING = str(PACKAGE / "offloading") + os.sep
 VARIES = (
     "pass what changes from call to call to forward as an argument, as a tensor if it may have any "
     "value"
