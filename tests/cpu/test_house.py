@@ -36,7 +36,7 @@ RANKS = {
 PLANNERS = (
     "packing/buckets/*",
     "graphs/stages.py",
-    "graphs/regions.py",
+    "graphs/stages.py",
     "graphs/memory/budget.py",
     "graphs/recorder/first_fit.py",
     "moe/stash/plan.py",

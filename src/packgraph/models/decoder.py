@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from packgraph.graphs.regions import in_scope
-from packgraph.graphs.stages import Stage
+from packgraph.graphs.stages import Stage, in_scope
 from packgraph.models.branches import head_cost, layer_cost
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.choose import make_copy_streams
-from packgraph.graphs.regions import Run, cut_runs, scope_errors
-from packgraph.graphs.stages import Stage
+from packgraph.graphs.stages import Run, Stage, cut_runs, scope_errors
 from packgraph.models.chunks import ModelChunks
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import named_stages

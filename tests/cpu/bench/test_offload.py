@@ -18,8 +18,8 @@ from packgraph.bench.models import shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _Run, _run_once
 from packgraph.bench.parts import build_part
 from packgraph.bench.timing import Deadline
+from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.host_sync import capturing
 from packgraph.graphs.memory.free import free_memory
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.knobs import plan_by_knobs

@@ -19,8 +19,8 @@ class InFlight:
         autograd.
     """
 
-    def __init__(self, claim: ReplayHandle | None, ticket: Any, direct: bool = False) -> None:
-        self.claim, self.ticket = claim, ticket
+    def __init__(self, claim: ReplayHandle | None, lease: Any, direct: bool = False) -> None:
+        self.claim, self.lease = claim, lease
         self.direct = claim if claim is not None and direct and claim.is_direct else None
         self.hidden: torch.Tensor | None = None
         self.out: torch.Tensor | None = None
@@ -63,8 +63,8 @@ class InFlight:
         for transfer, _ in self._sending:
             transfer.wait()
         self._sending = []
-        if self.ticket is not None:
-            self.ticket.release()
+        if self.lease is not None:
+            self.lease.release()
         self.out = self.gradient = self.input_gradient = self.hidden = None
 
 

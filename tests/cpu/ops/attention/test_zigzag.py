@@ -20,7 +20,7 @@ from packgraph.packing.capacity import Capacity, CapacitySet, places
 from packgraph.packing.pack import pack
 from packgraph.packing.report import PackReport
 from packgraph.packing.waiting import pack_lengths
-from packgraph.train.executor import sample_batch
+from packgraph.train.runner import sample_batch
 
 
 @st.composite

@@ -1,12 +1,12 @@
 """The page "What a graph assumes about your module", made of the tables that the checks use.
 
-python -m packgraph.graphs.assumptions > docs/assumptions.md
+python -m packgraph.graphs.checks.assumptions > docs/assumptions.md
 """
 
 from typing import NamedTuple
 
+from packgraph.graphs.checks.state_kinds import DEPTH, LARGEST_BYTES, WATCHED, KindRule
 from packgraph.graphs.fallback import REASONS
-from packgraph.graphs.state_kinds import DEPTH, LARGEST_BYTES, WATCHED, KindRule
 
 _HEAD = """# What a graph assumes about your module
 
@@ -14,7 +14,7 @@ A replay runs no Python. It launches what was captured, on the memory that was c
 therefore compares, before every replay, all that Python code could have changed, and runs the call
 eagerly, counted under a reason, or raises an error, where it cannot tell that a replay would equal
 the eager call. This page is generated from the tables that the checks use: `python -m
-packgraph.graphs.assumptions`.
+packgraph.graphs.checks.assumptions`.
 """
 _EXACT = f"""
 ## What is compared before every replay

@@ -20,10 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.host_calls import Unseen
-from packgraph.graphs.memory.peak import most_allocated
-from packgraph.graphs.operations import (
+from packgraph.graphs.checks.host_calls import Unseen
+from packgraph.graphs.checks.operations import (
     PLAIN_TENSORS,
     Operation,
     flat,
@@ -32,7 +30,9 @@ from packgraph.graphs.operations import (
     storages,
     tensors_of,
 )
-from packgraph.graphs.random_state import Draws
+from packgraph.graphs.checks.random_state import Draws
+from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.memory.peak import most_allocated
 
 _BOOLEAN = (torch.bool, torch.uint8)
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from packgraph.graphs.checks.state_kinds import Mark
+from packgraph.graphs.checks.state_tables import Place
 from packgraph.graphs.parameters import has_hooks, local_tensor
-from packgraph.graphs.state_kinds import Mark
-from packgraph.graphs.state_tables import Place
 
 guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # no public interface
 # What torch.compile notes on tensors for itself.

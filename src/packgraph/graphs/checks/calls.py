@@ -1,27 +1,39 @@
-"""The operations that the code of a forward calls, in their order, with what they are given besides
-tensors.
+"""What captured code calls and uses of the world outside: the log of a run's operations.
 
-A graph holds those of the one run that was captured. So they are compared between runs with the
-same arguments: two dry runs, which may not differ at all, and the capture, whose code could ask
-whether it is captured and go another way than in eager calls. Tensors count by their form, and
-those of the module by where they lie, too: so another expert of the same shape is another call.
+A graph holds the operations of the one run that was captured. So they are compared between runs
+with the same arguments: two dry runs, which may not differ at all, and the capture, whose code
+could ask whether it is captured and go another way than in eager calls. Tensors count by their
+form, and those of the module by where they lie, too: so another expert of the same shape is another
+call.
 """
 
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import Placement
 
-from packgraph.graphs.errors import CaptureError, is_user_file, user_line
-from packgraph.graphs.operations import PLAIN_TENSORS, PLAIN_VALUES, Operation
+from packgraph.graphs.checks.constants import Constants
+from packgraph.graphs.checks.host_calls import Unseen
+from packgraph.graphs.checks.host_sync import CodeWatcher, shapes_only
+from packgraph.graphs.checks.operations import (
+    PLAIN_TENSORS,
+    PLAIN_VALUES,
+    Operation,
+    flat,
+    operands_of,
+    operation_of,
+    storages,
+    tensors_of,
+)
+from packgraph.graphs.errors import PACKAGE, CaptureError, is_user_file, user_line
 from packgraph.graphs.parameters import local_tensor
 
-_OFFLOADING = str(Path(__file__).parent.parent / "offloading") + os.sep
+_OFFLOADING = str(PACKAGE / "offloading") + os.sep
 VARIES = (
     "pass what changes from call to call to forward as an argument, as a tensor if it may have any "
     "value"
@@ -212,3 +224,105 @@ def _different_calls(
         )
         return f"gave {mine[0]} other values, {shown}"
     return f"called {mine[0]} and then {theirs[0]}"
+
+
+class DryRun(NamedTuple):
+    """What a dry run has shown: what captured code uses and calls.
+
+    Attributes:
+        read: Tensors that were there before; whoever keeps the graphs must keep them, since a graph
+            knows only their addresses. Empty where the backend needs no warm-up (it sees and keeps
+            all itself), as is `written`.
+        written: Those that forwards write to, and buffers among them.
+        constants: Tensors that forwards make of numbers.
+        calls: The operations of forwards.
+        placements: Of gradients that are DTensors, by the number of their parameter among the
+            module's.
+        has_host_steps: Whether host functions run within.
+        unpacks: Whether forwards have hooks around that make saved tensors anew in backwards, as
+            checkpoints do.
+    """
+
+    read: list[torch.Tensor]
+    written: list[torch.Tensor]
+    constants: Constants
+    calls: OperationLog
+    placements: dict[int, tuple[Placement, ...]]
+    has_host_steps: bool = False
+    unpacks: bool = False
+
+
+Place = tuple[int, int]  # storage and address
+
+
+class Uses(CodeWatcher):
+    """Watches the operations of one captured graph.
+
+    Attributes:
+        reads: Tensors from outside that operations read or write, without their autograd graph, by
+            storage and address.
+        writes: Those that operations write to.
+        uncounted: The places of those whose versions do not count that.
+        storages: Of all that operations read or write, the window's own among them.
+        addresses: Where all that is written begins.
+        draws: Whether an operation draws random numbers.
+        calls: Gets the operations; None = nobody asks.
+    """
+
+    def __init__(self, made: set[int], calls: OperationLog | None = None) -> None:
+        """made: Storages that were made in the same window; those of this graph are added."""
+        super().__init__()
+        self._made, self.calls = made, calls
+        self.reads: dict[Place, torch.Tensor] = {}
+        self.writes: dict[Place, torch.Tensor] = {}
+        self.uncounted: set[Place] = set()
+        self.storages: set[int] = set()
+        self.addresses: set[int] = set()
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and shapes_only(types):
+            return func(*args, **kwargs)
+        if types and not PLAIN_TENSORS.issuperset(types):
+            return NotImplemented
+        operation = operation_of(func)
+        if operation is None:
+            return func(*args, **kwargs)
+        with Unseen():
+            self.draws = self.draws or operation.draws
+            operands = operands_of(args, kwargs)
+            if self.calls is not None:
+                self.calls.called(operation, operands)
+            if not operation.is_view:
+                self.storages.update(storages(operands))
+                self._note(self.reads, operands)
+            if written := operation.written_of(args, kwargs):
+                self._note(self.writes, written)
+                self.uncounted.update(
+                    (tensor.untyped_storage()._cdata, tensor.data_ptr())
+                    for tensor in operation.uncounted_of(args, kwargs)
+                )
+                self.addresses.update(
+                    tensor.data_ptr() for tensor in written if tensor.layout is torch.strided
+                )
+        result = func(*args, **kwargs)
+        with Unseen():
+            self._made.update(storages(flat((result,))).keys() - storages(operands).keys())
+        return result
+
+    def _note(self, found: dict[Place, torch.Tensor], values: Sequence[Any]) -> None:
+        for tensor in tensors_of(values):
+            if (
+                tensor.layout is not torch.strided
+                or (cdata := tensor.untyped_storage()._cdata) in self._made
+            ):
+                continue
+            if (place := (cdata, tensor.data_ptr())) in found:
+                continue
+            found[place] = tensor
+            if (
+                tensor.requires_grad
+            ):  # below autograd, so that it has a version of its own; parameters stand for those
+                with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+                    found[place] = tensor.detach()

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from packgraph.graphs.checks.module_state import Mark, ModuleState
+from packgraph.graphs.checks.state_kinds import same_value
+from packgraph.graphs.checks.state_tables import MISSING, Form, Pairs, Table, differing, slot_names
+from packgraph.graphs.checks.state_walk import SUBMODULE, Walk
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.module_state import Mark, ModuleState
-from packgraph.graphs.state_kinds import same_value
-from packgraph.graphs.state_tables import MISSING, Form, Pairs, Table, differing, slot_names
-from packgraph.graphs.state_walk import SUBMODULE, Walk
 
 _RETURN = "return what changes from forward, or keep it in a buffer that is written in place"
 _OF_RNN = (

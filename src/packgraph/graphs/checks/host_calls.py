@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.utils._pytree
 
-from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.errors import PACKAGE, CaptureError, user_line
 
 # Before Python 3.13 a frame that a profile function has seen keeps a copy of its variables as they
 # were then, and so tensors that the code has let go of. Looking at a caller's variables makes that
@@ -37,11 +37,11 @@ _CHEAP = sys.version_info < (
     12,
 )  # to change the profile function: later, all code is rewritten for it
 _MACHINERY = (
-    str(Path(__file__).parent),
+    str(PACKAGE / "graphs"),
     str(Path(torch.utils._pytree.__file__)),
     contextlib.__file__,
 )
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGE = f"{PACKAGE}{os.sep}"
 _HOOKS_OF = (os.path.join("torch", "autograd", "graph.py"), "contextlib.py")
 # (calling frame, C function, whether it is done), and (frame of the function, its result, whether
 # it is done)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from packgraph.graphs.module_hooks import module_hooks
+from packgraph.graphs.hooks import module_hooks
 
 
 class Unsupported(NamedTuple):

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs.checks.host_calls import Unseen
+from packgraph.graphs.checks.host_sync import LEAVE_OUT
+from packgraph.graphs.checks.module_state import PLAIN, Mark, ModuleState, owners
+from packgraph.graphs.checks.random_state import Draws
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.host_calls import Unseen
-from packgraph.graphs.host_sync import LEAVE_OUT
-from packgraph.graphs.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.program import Program
-from packgraph.graphs.random_state import Draws
-from packgraph.graphs.regions import Run
-from packgraph.graphs.stages import State
+from packgraph.graphs.stages import Run, State
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _MISSING = object()

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from packgraph.graphs import capturer
 from packgraph.graphs import graphed as graphed_module
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
@@ -32,7 +33,7 @@ def prepared():
 
 def test_evaluation_is_seen():
     graphed, x = prepared()
-    with graphed.steady():
+    with graphed.frozen():
         forward_backward(graphed, x)
         graphed.eval()
         graphed(x)
@@ -41,7 +42,7 @@ def test_evaluation_is_seen():
 
 def test_closing_is_seen():
     graphed, x = prepared()
-    with graphed.steady():
+    with graphed.frozen():
         forward_backward(graphed, x)
         graphed.close()
         graphed(x)
@@ -50,7 +51,7 @@ def test_closing_is_seen():
 
 def test_autocast_is_seen():
     graphed, x = prepared()
-    with graphed.steady():
+    with graphed.frozen():
         forward_backward(graphed, x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(graphed(x), graphed.module(x))
@@ -59,7 +60,7 @@ def test_autocast_is_seen():
 
 def test_hooks_on_saved_tensors_are_seen():
     graphed, x = prepared()
-    with graphed.steady():
+    with graphed.frozen():
         forward_backward(graphed, x)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             graphed(x)
@@ -74,13 +75,13 @@ def test_a_capture_that_fails_is_not_tried_again(monkeypatch):
         tries.append(1)
         raise CaptureError("no memory is left", None, "use fewer slots")
 
-    monkeypatch.setattr(graphed_module, "capture_variant", fail)
-    with graphed.steady():
-        held = graphed.claim((x,), {})
+    monkeypatch.setattr(capturer, "capture_variant", fail)
+    with graphed.frozen():
+        held = graphed.acquire((x,), {})
         with pytest.warns(UserWarning, match="no memory is left"):
-            assert graphed.claim((x,), {}) == "capture failed"
-        assert graphed.claim((x,), {}) == "capture failed"
-    held.ticket.release()
+            assert graphed.acquire((x,), {}) == "capture failed"
+        assert graphed.acquire((x,), {}) == "capture failed"
+    held.lease.release()
     assert len(tries) == 1
 
 
@@ -102,7 +103,7 @@ def test_calls_with_constants_are_known_too(monkeypatch):
     monkeypatch.setattr(
         graphed_module, "signature", lambda *call: looked.append(call) or look(*call)
     )
-    with graphed.steady():
+    with graphed.frozen():
         for ranks in (2, None, 1, 3, 2, None, 1, 3, 2):
             expected = graphed.module(None, x, ranks)
             assert torch.equal(forward_backward(graphed, None, x, ranks), expected.detach())

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from packgraph.graphs.checks.host_sync import FunctionWatcher
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.host_sync import FunctionWatcher
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _OUTSIDE = "make the tensor once outside, or use torch.full / new_zeros / arange"

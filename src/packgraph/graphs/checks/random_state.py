@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs.checks.host_calls import SeesBuiltin, Watcher, watched_calls
+from packgraph.graphs.checks.operations import Operation
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
-from packgraph.graphs.host_calls import SeesBuiltin, Watcher, watched_calls
-from packgraph.graphs.operations import Operation
 
 RESEED = "seed once before training: replays go on with the generator as eager calls would"
 _DRAW_OUTSIDE = "draw them with torch, or pass them in"

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from packgraph.graphs.checks.host_calls import SeesBuiltin, Unseen, Watcher, watched_calls
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, FunctionWatcher
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
-from packgraph.graphs.host_calls import SeesBuiltin, Unseen, Watcher, watched_calls
-from packgraph.graphs.host_sync import LEAVE_OUT, FunctionWatcher
 from packgraph.graphs.parameters import local_tensor
 
 _HOOK = (

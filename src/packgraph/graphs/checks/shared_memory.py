@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.host_sync import LEAVE_OUT
 
 _REMEDY = "return a copy (.clone()) in its place. " + LEAVE_OUT
 

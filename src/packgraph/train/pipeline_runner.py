@@ -1,5 +1,4 @@
-"""How the trainer runs its part of a pipeline: the same life as `Executor`, with a schedule instead
-of a loop.
+"""How a rank runs its part of a pipeline: by a schedule instead of a loop.
 
 The number of slots is what the schedule needs for any number of microbatches; all graphs are
 captured in them after the warm-up steps. With granularity `step` the whole schedule of this rank is
@@ -8,15 +7,15 @@ one graph where that can be.
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from packgraph.graphs.consensus import Vote
+from packgraph.graphs.cache import Consensus
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
-from packgraph.graphs.graphed import graph
-from packgraph.graphs.regions import in_scope
-from packgraph.graphs.stages import Staged
+from packgraph.graphs.graphed import control, graph
+from packgraph.graphs.stages import Staged, in_scope
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
@@ -24,16 +23,19 @@ from packgraph.parallel.pipeline.executor import Pipeline
 from packgraph.parallel.pipeline.links import make_links
 from packgraph.parallel.pipeline.slots import slot_counts
 from packgraph.train.dynamic_context import rank_rows
-from packgraph.train.executor import Executor, sample_batch
+from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig, TrainConfig
+from packgraph.train.runner import GRAPHS, Ways, sample_batch, step_and_update
 from packgraph.train.step import BeforeLast
 
 OFF = "graphs are off"
 
 
-class StageExecutor(Executor):
-    """Runs this rank's chunks of a pipeline. Collective: every rank of the pipeline runs the same
-    steps."""
+class PipelineRunner:
+    """Runs this rank's chunks of a pipeline; a `Runner`. Collective: every rank of the pipeline
+    runs the same steps."""
+
+    captures_ahead = True
 
     def __init__(
         self, chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh
@@ -41,10 +43,10 @@ class StageExecutor(Executor):
         """chunks: this rank's part of the model, in the order of its stages."""
         options = config.graph
         self._options, self._device = options, device
-        self._warm = False
+        self.replays = False
         links = make_links(mesh)
-        self._slots = slot_counts(links.size, len(chunks))[links.rank]
-        self._graphed = [
+        self.slots = slot_counts(links.size, len(chunks))[links.rank]
+        self.graphed = [
             graph(
                 chunk,
                 capacities=options.captured_capacities(),
@@ -56,11 +58,11 @@ class StageExecutor(Executor):
                 granularity="chunk" if options.granularity == "step" else options.granularity,
                 compile=options.compile,
             )
-            for chunk, slots in zip(chunks, self._slots, strict=True)
+            for chunk, slots in zip(chunks, self.slots, strict=True)
         ]
         self._parameters = [list(chunk.parameters()) for chunk in chunks]
         self._pipeline = Pipeline(
-            self._graphed,
+            self.graphed,
             links,
             config.model.hidden_size,
             getattr(torch, config.run.dtype),
@@ -75,8 +77,9 @@ class StageExecutor(Executor):
         batches: Sequence[PackedBatch],
         loss_tokens: int,
         before_last: BeforeLast | None = None,
+        ways: Ways = GRAPHS,
     ) -> Tensor:
-        """Forward and backward of all microbatches of a step; see `step.accumulate`.
+        """As `Runner.run_step`.
 
         before_last: called for each chunk, with the output whose backward is its last and the
         chunk's parameters; not called where a whole step is one graph.
@@ -90,7 +93,7 @@ class StageExecutor(Executor):
             before_last(output, self._parameters[chunk])
 
         uploaded = [batch.to(self._device) for batch in batches]
-        with self._bypass(), self._way_of_step(batches):
+        with self._bypass(), ways.step(batches):
             return self._pipeline.step(
                 uploaded, tokens_in_step, None if before_last is None else settle
             )
@@ -98,46 +101,46 @@ class StageExecutor(Executor):
     def _bypass(self) -> contextlib.AbstractContextManager[None]:
         if not self._options.enabled:
             return eager(OFF)
-        return contextlib.nullcontext() if self._warm else eager(WARM_UP)
+        return contextlib.nullcontext() if self.replays else eager(WARM_UP)
 
-    def before_step(self, steps_done: int) -> bool:
-        """Capture all graphs when `steps_done` is the end of warm-up, and where others are wanted;
-        whether it did."""
-        if not self.begin_step(steps_done):
-            return False
-        self._warm = True
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+        ways: Ways = GRAPHS,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Runner.train_step`."""
+        return step_and_update(self, batches, loss_tokens, optimizer, learning_rate, ways)
 
-        def arguments(chunk: int, capacity: Capacity) -> tuple[object, ...]:
-            return self._pipeline.sample_arguments(chunk, sample_batch(capacity).to(self._device))
+    def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
+        """As `Runner.arguments`."""
+        return self._pipeline.sample_arguments(chunk, sample_batch(capacity).to(self._device))
 
-        capacities = self._within_budget(arguments, self._slots)
+    def build(self, capacities: Sequence[Capacity]) -> None:
+        """As `Runner.build`."""
         self._pipeline.build(
-            [sample_batch(capacity).to(self._device) for capacity in capacities], self._slots
+            [sample_batch(capacity).to(self._device) for capacity in capacities], self.slots
         )
-        self._measure()
-        return True
 
-    def vote_by(self, stage: Vote, replica: Vote) -> None:
-        """As Executor's."""
-        super().vote_by(stage, replica)
-        self._pipeline.vote_on_steps(replica)
+    def agree_by(self, stage: Consensus, replica: Consensus) -> None:
+        """As `Runner.agree_by`."""
+        for graphed in self.graphed:
+            control(graphed).consensus = stage
+        self._pipeline.agree_on_steps(replica)
 
-    def free_graphs(self, bucket: Capacity | None) -> None:
-        """As Executor's."""
-        super().free_graphs(bucket)
+    def free_whole_steps(self) -> None:
+        """As `Runner.free_whole_steps`."""
         self._pipeline.free_whole_steps()
 
+    @property
     def step_stats(self) -> Stats | None:
         """What graphs of whole steps have done, None where there are none."""
         return self._pipeline.step_stats
 
-    @property
-    def backend(self) -> str:
-        """Name of the backend in use."""
-        return super().backend if self._options.enabled else "eager"
-
     def close(self) -> None:
-        """Free all graphs, before the process groups go."""
+        """Frees all graphs, before the process groups go."""
         self._pipeline.close()
 
 

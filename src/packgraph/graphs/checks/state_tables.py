@@ -15,7 +15,7 @@ from functools import partial
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
-from packgraph.graphs.state_kinds import Mark, same_value, value_key
+from packgraph.graphs.checks.state_kinds import Mark, same_value, value_key
 
 MISSING = object()
 Pairs = list[tuple[Any, Any]]

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.code_reads import (
+from packgraph.graphs.checks.code_reads import (
     CALLED_BY_MACHINERY,
+    OWN_NAME,
+    ByString,
     function_of,
     imported,
     is_implicit,
@@ -26,9 +28,7 @@ from packgraph.graphs.code_reads import (
     is_library_class,
     reads_of,
 )
-from packgraph.graphs.computed_reads import OWN_NAME, ByString
-from packgraph.graphs.module_hooks import module_hooks, owners
-from packgraph.graphs.state_kinds import (
+from packgraph.graphs.checks.state_kinds import (
     ASSUMED,
     DEPTH,
     LARGEST_BYTES,
@@ -41,8 +41,8 @@ from packgraph.graphs.state_kinds import (
     row_of,
     value_key,
 )
-from packgraph.graphs.state_layers import foreign, is_of_torch, layer_tables
-from packgraph.graphs.state_tables import (
+from packgraph.graphs.checks.state_layers import foreign, is_of_torch, layer_tables
+from packgraph.graphs.checks.state_tables import (
     MISSING,
     Place,
     Table,
@@ -59,7 +59,8 @@ from packgraph.graphs.state_tables import (
     slot_names,
     slots_table,
 )
-from packgraph.graphs.tensor_state import OF_TORCH, TensorState
+from packgraph.graphs.checks.tensor_state import OF_TORCH, TensorState
+from packgraph.graphs.hooks import module_hooks, owners
 from packgraph.graphs.wrapper import Wrapper, wrapped
 
 INTERNAL = frozenset(vars(torch.nn.Module()))

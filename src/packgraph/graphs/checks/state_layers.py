@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.code_reads import function_of, is_library, reads_of
-from packgraph.graphs.state_kinds import Treatment, row_of
-from packgraph.graphs.state_tables import Place, Table, class_table, names_table
+from packgraph.graphs.checks.code_reads import function_of, is_library, reads_of
+from packgraph.graphs.checks.state_kinds import Treatment, row_of
+from packgraph.graphs.checks.state_tables import Place, Table, class_table, names_table
 
 _GLOBAL, _CLASS = "the global ", "the class attribute "
 _FILES = {

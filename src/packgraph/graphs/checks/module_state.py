@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.module_hooks import HOOKS, global_hooks, owners
-from packgraph.graphs.state_kinds import (
+from packgraph.graphs.checks.state_kinds import (
     ASSUMED,
     PLAIN,
     Mark,
@@ -30,9 +29,10 @@ from packgraph.graphs.state_kinds import (
     row_of,
     same_value,
 )
-from packgraph.graphs.state_tables import Form, Table, differing
-from packgraph.graphs.state_walk import SUBMODULE, Refused, Walk
-from packgraph.graphs.tensor_state import guards
+from packgraph.graphs.checks.state_tables import Form, Table, differing
+from packgraph.graphs.checks.state_walk import SUBMODULE, Refused, Walk
+from packgraph.graphs.checks.tensor_state import guards
+from packgraph.graphs.hooks import HOOKS, global_hooks, owners
 from packgraph.graphs.wrapper import Wrapper
 
 __all__ = ["PLAIN", "Change", "Mark", "ModuleState", "owners"]

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.calls import VARIES, Line, OperationLog, is_of_offloading
-from packgraph.graphs.constants import Constants
+from packgraph.graphs.checks.calls import VARIES, Line, OperationLog, is_of_offloading
+from packgraph.graphs.checks.constants import Constants
+from packgraph.graphs.checks.host_sync import CaptureChecker, Journal, shapes_only
+from packgraph.graphs.checks.operations import PLAIN_TENSORS, Operation, tensors_of
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.host_sync import CaptureChecker, Journal, shapes_only
-from packgraph.graphs.operations import PLAIN_TENSORS, Operation, tensors_of
 from packgraph.graphs.output_objects import opened_in
 
 _RETURN = "return it from forward, or register a buffer and copy_ into it"
