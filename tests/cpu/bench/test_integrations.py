@@ -1,4 +1,4 @@
-"""Whole steps of a model of transformers by every way: the same first loss, and rows that say why."""
+"""Whole steps of a model of transformers by every way: one first loss, and rows that say why."""
 
 import json
 
