@@ -81,7 +81,7 @@ def main() -> None:
         way = make_way("chunk", bench.setting)
         batches = [batch.to(device) for batch in bench.draws]
         way.prepare(batches)
-        with way.steady():
+        with way.frozen():
             measure(way, batches, watch)
             if asked.profile:
                 profile = cProfile.Profile()

@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from packgraph.graphs.checks.state_kinds import assume_constant as assume_constant
     from packgraph.graphs.errors import CaptureError as CaptureError
     from packgraph.graphs.errors import PackgraphWarning as PackgraphWarning
     from packgraph.graphs.fallback import Stats as Stats
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from packgraph.graphs.graphed import control as control
     from packgraph.graphs.graphed import graph as graph
     from packgraph.graphs.stages import Stage as Stage
-    from packgraph.graphs.state_kinds import assume_constant as assume_constant
     from packgraph.offloading.api import offload as offload
     from packgraph.offloading.marks import offload_block as offload_block
     from packgraph.ops.attention.api import packed_attention as packed_attention
@@ -67,7 +67,7 @@ _HOMES = {
     "PackgraphWarning": "graphs.errors",
     "Stage": "graphs.stages",
     "Stats": "graphs.fallback",
-    "assume_constant": "graphs.state_kinds",
+    "assume_constant": "graphs.checks.state_kinds",
     "control": "graphs.graphed",
     "eager": "graphs.fallback",
     "graph": "graphs.graphed",

@@ -26,6 +26,7 @@ RANKS = {
     "parallel": 3,
     "models": 4,
     "viz": 5,
+    "integrations": 5,
     "train": 6,
     "verification": 7,
     "bench": 7,
@@ -35,7 +36,7 @@ RANKS = {
 PLANNERS = (
     "packing/buckets/*",
     "graphs/stages.py",
-    "graphs/regions.py",
+    "graphs/stages.py",
     "graphs/memory/budget.py",
     "graphs/recorder/first_fit.py",
     "moe/stash/plan.py",

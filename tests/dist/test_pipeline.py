@@ -256,7 +256,7 @@ def test_a_slot_freed_before_its_sends_are_done_is_wrong_and_the_test_sees_it(mo
 
     def finish(self):
         under_way.append(self._sending)
-        self.ticket.release()
+        self.lease.release()
 
     eager = run("eager", 2, 1, COUNTS[:4])
     monkeypatch.setattr(InFlight, "finish", finish)

@@ -143,12 +143,12 @@ def with_kernels(mesh):
     """The kernels' places taken by the textbook formula, which leaves all rows that it should not
     write NaN."""
 
-    def forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale):
+    def forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale, left=-1):
         within(cu_seqlens, longest, q), within(cu_keys, most_keys, k)
         return textbook_forward(q, k, v, cu_seqlens, scale, cu_keys)
 
-    def backward(grad, q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale):
-        return textbook_backward(grad, q, k, v, cu_seqlens, scale, cu_keys)
+    def backward(grad, q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale, left):
+        return textbook_backward(grad, q, k, v, out, lse, cu_seqlens, scale, cu_keys)
 
     def within(boundaries, longest, x):
         assert boundaries.dtype == torch.int32 and int(boundaries.diff().max()) <= longest
@@ -165,15 +165,17 @@ def with_kernels(mesh):
         max_seqlen_k,
         softmax_scale,
         out,
+        lse,
         **options,
     ):
         assert all(x.isfinite().all() for x in (q, k, v)), (
             "a tile reads what stands behind a document"
         )
-        found = forward(
+        found, sums = forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale
-        )[0]
+        )
         out[: int(cu_seqlens_q[-1])] = found[: int(cu_seqlens_q[-1])]
+        lse.copy_(sums)
 
     def flash_backward(
         q, k, v, out, grad, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, dq, dk, dv, **options
@@ -181,7 +183,7 @@ def with_kernels(mesh):
         assert all(x.isfinite().all() for x in (q, k, v, out, grad))
         for target, found in zip(
             (dq, dk, dv),
-            textbook_backward(grad, q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k),
+            textbook_backward(grad, q, k, v, out, lse, cu_seqlens_q, softmax_scale, cu_seqlens_k),
             strict=True,
         ):
             target.copy_(found)
@@ -191,12 +193,12 @@ def with_kernels(mesh):
             attention_varlen,
             _launch_forward=forward,
             _launch_backward=backward,
-            _check_supported=lambda q, v: None,
+            _check_supported=lambda *facts: None,
         ),
         mock.patch.multiple(
             attention_flash,
             library=lambda: Library(Kernels(flash, flash_backward), None),
-            _check_supported=lambda q, v: None,
+            _check_supported=lambda *facts: None,
         ),
     ):
         return [

@@ -14,16 +14,26 @@ NAN = float("nan")
 
 
 def textbook_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, cu_keys: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    cu_keys: Tensor | None = None,
+    left: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """out [T, Hq, Dv] and log-sum-exp [Hq, T], NaN in padding. cu_keys: boundaries of keys, default
-    those of queries; documents are then aligned at their ends."""
+    those of queries; documents are then aligned at their ends. left: how far a token sees back; -1
+    = to the beginning of its document."""
     group = q.shape[1] // k.shape[1]
     out = torch.full((q.shape[0], q.shape[1], v.shape[2]), NAN, dtype=q.dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), NAN)
     for rows, keys in _documents(cu_seqlens, cu_keys):
-        weights = _weights(q[rows], k[keys], scale)
+        scores = _scores(q[rows], k[keys], scale, left)
+        lse[:, rows] = scores.logsumexp(-1)
+        weights = scores.softmax(-1)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, v[keys].repeat_interleave(group, 1))
-    return out, torch.full((q.shape[1], q.shape[0]), NAN)
+    return out, lse
 
 
 def textbook_backward(
@@ -31,17 +41,22 @@ def textbook_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     cu_seqlens: Tensor,
     scale: float,
     cu_keys: Tensor | None = None,
+    left: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, NaN in padding."""
+    """dq, dk, dv, NaN in padding. As kernels do it: probabilities come from lse, and the row sums
+    of gradients from out."""
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (torch.full_like(x, NAN) for x in (q, k, v))
     for rows, keys in _documents(cu_seqlens, cu_keys):
-        weights = _weights(q[rows], k[keys], scale)
+        weights = (_scores(q[rows], k[keys], scale, left) - lse[:, rows, None]).exp()
         of_weights = torch.einsum("qhd,khd->hqk", grad[rows], v[keys].repeat_interleave(group, 1))
-        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+        sums = (grad[rows] * out[rows]).sum(-1).t()[:, :, None]
+        of_scores = weights * (of_weights - sums) * scale
         dq[rows] = torch.einsum("hqk,khd->qhd", of_scores, k[keys].repeat_interleave(group, 1))
         wide = (
             torch.einsum("hqk,qhd->khd", of_scores, q[rows]),
@@ -59,9 +74,12 @@ def _documents(cu_seqlens: Tensor, cu_keys: Tensor | None) -> list[tuple[slice, 
     return list(zip(queries, keys, strict=True))
 
 
-def _weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, left: int) -> Tensor:
     scores = (
         torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
     )
-    future = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.shape[0] - q.shape[0])
-    return scores.masked_fill(future, float("-inf")).softmax(-1)
+    ahead = k.shape[0] - q.shape[0]
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + ahead)
+    if left >= 0:
+        hidden |= torch.ones_like(scores, dtype=torch.bool).tril(ahead - left - 1)
+    return scores.masked_fill(hidden, float("-inf"))

@@ -46,10 +46,9 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from packgraph.bench.models import TimedPart
-from packgraph.graphs.compile_units import compile_units_of
 from packgraph.graphs.compiled.compiler import Compiler
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.stages import Stage, State, run_stages
+from packgraph.graphs.stages import Stage, State, compile_units_of, run_stages
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.metadata import AttentionMetadata
 from packgraph.packing.batch import PackedBatch

@@ -52,11 +52,11 @@ from packgraph.parallel.context.request import ContextCost, ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.executor import sample_batch
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import OptimizerConfig
 from packgraph.train.plan_context import context_cost
 from packgraph.train.row_timing import measured_cost
+from packgraph.train.runner import sample_batch
 from packgraph.train.step import MicrobatchAssignment
 
 KIND: ContextWish = "ulysses"  # how ranks share attention

@@ -32,6 +32,7 @@ from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig
 from packgraph.train.row_timing import TimeRow, time_row
+from packgraph.train.runner import MicrobatchRunner
 
 SPARE = 256  # documents behind those of a step, to fill its gaps with
 FIXED, DYNAMIC = "fixed", "dynamic"
@@ -161,7 +162,7 @@ class ContextWay:
             granularity="layer" if granularity == "layer" else "chunk",
             autotune=False,
         )
-        self.executor = Executor(model, options, device)
+        self.executor = Executor(MicrobatchRunner(model, options, device), options, device)
         self.executor.everyone = mesh.everyone()
 
     def build(self, share: Sequence[PackedBatch]) -> str | None:

@@ -290,7 +290,7 @@ class _Run:
 
     def calls(self) -> None:
         """All microbatches once."""
-        with self.way.steady():
+        with self.way.frozen():
             for batch in self.batches:
                 self.way.run(batch)
 

@@ -214,7 +214,7 @@ class PipelineWay:
             .requires_grad_()
             for hidden in arguments[2:]
         ]  # what the executor claims with: a key has strides in it
-        claim = chunk.claim((*arguments[:2], *like), {})
+        claim = chunk.acquire((*arguments[:2], *like), {})
         if not isinstance(claim, ReplayHandle):
             raise RuntimeError(f"a chunk's graphs cannot be timed on their own: {claim}")
         return claim.run(arguments, {})

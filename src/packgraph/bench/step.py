@@ -336,7 +336,7 @@ class _StepBench:
 
 
 def _run(way: Way, batches: list[PackedBatch], mark: Callable[[], None] = lambda: None) -> None:
-    with way.steady():
+    with way.frozen():
         for batch in batches:
             way.run(batch)
             mark()

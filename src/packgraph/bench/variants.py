@@ -127,7 +127,7 @@ class Way:
         return out.detach()
 
     @contextlib.contextmanager
-    def steady(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         """A block of calls in which nothing about the model changes but values."""
         yield
 
@@ -172,7 +172,7 @@ class Compiled(Way):
         return super().run(batch)
 
     @contextlib.contextmanager
-    def steady(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         before = counters["stats"]["unique_graphs"]
         yield
         self.recompiled += counters["stats"]["unique_graphs"] - before
@@ -262,7 +262,7 @@ class Graphed(Way):
         arguments, incoming = self.work.arguments(batch), self.work.incoming(batch)
         if incoming is None:
             return forward_backward(self.graphed, *arguments)
-        claim = self.graphed.claim(arguments, {})
+        claim = self.graphed.acquire(arguments, {})
         if isinstance(claim, ReplayHandle) and claim.is_direct:
             out = claim.forward(arguments, {})
             claim.backward(incoming)
@@ -274,8 +274,8 @@ class Graphed(Way):
         return out.detach()
 
     @contextlib.contextmanager
-    def steady(self) -> Iterator[None]:
-        with self.graphed.steady():
+    def frozen(self) -> Iterator[None]:
+        with self.graphed.frozen():
             yield
 
     def facts(self) -> dict[str, Any]:

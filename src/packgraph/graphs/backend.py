@@ -21,8 +21,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from packgraph.graphs.checks.host_sync import Journal
 from packgraph.graphs.copy_streams import CopyStreams, HostMemories
-from packgraph.graphs.host_sync import Journal
 
 Result = TypeVar("Result")
 

@@ -24,19 +24,12 @@ from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results, runs_python
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.call_modes import CallModes
-from packgraph.graphs.calls import OperationLog
+from packgraph.graphs.checks.calls import DryRun, OperationLog, Place, Uses
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
+from packgraph.graphs.checks.shared_memory import refuse_shared_memory
 from packgraph.graphs.direct import Direct, direct_replay
-from packgraph.graphs.dry_run import DryRun
-from packgraph.graphs.entries import (
-    PassThrough,
-    Produced,
-    describe_entries,
-    make_entry,
-    owned_aliases,
-)
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
-from packgraph.graphs.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.profiler_ranges import ProfiledGraph, range_name, sizes_in_short
@@ -47,16 +40,18 @@ from packgraph.graphs.region import (
     Input,
     Output,
     ParameterEdge,
+    PassThrough,
+    Produced,
     Region,
+    describe_entries,
+    make_entry,
+    owned_aliases,
     shown_facts,
 )
-from packgraph.graphs.regions import Run
-from packgraph.graphs.shared_memory import refuse_shared_memory
 from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slots import Slot
-from packgraph.graphs.stages import State
+from packgraph.graphs.stages import Run, State
 from packgraph.graphs.strides import Layout, layout_of
-from packgraph.graphs.uses import Place, Uses
 
 
 @dataclass(frozen=True)
@@ -108,6 +103,11 @@ class Variant:
     direct: Direct | None
     version: int
     rehearsal: DryRun
+
+    @property
+    def segments(self) -> int:
+        """Number of captured segments."""
+        return len(self.regions)
 
     def reset(self) -> None:
         """Free all graphs."""
@@ -178,12 +178,7 @@ class VariantBuild:
         ):  # what is captured runs for what is not
             for memory in self.rehearsal.written:
                 self.journal.before_write(memory)
-        for index, run in enumerate(self.program.runs):
-            state = (
-                self._capture_forward(index, run, state)
-                if run.captured
-                else self._run_eagerly(run, state)
-            )
+        state = self.program.execute(state, self)
         self._refuse_another_way()
         ends = []
         result = self.program.end(state)
@@ -218,7 +213,7 @@ class VariantBuild:
         if origin is not None and origin.producer is not None and leaf.requires_grad:
             self.exposed.setdefault((origin.producer, origin.number), layout)
 
-    def _run_eagerly(self, run: Run, state: State) -> State:
+    def eager(self, index: int, run: Run, state: State) -> State:
         """Run uncoloured stages on real data, for which captured forwards run once; note which
         captured tensors and parameters they differentiate."""
         self.window.materialise()
@@ -236,7 +231,8 @@ class VariantBuild:
             result, {id(t) for t in tree_leaves(result)}, {id(t) for t in tree_leaves(before)}
         )
 
-    def _capture_forward(self, index: int, run: Run, state: State) -> State:
+    def captured(self, index: int, run: Run, state: State) -> State:
+        """Capture the forward of a run."""
         shown, inputs, leaves, origins = self._static_inputs(state)
         facts = shown_facts(hide_lengths(state))
         versions = [leaf._version for leaf in leaves]

@@ -162,7 +162,9 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
             _copy(grad, buffer.tensor)
         grad = None
     if cleared:
+        # To -0.0 everything adds without a change of any bit: 0.0 would lose the sign of a zero.
         torch._foreach_zero_(cleared)
+        torch._foreach_neg_(cleared)
     return aside
 
 

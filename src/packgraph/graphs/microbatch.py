@@ -25,7 +25,7 @@ def forward_backward(
     detached; it may be memory of the slot, so it holds its value only until the next call.
     """
     own = control(graphed)
-    claim = own.claim(args, {}) if before is None else None
+    claim = own.acquire(args, {}) if before is None else None
     if isinstance(claim, ReplayHandle) and claim.is_direct and claim.makes_one_number:
         loss = claim.forward(args, {})
         claim.backward()

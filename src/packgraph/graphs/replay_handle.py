@@ -22,7 +22,7 @@ from packgraph.graphs.program import Program
 from packgraph.graphs.region import StaticAliases, accepts
 from packgraph.graphs.replay import replay_region
 from packgraph.graphs.slots import SlotLease
-from packgraph.graphs.stages import State
+from packgraph.graphs.stages import Run, State
 
 
 class ReplayHandle:
@@ -36,7 +36,7 @@ class ReplayHandle:
         self,
         program: Program,
         variant: Variant,
-        ticket: SlotLease,
+        lease: SlotLease,
         lends: bool,
         stats: Stats,
         calls: Calls,
@@ -45,10 +45,10 @@ class ReplayHandle:
         """calls: of the module. steady: stands for a block of time in which nothing about the
         module but values changes; None = no such."""
         self.calls = calls
-        self.program, self.variant, self.ticket, self.lends, self.stats = (
+        self.program, self.variant, self.lease, self.lends, self.stats = (
             program,
             variant,
-            ticket,
+            lease,
             lends,
             stats,
         )
@@ -78,17 +78,17 @@ class ReplayHandle:
             with self.calls:
                 if self.program.staged:
                     self.program.begin(args, kwargs)
-                out = self.variant.direct.forward(call_tensors(args, kwargs), self.ticket)
+                out = self.variant.direct.forward(call_tensors(args, kwargs), self.lease)
             launched = True
         finally:
             if not launched:
-                self.ticket.release()
+                self.lease.release()
         return out
 
     def backward(self, gradient: torch.Tensor | None = None) -> None:
         """Replay the backward. gradient: of the output, None = one."""
         assert self.variant.direct is not None
-        self.variant.direct.backward(gradient, self.ticket, self.steady)
+        self.variant.direct.backward(gradient, self.lease, self.steady)
 
     def input_gradient(self, tensor: int) -> torch.Tensor | None:
         """Where `backward` leaves the gradient of the call's tensor number `tensor`: an alias of
@@ -118,31 +118,40 @@ class ReplayHandle:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replay the call's forward; its backward follows by autograd."""
         with contextlib.ExitStack() as on_error:
-            on_error.callback(self.ticket.release)
+            on_error.callback(self.lease.release)
             with self.calls:
                 result = self._run(args, kwargs)
             on_error.pop_all()
         return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = self.program.begin(args, kwargs)
-        homes = StaticAliases()
-        was_eager = False
-        for index, run in enumerate(self.program.runs):
-            region = self.variant.regions.get(index)
-            if region is not None and was_eager and not accepts(region, state, homes):
-                self.stats.fell_back(fallback.OTHER_STATE)
-                region = None
-            if region is None:
-                state = self.program.run(run, _own_copies(state, homes))
-            else:
-                state = replay_region(region, state, self.ticket, homes)
-            was_eager = region is None
-        result = self.program.end(state)
+        replay, program = _Replayed(self), self.program
+        result = program.end(program.execute(program.begin(args, kwargs), replay))
         if self.lends:
             return close_objects(result)
-        with self.ticket.slots.launches:
-            return close_objects(_left(result, homes))
+        with self.lease.slots.launches:
+            return close_objects(_left(result, replay.aliases))
+
+
+class _Replayed:
+    """Runs by replay, where the slot has graphs for them."""
+
+    def __init__(self, handle: ReplayHandle) -> None:
+        self._handle, self.aliases, self._was_eager = handle, StaticAliases(), False
+
+    def captured(self, index: int, run: Run, state: State) -> State:
+        region = self._handle.variant.regions.get(index)
+        if region is None:
+            return self.eager(index, run, state)
+        if self._was_eager and not accepts(region, state, self.aliases):
+            self._handle.stats.fell_back(fallback.OTHER_STATE)
+            return self.eager(index, run, state)
+        self._was_eager = False
+        return replay_region(region, state, self._handle.lease, self.aliases)
+
+    def eager(self, index: int, run: Run, state: State) -> State:
+        self._was_eager = True
+        return self._handle.program.run(run, _own_copies(state, self.aliases))
 
 
 def _left(result: Any, homes: StaticAliases) -> Any:

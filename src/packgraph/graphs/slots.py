@@ -1,4 +1,4 @@
-"""Slots: the static memory of one in-flight microbatch, and the ticket that owns it.
+"""Slots: the static memory of one in-flight microbatch, and the lease that owns it.
 
     acquire -> forward replays -> ... other microbatches in their own slots ... -> backward replays
     -> release
@@ -211,15 +211,13 @@ class Slots:
 
     def reserve(self, count: int) -> list["SlotLease"]:
         """Claim `count` slots at once, to build them. Raises RuntimeError when fewer can be had."""
-        tickets: list[SlotLease] = []
+        leases: list[SlotLease] = []
         for _ in range(count):
-            ticket = self.acquire(None)
-            if ticket is None:
-                raise RuntimeError(
-                    f"{count} slots were asked for, but only {len(tickets)} are free"
-                )
-            tickets.append(ticket)
-        return tickets
+            lease = self.acquire(None)
+            if lease is None:
+                raise RuntimeError(f"{count} slots were asked for, but only {len(leases)} are free")
+            leases.append(lease)
+        return leases
 
 
 class SlotLease:

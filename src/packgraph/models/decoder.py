@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from packgraph.graphs.regions import in_scope
-from packgraph.graphs.stages import Stage
+from packgraph.graphs.stages import Stage, in_scope
 from packgraph.models.branches import head_cost, layer_cost
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer

@@ -42,9 +42,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.copy_streams import Copy, CopyStreams, captured_copy_streams
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.graphs.host_sync import capturing
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.saved_tensors import Staying, staying
 from packgraph.offloading.group import GroupMemory, Handle, SavedGroup, unpack

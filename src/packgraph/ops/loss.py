@@ -40,7 +40,13 @@ def rows_per_chunk(vocab_size: int) -> int:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Cross-entropy of a linear head in chunks of rows, without the whole logits.
 
@@ -52,6 +58,8 @@ def linear_cross_entropy(
         labels: int64 [T], each in [0, V), or -100: its loss and gradients are exactly 0. Any other
             label makes the loss and all gradients NaN.
         chunk: Rows of logits held at once. None derives it from V.
+        scale: Factor on the logits.
+        softcap: Bound on the scaled logits x, which become softcap * tanh(x / softcap). 0 is none.
 
     Returns:
         The sum, a 0-d float32 tensor.
@@ -75,13 +83,40 @@ def linear_cross_entropy(
     # inside the function autograd is off, so whether gradients are wanted must be asked here
     want_hidden = torch.is_grad_enabled() and hidden.requires_grad
     want_weight = torch.is_grad_enabled() and weight.requires_grad
-    return _LinearCrossEntropy.apply(hidden, weight, labels, rows, want_hidden, want_weight)
+    return _LinearCrossEntropy.apply(
+        hidden, weight, labels, rows, want_hidden, want_weight, scale, softcap
+    )
 
 
-def naive_linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_log_probabilities(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Log-probability of each label under a linear head: float32 [T], 0 where the label is -100.
+
+    In chunks as `linear_cross_entropy`, with the same arguments; logits are made again in the
+    backward, as each row has a gradient of its own.
+    """
+    rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return _LinearLogProbabilities.apply(hidden, weight, labels, rows, scale, softcap)
+
+
+def naive_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, softcap: float = 0.0
+) -> Tensor:
     """The specification: all logits at once, torch's cross-entropy over the rows that count."""
     counted = labels != IGNORED
-    logits, words = (hidden[counted] @ weight.t()).float(), labels[counted]
+    logits, words = (hidden[counted] @ weight.t()).float() * scale, labels[counted]
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     legal = is_word(words, weight.shape[0])
     losses = F.cross_entropy(logits, words.masked_fill(~legal, 0), reduction="none")
     return (losses * torch.where(legal, 1.0, torch.nan)).sum()
@@ -97,6 +132,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: int,
         want_hidden: bool,
         want_weight: bool,
+        scale: float,
+        softcap: float,
     ) -> Tensor:
         losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -105,10 +142,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             counted = (labels[part] != IGNORED)[:, None]
             chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
-            grad_logits = gradient_of_logits(
+            grad_logits = _gradient_of_products(
                 chunk_hidden @ weight.t(),
                 labels[part],
                 losses[part],
+                scale,
+                softcap,
                 wanted=want_hidden or want_weight,
             )
             if grad_logits is None:
@@ -129,7 +168,88 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return scaled(grad_hidden, grad), scaled(grad_weight, grad), None, None, None, None
+        return scaled(grad_hidden, grad), scaled(grad_weight, grad), *[None] * 6
+
+
+class _LinearLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        scale: float,
+        softcap: float,
+    ) -> Tensor:
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        for start in range(0, labels.shape[0], rows):
+            part = slice(start, start + rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            products = hidden[part].masked_fill(~counted, 0.0) @ weight.t()
+            _gradient_of_products(
+                products, labels[part], losses[part], scale, softcap, wanted=False
+            )
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.rows, ctx.scale, ctx.softcap = rows, scale, softcap
+        return -losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight: Tensor | None = None
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        for start in range(0, labels.shape[0], ctx.rows):
+            part = slice(start, start + ctx.rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
+            found = _gradient_of_products(
+                chunk_hidden @ weight.t(),
+                labels[part],
+                losses[part],
+                ctx.scale,
+                ctx.softcap,
+                wanted=True,
+            )
+            assert found is not None
+            of_rows = (-grad[part, None]).masked_fill(~counted, 0.0)
+            found = (found * of_rows).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = found @ weight
+            if ctx.needs_input_grad[1]:
+                product = found.t() @ chunk_hidden
+                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 4
+
+
+def _gradient_of_products(
+    products: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    scale: float,
+    softcap: float,
+    *,
+    wanted: bool,
+) -> Tensor | None:
+    """`gradient_of_logits` for logits that are scaled and capped `products` [C, V], which may be
+    written over: the gradient of the products."""
+    if scale != 1.0:
+        products = products.mul_(scale)
+    slope = None
+    if softcap:
+        share = torch.tanh(products.float() / softcap)
+        slope = (1 - share.square()) if wanted else None
+        products = (share * softcap).to(products.dtype)
+    found = gradient_of_logits(products, labels, losses, wanted=wanted)
+    if found is None:
+        return None
+    if slope is not None:
+        found = (found * slope).to(found.dtype)
+    return found if scale == 1.0 else found.mul_(scale)
 
 
 def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:

@@ -26,9 +26,10 @@ from packgraph.train.experts import ExpertBalance, Overflow, make_buffers, make_
 from packgraph.train.offloading import make_offloading
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
-from packgraph.train.stage_executor import StageExecutor
+from packgraph.train.pipeline_runner import PipelineRunner
+from packgraph.train.runner import MicrobatchRunner, Runner
 from packgraph.train.step import MicrobatchAssignment
-from packgraph.train.step_executor import StepExecutor
+from packgraph.train.step_runner import StepRunner
 from packgraph.train.weights import load_weights
 
 
@@ -93,32 +94,33 @@ def make_executor(
     """What runs the steps of `model`: a loop, one graph of a whole step and its update, or this
     rank's part of a pipeline (of one rank for graphs of whole steps without the update)."""
     config = with_context_buckets(config)
-    executor = _make_executor(model, config, device, mesh)
+    runner = _make_runner(model, config, device, mesh)
+    executor = Executor(runner, config.graph, device)
     executor.everyone = mesh.everyone()
     # A partner of a failed capture has begun its own at the same time; only compiling may take it
     # much longer.
     patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout
-    executor.vote_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
+    executor.agree_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
         executor.autotune = Autotune(
             executor,
             mesh,
             device,
-            whole_steps=type(executor) is not Executor,
+            whole_steps=not isinstance(runner, MicrobatchRunner),
             sharing=MicrobatchAssignment.of(mesh, rank_tokens(config)),
         )
     return executor
 
 
-def _make_executor(
+def _make_runner(
     model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh
-) -> Executor:
+) -> Runner:
     if config.graph.enabled and config.graph.optimizer:
-        return StepExecutor(model.chunks[0], config.graph, device)
+        return StepRunner(model.chunks[0], config.graph, device)
     if mesh.size("pp") == 1 and config.graph.granularity != "step":
-        return Executor(model.chunks[0], config.graph, device)
-    return StageExecutor(model.chunks, config, device, mesh)
+        return MicrobatchRunner(model.chunks[0], config.graph, device)
+    return PipelineRunner(model.chunks, config, device, mesh)
 
 
 def _build(

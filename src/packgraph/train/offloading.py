@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.choose import make_copy_streams
-from packgraph.graphs.regions import Run, cut_runs, scope_errors
-from packgraph.graphs.stages import Stage
+from packgraph.graphs.stages import Run, Stage, cut_runs, scope_errors
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import ModelChunks, named_stages
 from packgraph.offloading.attach import attach

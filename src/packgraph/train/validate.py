@@ -1,6 +1,6 @@
 """What the sections of a run's configuration must agree on, all reasons at once."""
 
-from packgraph.graphs.regions import in_scope, scope_errors
+from packgraph.graphs.stages import in_scope, scope_errors
 from packgraph.models.decoder import named_stages, parts_without
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems

@@ -33,10 +33,10 @@ from packgraph.parallel.pieces import parts_of
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.dynamic_context import rank_tokens
-from packgraph.train.executor import Executor
 from packgraph.train.options import TrainConfig
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.retry import MOST
+from packgraph.train.runner import MicrobatchRunner
 from packgraph.train.step import (
     MicrobatchAssignment,
     Packs,
@@ -113,9 +113,10 @@ class ComparedRun:
     ) -> Tensor:
         self.optimizer.zero_grad()
         loss_tokens, overlap = count_loss_tokens(batches), self.optimizer.flat.overlap
-        if in_flight and type(self.executor) is Executor:
+        runner = self.executor.runner
+        if in_flight and isinstance(runner, MicrobatchRunner):
             loss = accumulate(
-                self.executor.loss,
+                runner.loss,
                 share,
                 self.device,
                 in_flight=True,

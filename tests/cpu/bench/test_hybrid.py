@@ -67,7 +67,7 @@ def results(
     found = []
     for batch in batches:
         zero_gradients([model])
-        with way.steady():
+        with way.frozen():
             found.append((work.score(way.run(batch)), squared_gradients([model]) ** 0.5))
     assert way.complaint() is None
     return found

@@ -17,8 +17,8 @@ from packgraph.bench.models import build_part, shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _Run, _run_once
 from packgraph.bench.offload_measures import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.timing import Deadline
+from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.host_sync import capturing
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.knobs import plan_by_knobs

@@ -101,7 +101,7 @@ def results(
     found = []
     for batch in batches:
         zero_gradients([model])
-        with way.steady():
+        with way.frozen():
             score = work.score(way.run(batch))
         found.append((score, squared_gradients([model]) ** 0.5))
     assert way.complaint() is None
@@ -264,11 +264,11 @@ def test_compiled_layers_take_documents_as_they_are() -> None:
         assert len({(batch.capacity.documents, batch.capacity.longest) for batch in batches}) > 4
         way.prepare(batches)
         assert counter.frame_count == 2
-        with way.steady():
+        with way.frozen():
             for batch in batches:
                 assert torch.equal(way.run(batch), model(*setting.work.arguments(batch)))
         assert counter.frame_count == 2 and way.complaint() is None
-        with way.steady():
+        with way.frozen():
             way.run(PackedBatch.build([[1] * 20], Capacity(24, 6)))
     assert way.complaint() == "code was compiled 1 times while it was timed"
 

@@ -216,6 +216,16 @@ def test_not_a_number_and_signed_zeros_are_keys_like_others():
     )
 
 
+def test_gradients_of_minus_zero_keep_their_sign():
+    """A gradient that begins anew is the first one bit by bit, not zero plus that."""
+    module = One(lambda m, a: m.linear.bias * a)
+    graphed = graph(module, warmup=0)
+    for _ in range(3):
+        module.zero_grad(set_to_none=True)
+        graphed(torch.tensor([-0.0, 0.0, 1.0, -1.0])).sum().backward()
+        assert module.linear.bias.grad.signbit().tolist() == [True, False, False, True]
+
+
 def test_gradients_in_a_users_flat_buffer_stay_there():
     graphed = graph(One(lambda m, a: m.linear(a)), warmup=0)
     x = torch.randn(3, 4)

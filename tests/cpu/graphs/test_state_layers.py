@@ -5,9 +5,9 @@ import pytest
 import torch
 from statekit import One, X, quietly
 
+from packgraph.graphs.checks.state_layers import is_of_torch
+from packgraph.graphs.checks.state_walk import Walk
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.state_layers import is_of_torch
-from packgraph.graphs.state_walk import Walk
 
 SCALE = {0: 1.0}
 

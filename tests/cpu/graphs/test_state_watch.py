@@ -12,7 +12,7 @@ from statekit import One, X, captured, quietly
 from torch import nn
 from watchkit import CASES, Classy
 
-from packgraph.graphs import module_state, tensor_state
+from packgraph.graphs.checks import module_state, tensor_state
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
 
@@ -169,7 +169,7 @@ def test_autocast_in_turns_keeps_the_fast_test():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 out = graphed(X)
             out.float().square().sum().backward()
-    seal = graphed._fingerprint._seal
+    seal = graphed._capturer._state._seal
     for autocast in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             assert seal.holds()

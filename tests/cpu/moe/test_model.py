@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import packgraph
-from packgraph.graphs.regions import scope_errors
+from packgraph.graphs.stages import scope_errors
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel, named_stages
 from packgraph.models.layers.moe import moe_blocks

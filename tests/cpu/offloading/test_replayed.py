@@ -93,7 +93,7 @@ def replayed(
     eager = engine.trace
     graphed.build([(batch, tokens)])
     assert engine.replayed(CopySpeed()) is None, "nothing has run"
-    with graphed.steady():
+    with graphed.frozen():
         for _ in range(2):
             forward_backward(graphed, batch, tokens)
     found = engine.replayed(CopySpeed())

@@ -98,7 +98,7 @@ def traced(monkeypatch):
     """torch's tracing compiler instead of the one that generates code."""
     torch._dynamo.reset()
     monkeypatch.setattr(
-        "packgraph.train.executor.graph",
+        "packgraph.train.runner.graph",
         lambda *args, compile, **options: graph(
             *args, compile="aot_eager" if compile else False, **options
         ),

@@ -19,6 +19,7 @@ from packgraph.train.executor import Executor
 from packgraph.train.options import GraphConfig
 from packgraph.train.random_state import random_states
 from packgraph.train.row_timing import is_wanted, measured_cost, put_back, sample_rows, time_row
+from packgraph.train.runner import MicrobatchRunner
 
 CPU = torch.device("cpu")
 PRIOR = ContextCost(
@@ -110,9 +111,8 @@ def test_timing_leaves_nothing_behind_but_gradients(enabled):
     if not enabled:  # graphs refuse hooks
         model.register_forward_pre_hook(lambda module, _: [module.seen.add_(1)][1:] or None)
     capacity = Capacity(32, 4)
-    executor = Executor(
-        model, GraphConfig(enabled=enabled, capacities=(capacity,), warmup=1, autotune=False), CPU
-    )
+    options = GraphConfig(enabled=enabled, capacities=(capacity,), warmup=1, autotune=False)
+    executor = Executor(MicrobatchRunner(model, options, CPU), options, CPU)
     request = ContextRequest(world=1, tokens=32, places=(4,), cost=PRIOR)
     (_, row), *_ = sample_rows(request, shape.vocab_size)
     executor.run_step([row], 1)

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _python_dispatch
 
-from packgraph.graphs.host_sync import CodeWatcher, FunctionWatcher
+from packgraph.graphs.checks.host_sync import CodeWatcher, FunctionWatcher
 
 
 @contextlib.contextmanager

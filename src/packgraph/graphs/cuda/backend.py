@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from packgraph.graphs.backend import Result
+from packgraph.graphs.checks.host_calls import unwatched_calls
+from packgraph.graphs.checks.host_sync import Journal
 from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, pinned, streams_beside
 from packgraph.graphs.cuda.status import told_as_in_eager_calls
 from packgraph.graphs.cuda.workspaces import CublasWorkspaces
-from packgraph.graphs.host_calls import unwatched_calls
-from packgraph.graphs.host_sync import Journal
 from packgraph.graphs.strides import with_bits
 
 

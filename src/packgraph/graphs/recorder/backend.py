@@ -25,10 +25,8 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.backend import Result
-from packgraph.graphs.copy_streams import capturing_copy_streams
-from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.host_calls import Unseen, watched_calls
-from packgraph.graphs.host_sync import (
+from packgraph.graphs.checks.host_calls import Unseen, watched_calls
+from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     CodeWatcher,
     HostSyncCheck,
@@ -36,7 +34,7 @@ from packgraph.graphs.host_sync import (
     refuse_unsafe,
     shapes_only,
 )
-from packgraph.graphs.operations import (
+from packgraph.graphs.checks.operations import (
     PLAIN_TENSORS,
     Operation,
     flat,
@@ -44,6 +42,8 @@ from packgraph.graphs.operations import (
     operation_of,
     storages,
 )
+from packgraph.graphs.copy_streams import capturing_copy_streams
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
 from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
 from packgraph.graphs.recorder.pool import POISON, RecordedStorage, RecorderPool

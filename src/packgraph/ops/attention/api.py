@@ -3,7 +3,7 @@
     documents   |--- A ---|-- B --|- C -|..padding..|   a row sees the earlier rows of its own
     document only
 
-A backend is a function (q, k, v, meta, scale) -> out; BACKENDS names them.
+A backend is a function (q, k, v, meta, scale, options) -> out; BACKENDS names them.
 `naive` is the specification and reads boundaries on the host; the others can be captured, and
 torch.compile sees one graph around each. All give exact zeros in padding, in the output and in the
 gradients, whatever the padding rows of q, k and v held.
@@ -11,6 +11,8 @@ gradients, whatever the padding rows of q, k and v held.
     flash    flash-attn-4, if it is installed and knows the device and the head sizes   CUDA, bfloat16, float16
     varlen   torch's own kernel                                                         CUDA, bfloat16, float16
     sdpa     torch's SDPA with a [T, T] mask                                            everywhere
+
+Of the options (options.py) flash and varlen know windows and sinks, sdpa all.
 
 `packed_attention` is the same for modules of users, from a PackedBatch.
 """  # noqa: E501
@@ -28,6 +30,7 @@ from torch import Tensor
 from packgraph.ops.attention.context import own_heads_back, whole_rows
 from packgraph.ops.attention.flash import flash_attention, flash_problems
 from packgraph.ops.attention.metadata import AttentionMetadata, attention_metadata
+from packgraph.ops.attention.options import PLAIN, ScoreOptions
 from packgraph.ops.attention.varlen import varlen_attention, varlen_problems
 from packgraph.ops.attention.zigzag_attention import zigzag_attention
 from packgraph.packing.batch import PackedBatch
@@ -36,54 +39,121 @@ __all__ = [
     "BACKENDS",
     "AttentionMetadata",
     "BackendChoice",
+    "ScoreOptions",
     "attention",
     "attention_metadata",
     "choose_backend",
     "packed_attention",
 ]
-Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None], Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None, ScoreOptions], Tensor]
 
 
 def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: AttentionMetadata,
+    scale: float | None,
+    options: ScoreOptions = PLAIN,
 ) -> Tensor:
     """Softmax(q k^T * scale) v for each document alone; zeros in padding. Shapes as in
-    `attention`."""
+    `attention`. Raises ValueError for dropout, which has no textbook numbers."""
+    if options.dropout:
+        raise ValueError("attention backend 'naive' has no dropout; use 'sdpa'")
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     boundaries = meta.cu_seqlens.tolist()
     outputs = []
     for queries, keys in zip(
         itertools.pairwise(boundaries), itertools.pairwise(meta.cu_keys.tolist()), strict=True
     ):
-        outputs.append(_one_document(q[slice(*queries)], k[slice(*keys)], v[slice(*keys)], scale))
+        parts = q[slice(*queries)], k[slice(*keys)], v[slice(*keys)]
+        outputs.append(_one_document(*parts, scale, options))
     outputs.append(q.new_zeros(q.shape[0] - boundaries[-1], q.shape[1], v.shape[2]))
     return torch.cat(outputs)
 
 
-def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float, options: ScoreOptions) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    future = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(
-        1 + k.shape[0] - q.shape[0]
-    )
-    probabilities = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    ahead = k.shape[0] - q.shape[0]
+    everything = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
+    hidden = everything.triu(1 + ahead)
+    if options.window is not None:
+        hidden = hidden | everything.tril(ahead - options.window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype)[:, None, None].expand(-1, q.shape[0], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    probabilities = scores.softmax(dim=-1)[..., : k.shape[0]]
     return torch.einsum("hqk,khd->qhd", probabilities, v)
 
 
 def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: AttentionMetadata,
+    scale: float | None,
+    options: ScoreOptions = PLAIN,
 ) -> Tensor:
     """Attention by mask. Shapes and dtypes as in `packgraph.ops.attention.api.attention`."""
     padding, tail = meta.padding_mask[:, None, None], meta.key_tail[:, None, None]
     q, k, v = (
-        x.masked_fill(mask, 0.0).transpose(0, 1).unsqueeze(0)
-        for x, mask in ((q, padding), (k, tail), (v, tail))
+        x.masked_fill(mask, 0.0).transpose(0, 1) for x, mask in ((q, padding), (k, tail), (v, tail))
     )
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=meta.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out.squeeze(0).transpose(0, 1).masked_fill(padding, 0.0)
+    mask = meta.mask
+    assert mask is not None
+    if options.window is not None:
+        mask = mask & in_window(mask.shape[0], options.window, mask.device)
+    if options.softcap or options.sinks is not None:
+        out = _by_operations(q, k, v, mask, scale, options)
+    else:
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            attn_mask=mask,
+            dropout_p=options.dropout,
+            scale=scale,
+            enable_gqa=q.shape[0] != k.shape[0],
+        ).squeeze(0)
+    return out.transpose(0, 1).masked_fill(padding, 0.0)
+
+
+def in_window(tokens: int, window: int, device: torch.device) -> Tensor:
+    """bool [T, T]: whether a column is less than `window` before a row."""
+    index = torch.arange(tokens, device=device)
+    return index[:, None] - index[None, :] < window
+
+
+def _by_operations(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    options: ScoreOptions,
+) -> Tensor:
+    """q: [Hq, T, D]; k, v: [Hkv, T, D]; mask: bool [T, T]. Returns [Hq, T, Dv]."""
+    group = q.shape[0] // k.shape[0]
+    k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if options.softcap:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        probabilities = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        probabilities = scores.softmax(dim=-1)
+    probabilities = probabilities.to(q.dtype)
+    if options.dropout:
+        probabilities = F.dropout(probabilities, options.dropout)
+    return probabilities @ v
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
@@ -110,15 +180,19 @@ class BackendChoice(NamedTuple):
 # A constant for compiled code: nothing that it looks at changes while a process runs.
 @torch.compiler.assume_constant_result
 def choose_backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    needs: tuple[str, ...] = (),
 ) -> BackendChoice:
     """The fastest backend that can run q and k [T, heads, head_dim] and v [T, heads, value_dim] of
-    `dtype`."""
-    problems = flash_problems(device, dtype, head_dim, value_dim)
+    `dtype` with the options `needs` (see `ScoreOptions.needs`)."""
+    problems = flash_problems(device, dtype, head_dim, value_dim, needs)
     if not problems:
         return BackendChoice("flash", "")
     why = "no flash: " + "; ".join(problems)
-    missing = varlen_problems(device, dtype, head_dim, value_dim)
+    missing = varlen_problems(device, dtype, head_dim, value_dim, needs)
     if not missing:
         return BackendChoice("varlen", why)
     return BackendChoice(
@@ -127,7 +201,13 @@ def choose_backend(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: AttentionMetadata,
+    *,
+    scale: float | None = None,
+    options: ScoreOptions = PLAIN,
 ) -> Tensor:
     """Causal attention within documents by the backend that `meta` was built for.
 
@@ -135,8 +215,9 @@ def attention(
     head h // (Hq / Hkv). scale: factor on the scores, default D ** -0.5. Returns [T, Hq, Dv], zero
     in padding. Where the row is spread over ranks (`meta.context`), T is the number of this rank's
     rows in q, k, v and the result; the ranks exchange heads for rows (ops/attention/context.py) or
-    gather keys and values (ops/attention/zigzag_attention.py), so the call is collective. Raises
-    ValueError for shapes that do not fit together or that the backend does not support.
+    gather keys and values (ops/attention/zigzag_attention.py), so the call is collective. options:
+    windows and the like, for rows that are not spread. Raises ValueError for shapes that do not fit
+    together, and for what the backend does not support.
     """
     context = meta.context
     num_tokens = meta.padding_mask.shape[0] // (
@@ -156,13 +237,16 @@ def attention(
             "head_dim, k and v "
             "share heads, and q's heads are a multiple of k's."
         )
+    backend = BACKENDS[meta.backend]
     if context is None:
-        return BACKENDS[meta.backend](q, k, v, meta, scale)
+        return backend(q, k, v, meta, scale, options)
+    if options.needs:
+        raise ValueError(
+            f"attention over rows that are spread over ranks has no {', '.join(options.needs)}"
+        )
     if meta.keys is not None:
-        return zigzag_attention(q, k, v, meta, scale, BACKENDS[meta.backend])
-    return own_heads_back(
-        BACKENDS[meta.backend](*whole_rows(q, k, v, context), meta, scale), context
-    )
+        return zigzag_attention(q, k, v, meta, scale, backend)
+    return own_heads_back(backend(*whole_rows(q, k, v, context), meta, scale, PLAIN), context)
 
 
 def packed_attention(

@@ -37,11 +37,21 @@ import torch
 from torch import Tensor
 
 from packgraph.ops.attention.metadata import AttentionMetadata
+from packgraph.ops.attention.options import (
+    PLAIN,
+    ScoreOptions,
+    gradient_of_sinks,
+    lacking,
+    with_sinks,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
 HOPPER, BLACKWELL = 9, (10, 11)  # major compute capabilities
 ROWS_PER_PLACE = 128  # rows of float32 sums for each place of a document
 MOST_REPEATS = 4
+KNOWN = frozenset({"window", "sinks"})
+EVERYTHING = -1  # how far a token sees back in its document, where nothing bounds it
+_WINDOW_NEEDS = {"window_size_left", "window_size_right"}
 _MODULE = "flash_attn.cute.interface"
 _FORWARD_NEEDS = {
     "cu_seqlens_q",
@@ -69,10 +79,14 @@ _BACKWARD_NEEDS = {
 
 
 class Kernels(NamedTuple):
-    """The functions of flash-attn-4 that launch kernels and know nothing of autograd."""
+    """The functions of flash-attn-4 that launch kernels and know nothing of autograd.
+
+    windows: whether they take a window.
+    """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    windows: bool = False
 
 
 class Library(NamedTuple):
@@ -109,7 +123,11 @@ def library() -> Library:
             "this version of flash-attn-4 has another interface (4.0.0b36 is known to work): its "
             f"functions do not take {', '.join(sorted(missing))}",
         )
-    return Library(Kernels(forward, backward), None)
+    windows = all(
+        set(inspect.signature(function).parameters) >= _WINDOW_NEEDS
+        for function in (forward, backward)
+    )
+    return Library(Kernels(forward, backward, windows), None)
 
 
 def _absent() -> None:
@@ -117,12 +135,18 @@ def _absent() -> None:
 
 
 def flash_problems(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    needs: tuple[str, ...] = (),
 ) -> list[str]:
-    """Every reason why flash-attn-4 cannot serve tensors like these; none if it can."""
+    """Every reason why flash-attn-4 cannot serve tensors like these with the options `needs`; none
+    if it can."""
     if device.type != "cuda":
         return [f"the tensors are on {device}"]
-    reasons = [] if dtype in DTYPES else [f"the dtype is {dtype}, not bfloat16 or float16"]
+    reasons = lacking(needs, KNOWN)
+    reasons += [] if dtype in DTYPES else [f"the dtype is {dtype}, not bfloat16 or float16"]
     major = torch.cuda.get_device_capability(device)[0]
     if major != HOPPER and major not in BLACKWELL:
         reasons.append(f"the device has compute capability {major}.x, not 9.x, 10.x or 11.x")
@@ -132,8 +156,12 @@ def flash_problems(
             "capability "
             f"{major}.x"
         )
-    if not reasons and (reason := library().reason) is not None:
-        reasons.append(reason)
+    if not reasons:
+        kernels, reason = library()
+        if reason is not None:
+            reasons.append(reason)
+        elif "window" in needs and kernels is not None and not kernels.windows:
+            reasons.append("this version of flash-attn-4 takes no window")
     return reasons
 
 
@@ -149,14 +177,19 @@ def _knows_sizes(major: int, head_dim: int, value_dim: int) -> bool:
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: AttentionMetadata,
+    scale: float | None,
+    options: ScoreOptions = PLAIN,
 ) -> Tensor:
     """Attention by flash-attn-4. Shapes as in `attention`; CUDA, bfloat16 or float16.
 
     The backward repeats bitwise, and does not depend on the capacity, when deterministic algorithms
     are on. Raises ValueError where it cannot run, with all reasons.
     """
-    _check_supported(q, v)
+    _check_supported(q, v, options)
     if not meta.finite_padding:
         padding, tail = meta.padding_mask[:, None, None], meta.key_tail[:, None, None]
         q, k, v = q.masked_fill(padding, 0.0), k.masked_fill(tail, 0.0), v.masked_fill(tail, 0.0)
@@ -179,6 +212,8 @@ def flash_attention(
         scale,
         deterministic,
         meta.finite_padding,
+        EVERYTHING if options.window is None else options.window - 1,
+        options.sinks,
     )[0]
 
 
@@ -195,8 +230,8 @@ def repeats_heads(tokens: int, documents: int, group: int) -> bool:
     )
 
 
-def _check_supported(q: Tensor, v: Tensor) -> None:
-    reasons = _problems_of(q.device, q.dtype, q.shape[-1], v.shape[-1])
+def _check_supported(q: Tensor, v: Tensor, options: ScoreOptions) -> None:
+    reasons = _problems_of(q.device, q.dtype, q.shape[-1], v.shape[-1], options.needs)
     if reasons:
         raise ValueError(
             f"attention backend 'flash' cannot run: {'; '.join(reasons)}. Use "
@@ -206,9 +241,13 @@ def _check_supported(q: Tensor, v: Tensor) -> None:
 
 @torch.compiler.assume_constant_result
 def _problems_of(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    needs: tuple[str, ...],
 ) -> tuple[str, ...]:
-    return tuple(flash_problems(device, dtype, head_dim, value_dim))
+    return tuple(flash_problems(device, dtype, head_dim, value_dim, needs))
 
 
 @torch.library.custom_op("packgraph::flash_attention", mutates_args=())
@@ -225,6 +264,8 @@ def _forward(
     scale: float,
     deterministic: bool,
     finite: bool,
+    left: int,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """out [T, Hq, Dv], zero in padding; log-sum-exp float32 [Hq, T], not written in padding.
 
@@ -248,8 +289,12 @@ def _forward(
         return_lse=True,
         out=out,
         lse=lse,
+        **_window(left),
     )
-    return out, lse
+    if sinks is None:
+        return out, lse
+    out, lse = with_sinks(out, lse, sinks)
+    return out.masked_fill(padding[:, None, None], 0.0), lse
 
 
 @_forward.register_fake
@@ -266,6 +311,8 @@ def _forward_shapes(
     scale: float,
     deterministic: bool,
     finite: bool,
+    left: int,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
@@ -285,6 +332,7 @@ def _backward(
     most_keys: int,
     scale: float,
     deterministic: bool,
+    left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, shaped as q, k and v; not written in padding."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
@@ -305,6 +353,7 @@ def _backward(
         dq=dq,
         dk=dk,
         dv=dv,
+        **_window(left),
     )
     return dq, dk, dv
 
@@ -323,23 +372,29 @@ def _backward_shapes(
     most_keys: int,
     scale: float,
     deterministic: bool,
+    left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic, ctx.finite = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    *rest, ctx.left, sinks = inputs
+    *tensors, ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic, ctx.finite = rest
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], sinks)
     ctx.set_materialize_grads(
         False
     )  # else zeros are made for the log-sum-exp, whose gradient nobody has
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    *saved, mask, key_tail = ctx.saved_tensors
+    # With a sink, out and log-sum-exp are those of all keys and the sink: the gradients of scores
+    # that the kernel makes of them are then right as they are.
+    *saved, mask, key_tail, sinks = ctx.saved_tensors
     padding, tail = mask[:, None, None], key_tail[:, None, None]
     grad = grad if ctx.finite else grad.masked_fill(padding, 0.0)
-    dq, dk, dv = _backward(grad, *saved, ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic)
+    dq, dk, dv = _backward(
+        grad, *saved, ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic, ctx.left
+    )
     if (
         ctx.finite
     ):  # otherwise q, k and v were masked on the way in, and their gradients are on the way out
@@ -348,10 +403,17 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
             dk.masked_fill(tail, 0.0),
             dv.masked_fill(tail, 0.0),
         )
-    return (dq, dk, dv, *[None] * 9)
+    out, lse = saved[3:5]
+    of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks, mask)
+    return (dq, dk, dv, *[None] * 10, of_sinks)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _window(left: int) -> dict[str, int]:
+    """Arguments of the library for a window: none where there is none."""
+    return {} if left == EVERYTHING else {"window_size_left": left, "window_size_right": 0}
 
 
 def _kernels() -> Kernels:

@@ -22,16 +22,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packgraph.ops.attention.metadata import AttentionMetadata
+from packgraph.ops.attention.options import (
+    PLAIN,
+    ScoreOptions,
+    gradient_of_sinks,
+    lacking,
+    with_sinks,
+)
 
 MAX_HEAD_DIM = 256
-_WINDOW = {"window_size_left": -1, "window_size_right": 0}  # everything before, nothing after
+EVERYTHING = -1  # how far a token sees back in its document, where nothing bounds it
+KNOWN = frozenset({"window", "sinks"})
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: AttentionMetadata,
+    scale: float | None,
+    options: ScoreOptions = PLAIN,
 ) -> Tensor:
     """Attention by torch's kernel. Shapes as in `attention`; CUDA, bfloat16 or float16."""
-    _check_supported(q, v)
+    _check_supported(q, v, options)
     value_dim = v.shape[-1]
     if (
         value_dim < q.shape[-1]
@@ -49,15 +62,22 @@ def varlen_attention(
         meta.longest,
         meta.most_keys,
         scale,
+        EVERYTHING if options.window is None else options.window - 1,
+        options.sinks,
     )
     return out[..., :value_dim].masked_fill(meta.padding_mask[:, None, None], 0.0)
 
 
 def varlen_problems(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    needs: tuple[str, ...] = (),
 ) -> list[str]:
-    """Every reason why torch's kernel cannot serve tensors like these; none if it can."""
-    reasons = []
+    """Every reason why torch's kernel cannot serve tensors like these with the options `needs`;
+    none if it can."""
+    reasons = lacking(needs, KNOWN)
     if device.type != "cuda":
         reasons.append(f"the tensors are on {device}")
     if dtype not in (torch.bfloat16, torch.float16):
@@ -69,8 +89,8 @@ def varlen_problems(
     return reasons
 
 
-def _check_supported(q: Tensor, v: Tensor) -> None:
-    reasons = varlen_problems(q.device, q.dtype, q.shape[-1], v.shape[-1])
+def _check_supported(q: Tensor, v: Tensor, options: ScoreOptions) -> None:
+    reasons = varlen_problems(q.device, q.dtype, q.shape[-1], v.shape[-1], options.needs)
     if reasons:
         text = "; ".join(reasons)
         raise ValueError(
@@ -87,10 +107,23 @@ def _launch_forward(
     longest: int,
     most_keys: int,
     scale: float,
+    left: int = EVERYTHING,
 ) -> tuple[Tensor, Tensor]:
     """The kernel: out and log-sum-exp."""
     found = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_keys, longest, most_keys, 0.0, True, False, scale=scale, **_WINDOW
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_keys,
+        longest,
+        most_keys,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=0,
     )
     return found[0], found[1]
 
@@ -107,6 +140,7 @@ def _launch_backward(
     longest: int,
     most_keys: int,
     scale: float,
+    left: int = EVERYTHING,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The kernel: dq, dk, dv. Repeats bitwise when deterministic algorithms are on: torch looks
     that up itself."""
@@ -129,7 +163,8 @@ def _launch_backward(
         True,
         *no_dropout,
         scale=scale,
-        **_WINDOW,
+        window_size_left=left,
+        window_size_right=0,
     )
 
 
@@ -145,10 +180,13 @@ def _forward(
     longest: int,
     most_keys: int,
     scale: float,
+    left: int,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """out, shaped as q, and log-sum-exp float32 [Hq, T]; neither is written in padding (which is
     for the backward)."""
-    return _launch_forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale)
+    found = _launch_forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale, left)
+    return found if sinks is None else with_sinks(*found, sinks)
 
 
 @_forward.register_fake
@@ -163,6 +201,8 @@ def _forward_shapes(
     longest: int,
     most_keys: int,
     scale: float,
+    left: int,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty(
         q.shape[1], q.shape[0], dtype=torch.float32, device=q.device
@@ -182,10 +222,11 @@ def _backward(
     longest: int,
     most_keys: int,
     scale: float,
+    left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, shaped as q, k and v; not written in padding."""
     return _launch_backward(
-        grad.contiguous(), q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale
+        grad.contiguous(), q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale, left
     )
 
 
@@ -202,27 +243,35 @@ def _backward_shapes(
     longest: int,
     most_keys: int,
     scale: float,
+    left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, cu_keys, padding, key_tail, ctx.longest, ctx.most_keys, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_keys, padding, key_tail)
+    *tensors, ctx.longest, ctx.most_keys, ctx.scale, ctx.left, sinks = inputs
+    q, k, v, cu_seqlens, cu_keys, padding, key_tail = tensors
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_keys, padding, key_tail, sinks)
     ctx.set_materialize_grads(
         False
     )  # else zeros are made for the log-sum-exp, whose gradient nobody has
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    *saved, padding, key_tail = ctx.saved_tensors
-    gradients = _backward(grad, *saved, ctx.longest, ctx.most_keys, ctx.scale)
+    # With a sink, out and log-sum-exp are those of all keys and the sink: the gradients of scores
+    # that the kernel makes of them are then right as they are.
+    *saved, padding, key_tail, sinks = ctx.saved_tensors
+    gradients = _backward(grad, *saved, ctx.longest, ctx.most_keys, ctx.scale, ctx.left)
+    of_sinks = (
+        None if sinks is None else gradient_of_sinks(grad, saved[3], saved[4], sinks, padding)
+    )
     return (
         *(
             x.masked_fill(mask[:, None, None], 0.0)
             for x, mask in zip(gradients, (padding, key_tail, key_tail), strict=True)
         ),
-        *[None] * 7,
+        *[None] * 8,
+        of_sinks,
     )
 
 

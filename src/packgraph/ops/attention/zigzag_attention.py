@@ -21,10 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from packgraph.ops.attention.context import ContextGroup, group_of, swap_parts
 from packgraph.ops.attention.metadata import AttentionMetadata
+from packgraph.ops.attention.options import PLAIN, ScoreOptions
 from packgraph.ops.attention.zigzag import PrefixRows
 from packgraph.ops.collectives import all_gather_flat
 
-Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None], Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None, ScoreOptions], Tensor]
 
 
 def zigzag_attention(
@@ -39,7 +40,7 @@ def zigzag_attention(
         not meta.finite_padding
     ):  # padding inside documents lies among their rows, where a kernel reads it
         q, k, v = (x.masked_fill(padding, 0.0) for x in (q, k, v))
-    out = backend(q, *prefixes(k, v, meta.keys, meta.context), meta, scale)
+    out = backend(q, *prefixes(k, v, meta.keys, meta.context), meta, scale, PLAIN)
     return out.masked_fill(padding, 0.0)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from packgraph.graphs import fallback
-from packgraph.graphs.consensus import Vote
+from packgraph.graphs.cache import Consensus
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import Control, GraphedModule, control
@@ -52,8 +52,8 @@ class InFlight:
         autograd.
     """
 
-    def __init__(self, claim: ReplayHandle | None, ticket: Any, direct: bool = False) -> None:
-        self.claim, self.ticket = claim, ticket
+    def __init__(self, claim: ReplayHandle | None, lease: Any, direct: bool = False) -> None:
+        self.claim, self.lease = claim, lease
         self.direct = claim if claim is not None and direct and claim.is_direct else None
         self.hidden: torch.Tensor | None = None
         self.out: torch.Tensor | None = None
@@ -96,8 +96,8 @@ class InFlight:
         for transfer, _ in self._sending:
             transfer.wait()
         self._sending = []
-        if self.ticket is not None:
-            self.ticket.release()
+        if self.lease is not None:
+            self.lease.release()
         self.out = self.gradient = self.input_gradient = self.hidden = None
 
 
@@ -208,10 +208,10 @@ class Pipeline:
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
 
-    def vote_on_steps(self, vote: Vote) -> None:
-        """Ask `vote` after every capture of a whole step."""
+    def agree_on_steps(self, consensus: Consensus) -> None:
+        """Asks `consensus` after every capture of a whole step."""
         if self._whole is not None:
-            self._whole.vote = vote
+            self._whole.consensus = consensus
 
     def sample_arguments(self, chunk: int, batch: PackedBatch) -> tuple[object, ...]:
         """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes,
@@ -242,7 +242,7 @@ class Pipeline:
             return whole(tokens_in_step, *batches)
         with contextlib.ExitStack() as steady:
             for chunk in self._alone:
-                steady.enter_context(chunk.steady())
+                steady.enter_context(chunk.frozen())
             return self._run(batches, tokens_in_step, before_last)
 
     def _whole_step_is_ready(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> bool:
@@ -397,16 +397,16 @@ class Pipeline:
                 f"stage {action.stage} has no free slot: the schedule needs more than were planned"
             )
         claim = (
-            chunk.claim(self._arguments(action.stage, batch, tokens), {})
+            chunk.acquire(self._arguments(action.stage, batch, tokens), {})
             if self._reason is None
             else self._reason
         )
         if isinstance(claim, ReplayHandle):
-            claim.ticket.kept = True
-            return InFlight(claim, claim.ticket, direct=action.microbatch != self._watched)
+            claim.lease.kept = True
+            return InFlight(claim, claim.lease, direct=action.microbatch != self._watched)
         chunk.stats.fell_back(claim)
-        ticket = chunk.hold_slot()
-        return InFlight(None, ticket)
+        lease = chunk.hold_slot()
+        return InFlight(None, lease)
 
     def _receive(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> None:
         """Start to receive what `action` needs; a forward gets its slot here."""
@@ -484,8 +484,8 @@ class Pipeline:
             *self._flights.values(),
             *(flight for leaving in self._leaving.values() for flight in leaving),
         ]:
-            if flight.ticket is not None:
-                flight.ticket.release()
+            if flight.lease is not None:
+                flight.lease.release()
         self._flights.clear()
         for leaving in self._leaving.values():
             leaving.clear()

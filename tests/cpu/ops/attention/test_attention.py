@@ -144,17 +144,17 @@ def varlen(monkeypatch) -> None:
     """The CUDA kernel's place taken by the textbook: one head size, rows of padding unwritten in
     all that it makes."""
 
-    def forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale):
+    def forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale, left):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and longest == most_keys == q.shape[0]
-        return textbook_forward(q, k, v, cu_seqlens, scale, cu_keys)
+        return textbook_forward(q, k, v, cu_seqlens, scale, cu_keys, left)
 
-    def backward(grad, q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale):
+    def backward(grad, q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale, left):
         assert torch.isfinite(grad).all() and longest == most_keys == q.shape[0]
-        return textbook_backward(grad, q, k, v, cu_seqlens, scale, cu_keys)
+        return textbook_backward(grad, q, k, v, out, lse, cu_seqlens, scale, cu_keys, left)
 
     monkeypatch.setattr(attention_varlen, "_launch_forward", forward)
     monkeypatch.setattr(attention_varlen, "_launch_backward", backward)
-    monkeypatch.setattr(attention_varlen, "_check_supported", lambda q, v: None)
+    monkeypatch.setattr(attention_varlen, "_check_supported", lambda *facts: None)
 
 
 @pytest.mark.parametrize("value_dim", [8, 4])

@@ -42,9 +42,10 @@ class StandIn:
         self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, out, lse, **options
     ) -> None:
         self.note(options, q, k, v)
-        used = int(cu_seqlens_q[-1])
-        out[:used] = textbook_forward(q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k)[0][:used]
-        lse.fill_(NAN)
+        used, left = int(cu_seqlens_q[-1]), options.get("window_size_left", -1)
+        made, sums = textbook_forward(q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k, left=left)
+        out[:used] = made[:used]
+        lse.copy_(sums)
 
     def backward(
         self,
@@ -64,7 +65,10 @@ class StandIn:
         **options,
     ) -> None:
         self.note(options, q, k, v, grad)
-        found = textbook_backward(grad, q, k, v, cu_seqlens_q, softmax_scale, cu_seqlens_k)
+        left = options.get("window_size_left", -1)
+        found = textbook_backward(
+            grad, q, k, v, out, lse, cu_seqlens_q, softmax_scale, cu_seqlens_k, left
+        )
         for target, gradient in zip((dq, dk, dv), found):
             target.copy_(gradient)
 
@@ -84,7 +88,7 @@ def kernels(monkeypatch) -> StandIn:
         "library",
         lambda: Library(Kernels(stand_in.forward, stand_in.backward), None),
     )
-    monkeypatch.setattr(attention_flash, "_check_supported", lambda q, v: None)
+    monkeypatch.setattr(attention_flash, "_check_supported", lambda *facts: None)
     return stand_in
 
 
@@ -136,7 +140,7 @@ def test_flash_equals_naive_whatever_padding_holds(
             "library",
             lambda: Library(Kernels(stand_in.forward, stand_in.backward), None),
         )
-        patch.setattr(attention_flash, "_check_supported", lambda q, v: None)
+        patch.setattr(attention_flash, "_check_supported", lambda *facts: None)
         patch.setattr(
             attention_flash, "repeats_heads", lambda tokens, documents, group: repeat and group > 1
         )
@@ -165,6 +169,8 @@ def test_stand_in_catches_kernels_that_read_poison(kernels):
             1.0,
             False,
             False,
+            -1,
+            None,
         )
 
 
@@ -191,14 +197,15 @@ def test_operations_are_registered_as_torch_wants_them(kernels):
     batch = hand_batch([[1] * 4, [1] * 3], 8, 3)
     q, k, v, grad = random_inputs(8, 1, 2, 8, 4, seed=2)
     cu_keys, tail = batch.cu_seqlens.clone(), batch.padding_mask.clone()
-    arguments = (batch.cu_seqlens, cu_keys, batch.padding_mask, tail, 8, 8, 0.5, False, False)
+    facts = (batch.cu_seqlens, cu_keys, batch.padding_mask, tail, 8, 8, 0.5)
+    arguments = (*facts, False, False, -1, None)
     torch.library.opcheck(
         attention_flash._forward,
         (q, k, v, *arguments),
         test_utils=("test_schema", "test_faketensor"),
     )
     out, lse = attention_flash._forward(q, k, v, *arguments)
-    arguments = (grad, q, k, v, out, lse.zero_(), batch.cu_seqlens, cu_keys, 8, 8, 0.5, False)
+    arguments = (grad, q, k, v, out, lse.zero_(), batch.cu_seqlens, cu_keys, 8, 8, 0.5, False, -1)
     torch.library.opcheck(attention_flash._backward, arguments, test_utils=("test_schema",))
     shapes = [x.shape for x in attention_flash._backward(*arguments)]
     assert shapes == [q.shape, k.shape, v.shape]

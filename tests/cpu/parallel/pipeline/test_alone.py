@@ -127,11 +127,11 @@ def test_what_two_graphed_modules_add_to_a_shared_gradient_is_never_lost():
         modules = [graph(Scored(layer), warmup=0) for _ in range(2)]
         for module in modules:
             module.build([(x,)])
-        blocks = [module.steady() for module in modules] if steady else []
+        blocks = [module.frozen() for module in modules] if steady else []
         for block in blocks:
             block.__enter__()
         for module in modules * 2:
-            claim = module.claim((x,), {})
+            claim = module.acquire((x,), {})
             claim.forward((x,), {})
             claim.backward()
         for block in blocks:

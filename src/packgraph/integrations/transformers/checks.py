@@ -1,0 +1,125 @@
+"""Why a model of transformers cannot be packed: everything that is known not to equal the model
+itself, document by document."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from packgraph.integrations.transformers.experts import expert_problems
+from packgraph.integrations.transformers.families import FAMILIES, NOT_PACKED, PackedFamily
+from packgraph.integrations.transformers.recurrent import mixer_problems
+
+# Tables of positions that depend on the longest document of a call.
+MOVING_ROTARY = ("dynamic", "longrope")
+
+
+def causal_model(model: nn.Module) -> Any:
+    """The PreTrainedModel with the head: the model itself, or the one that PEFT has wrapped.
+
+    Raises TypeError where there is none.
+    """
+    found: Any = model
+    if hasattr(found, "get_base_model"):  # of PEFT
+        found = found.get_base_model()
+    if not (hasattr(found, "get_output_embeddings") and hasattr(found, "base_model")):
+        raise TypeError(
+            f"packed takes a model of transformers with a language-model head, not "
+            f"{type(model).__name__}"
+        )
+    return found
+
+
+def family_of(model: nn.Module) -> PackedFamily:
+    """The family of a model. Raises ValueError, with all reasons, where it cannot be packed."""
+    causal = causal_model(model)
+    kind = causal.config.model_type
+    family = FAMILIES.get(kind)
+    if family is None:
+        unknown = (
+            f"the family {kind!r} has not been compared with transformers; known are "
+            f"{', '.join(FAMILIES)}"
+        )
+        why = NOT_PACKED[kind].reason if kind in NOT_PACKED else unknown
+        raise ValueError(f"{type(causal).__name__} cannot be packed: {why}")
+    problems = [*_of_parts(causal, family), *_of_config(causal), *_of_wrapper(model)]
+    for module in causal.modules():
+        if hasattr(module, "is_concatenated"):
+            problems += expert_problems(module)
+        problems += mixer_problems(module)
+    if problems:
+        raise ValueError(
+            f"{type(causal).__name__} cannot be packed: {'; '.join(dict.fromkeys(problems))}"
+        )
+    return family
+
+
+def _of_parts(causal: Any, family: PackedFamily) -> list[str]:
+    decoder = causal.base_model
+    if decoder is causal or causal.get_output_embeddings() is None:
+        return ["it has no language-model head"]
+    names = (
+        family.embedding,
+        family.layers,
+        family.norm,
+        family.positions,
+        family.dropout,
+        family.rotary,
+    )
+    missing = [name for name in names if name and not hasattr(decoder, name)]
+    problems = [f"its decoder has no {', '.join(missing)}"] if missing else []
+    hooked = [
+        name
+        for name, module in (("the model", causal), ("its decoder", decoder))
+        if module._forward_hooks or module._forward_pre_hooks
+    ]
+    return problems + [f"{name} has forward hooks, which would not run" for name in hooked]
+
+
+def _of_config(causal: Any) -> list[str]:
+    config, problems = causal.config, []
+    rotary = getattr(config, "rope_parameters", None) or {}
+    tables = [rotary, *(table for table in rotary.values() if isinstance(table, dict))]
+    for kind in {table.get("rope_type") for table in tables} & set(MOVING_ROTARY):
+        problems.append(
+            f"rotary positions of type {kind!r} depend on the longest document of a call"
+        )
+    if getattr(config, "output_router_logits", False):
+        problems.append(
+            "its loss includes one that balances experts over a whole batch; set "
+            "config.output_router_logits = False"
+        )
+    if getattr(config, "z_loss_coefficient", 0):
+        problems.append("its loss includes one of all logits; set config.z_loss_coefficient = 0")
+    if getattr(config, "use_bidirectional_attention", False):
+        problems.append("its attention is not causal")
+    if getattr(config, "add_cross_attention", False):
+        problems.append("it attends to an encoder")
+    return problems
+
+
+def _of_wrapper(model: Any) -> list[str]:
+    adapters = getattr(model, "peft_config", None) or {}
+    learned = [
+        name
+        for name, adapter in (adapters.items() if isinstance(adapters, dict) else ())
+        if getattr(adapter, "is_prompt_learning", False)
+    ]
+    return [f"the adapter {name} adds tokens of its own" for name in learned]
+
+
+def takes_layer_type(rotary: nn.Module) -> bool:
+    """Whether a module of rotary positions has a table for each type of layer."""
+    return "layer_type" in inspect.signature(type(rotary).forward).parameters
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether a head is one product with its weight and nothing else."""
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and not head._forward_hooks
+        and not head._forward_pre_hooks
+        and isinstance(head.weight, torch.Tensor)
+    )

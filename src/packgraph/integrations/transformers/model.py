@@ -1,0 +1,282 @@
+"""A model of transformers as a list of stages over packed batches.
+
+    begin -> embed (-1) -> layer 0 -> layer 1 -> ... -> layer L-1 -> head (L) -> end
+
+The model is held as it is, as the submodule `model`, and its modules are called in the order of its
+own forward, each by its own `__call__`. Only what lies between them is done here: positions come
+from the batch, masks and caches are left out, and the head is the chunked loss.
+
+State: batch and tokens_in_step from `begin`; hidden [T, H] and rotary, the tables of positions by
+type of layer, from `embed`; the head leaves the output alone. Rows of padding begin as exact zeros
+and stay finite, so nothing that a padding token holds reaches a result.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from packgraph.graphs.stages import Stage, State, run_stages
+from packgraph.integrations.transformers.attention import BATCH, use_ours
+from packgraph.integrations.transformers.checks import (
+    causal_model,
+    family_of,
+    is_plain,
+    takes_layer_type,
+)
+from packgraph.integrations.transformers.families import PackedFamily
+from packgraph.offloading.marks import offload_block
+from packgraph.ops.loss import (
+    IGNORED,
+    is_word,
+    linear_cross_entropy,
+    linear_log_probabilities,
+    token_count,
+)
+from packgraph.packing.batch import PackedBatch
+
+Output = Literal["loss", "hidden", "log_probabilities"]
+OUTPUTS = ("loss", "hidden", "log_probabilities")
+
+
+def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
+    """Makes a transformers model take packed batches, over the same parameters.
+
+    Documents are kept apart in attention and in positions, the loss is computed in chunks without
+    the whole logits, experts run as grouped products, and nothing waits for the host. The result
+    has stages: `embed`, `layer` for each layer, and `head`.
+
+    The model is not copied: it stays usable, and `result.model` is the model itself. Its
+    implementation of attention (and experts) is set to one that behaves as before in calls of the
+    model itself, such as `generate`.
+
+    Args:
+        model: A `PreTrainedModel` with a language-model head, of a family in
+            `packgraph.integrations.transformers.FAMILIES`, or what PEFT makes of one.
+        output: What calls return: `loss`, the mean over the labels of the batch (or the sum of
+            token losses divided by `tokens_in_step`); `hidden`, the states [T, H] that the head
+            reads, zero in padding; `log_probabilities`, those of the labels, float32 [T], 0 where
+            there is none.
+
+    Returns:
+        A module that is called with a `PackedBatch`.
+
+    Raises:
+        TypeError: If `model` is no such model.
+        ValueError: If its family is unknown or a setting cannot be packed, with all reasons.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from packgraph.integrations.transformers import packed
+        >>> config = LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> model = packed(LlamaForCausalLM(config))
+        >>> batch, = packgraph.pack([[5, 6, 7], [8, 9]], [packgraph.Capacity(8, 2)])
+        >>> model(batch).backward()
+        >>> model.model.lm_head.weight.grad.shape
+        torch.Size([16, 8])
+    """
+    if output not in OUTPUTS:
+        raise ValueError(f"output must be one of {', '.join(OUTPUTS)}, not {output!r}")
+    family = family_of(model)
+    use_ours(causal_model(model))
+    return PackedModel(model, family, output)
+
+
+class PackedModel(nn.Module):
+    """Returned by `packed`: a transformers model over packed batches, in stages.
+
+    Args:
+        model: The model, registered as the submodule `model`.
+        family: What surrounds its layers.
+        output: See `packed`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from packgraph.integrations.transformers import packed
+        >>> config = LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> [stage.name for stage in packed(LlamaForCausalLM(config)).stages()]
+        ['embed', 'layer', 'head']
+    """
+
+    def __init__(self, model: nn.Module, family: PackedFamily, output: Output = "loss") -> None:
+        super().__init__()
+        self.model, self.family, self.output = model, family, output
+        self.layer_types: tuple[str, ...] = ()
+        rotary = getattr(self.decoder, family.rotary) if family.rotary else None
+        if rotary is not None and takes_layer_type(rotary):
+            self.layer_types = tuple(self.config.layer_types)
+        for layer in self._layers:
+            layer.offload = offload_block
+
+    @property
+    def causal(self) -> Any:
+        """The PreTrainedModel with the head."""
+        return causal_model(self.model)
+
+    @property
+    def decoder(self) -> Any:
+        """Its decoder: embedding, layers and final norm."""
+        return self.causal.base_model
+
+    @property
+    def config(self) -> Any:
+        """Its config."""
+        return self.causal.config
+
+    def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None) -> State:
+        """The state of a batch, which is checked by what the host knows of it."""
+        if not torch.compiler.is_compiling():
+            batch.check_words(self.config.vocab_size)
+            if self.family.positions and batch.host.lengths:
+                most, longest = self._positions.num_embeddings, max(batch.host.lengths)
+                if longest > most:
+                    raise ValueError(
+                        f"a document has {longest} tokens, but the model has learned positions "
+                        f"for {most}; split documents when packing"
+                    )
+        return {"batch": batch, "tokens_in_step": tokens_in_step}
+
+    def stages(self) -> Sequence[Stage]:
+        """`embed`, `layer` for each layer, `head`."""
+        layers, inner = self._layers, []
+        for index, layer in enumerate(layers):
+            kind = self.layer_types[index] if self.layer_types else ""
+            run = types.MethodType(layer_runner(kind), layer)
+            inner.append(Stage("layer", index, run))
+        head = Stage("head", len(layers), self.run_head)
+        return [Stage("embed", -1, self.run_embed), *inner, head]
+
+    def end(self, state: State) -> Tensor:
+        """The output."""
+        found: Tensor = state["output"]
+        return found
+
+    def forward(self, batch: PackedBatch, tokens_in_step: Tensor | None = None) -> Tensor:
+        """The output for a batch: 0-d float32, or what `output` says.
+
+        tokens_in_step: 0-d int64 or float32 on the batch's device, the labels that count in the
+        whole step; None takes this batch's own count. A count of 0 divides by 1.
+        """
+        return run_stages(self, batch, tokens_in_step)
+
+    def run_embed(self, state: State) -> State:
+        """Stage `embed`: hidden states before the first layer, zero in padding, and tables of
+        positions."""
+        family, decoder, batch = self.family, self.decoder, state["batch"]
+        positions, tokens = batch.position_ids[None], batch.tokens
+        embedding = getattr(decoder, family.embedding)
+        legal = is_word(tokens, embedding.weight.shape[0])
+        # On CUDA an index outside the matrix would end the process.
+        hidden = embedding(tokens.masked_fill(~legal, 0)[None])
+        if family.scale:
+            hidden = hidden * getattr(self.config, family.scale)
+        if family.positions:
+            hidden = hidden + self._positions(positions)
+        if family.dropout:
+            hidden = getattr(decoder, family.dropout)(hidden)
+        nothing = torch.where(legal | batch.padding_mask, 0.0, torch.nan).to(hidden.dtype)
+        live = legal & ~batch.padding_mask
+        found = torch.where(live[:, None], hidden[0], nothing[:, None])
+        return {**state, "hidden": found, "rotary": self._rotary(found[None], positions)}
+
+    def run_head(self, state: State) -> State:
+        """Stage `head`: final norm, and the output of the call."""
+        batch = state["batch"]
+        hidden = getattr(self.decoder, self.family.norm)(state["hidden"][None])[0]
+        if self.output == "hidden":
+            return {"output": hidden.masked_fill(batch.padding_mask[:, None], 0.0)}
+        labels, head = batch.labels, self.causal.get_output_embeddings()
+        scale, softcap = self._logits
+        if self.output == "log_probabilities":
+            if is_plain(head):
+                found = linear_log_probabilities(
+                    hidden, head.weight, labels, scale=scale, softcap=softcap
+                )
+            else:
+                found = _log_probabilities(head(hidden), labels, scale, softcap)
+            return {"output": found}
+        if is_plain(head):
+            total = linear_cross_entropy(hidden, head.weight, labels, scale=scale, softcap=softcap)
+        else:
+            total = -_log_probabilities(head(hidden), labels, scale, softcap).sum()
+        tokens = state["tokens_in_step"]
+        tokens = token_count(labels) if tokens is None else tokens
+        return {"output": total / tokens.clamp(min=1)}
+
+    @property
+    def _layers(self) -> list[Any]:
+        """The layers that run."""
+        return list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
+
+    @property
+    def _logits(self) -> tuple[float, float]:
+        """Scale and soft cap that make logits of the product with the head."""
+        config, family = self.config, self.family
+        scale = getattr(config, family.factor) if family.factor else 1.0
+        scale = scale / getattr(config, family.divisor) if family.divisor else scale
+        softcap = getattr(config, family.softcap) if family.softcap else None
+        return float(scale), float(softcap or 0.0)
+
+    @property
+    def _positions(self) -> nn.Embedding:
+        found: nn.Embedding = getattr(self.decoder, self.family.positions)
+        return found
+
+    def _rotary(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
+        """Tables of positions by type of layer; one without a name where all have the same."""
+        if not self.family.rotary:
+            return {}
+        rotary = getattr(self.decoder, self.family.rotary)
+        if not self.layer_types:
+            return {"": rotary(hidden, positions)}
+        return {kind: rotary(hidden, positions, kind) for kind in sorted({*self.layer_types})}
+
+    def extra_repr(self) -> str:
+        return f"family={self.family.title}, output={self.output}"
+
+
+@functools.cache
+def layer_runner(kind: str) -> Callable[[Any, State], State]:
+    """What runs a layer of this type, "" where all have one table of positions: one function for
+    all of them, so that they are compiled once."""
+
+    def run_layer(layer: Any, state: State) -> State:
+        batch: PackedBatch = state["batch"]
+        given: dict[str, Any] = {BATCH: batch}
+        if state["rotary"]:
+            given["position_embeddings"] = state["rotary"][kind]
+        with layer.offload("layer", leave=(state["rotary"], batch)):
+            found = layer(
+                state["hidden"][None],
+                attention_mask=None,
+                position_ids=batch.position_ids[None],
+                past_key_values=None,
+                use_cache=False,
+                **given,
+            )
+        hidden = found[0] if isinstance(found, tuple) else found
+        return {**state, "hidden": hidden[0]}
+
+    return run_layer
+
+
+def _log_probabilities(logits: Tensor, labels: Tensor, scale: float, softcap: float) -> Tensor:
+    """As `linear_log_probabilities`, of products [T, V] of a head that is not just a matrix."""
+    logits = logits.float() * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    counted = labels != IGNORED
+    logits = logits.masked_fill(~counted[:, None], 0.0)
+    legal = is_word(labels, logits.shape[1])
+    found = logits.log_softmax(-1).gather(1, labels.masked_fill(~legal, 0)[:, None])[:, 0]
+    found = torch.where(legal, found, torch.nan)
+    return found.masked_fill(~counted, 0.0)
