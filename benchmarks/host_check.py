@@ -80,7 +80,7 @@ def main() -> None:
     show("call and backward without launches", work, asked.calls, cold)
     assert sum(graphed.stats.fallbacks.values()) == 1, graphed.stats
     with graphed.frozen():
-        show("the same inside steady()", work, asked.calls, cold)
+        show("the same inside frozen()", work, asked.calls, cold)
     if asked.profile:
         profile = cProfile.Profile()
         profile.runcall(show, "profiled", work, asked.calls)

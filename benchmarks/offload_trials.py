@@ -38,7 +38,7 @@ def waits_ms(engine) -> tuple[float, float]:
     replay."""
     times = max(engine._captured, key=lambda times: times.nbytes)
     begin = next(iter(times.needed.values())).waits
-    spent = [times.lanes.elapsed_us(*wait) / 1000 for wait in times.waits.all]
+    spent = [times.copy_streams.elapsed_us(*wait) / 1000 for wait in times.waits.all]
     return round(sum(spent[times.started.waits : begin]), 3), round(sum(spent[begin:]), 3)
 
 

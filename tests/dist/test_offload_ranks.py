@@ -43,7 +43,7 @@ def go(mesh, folder, settings):
     for number, setting in enumerate(settings):
         run = trainer(Path(folder) / str(number), setting, mesh=mesh)
         for chunk in range(setting.parallel.chunks if setting.graph.enabled else 0):
-            run.executor.lanes(chunk).queues.late.update(("out", "back"))
+            run.executor.copy_streams(chunk).queues.late.update(("out", "back"))
         if run.executor.prepare is not None:
             run.executor.prepare.when_planned = partial(
                 report_offloading, mesh=mesh, folder=run.folder, note=str

@@ -270,7 +270,7 @@ def test_gradients_left_in_the_memory_of_all_backwards_are_wrong_and_the_test_se
     """Negative control: what is sent must be in the slot, since the next backward writes over what
     is brief."""
     eager = run("eager", 4, 1, COUNTS[:4])
-    monkeypatch.setattr(VariantBuild, "_landings", lambda self, forward: [])
+    monkeypatch.setattr(VariantBuild, "_grad_outputs", lambda self, forward: [])
     graphs = run("chunk", 4, 1, COUNTS[:4], slow=SlowGradients, poison=True)
     with pytest.raises(AssertionError, match="differs at"):
         assert_equal(eager, graphs)

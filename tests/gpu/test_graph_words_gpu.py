@@ -66,7 +66,7 @@ def fail(monkeypatch, after, break_off):
     ones go well."""
     original, count = CudaWindow.capture, [0]
 
-    def capture(self, run, brief=False):
+    def capture(self, run, scratch=False):
         def broken():
             result = run()
             if count[0] == after:
@@ -75,7 +75,7 @@ def fail(monkeypatch, after, break_off):
             count[0] += 1
             return result
 
-        return original(self, broken, brief)
+        return original(self, broken, scratch)
 
     monkeypatch.setattr(CudaWindow, "capture", capture)
 

@@ -73,15 +73,15 @@ def by_hand(**knobs):
 
 
 def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> OffloadRuntime:
-    """An engine for `chunk`, on the lanes of `model` if that is graphed. late: lanes that run as
-    late as they may."""
+    """An engine for `chunk`, on the copy streams of `model` if that is graphed. late: copy streams
+    that run as late as they may."""
     if isinstance(model, GraphedModule):
-        lanes = model.capture_backend.lanes
+        copy_streams = model.capture_backend.copy_streams
     else:
-        lanes = make_copy_streams(next(model.parameters()).device)
+        copy_streams = make_copy_streams(next(model.parameters()).device)
     if late:
-        lanes.queues.late.update(late)
-    engine = OffloadRuntime(modules, lanes, **{"min_bytes": 1} | options)
+        copy_streams.queues.late.update(late)
+    engine = OffloadRuntime(modules, copy_streams, **{"min_bytes": 1} | options)
     attach(engine, chunk)
     return engine
 

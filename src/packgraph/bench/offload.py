@@ -246,7 +246,7 @@ class _Run:
         if policy is not None or follows is not None:
             self.engine = OffloadRuntime(
                 options.modules,
-                self.way.graphed.capture_backend.lanes,
+                self.way.graphed.capture_backend.copy_streams,
                 min_bytes=options.min_bytes,
                 in_flight=options.in_flight,
                 policy=policy,
@@ -468,7 +468,7 @@ def _trace(
         way, batch = run.way, run.batches[0]
         engine = OffloadRuntime(
             options.modules,
-            way.graphed.capture_backend.lanes,
+            way.graphed.capture_backend.copy_streams,
             min_bytes=options.min_bytes,
             measures=True,
             parts=PARTS,

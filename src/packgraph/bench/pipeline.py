@@ -213,11 +213,11 @@ class PipelineWay:
             .expand(hidden.shape)
             .requires_grad_()
             for hidden in arguments[2:]
-        ]  # what the executor claims with: a key has strides in it
-        claim = chunk.acquire((*arguments[:2], *like), {})
-        if not isinstance(claim, ReplayHandle):
-            raise RuntimeError(f"a chunk's graphs cannot be timed on their own: {claim}")
-        return claim.run(arguments, {})
+        ]  # what the executor handles with: a key has strides in it
+        handle = chunk.acquire((*arguments[:2], *like), {})
+        if not isinstance(handle, ReplayHandle):
+            raise RuntimeError(f"a chunk's graphs cannot be timed on their own: {handle}")
+        return handle.run(arguments, {})
 
     def close(self) -> None:
         """Free all graphs. Before the process groups go, since graphs hold their communicators."""

@@ -262,14 +262,16 @@ class Graphed(Way):
         arguments, incoming = self.work.arguments(batch), self.work.incoming(batch)
         if incoming is None:
             return forward_backward(self.graphed, *arguments)
-        claim = self.graphed.acquire(arguments, {})
-        if isinstance(claim, ReplayHandle) and claim.is_direct:
-            out = claim.forward(arguments, {})
-            claim.backward(incoming)
+        handle = self.graphed.acquire(arguments, {})
+        if isinstance(handle, ReplayHandle) and handle.is_direct:
+            out = handle.forward(arguments, {})
+            handle.backward(incoming)
             return out
         self.by_autograd += 1
-        replays = isinstance(claim, ReplayHandle)
-        out = claim.run(arguments, {}) if replays else self.graphed.fall_back(claim, arguments, {})
+        replays = isinstance(handle, ReplayHandle)
+        out = (
+            handle.run(arguments, {}) if replays else self.graphed.fall_back(handle, arguments, {})
+        )
         torch.autograd.backward(out, incoming)
         return out.detach()
 

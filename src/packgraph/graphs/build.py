@@ -94,7 +94,7 @@ class Variant:
 
     ends: for each of the call's outputs the region and output number it comes from, None for eager
     code's. direct: how to replay all regions without autograd, where that can be. version: of what
-    was known of gradients at capture. rehearsal: keeps what graphs read, and know by its address
+    was known of gradients at capture. dry_run: keeps what graphs read, and know by its address
     only.
     """
 
@@ -102,7 +102,7 @@ class Variant:
     ends: list[tuple[int, int] | None]
     direct: Direct | None
     version: int
-    rehearsal: DryRun
+    dry_run: DryRun
 
     @property
     def segments(self) -> int:
@@ -120,7 +120,7 @@ class VariantBuild:
     facts about the module hold no longer that graphs bake.
 
     calls: entered around eager runs of the module. program: what is run, watched; plain: the same,
-    unwatched. lends: gradients of the call's inputs are handed out as static memory. rehearsal: of
+    unwatched. lends: gradients of the call's inputs are handed out as static memory. dry_run: of
     the same call.
     """
 
@@ -137,7 +137,7 @@ class VariantBuild:
         calls: AbstractContextManager[object],
         journal: Journal,
         lends: bool,
-        rehearsal: DryRun,
+        dry_run: DryRun,
     ) -> None:
         self.program, self.plain, self.slot, self.window, self.aliases = (
             program,
@@ -148,7 +148,7 @@ class VariantBuild:
         )
         self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
         self.journal = journal
-        self.lends, self.rehearsal, self.called = lends, rehearsal, OperationLog()
+        self.lends, self.dry_run, self.called = lends, dry_run, OperationLog()
         self.called.tell_apart([*aliases.alias_of.values(), *plain.module.buffers()])
         self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}
@@ -165,7 +165,7 @@ class VariantBuild:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """Capture all regions for a call with these arguments."""
-        self.rehearsal.constants.start_over()
+        self.dry_run.constants.start_over()
         self.sizes = sizes_in_short((args, kwargs))
         first = self.program.begin(args, kwargs)
         numbers = numbers_of_tensors(args, kwargs)
@@ -176,7 +176,7 @@ class VariantBuild:
         if (
             True in captured and False in captured[captured.index(True) :]
         ):  # what is captured runs for what is not
-            for memory in self.rehearsal.written:
+            for memory in self.dry_run.written:
                 self.journal.before_write(memory)
         state = self.program.execute(state, self)
         self._refuse_another_way()
@@ -204,7 +204,7 @@ class VariantBuild:
         regions = dict(reversed(backwards.items()))
         taken_in = [given.get(id(tensor)) for tensor in self.alive]
         direct = direct_replay(regions, len(self.program.runs), ends, taken_in)
-        return Variant(regions, ends, direct, self.gradients.version, self.rehearsal)
+        return Variant(regions, ends, direct, self.gradients.version, self.dry_run)
 
     def _expose(self, leaf: Any, layout: Layout | None = None) -> None:
         """Expect a gradient for `leaf` from outside of regions. layout: of the gradient, None =
@@ -262,7 +262,7 @@ class VariantBuild:
     def _refuse_another_way(self) -> None:
         """Raise CaptureError where forwards have called other operations than in the dry run.
         Compiled code cannot, and has its inputs laid out anew there."""
-        different = self.called.difference_of_capture(self.rehearsal.calls)
+        different = self.called.difference_of_capture(self.dry_run.calls)
         if different is not None and self.program.compiler is None:
             raise different
 
@@ -270,7 +270,7 @@ class VariantBuild:
         self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
     ) -> tuple[State, dict[int, torch.Tensor]]:
         """What a forward graph holds."""
-        with uses, self.rehearsal.constants.handing_out():
+        with uses, self.dry_run.constants.handing_out():
             result = self.program.run(run, shown)
             uses.calls = None
             return result, owned_aliases(result, leaves)
@@ -424,7 +424,7 @@ class VariantBuild:
             list(counted.values()),
             generators,
             compiled=self.program.compiler is not None,
-            asks_later=self.rehearsal.unpacks or runs_python(forward.outputs),
+            asks_later=self.dry_run.unpacks or runs_python(forward.outputs),
         )
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -482,7 +482,7 @@ class VariantBuild:
         buffers = {id(alias): self._buffer_of(alias) for alias in owned}
         for alias in owned:
             alias.grad = buffers[id(alias)].tensor
-        landings = self._landings(forward)
+        grad_outputs = self._grad_outputs(forward)
         starts = [forward.outputs[number] for number in incoming]
         uses = Uses(self.storages)
 
@@ -493,13 +493,13 @@ class VariantBuild:
                     [gradient for gradient, _ in incoming.values()],
                     [*leaves, *owned, *returned],
                     owned,
-                    landings,
+                    grad_outputs,
                     again,
                 )
 
         # Autocast ends with the forward: its own operations know what they were cast to.
         with torch.autocast(self.slot.device.type, enabled=False):
-            captured, _ = self.window.capture(run, brief=True)
+            captured, _ = self.window.capture(run, scratch=True)
         statics = {number: static for number, (_, static) in incoming.items()}
         # A parameter that the backward does not reach has no gradient: nothing is added to its
         # `.grad`.
@@ -510,19 +510,19 @@ class VariantBuild:
         ]
         graph = self._profiled(forward.run, "backward", captured)
         backward = Backward(graph, statics, [], reached, [])
-        self._collect(index, forward, backward, owned, returned, landings)
+        self._collect(index, forward, backward, owned, returned, grad_outputs)
         ours = [
             *forward.leaves,
             *(gradient for gradient, _ in incoming.values()),
             *(local_tensor(buffer.tensor) for buffer in buffers.values()),
-            *(landing for _, landing in landings),
+            *(grad_output for _, grad_output in grad_outputs),
         ]
         known = {tensor.untyped_storage()._cdata for tensor in ours}
         outside = {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
         return backward, outside, uses.storages
 
     def _buffer_of(self, alias: torch.nn.Parameter) -> GradientBuffer:
-        placements = self.rehearsal.placements.get(self.aliases.numbers[id(alias)])
+        placements = self.dry_run.placements.get(self.aliases.numbers[id(alias)])
         return self.buffers.buffer(self.aliases.parameter_of[id(alias)], placements)
 
     def _incoming(
@@ -565,7 +565,7 @@ class VariantBuild:
         taken = {id(a) for a in owned}
         return owned, [a for a in aliases if id(a) not in taken]
 
-    def _landings(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _grad_outputs(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs whose gradient is read later than right after the replay, with memory of the slot
         that takes it in."""
         read_later = {
@@ -582,10 +582,10 @@ class VariantBuild:
         backward: Backward,
         owned: list[Any],
         returned: list[Any],
-        landings: list[tuple[torch.Tensor, torch.Tensor]],
+        grad_outputs: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Take the gradients that the backward left on its leaves."""
-        landing_of = {id(leaf): landing for leaf, landing in landings}
+        grad_output_of = {id(leaf): grad_output for leaf, grad_output in grad_outputs}
         for alias in owned:
             alias.grad = None
         for alias in returned:
@@ -599,7 +599,7 @@ class VariantBuild:
             if leaf.grad is None:  # or one that another place of the same tensor has taken
                 backward.gradients.append(None)
                 continue
-            gradient = landing_of.get(id(leaf), leaf.grad)
+            gradient = grad_output_of.get(id(leaf), leaf.grad)
             static = self.window.static(gradient)
             backward.gradients.append(static)
             if origin.producer is not None:
@@ -639,7 +639,7 @@ def _backward(
     gradients: list[Any],
     wanted: list[Any],
     owned: list[Any],
-    landings: list[tuple[torch.Tensor, torch.Tensor]],
+    grad_outputs: list[tuple[torch.Tensor, torch.Tensor]],
     again: bool,
 ) -> None:
     """What a backward graph holds."""
@@ -651,9 +651,9 @@ def _backward(
     finally:
         accumulator.drop()
     with torch.no_grad():
-        for leaf, landing in landings:
+        for leaf, grad_output in grad_outputs:
             if leaf.grad is not None:
-                landing.copy_(leaf.grad)
+                grad_output.copy_(leaf.grad)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

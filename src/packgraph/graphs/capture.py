@@ -106,20 +106,20 @@ def capture_variant(
     lends: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    rehearsal: DryRun,
+    dry_run: DryRun,
     trial: bool = False,
 ) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
     gradients: what is known of the gradients of such calls. changed: whether facts about the module
-    hold no longer that graphs bake. calls: entered around eager runs of the module. rehearsal: of
+    hold no longer that graphs bake. calls: entered around eager runs of the module. dry_run: of
     the same call. trial: whether the graphs are thrown away. Raises CaptureError; nothing has
     changed then.
     """
     effects = SideEffects(program.module, program.volatile, program.assigned)
     # The dry run has watched the calls of the same code; what effects a recording holds it must see
     # itself.
-    quiet = contextlib.nullcontext() if rehearsal.has_host_steps else unwatched()
+    quiet = contextlib.nullcontext() if dry_run.has_host_steps else unwatched()
     with (
         explained(),
         quiet,
@@ -128,8 +128,8 @@ def capture_variant(
         compiled_code(program.compiler is not None, fixed=True),
     ):
         watched = ObservedProgram(program, effects)
-        backend.lanes.memories.let_go()
-        with backend.window(slot.pool, slot.brief, journal, trial) as window:
+        backend.copy_streams.memories.let_go()
+        with backend.window(slot.pool, slot.scratch, journal, trial) as window:
             build = VariantBuild(
                 watched,
                 program,
@@ -142,7 +142,7 @@ def capture_variant(
                 calls,
                 journal,
                 lends,
-                rehearsal,
+                dry_run,
             )
             return build.capture(args, kwargs)
 

@@ -60,19 +60,19 @@ class Direct:
                 graph.replay()
         return self.out.tensor
 
-    def backward(self, gradient: torch.Tensor | None, lease: SlotLease, steady: object) -> None:
+    def backward(self, gradient: torch.Tensor | None, lease: SlotLease, frozen: object) -> None:
         """Launch all backwards. gradient: of the output, None = one.
 
-        steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once
+        frozen: the block in which nobody replaces `.grad`, or None; gradients are looked at once
         per block.
         """
         with lease.slots.launches as launches:
             if not launches.shared:
-                known = steady is not None and self.attached is steady
+                known = frozen is not None and self.attached is frozen
                 aside = [] if known else attach(self.owned)
                 self._launch_backward(gradient, lease)
                 settle(aside)
-                self.attached = None if aside else steady
+                self.attached = None if aside else frozen
                 return
         let_go(self.owned, launches)
         with launches:

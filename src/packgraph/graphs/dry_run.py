@@ -140,7 +140,7 @@ def _compared(
     for as_called in (True, False):
         before, seen = seen, Observation(Constants())
         with unwatched():
-            rehearsal = _once(
+            now = _once(
                 program,
                 backend,
                 gradients,
@@ -151,7 +151,7 @@ def _compared(
             )
         seen.check_gone()
         if seen.has_called_as(before):
-            used = rehearsal if backend.guard_device else rehearsal._replace(read=[], written=[])
+            used = now if backend.guard_device else now._replace(read=[], written=[])
             return used._replace(has_host_steps=bool(steps), unpacks=hooks.are_there)
     raise seen.difference(before)
 

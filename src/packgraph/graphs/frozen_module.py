@@ -31,7 +31,7 @@ class FrozenModule:
         looked at.
 
         What the caller may change around a single call (modes, evaluation, hooks on what autograd
-        saves) is no part of the promise of a steady block.
+        saves) is no part of the promise of a frozen block.
         """
         if (
             kwargs

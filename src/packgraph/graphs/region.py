@@ -477,7 +477,7 @@ def _fact(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-def accepts(region: Region, state: State, homes: StaticAliases) -> bool:
+def accepts(region: Region, state: State, aliases: StaticAliases) -> bool:
     """Whether a state that came through eager code is what the region was captured for.
 
     An eager stage may do what it likes, so its results are compared in all that is baked:
@@ -491,6 +491,6 @@ def accepts(region: Region, state: State, homes: StaticAliases) -> bool:
         tensor = tree_leaves(state[entry.key])[entry.leaf]
         if entry.buffer is not None:
             copied[entry.token] = tensor
-        elif copied.get(entry.token) is not tensor and homes.token(tensor) != entry.token:
+        elif copied.get(entry.token) is not tensor and aliases.token(tensor) != entry.token:
             return False
     return True

@@ -34,7 +34,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 def stage_inputs(
-    region: Region, state: State, homes: StaticAliases
+    region: Region, state: State, aliases: StaticAliases
 ) -> tuple[list[torch.Tensor], list[Version]]:
     """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in
     order, and those that backwards read."""
@@ -51,7 +51,7 @@ def stage_inputs(
         if entry.buffer is not None:
             if tensor.data_ptr() != entry.buffer.data_ptr():
                 entry.buffer.copy_(tensor.detach())
-            homes.note(tensor, entry.token, alias=False)
+            aliases.note(tensor, entry.token, alias=False)
         if entry.differentiable:
             wanted.append(tensor)
     read = [tensors[number] for number in region.context.inputs]
@@ -60,12 +60,12 @@ def stage_inputs(
     return wanted, [(weakref.ref(tensor), tensor._version) for tensor in read]
 
 
-def replay_region(region: Region, state: State, lease: SlotLease, homes: StaticAliases) -> State:
+def replay_region(region: Region, state: State, lease: SlotLease, aliases: StaticAliases) -> State:
     """Replay the forward graph and return the next state; its outputs alias static memory and are
     noted in `homes`."""
     edge = region.parameters
     with lease.slots.launches:
-        wanted, read = stage_inputs(region, state, homes)
+        wanted, read = stage_inputs(region, state, aliases)
         if any(output.differentiable for output in region.outputs):
             lease.pending.add(region.number)
             inner: list[Inner] = []
@@ -73,14 +73,14 @@ def replay_region(region: Region, state: State, lease: SlotLease, homes: StaticA
                 edge.anchor, edge.tensor, region, lease, read, inner, *wanted, *region.returned
             )
             for number in region.inner:
-                homes.note_inner(made[number], inner)
+                aliases.note_inner(made[number], inner)
             for number in region.saved:
-                homes.note_saved(made[number], read)
+                aliases.note_saved(made[number], read)
         else:
             replay_forward(region)
             made = tuple(output.static.tensor.detach() for output in region.outputs)
     for number, tensor in enumerate(made):
-        homes.note(tensor, (region.number, number), alias=True)
+        aliases.note(tensor, (region.number, number), alias=True)
     return {key: make_entry(entry, state, made) for key, entry in region.entries.items()}
 
 

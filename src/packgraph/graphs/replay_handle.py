@@ -1,9 +1,8 @@
-"""A claim: one call's right to replay, with its slot, its graphs and the static memory it may write
-into directly.
+"""Leased slot with the captured graphs and static buffers for one call.
 
-An ordinary call claims, runs and forgets. A pipeline holds claims: it receives activations straight
-into the slot's input buffer, gradients straight into its gradient buffer, and keeps the slot until
-its sends are done.
+An ordinary call acquires a handle, runs and forgets it. A pipeline holds handles: it receives
+activations straight into the slot's input buffer, gradients straight into its gradient buffer, and
+keeps the slot until its sends are done.
 """
 
 import contextlib
@@ -40,9 +39,9 @@ class ReplayHandle:
         lends: bool,
         stats: Stats,
         calls: Calls,
-        steady: object = None,
+        frozen: object = None,
     ) -> None:
-        """calls: of the module. steady: stands for a block of time in which nothing about the
+        """calls: of the module. frozen: stands for a block of time in which nothing about the
         module but values changes; None = no such."""
         self.calls = calls
         self.program, self.variant, self.lease, self.lends, self.stats = (
@@ -52,7 +51,7 @@ class ReplayHandle:
             lends,
             stats,
         )
-        self.steady = steady
+        self.frozen = frozen
 
     @property
     def is_direct(self) -> bool:
@@ -88,7 +87,7 @@ class ReplayHandle:
     def backward(self, gradient: torch.Tensor | None = None) -> None:
         """Replay the backward. gradient: of the output, None = one."""
         assert self.variant.direct is not None
-        self.variant.direct.backward(gradient, self.lease, self.steady)
+        self.variant.direct.backward(gradient, self.lease, self.frozen)
 
     def input_gradient(self, tensor: int) -> torch.Tensor | None:
         """Where `backward` leaves the gradient of the call's tensor number `tensor`: an alias of
@@ -154,35 +153,35 @@ class _Replayed:
         return self._handle.program.run(run, _own_copies(state, self.aliases))
 
 
-def _left(result: Any, homes: StaticAliases) -> Any:
+def _left(result: Any, aliases: StaticAliases) -> Any:
     """What leaves the call: never static memory, nor a view of it. One tensor in several places
     stays one."""
     clones: dict[int, torch.Tensor] = {}
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not homes.shares(leaf):
+        if not isinstance(leaf, torch.Tensor) or not aliases.shares(leaf):
             return leaf
         if id(leaf) not in clones:
             clones[id(leaf)] = leaf.clone()
-            homes.note_copy(leaf, clones[id(leaf)])
+            aliases.note_copy(leaf, clones[id(leaf)])
         return clones[id(leaf)]
 
     return tree_map(own, result)
 
 
-def _own_copies(state: State, homes: StaticAliases) -> State:
+def _own_copies(state: State, aliases: StaticAliases) -> State:
     """The state for an eager stage: differentiable static tensors are cloned, since autograd may
     keep them."""
     clones: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
-        if not homes.is_alias(leaf) or not leaf.requires_grad:
+        if not aliases.is_alias(leaf) or not leaf.requires_grad:
             return leaf
         if id(leaf) not in clones:
-            clone, token = leaf.clone(), homes.token(leaf)
-            homes.note_copy(leaf, clone)
+            clone, token = leaf.clone(), aliases.token(leaf)
+            aliases.note_copy(leaf, clone)
             if token is not None:
-                homes.note(clone, token, alias=False)
+                aliases.note(clone, token, alias=False)
             clones[id(leaf)] = clone
         return clones[id(leaf)]
 

@@ -46,7 +46,7 @@ class Slot:
         self._buffers: dict[Hashable, torch.Tensor] = {}
 
     @property
-    def brief(self) -> Pool:
+    def scratch(self) -> Pool:
         """The pool for memory that nobody reads after the replay that wrote it."""
         return self.pool if self._shared is None else self._shared
 
@@ -116,7 +116,7 @@ class Slot:
     def poison(self) -> None:
         """Fill pools and buffers with NaN patterns (tests)."""
         self.pool.poison()
-        self.brief.poison()
+        self.scratch.poison()
         for kept in self._buffers.values():
             kept.fill_(0xFF)
 
@@ -221,7 +221,7 @@ class Slots:
 
 
 class SlotLease:
-    """One microbatch's claim on a slot, owned by its autograd nodes.
+    """A slot leased by one microbatch, owned by its autograd nodes.
 
     The slot goes back when the last of `pending` backwards has run, or when the nodes are gone
     without a backward. kept: somebody else (a pipeline with sends under way) says when, by

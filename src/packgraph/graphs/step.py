@@ -76,7 +76,7 @@ class GraphedStep:
     tensors and packed batches, returns one tensor (the loss). It is called eagerly in warm-up, and
     captured once per key: the shapes of all arguments. limit: keys that may be captured, beyond
     them steps run eagerly. compiled: whether `run` calls compiled stages, by
-    `GraphedModule.run_eagerly`. lanes: of eager work of `run`, None = the backend's.
+    `GraphedModule.run_eagerly`. copy_streams: of eager work of `run`, None = the backend's.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class GraphedStep:
         device: torch.device,
         limit: int = MAX_STEP_KEYS,
         compiled: bool = False,
-        lanes: Sequence[CopyStreams] | None = None,
+        copy_streams: Sequence[CopyStreams] | None = None,
     ) -> None:
         self.modules, self.run, self.limit, self.compiled = (
             torch.nn.ModuleList(modules),
@@ -96,7 +96,9 @@ class GraphedStep:
             compiled,
         )
         self._backend, self._device = backend, device
-        self._eager_lanes = [backend.lanes] if lanes is None else list(lanes)
+        self._eager_copy_streams = (
+            [backend.copy_streams] if copy_streams is None else list(copy_streams)
+        )
         slot = self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
         self._state: ModuleState | None = None
@@ -193,8 +195,8 @@ class GraphedStep:
             with compiled_code(self.compiled):
                 read = self._rehearse(shown, journal)
             stack.enter_context(compiled_code(self.compiled, fixed=True))
-            for lanes in self._eager_lanes:
-                lanes.memories.let_go()
+            for copy_streams in self._eager_copy_streams:
+                copy_streams.memories.let_go()
             with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:
                 graph, result = window.capture(lambda: self.run(*shown).detach())
                 static = window.static(result)

@@ -139,7 +139,7 @@ def offload(
         own.warm_up(1)
     runtime = OffloadRuntime(
         modules,
-        own.capture_backend.lanes,
+        own.capture_backend.copy_streams,
         min_bytes=min_bytes,
         in_flight=in_flight,
         policy=policy,

@@ -28,9 +28,9 @@ groups may lie there at a time.
 Copies to the host that have not ended with the forward's last group hold memory that the backward
 takes a moment later, for gradients of activations: giving it back earlier lowers no peak. A
 backward of small matrices may have some groups back that one of large ones has no room for; and if
-nothing moves, what is needed last finds all groups gone. Measured in traced passes, where the lanes
-know the allocator. What is between the last group and the first backward counts as forward; behind
-the last group's start nobody looks, so there is no room.
+nothing moves, what is needed last finds all groups gone. Measured in traced passes, where the copy
+streams know the allocator. What is between the last group and the first backward counts as forward;
+behind the last group's start nobody looks, so there is no room.
 
 What stays behind a backward (gradients of parameters that are made for the first time) is no such
 need, and what is handed on to the next module (gradients of activations) is one. Both are growth,
@@ -108,18 +108,18 @@ class _Look(NamedTuple):
 class Headroom:
     """Of one pass. Begins with the pass."""
 
-    def __init__(self, lanes: CopyStreams) -> None:
-        self._lanes = lanes
+    def __init__(self, copy_streams: CopyStreams) -> None:
+        self._copy_streams = copy_streams
         self._forward: list[
             int
         ] = []  # all else at the most, by module, then until the first backward
         self._looks: list[_Look] = []
-        lanes.memory()
+        copy_streams.memory()
 
     def made(self, held: int) -> None:
         """The groups of a module are made. held: bytes of groups on the device, these ones'
         included."""
-        found = self._lanes.memory()
+        found = self._copy_streams.memory()
         if found is not None:
             self._forward.append(found.most - held)
 
@@ -132,7 +132,7 @@ class Headroom:
     def reached(self, before: int, after: int, module: int) -> None:
         """Backward has come to a group of `module`. before, after: bytes of groups on the device,
         without and with those whose reload begins here."""
-        found = self._lanes.memory()
+        found = self._copy_streams.memory()
         if found is None:
             return
         if not self._looks:
@@ -178,28 +178,32 @@ class TimeMark(NamedTuple):
 class Waits:
     """The waits of main, in order: when they began and ended."""
 
-    def __init__(self, lanes: CopyStreams) -> None:
-        self.lanes = lanes
+    def __init__(self, copy_streams: CopyStreams) -> None:
+        self.copy_streams = copy_streams
         self.all: list[tuple[Any, Any]] = []
 
     def wait(self, copy: Copy) -> None:
         """Let main wait for a copy, between two clocks."""
-        began = self.lanes.clock()
-        self.lanes.wait(copy)
-        self.all.append((began, self.lanes.clock()))
+        began = self.copy_streams.clock()
+        self.copy_streams.wait(copy)
+        self.all.append((began, self.copy_streams.clock()))
 
     def mark(self) -> TimeMark:
         """Main gets here."""
-        return TimeMark(self.lanes.clock(), len(self.all))
+        return TimeMark(self.copy_streams.clock(), len(self.all))
 
 
-def copy_speed_of(lanes: CopyStreams, known: CopySpeed) -> CopySpeed:
-    """The speed of the copies that were timed in captures of `lanes`, in their last replays;
+def copy_speed_of(copy_streams: CopyStreams, known: CopySpeed) -> CopySpeed:
+    """The speed of the copies that were timed in captures of `copy_streams`, in their last replays;
     `known` where there are none of a direction. Waits for the device."""
 
-    def speed(lane: str, otherwise: float) -> float:
-        copies = [copy for copy in lanes.timed or () if copy.lane == lane and copy.nbytes >= LARGE]
-        spent = sum(lanes.elapsed_us(copy.began, copy.ended) for copy in copies)
+    def speed(copy_stream: str, otherwise: float) -> float:
+        copies = [
+            copy
+            for copy in copy_streams.timed or ()
+            if copy.copy_stream == copy_stream and copy.nbytes >= LARGE
+        ]
+        spent = sum(copy_streams.elapsed_us(copy.began, copy.ended) for copy in copies)
         spent -= known.latency_us * sum(
             copy.tensors for copy in copies
         )  # plans add that for every tensor
@@ -250,15 +254,19 @@ class _Made(NamedTuple):
 
 
 class PassTimes:
-    """The times of one pass, by order of its groups. waits: of its lanes. captured: of its graphs,
-    whose memory nobody looks at. scopes: the captures that it lies in."""
+    """The times of one pass, by order of its groups. waits: of its copy streams. captured: of its
+    graphs, whose memory nobody looks at. scopes: the captures that it lies in."""
 
     def __init__(self, waits: Waits, captured: bool) -> None:
-        self.lanes, self.waits, self.started = waits.lanes, waits, waits.mark()
+        self.copy_streams, self.waits, self.started = waits.copy_streams, waits, waits.mark()
         self.made: list[_Made] = []
         self.needed: dict[int, TimeMark] = {}
-        self.scopes = {self.lanes.scope}
-        self.room, self._held, self._running = None if captured else Headroom(self.lanes), 0, 0
+        self.scopes = {self.copy_streams.scope}
+        self.room, self._held, self._running = (
+            None if captured else Headroom(self.copy_streams),
+            0,
+            0,
+        )
         self._block = 0
         self._saving: set[int] = (
             set()
@@ -287,7 +295,7 @@ class PassTimes:
         self._held += self._counted[-1]
         if group.host is not None:
             self._leaving.append((weakref.ref(group), group.order))
-        self.scopes.add(self.lanes.scope)
+        self.scopes.add(self.copy_streams.scope)
         if self.room is not None and is_last:
             self.room.made(
                 self._held
@@ -311,7 +319,7 @@ class PassTimes:
     def reached(self, group: SavedGroup, reloads: Sequence[SavedGroup]) -> None:
         """Backward has come to `group`; `reloads` begin now."""
         self.needed.setdefault(group.order, self.waits.mark())
-        self.scopes.add(self.lanes.scope)
+        self.scopes.add(self.copy_streams.scope)
         self._given_back()
         if (block := self.made[group.order].block) != self._block:
             self._held, self._running, self._block = self._held - self._running, 0, block
@@ -356,14 +364,14 @@ class PassTimes:
     def is_replayed(self) -> bool:
         """Whether the graphs of a captured pass have run: one, or one of its forward and one of its
         backward. Among more, copies end with each, and those waits belong to no group."""
-        return len(self.scopes) <= 2 and self.scopes <= self.lanes.replayed
+        return len(self.scopes) <= 2 and self.scopes <= self.copy_streams.replayed
 
     def trace(self) -> OffloadTrace:
         """The times in microseconds, without waits; waits for the device."""
-        waited = [0.0, *accumulate(self.lanes.elapsed_us(*wait) for wait in self.waits.all)]
+        waited = [0.0, *accumulate(self.copy_streams.elapsed_us(*wait) for wait in self.waits.all)]
 
         def worked(start: TimeMark, end: TimeMark) -> float:
-            return self.lanes.elapsed_us(start.clock, end.clock) - (
+            return self.copy_streams.elapsed_us(start.clock, end.clock) - (
                 waited[end.waits] - waited[start.waits]
             )
 

@@ -131,11 +131,11 @@ class Executor:
         """The steps of this process after which the graphs that stay have been captured."""
         return self._options.warmup + (0 if self.prepare is None else self.prepare.trial_steps)
 
-    def lanes(self, chunk: int) -> CopyStreams | None:
-        """The lanes that copy beside the work of this rank's chunk number `chunk`; None where there
-        are no graphs."""
+    def copy_streams(self, chunk: int) -> CopyStreams | None:
+        """The copy streams that copy beside the work of this rank's chunk number `chunk`; None
+        where there are no graphs."""
         graphed = self.runner.graphed
-        return graphed[chunk].capture_backend.lanes if graphed else None
+        return graphed[chunk].capture_backend.copy_streams if graphed else None
 
     def agree_by(self, stage: Consensus, replica: Consensus) -> None:
         """Agrees about captures by `stage`; about those of whole steps, which reach over all

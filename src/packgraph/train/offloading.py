@@ -245,7 +245,7 @@ def make_offloading(
         planner = Planner(options, rank, count, one_pool)
         engine = OffloadRuntime(
             options.modules,
-            executor.lanes(number) or make_copy_streams(device),
+            executor.copy_streams(number) or make_copy_streams(device),
             min_bytes=options.min_bytes,
             in_flight=options.in_flight,
             postpones=options.delay_until_replay and config.graph.enabled,

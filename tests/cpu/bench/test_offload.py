@@ -141,7 +141,7 @@ def test_a_prediction_changes_no_gradient_no_pool_and_no_plan():
                 (
                     run.way.facts()["pool_bytes"],
                     run.engine.plan.moves,
-                    run.engine.lanes.scope,
+                    run.engine.copy_streams.scope,
                     [parameter.grad.clone() for parameter in model.parameters()],
                 )
             )
@@ -184,7 +184,8 @@ def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypat
     def start_reload(group):
         if next(count) == at:
             pieces.extend(
-                weakref.ref(piece.untyped_storage()) for piece in group.lanes.memories.arenas.pieces
+                weakref.ref(piece.untyped_storage())
+                for piece in group.copy_streams.memories.arenas.pieces
             )
             pieces.append(capturing())
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -77,7 +77,7 @@ def test_what_forwards_leave_must_not_be_brief_and_the_order_test_sees_it(monkey
     options = {"steps": 5, "seed": 1, "sizes": (8,), "in_flight": 5}
     eager = train(make_toy(layers=2), **options)
     monkeypatch.setattr(
-        RecorderWindow, "capture", lambda self, run, brief=False: capture(self, run, True)
+        RecorderWindow, "capture", lambda self, run, scratch=False: capture(self, run, True)
     )
     assert differences(eager, train(graph(make_toy(layers=2), warmup=1), **options)) != []
 

@@ -45,7 +45,7 @@ def test_a_graphed_model_goes_with_its_last_reference(where, modules, closed):
         model,
         graphed,
         graphed.capture_backend,
-        graphed.capture_backend.lanes.memories,
+        graphed.capture_backend.copy_streams.memories,
         *model.parameters(),
         *(slot.pool for slot in graphed._slots.all),
     ]

@@ -1,4 +1,4 @@
-"""A steady block looks at calls only briefly, but at all that may differ between two of its
+"""A frozen block looks at calls only briefly, but at all that may differ between two of its
 calls."""
 
 import pytest

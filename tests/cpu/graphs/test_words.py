@@ -318,8 +318,8 @@ def failing_captures(monkeypatch, errors, after=0):
     """Let captures of single graphs, from number `after` on, end in these errors, one each."""
     original, left, count = RecorderWindow.capture, list(errors), [0]
 
-    def capture(self, run, brief=False):
-        result = original(self, run, brief)
+    def capture(self, run, scratch=False):
+        result = original(self, run, scratch)
         count[0] += 1
         if left and count[0] > after:
             raise left.pop(0)

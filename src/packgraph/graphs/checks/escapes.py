@@ -55,7 +55,7 @@ class _Made(NamedTuple):
 
 
 class Observation:
-    """One rehearsal: the tensors it made, its calls, and the constants it made of Python numbers.
+    """One dry run: the tensors it made, its calls, and the constants it made of Python numbers.
 
     is_first: it is the first of several, in which code may fill caches with values that are the
     same at every call.

@@ -184,7 +184,7 @@ def known_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 
 def capturing() -> bool:
-    """Whether the caller is run for a capture (or its rehearsal)."""
+    """Whether the caller is run for a capture (or its dry run)."""
     return _KNOWN.get() is not None
 
 

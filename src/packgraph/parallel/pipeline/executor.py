@@ -1,7 +1,7 @@
 """The pipeline executor: runs one rank's actions of a schedule, by replay or eagerly, for any
 number of microbatches.
 
-    RECV_F: claim a slot, receive into it       F: replay       SEND_F: send from it
+    RECV_F: lease a slot, receive into it       F: replay       SEND_F: send from it
     RECV_B: receive the gradient                B: replay       SEND_B: send; the slot is free when
                                                                 its sends are done
 
@@ -48,13 +48,13 @@ class InFlight:
 
     hidden: activations received from the stage before. out: what the chunk made. gradient: received
         gradient of `out`.
-    input_gradient: gradient of `hidden`, to be sent. direct: the claim, if it is replayed without
+    input_gradient: gradient of `hidden`, to be sent. direct: the handle, if it is replayed without
         autograd.
     """
 
-    def __init__(self, claim: ReplayHandle | None, lease: Any, direct: bool = False) -> None:
-        self.claim, self.lease = claim, lease
-        self.direct = claim if claim is not None and direct and claim.is_direct else None
+    def __init__(self, handle: ReplayHandle | None, lease: Any, direct: bool = False) -> None:
+        self.handle, self.lease = handle, lease
+        self.direct = handle if handle is not None and direct and handle.is_direct else None
         self.hidden: torch.Tensor | None = None
         self.out: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class InFlight:
     def activation_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Where to receive activations of `like`'s shape: the slot's own input memory when a graph
         reads it there."""
-        buffer = self.claim.buffer("hidden") if self.claim is not None else None
+        buffer = self.handle.buffer("hidden") if self.handle is not None else None
         self.hidden = (
             torch.empty(like.shape, dtype=like.dtype, device=like.device)
             if buffer is None
@@ -75,7 +75,7 @@ class InFlight:
 
     def gradient_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Where to receive the gradient of `out`."""
-        buffer = self.claim.gradient_buffer() if self.claim is not None else None
+        buffer = self.handle.gradient_buffer() if self.handle is not None else None
         self.gradient = (
             torch.empty(like.shape, dtype=like.dtype, device=like.device)
             if buffer is None
@@ -184,7 +184,7 @@ class Pipeline:
                 self.chunks[0].capture_backend,
                 device,
                 compiled=any(chunk.compiles for chunk in self.chunks),
-                lanes=[chunk.capture_backend.lanes for chunk in self.chunks],
+                copy_streams=[chunk.capture_backend.copy_streams for chunk in self.chunks],
             )
 
     @property
@@ -240,9 +240,9 @@ class Pipeline:
         whole = self._whole if fallback.bypass_reason() is None else None
         if whole is not None and self._whole_step_is_ready(batches, tokens_in_step):
             return whole(tokens_in_step, *batches)
-        with contextlib.ExitStack() as steady:
+        with contextlib.ExitStack() as frozen:
             for chunk in self._alone:
-                steady.enter_context(chunk.frozen())
+                frozen.enter_context(chunk.frozen())
             return self._run(batches, tokens_in_step, before_last)
 
     def _whole_step_is_ready(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> bool:
@@ -396,15 +396,15 @@ class Pipeline:
             raise PipelineError(
                 f"stage {action.stage} has no free slot: the schedule needs more than were planned"
             )
-        claim = (
+        handle = (
             chunk.acquire(self._arguments(action.stage, batch, tokens), {})
             if self._reason is None
             else self._reason
         )
-        if isinstance(claim, ReplayHandle):
-            claim.lease.kept = True
-            return InFlight(claim, claim.lease, direct=action.microbatch != self._watched)
-        chunk.stats.fell_back(claim)
+        if isinstance(handle, ReplayHandle):
+            handle.lease.kept = True
+            return InFlight(handle, handle.lease, direct=action.microbatch != self._watched)
+        chunk.stats.fell_back(handle)
         lease = chunk.hold_slot()
         return InFlight(None, lease)
 
@@ -449,12 +449,12 @@ class Pipeline:
                 else Arrival.apply(self._anchor, flight, flight.hidden)
             )
             arguments = (batch, tokens, hidden)
-        if flight.claim is None:
+        if flight.handle is None:
             flight.out = chunk.run_eagerly(*arguments)
         elif flight.direct is not None:
             flight.out = flight.direct.forward(arguments, {})
         else:
-            flight.out = flight.claim.run(arguments, {})
+            flight.out = flight.handle.run(arguments, {})
         assert flight.out is not None
         if action.stage == self.num_stages - 1:
             loss += flight.out.detach()

@@ -174,6 +174,6 @@ def test_what_is_put_back_was_there_before_the_rehearsal(unseen):
     held for long."""
     graphed = graph(WritesInItsBackward(), warmup=0, scope=["embed", "mlp"], strict=True, slots=1)
     graphed.build([toy_inputs(8)], 1)
-    (rehearsal,) = graphed._capturer._dry_runs.values()
-    storages = {tensor.untyped_storage().data_ptr() for tensor in rehearsal.written}
+    (dry_run,) = graphed._capturer._dry_runs.values()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in dry_run.written}
     assert storages == {graphed.module.count.data_ptr(), graphed.module.calls.data_ptr()}
