@@ -15,7 +15,17 @@ from typing import Any
 
 from result_rows import markdown, newest, read_rows, step_kinds
 
-from packgraph.bench import attention, capture, context, memory, offload, padding, pipeline, step
+from packgraph.bench import (
+    attention,
+    capture,
+    context,
+    integrations,
+    memory,
+    offload,
+    padding,
+    pipeline,
+    step,
+)
 from packgraph.bench.rows import Column, value
 
 Row = dict[str, Any]
@@ -30,6 +40,7 @@ FLAT: dict[str, list[Column]] = {
     "padding": padding.COLUMNS,
     "memory": [MODEL, *memory.COLUMNS],
     "capture": [MODEL, *capture.COLUMNS],
+    "integrations": [MODEL, *integrations.COLUMNS],
     "pipeline": [MODEL, *pipeline.COLUMNS],
     "context": [
         ("longest", value("longest")),
