@@ -15,7 +15,16 @@ from typing import Any
 
 from result_rows import markdown, newest, read_rows, step_kinds
 
-from packgraph.bench import attention, banks, context, offload, padding, pipeline, step
+from packgraph.bench import (
+    attention,
+    banks,
+    context,
+    integrations,
+    offload,
+    padding,
+    pipeline,
+    step,
+)
 from packgraph.bench.rows import Column, value
 
 Row = dict[str, Any]
@@ -30,6 +39,7 @@ FLAT: dict[str, list[Column]] = {
     "padding": padding.COLUMNS,
     "memory": [MODEL, *banks.MEMORY_COLUMNS],
     "capture": [MODEL, *banks.CAPTURE_COLUMNS],
+    "integrations": [MODEL, *integrations.COLUMNS],
     "pipeline": [MODEL, *pipeline.COLUMNS],
     "context": [
         ("longest", value("longest")),
