@@ -246,7 +246,9 @@ def test_own_attention_is_that_of_the_stack() -> None:
     assert set(own.values()) == {"auto", "varlen"}
 
 
-def read_shape(q: Tensor, k: Tensor, v: Tensor, meta: Any, scale: float | None) -> Tensor:
+def read_shape(
+    q: Tensor, k: Tensor, v: Tensor, meta: Any, scale: float | None, options: Any
+) -> Tensor:
     """Attention that, like kernels for documents, uses their number and the longest of them as
     numbers."""
     return q * (meta.cu_seqlens.shape[0] + meta.longest)
