@@ -15,6 +15,8 @@ from functools import partial
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
+
 from packgraph.graphs.checks.state_kinds import Mark, same_value, value_key
 
 MISSING = object()
@@ -231,13 +233,23 @@ def _class_entries(kind: type, methods_only: bool) -> Pairs:
     return [
         (name, value)
         for name, value in vars(kind).items()
-        if isinstance(value, FunctionType)
+        if (isinstance(value, FunctionType) and not _is_of_compiler(kind, name, value))
         or not (
             methods_only
             or name.startswith("_abc_")
             or (name.startswith("__") and name.endswith("__"))
         )
     ]
+
+
+def _is_of_compiler(kind: type, name: str, value: FunctionType) -> bool:
+    """Whether a value is torch's own `nn.Module.__init__`, which torch replaces by another one when
+    it compiles something for the first time in a process."""
+    return (
+        name == "__init__"
+        and kind is torch.nn.Module
+        and value.__globals__.get("__name__", "").partition(".")[0] == "torch"
+    )
 
 
 _PARTS = ("__code__", "__defaults__", "__kwdefaults__")
