@@ -242,12 +242,15 @@ def _class_entries(kind: type, methods_only: bool) -> Pairs:
     ]
 
 
+# torch replaces these by others of its own when a process compiles something for the first time.
+_REPLACED_BY_COMPILER = ("__init__", "__setstate__")
+
+
 def _is_of_compiler(kind: type, name: str, value: FunctionType) -> bool:
-    """Whether a value is torch's own `nn.Module.__init__`, which torch replaces by another one when
-    it compiles something for the first time in a process."""
+    """Whether a value is torch's own, old or new, of what its compiler replaces in `nn.Module`."""
     return (
-        name == "__init__"
-        and kind is torch.nn.Module
+        kind is torch.nn.Module
+        and name in _REPLACED_BY_COMPILER
         and value.__globals__.get("__name__", "").partition(".")[0] == "torch"
     )
 
