@@ -3,8 +3,11 @@
 python -m packgraph.graphs.checks.assumptions > docs/assumptions.md
 """
 
+import textwrap
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from packgraph.graphs.checks.code_reads import AROUND_MODELS, TOOLS
 from packgraph.graphs.checks.state_kinds import DEPTH, LARGEST_BYTES, WATCHED, KindRule
 from packgraph.graphs.fallback import REASONS
 
@@ -27,6 +30,15 @@ code names `os.environ` or `getenv`. A change drops the graphs and captures agai
 Code that asks `torch.cuda.is_current_stream_capturing()` is told no while it is captured, as in an
 eager call. A capture that calls other operations than the eager dry run before it, or gives them
 other numbers, is refused.
+"""
+_TAKEN_AS_IT_IS = """
+## What is taken as it is
+
+What torch, numpy, packgraph, the standard library and these packages hold in their Python modules
+and classes is not compared; objects that your module holds are, whatever package their class is
+from. No layer computes from these, but code of libraries comes upon them by names that it shares
+with them.
+
 """
 _REASONS = """
 ## Reasons of fallbacks
@@ -178,6 +190,8 @@ def page() -> str:
         _EXACT,
         "\n| what | how | why |\n|---|---|---|\n",
         *map(_row, WATCHED),
+        _TAKEN_AS_IT_IS,
+        *_wrapped(sorted({*TOOLS, *AROUND_MODELS})),
         _REASONS,
         "\n| reason | asked for | what to do |\n|---|---|---|\n",
         *(
@@ -198,6 +212,11 @@ def page() -> str:
         *(f"| {_cell(known.what)} | {_cell(known.why)} |\n" for known in DIFFERENCES),
     ]
     return "".join(parts)
+
+
+def _wrapped(names: Iterable[str]) -> list[str]:
+    lines = textwrap.wrap(", ".join(f"`{name}`" for name in names), 100, break_on_hyphens=False)
+    return [f"{line}\n" for line in lines]
 
 
 def _row(row: KindRule) -> str:

@@ -272,7 +272,39 @@ _READERS = {
 
 _PACKGRAPH = str(Path(packgraph.__file__).parent)
 _MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_LIBRARIES = ("torch", "numpy", "triton")
+_LIBRARIES = frozenset({"torch", "numpy", "triton"})
+# They move bytes, files and text: no tensor is computed from what they hold.
+TOOLS = frozenset({
+    "anyio", "certifi", "click", "filelock", "fsspec", "h11", "httpcore", "httpcore2", "httpx",
+    "httpx2", "huggingface_hub", "idna", "jinja2", "packaging", "psutil", "regex", "requests",
+    "rich", "safetensors", "tokenizers", "tqdm", "truststore", "typer", "urllib3", "yaml",
+})  # fmt: skip
+# Parts of libraries around a model: loading, saving, converting, generating, training loops. A
+# layer's code comes upon them by names that it shares with them.
+AROUND_MODELS = (
+    "accelerate",
+    "peft.utils.hotswap",
+    "peft.utils.save_and_load",
+    "peft.utils.transformers_weight_conversion",
+    "transformers.conversion_mapping",
+    "transformers.convert_slow_tokenizer",
+    "transformers.core_model_loading",
+    "transformers.data",
+    "transformers.dynamic_module_utils",
+    "transformers.generation",
+    "transformers.integrations.gguf",
+    "transformers.models.auto",
+    "transformers.pipelines",
+    "transformers.quantizers",
+    "transformers.safetensors_conversion",
+    "transformers.tokenization_utils_base",
+    "transformers.trainer",
+    "transformers.utils.hub",
+    "transformers.utils.loading_report",
+    "transformers.utils.logging",
+    "transformers.utils.quantization_config",
+)
+_MANY = 2**16  # entries of caches: functions that walks meet, and names of their modules
 
 _OF_GLOBALS = frozenset(
     {
@@ -295,7 +327,7 @@ class Reads(NamedTuple):
     strings: tuple[ByString, ...]
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=_MANY)
 def reads_of(code: types.CodeType) -> Reads:
     """What `code` reads by name, and globals that it sets: a replay would not set them again."""
     names, imports, constants = set[str](), set[tuple[int, str]](), list[Any]()
@@ -343,19 +375,22 @@ def imported(level: int, name: str, package: str | None) -> list[types.ModuleTyp
     return [module for module in found if module is not None]
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=_MANY)
 def is_library(name: object) -> bool:
-    """Whether the Python module `name` belongs to torch, numpy, packgraph or the standard
-    library: what it holds is taken as it is. Some classes say something else than a name."""
+    """Whether the Python module `name` belongs to torch, numpy, packgraph, the standard library or
+    a tool: what it holds is taken as it is. Some classes say something else than a name."""
     if not isinstance(name, str):
         return False
-    if name in sys.builtin_module_names or name.partition(".")[0] in _LIBRARIES:
+    first = name.partition(".")[0]
+    if name in sys.builtin_module_names or first in _LIBRARIES or first in TOOLS:
+        return True
+    if any(name == part or name.startswith(f"{part}.") for part in AROUND_MODELS):
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and (file.startswith(_PACKGRAPH) or not is_user_file(file))
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=_MANY)
 def is_installed(name: str) -> bool:
     """Whether the Python module `name` is a library's or comes from an installed package: nobody
     rewrites its functions in place, and its globals seldom change."""
