@@ -83,8 +83,11 @@ def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
     """
     if output not in OUTPUTS:
         raise ValueError(f"output must be one of {', '.join(OUTPUTS)}, not {output!r}")
-    family = family_of(model)
-    use_ours(causal_model(model))
+    family, causal = family_of(model), causal_model(model)
+    use_ours(causal)
+    # As `save_pretrained` sets them: a first checkpoint then changes nothing that graphs watch.
+    causal.config.architectures = [type(causal).__name__]
+    causal.config.dtype = str(causal.dtype).removeprefix("torch.")
     return PackedModel(model, family, output)
 
 
