@@ -91,6 +91,7 @@ class PackedTrainer(_Trainer):
         self.loss_is_scaled_for_ga = True
         self._graph_options = dict(graph_options or {})
         self._packed: PackedModel = packed(self.model)
+        self._packed_of = self.model
         self._graphed: GraphedModule | None = None
         self._seen, self._total = PackReport(), PackReport()
         self._logged: tuple[int, Counter[str]] = (0, Counter())
@@ -98,10 +99,10 @@ class PackedTrainer(_Trainer):
     @property
     def graphed(self) -> GraphedModule:
         """The graphed module of the trainer's model; a new one where that was replaced."""
-        if self._packed.model is not self.model:
+        if self._packed_of is not self.model:
             if self._graphed is not None:
                 control(self._graphed).close()
-            self._packed, self._graphed = packed(self.model), None
+            self._packed, self._packed_of, self._graphed = packed(self.model), self.model, None
         if self._graphed is None:
             self._graphed = graph(self._packed, self.data_collator.capacities, **self._graph_options)
             self._logged = (0, Counter())
