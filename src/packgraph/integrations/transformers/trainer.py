@@ -41,7 +41,8 @@ class PackedTrainer(_Trainer):
 
     Name it before the trainer's class. All arguments and options of the trainer stay; those that
     packed batches cannot follow are refused. Logs get `packgraph/replayed`, `packgraph/fallbacks`
-    (and one entry for each reason) and `packgraph/padding`, of what ran since the last log.
+    (and one entry for each reason), `packgraph/tokens` and `packgraph/padding`, of what ran since
+    the last log.
 
     Args:
         capacities: The static shape or shapes of packs. None derives them from the lengths of the
@@ -181,6 +182,7 @@ class PackedTrainer(_Trainer):
         found = {
             "replayed": stats.replayed - replayed,
             "fallbacks": sum(fallbacks.values()),
+            "tokens": self._seen.tokens,
             "padding": self._seen.padding_fraction,
         }
         self._seen = PackReport()
