@@ -19,8 +19,7 @@ are allowed. `fill` writes documents into it without a loop over tokens.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -166,11 +165,11 @@ class HostFacts:
 NO_FACTS = HostFacts(None, None)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
     """A microbatch of static shape. T = `capacity.tokens`, N = `capacity.documents`.
 
-    Made by `packgraph.pack` or `PackedBatch.build`. All tensors are views of one buffer.
+    Made by `packgraph.pack` or `PackedBatch.build`. All tensors are views of one buffer. It cannot
+    be changed. It is no dataclass: loops of others take these apart and build them anew.
 
     Args:
         data: uint8 [bytes of the layout], contiguous, aligned to 8 bytes.
@@ -185,7 +184,18 @@ class PackedBatch:
 
     data: Tensor
     capacity: Capacity
-    host: HostFacts = NO_FACTS
+    host: HostFacts
+
+    def __init__(self, data: Tensor, capacity: Capacity, host: HostFacts = NO_FACTS) -> None:
+        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "capacity", capacity)
+        object.__setattr__(self, "host", host)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a PackedBatch cannot be changed, and so not its {name}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a PackedBatch cannot be changed, and so not its {name}")
 
     @staticmethod
     def build(documents: Any, capacity: Capacity) -> "PackedBatch":
@@ -302,9 +312,13 @@ class PackedBatch:
             data = data.pin_memory()
         # Device to host is never asynchronous here: the caller would read bytes that have not
         # arrived.
-        return replace(
-            self, data=data.to(target, non_blocking=non_blocking and target.type != "cpu")
-        )
+        data = data.to(target, non_blocking=non_blocking and target.type != "cpu")
+        return PackedBatch(data, self.capacity, self.host)
+
+    def pin_memory(self) -> "PackedBatch":
+        """The batch in pinned memory, from where `to` uploads it without a copy on the host: what
+        `DataLoader(pin_memory=True)` asks for."""
+        return PackedBatch(self.data.pin_memory(), self.capacity, self.host)
 
     def without_lengths(self) -> "PackedBatch":
         """The same tensors without what the host knows: how code inside a captured graph sees a

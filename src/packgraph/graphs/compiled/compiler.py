@@ -20,7 +20,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -51,7 +50,6 @@ MORE = "; TORCH_LOGS=graph_breaks,recompiles says more"
 Code = Callable[[Any, State], State]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class OpenBatch(PackedBatch):
     """A packed batch as compiled code gets it: its tensors are inputs, not views to be made of one
     buffer of bytes.
@@ -60,7 +58,11 @@ class OpenBatch(PackedBatch):
     inputs take detours. parts: the tensors by their first byte.
     """
 
-    parts: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    parts: Mapping[int, torch.Tensor]
+
+    def __init__(self, batch: PackedBatch, parts: Mapping[int, torch.Tensor]) -> None:
+        super().__init__(batch.data, batch.capacity, batch.host)
+        object.__setattr__(self, "parts", parts)
 
     @staticmethod
     def of(batch: PackedBatch) -> "OpenBatch":
@@ -68,12 +70,8 @@ class OpenBatch(PackedBatch):
         fields = [
             value for value in vars(layout_of(batch.capacity)).values() if isinstance(value, Field)
         ]
-        return OpenBatch(
-            batch.data,
-            batch.capacity,
-            batch.without_lengths().host,
-            {place.start: batch._view(place) for place in fields},
-        )
+        parts = {place.start: batch._view(place) for place in fields}
+        return OpenBatch(batch.without_lengths(), parts)
 
     def _view(self, field: Field) -> torch.Tensor:
         return self.parts[field.start]

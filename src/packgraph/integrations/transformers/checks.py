@@ -13,6 +13,8 @@ from packgraph.integrations.transformers.recurrent import mixer_problems
 
 # Tables of positions that depend on the longest document of a call.
 MOVING_ROTARY = ("dynamic", "longrope")
+# Types of PEFT that a test has compared; DoRA and rsLoRA are of type LORA.
+ADAPTERS = ("LORA", "IA3")
 
 
 def causal_model(model: nn.Module) -> Any:
@@ -100,13 +102,21 @@ def _of_config(causal: Any) -> list[str]:
 
 
 def _of_wrapper(model: Any) -> list[str]:
-    adapters = getattr(model, "peft_config", None) or {}
-    learned = [
-        name
-        for name, adapter in (adapters.items() if isinstance(adapters, dict) else ())
-        if getattr(adapter, "is_prompt_learning", False)
-    ]
-    return [f"the adapter {name} adds tokens of its own" for name in learned]
+    """PEFT's wrapper is not called: adapters must do all they do in the layers."""
+    adapters = getattr(model, "peft_config", None)
+    problems = []
+    for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
+        kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+        if getattr(adapter, "is_prompt_learning", False):
+            problems.append(f"the adapter {name} adds tokens of its own")
+        elif kind not in ADAPTERS:
+            problems.append(
+                f"the adapter {name} of type {kind} has not been compared; known are "
+                f"{', '.join(ADAPTERS)}"
+            )
+        elif getattr(adapter, "alora_invocation_tokens", None):
+            problems.append(f"the adapter {name} begins at tokens that its wrapper looks for")
+    return problems
 
 
 def takes_layer_type(rotary: nn.Module) -> bool:

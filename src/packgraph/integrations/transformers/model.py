@@ -49,9 +49,9 @@ def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
     the whole logits, experts run as grouped products, and nothing waits for the host. The result
     has stages: `embed`, `layer` for each layer, and `head`.
 
-    The model is not copied: it stays usable, and `result.model` is the model itself. Its
-    implementation of attention (and experts) is set to one that behaves as before in calls of the
-    model itself, such as `generate`.
+    The model is not copied: it stays usable, and `result.model` is the model itself (without the
+    wrapper of PEFT; adapters live in its layers). Its implementation of attention (and experts) is
+    set to one that behaves as before in calls of the model itself, such as `generate`.
 
     Args:
         model: A `PreTrainedModel` with a language-model head, of a family in
@@ -83,9 +83,12 @@ def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
     """
     if output not in OUTPUTS:
         raise ValueError(f"output must be one of {', '.join(OUTPUTS)}, not {output!r}")
-    family = family_of(model)
-    use_ours(causal_model(model))
-    return PackedModel(model, family, output)
+    family, causal = family_of(model), causal_model(model)
+    use_ours(causal)
+    # As `save_pretrained` sets them: a first checkpoint then changes nothing that graphs watch.
+    causal.config.architectures = [type(causal).__name__]
+    causal.config.dtype = str(causal.dtype).removeprefix("torch.")
+    return PackedModel(causal, family, output)  # a wrapper of PEFT is not called, and not watched
 
 
 class PackedModel(nn.Module):

@@ -1,4 +1,4 @@
-"""The examples run, and train."""
+"""The examples run, and train as they do without graphs."""
 
 import re
 import runpy
@@ -9,14 +9,37 @@ import pytest
 pytest.importorskip("transformers", reason="the integration is of this library")
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
+# What each needs besides transformers, and how many calls two steps of warm-up leave to replays.
+LOOPS = {
+    "hf_trainer": ("accelerate", ["--steps", "10"], 18),
+    "trl_sft": ("trl", ["--steps", "10"], 18),
+    "accelerate_loop": ("accelerate", ["--steps", "10"], 8),
+    "fabric_loop": ("lightning_fabric", ["--steps", "10"], 8),
+    "peft_lora": ("peft", ["--steps", "6"], 10),
+}
+
+
+def run(monkeypatch, name, *options):
+    program = EXAMPLES / f"{name}.py"
+    monkeypatch.setattr("sys.argv", [str(program), *options])
+    return runpy.run_path(str(program))["main"]()
 
 
 def test_own_loop(monkeypatch, capsys, tmp_path):
-    program = EXAMPLES / "huggingface_loop.py"
-    options = ["--steps", "12", "--out", str(tmp_path / "run")]
-    monkeypatch.setattr("sys.argv", [str(program), *options])
-    losses = runpy.run_path(str(program))["main"]()
+    losses = run(monkeypatch, "huggingface_loop", "--steps", "12", "--out", str(tmp_path / "run"))
     assert losses[-1] < losses[0] - 1
     said = capsys.readouterr().out
     assert "replayed=22" in said and re.search(r"fallbacks=.*'warm-up': 2}", said), said
     assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_of_others_equal_themselves_without_graphs(name, monkeypatch, capsys, one_process):
+    library, options, replays = LOOPS[name]
+    pytest.importorskip(library, reason="the example is of this library")
+    losses = run(monkeypatch, name, *options)
+    said = capsys.readouterr().out
+    assert f"replayed={replays}" in said and re.search(r"fallbacks=.*'warm-up': 2}", said), said
+    assert losses[-1] < losses[0]
+    assert run(monkeypatch, name, *options, "--eager") == losses
+    assert "replayed=0" in capsys.readouterr().out

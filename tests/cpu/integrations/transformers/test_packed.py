@@ -322,10 +322,11 @@ def test_prompt_learning_is_refused():
     wrapper = nn.Module()
     wrapper.inner = build("llama")
     wrapper.get_base_model = lambda: wrapper.inner
-    wrapper.peft_config = {"default": types.SimpleNamespace(is_prompt_learning=True)}
+    adapter = types.SimpleNamespace(is_prompt_learning=True, peft_type="LORA")
+    wrapper.peft_config = {"default": adapter}
     with pytest.raises(ValueError, match="adapter default adds tokens"):
         packed(wrapper)
-    wrapper.peft_config["default"].is_prompt_learning = False
+    adapter.is_prompt_learning = False
     model = packed(wrapper)
     assert model.causal is wrapper.inner
     torch.testing.assert_close(model(batch_of()), document_loss(plain(wrapper.inner)), **TOLERANCE)

@@ -1,0 +1,105 @@
+"""Hugging Face Accelerate: a graphed module that its loop can prepare.
+
+    accelerator.prepare(module)    replaces `forward`: stages would no longer say what it does
+    prepare(accelerator, module)   replaces `forward` of a module around the graphed one
+
+    Prepared -- autocast of the accelerator --> GraphedModule -- replay --> loss
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from packgraph.graphs.graphed import GraphedModule, control, graph
+from packgraph.graphs.fallback import Stats
+from packgraph.packing.capacity import Capacity
+
+
+class Prepared(torch.nn.Module):
+    """Returned by `prepare`: calls the graphed module in the accelerator's precision.
+
+    Args:
+        graphed: The graphed module, registered as the submodule `graphed`. Its state is this
+            module's, without a prefix, so that `accelerator.save_state` writes the names of the
+            model.
+
+    Example:
+        >>> from packgraph.integrations.accelerate import Prepared
+        >>> list(Prepared(packgraph.graph(torch.nn.Linear(2, 2))).state_dict())
+        ['weight', 'bias']
+    """
+
+    def __init__(self, graphed: GraphedModule) -> None:
+        super().__init__()
+        self.graphed = graphed
+
+    @property
+    def stats(self) -> Stats:
+        """Replays and fallbacks."""
+        return control(self.graphed).stats
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return self.graphed(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state."""
+        return self.graphed.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the module's state."""
+        return self.graphed.load_state_dict(*args, **kwargs)
+
+
+def prepare(
+    accelerator: Any,
+    module: torch.nn.Module,
+    *,
+    capacities: Capacity | Iterable[Capacity] | None = None,
+    **options: Any,
+) -> Prepared:
+    """Graphs a module and prepares it for a loop of Accelerate, in place of `accelerator.prepare`.
+
+    The module is moved to the accelerator's device, called in its precision, and saved by
+    `accelerator.save_state`. Optimizers, schedulers and data loaders (of packed batches, or of
+    what they are made of) go through `accelerator.prepare` as ever.
+
+    Args:
+        accelerator: An `accelerate.Accelerator` of one process.
+        module: The module whose calls are to be replayed, such as what
+            `packgraph.integrations.transformers.packed` returns.
+        capacities: As in `packgraph.graph`.
+        **options: As in `packgraph.graph`.
+
+    Returns:
+        The module to call, and to pass to `accelerator.accumulate`.
+
+    Raises:
+        ValueError: If the accelerator runs several processes, takes parameters apart, or compiles.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> from packgraph.integrations.accelerate import prepare
+        >>> accelerator = Accelerator(cpu=True)
+        >>> module = prepare(accelerator, torch.nn.Linear(4, 4), warmup=1)
+        >>> for _ in range(3):
+        ...     accelerator.backward(module(torch.ones(2, 4)).sum())
+        >>> module.stats.replayed
+        2
+    """
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if accelerator.num_processes > 1 or kind != "NO":
+        raise ValueError(
+            f"prepare takes an accelerator of one process, not {accelerator.num_processes} of type "
+            f"{kind}: their wrappers would not see the gradients of a replay"
+        )
+    compiler = getattr(accelerator.state.dynamo_plugin, "backend", None)
+    if str(getattr(compiler, "value", compiler)).upper() not in ("NO", "NONE"):
+        raise ValueError(
+            "the accelerator compiles what it prepares, and compiled code cannot hold replays; "
+            "leave out its dynamo backend, and pass compile=True"
+        )
+    prepared = Prepared(graph(module.to(accelerator.device), capacities, **options))
+    accelerator.prepare_model(prepared, device_placement=False, evaluation_mode=True)
+    return prepared

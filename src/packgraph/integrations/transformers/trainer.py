@@ -1,0 +1,250 @@
+"""`PackedTrainer`: transformers' Trainer, and trainers made of it, over packed batches and graphs.
+
+    class SFT(PackedTrainer, SFTTrainer): ...
+
+    examples -- PackingCollator --> packs -- graphed(packed(model)) --> loss -- the trainer -->
+
+`trainer.model` stays the model itself: the trainer's optimizer, checkpoints, adapters and
+evaluation know nothing of packs. Only what reads a batch is replaced: columns, collator, counts of
+tokens, and the loss. A microbatch that takes several packs runs forward and backward of one after
+the other.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.graphed import GraphedModule, control, graph
+from packgraph.integrations.transformers.collator import (
+    COLUMNS,
+    PACKS,
+    REPORT,
+    PackingCollator,
+    microbatch_capacities,
+)
+from packgraph.integrations.transformers.model import PackedModel, packed
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.overlong import Overlong
+from packgraph.packing.report import PackReport
+
+LOGGED = "packgraph"  # before every name in logs
+_Trainer: Any = object  # what the class is mixed into
+
+
+class PackedTrainer(_Trainer):
+    """Mixin for transformers' `Trainer` and TRL's `SFTTrainer`: calls of the model are replays.
+
+    Name it before the trainer's class. All arguments and options of the trainer stay; those that
+    packed batches cannot follow are refused. Logs get `packgraph/replayed`, `packgraph/fallbacks`
+    (and one entry for each reason), `packgraph/tokens` and `packgraph/padding`, of what ran since
+    the last log.
+
+    Args:
+        capacities: The static shape or shapes of packs. None derives them from the lengths of the
+            training data, so that a microbatch fits in one row.
+        overlong: What becomes of a document longer than every capacity: `error`, `split` or `drop`.
+        graph_options: Further arguments of `packgraph.graph`, such as `{"compile": True}`.
+
+    Raises:
+        ValueError: If the model or an option of the trainer cannot be followed, with all reasons.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+        >>> from packgraph.integrations.transformers import PackedTrainer
+        >>> class Packed(PackedTrainer, Trainer): ...
+        >>> config = LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> trainer = Packed(
+        ...     LlamaForCausalLM(config),
+        ...     TrainingArguments(max_steps=4, report_to="none", disable_tqdm=True),
+        ...     train_dataset=[{"input_ids": [1, 2, 3, 4]}] * 32,
+        ... )
+        >>> _ = trainer.train()
+        >>> trainer.stats.replayed
+        2
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        capacities: Capacity | Iterable[Capacity] | None = None,
+        overlong: Overlong = "error",
+        graph_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        problems = _problems(self, kwargs.get("data_collator", args[2] if len(args) > 2 else None))
+        if problems:
+            raise ValueError(f"{type(self).__name__} cannot pack: {'; '.join(problems)}")
+        if capacities is None:
+            capacities = microbatch_capacities(
+                self.train_dataset, self.args.per_device_train_batch_size, _evaluated(self)
+            )
+        self.data_collator = PackingCollator(capacities, overlong=overlong)
+        self.model_accepts_loss_kwargs = True  # the loss is divided by the tokens of a step
+        self.loss_is_scaled_for_ga = True
+        self._graph_options = dict(graph_options or {})
+        self._packed: PackedModel = packed(self.model)
+        self._packed_of = self.model
+        self._graphed: GraphedModule | None = None
+        self._seen, self._total = PackReport(), PackReport()
+        self._logged: tuple[int, Counter[str]] = (0, Counter())
+
+    @property
+    def graphed(self) -> GraphedModule:
+        """The graphed module of the trainer's model; a new one where that was replaced."""
+        if self._packed_of is not self.model:
+            if self._graphed is not None:
+                control(self._graphed).close()
+            self._packed, self._packed_of, self._graphed = packed(self.model), self.model, None
+        if self._graphed is None:
+            self._graphed = graph(self._packed, self.data_collator.capacities, **self._graph_options)
+            self._logged = (0, Counter())
+        return self._graphed
+
+    @property
+    def stats(self) -> Stats:
+        """Replays and fallbacks."""
+        return control(self.graphed).stats
+
+    @property
+    def packing(self) -> PackReport:
+        """Counts of all packs that were trained on."""
+        return self._total
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Forward and backward of a microbatch, one pack after the other; the sum of the losses."""
+        total = torch.zeros((), device=self.args.device)
+        for pack in inputs[PACKS]:
+            total += super().training_step(model, {PACKS: [pack]}, num_items_in_batch)
+        for counts in (self._seen, self._total):
+            _add(counts, inputs[REPORT])
+        return total
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The loss of a microbatch: token losses divided by the labels of the whole step, or by its
+        own."""
+        if return_outputs:
+            raise ValueError("a packed model returns its loss only; leave return_outputs out")
+        packs = inputs[PACKS]
+        if num_items_in_batch is None:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        self._packed.training = self.model.training  # the trainer switches its model alone
+        call = self.graphed if torch.is_grad_enabled() else self._packed
+        with self.accelerator.autocast():
+            losses = [call(self._placed(pack), num_items_in_batch) for pack in packs]
+        return sum(losses, torch.zeros((), device=self.args.device)) if losses[1:] else losses[0]
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, None, None]:
+        """The mean loss of a microbatch, without gradients."""
+        if not inputs[PACKS]:
+            return None, None, None
+        with torch.no_grad():
+            return self.compute_loss(model, inputs).detach(), None, None
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, in training with what graphs and packing did since the last time."""
+        if "loss" in logs:
+            logs.update(self._counts())
+        super().log(logs, *args, **kwargs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As the trainer estimates them: six for each parameter and place of a row."""
+        rows = sum(pack.capacity.tokens for pack in inputs[PACKS])
+        found: int = 6 * rows * self.model.num_parameters(exclude_embeddings=True)
+        return found
+
+    def _counts(self) -> dict[str, float]:
+        stats, (replayed, before) = self.stats, self._logged
+        fallbacks = stats.fallbacks - before
+        self._logged = (stats.replayed, stats.fallbacks.copy())
+        found = {
+            "replayed": stats.replayed - replayed,
+            "fallbacks": sum(fallbacks.values()),
+            "tokens": self._seen.tokens,
+            "padding": self._seen.padding_fraction,
+        }
+        self._seen = PackReport()
+        found |= {f"fallbacks/{reason}": count for reason, count in fallbacks.items()}
+        return {f"{LOGGED}/{name}": value for name, value in found.items()}
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = list(COLUMNS)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor:
+        labels = sum(pack.num_loss_tokens for sample in batch_samples for pack in sample[PACKS])
+        return torch.tensor(labels, device=device)
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        counted = self.args.include_num_input_tokens_seen
+        if counted != "no":
+            packs = inputs[PACKS]
+            real = counted == "non_padding"
+            self.state.num_input_tokens_seen += sum(
+                pack.num_tokens if real else pack.capacity.tokens for pack in packs
+            )
+
+    def _placed(self, pack: PackedBatch) -> PackedBatch:
+        return pack if pack.data.device == self.args.device else pack.to(self.args.device)
+
+
+def _problems(trainer: Any, collator: Any) -> list[str]:
+    """What of a trainer's options packed batches cannot follow."""
+    args, accelerator = trainer.args, trainer.accelerator
+    found = {
+        "data_collator= would not be called; examples are packed as they come": (
+            collator is not None
+        ),
+        "label_smoothing_factor needs logits, which never exist": args.label_smoothing_factor,
+        "compute_loss_func needs logits, which never exist": trainer.compute_loss_func,
+        "compute_metrics needs logits, which never exist": trainer.compute_metrics,
+        "include_for_metrics needs logits, which never exist": args.include_for_metrics,
+        f"loss_type={getattr(args, 'loss_type', None)!r} is not nll": (
+            getattr(args, "loss_type", None) not in (None, "nll")
+        ),
+        "activation_offloading runs around the model; call packgraph.offload on trainer.graphed": (
+            getattr(args, "activation_offloading", False)
+        ),
+        "neftune_noise_alpha scales noise by the length of a row": args.neftune_noise_alpha,
+        'torch_compile compiles what is not called; write graph_options={"compile": True}': (
+            args.torch_compile
+        ),
+        "it trains on one process and one GPU": accelerator.num_processes > 1 or args.n_gpu > 1,
+        "DeepSpeed and FSDP take parameters apart": (
+            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        ),
+    }
+    return [problem for problem, there in found.items() if there]
+
+
+def _evaluated(trainer: Any) -> list[Any]:
+    """The data sets for evaluation."""
+    found = trainer.eval_dataset
+    if found is None:
+        return []
+    return list(found.values()) if isinstance(found, dict) else [found]
+
+
+def _add(counts: PackReport, more: PackReport) -> None:
+    counts.load_state_dict({k: v + more.state_dict()[k] for k, v in counts.state_dict().items()})

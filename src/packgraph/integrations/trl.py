@@ -1,0 +1,14 @@
+"""TRL's trainers over packed batches: the mixin of `packgraph.integrations.transformers`.
+
+    from packgraph.integrations.trl import PackedTrainer
+
+    class SFT(PackedTrainer, SFTTrainer): ...
+
+Rows that TRL has packed keep their documents (`seq_lengths`), and so do columns of labels and
+masks. TRL's own metrics of logits, entropy and accuracy of tokens, are not computed.
+"""
+
+from packgraph.integrations.transformers.collator import PackingCollator
+from packgraph.integrations.transformers.trainer import PackedTrainer
+
+__all__ = ["PackedTrainer", "PackingCollator"]

@@ -1,0 +1,171 @@
+"""`PackedTrainer` with TRL's SFTTrainer: what it trains is what the plain one trains, and graphs
+change no bit of it."""
+
+import contextlib
+
+import pytest
+import torch
+
+import packgraph
+
+pytest.importorskip("transformers", reason="the integration is of this library")
+pytest.importorskip("trl", reason="the integration is of this library")
+peft = pytest.importorskip("peft", reason="adapters are of this library")
+
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trainer_runs import documents, logged, model, options, same, trained
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from packgraph.integrations.trl import PackedTrainer
+
+pytestmark = pytest.mark.usefixtures("one_process")
+TEXTS = [bytes(97 + word % 26 for word in row["input_ids"]).decode() for row in documents(60)]
+KINDS = {
+    "text": [{"text": text} for text in TEXTS],
+    "prompts": [{"prompt": text[:5], "completion": text[5:]} for text in TEXTS],
+    "tokens": [{**row, "labels": row["input_ids"]} for row in documents(60)],
+}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}"
+    "{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
+
+class Packing(PackedTrainer, SFTTrainer):
+    """The trainer of these tests."""
+
+
+def tokenizer():
+    """One token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: index for index, word in enumerate([*alphabet, "<eos>", "<pad>"])}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
+    found.chat_template = TEMPLATE
+    return found
+
+
+def run(kind, folder, *, eager=False, rows=KINDS["text"], lora=None, more=None, **changes):
+    given = {"max_length": 64, "bf16": False, **options(folder, **changes)}
+    data = Dataset.from_list(rows)
+    trainer = kind(
+        model(),
+        SFTConfig(**given),
+        train_dataset=data,
+        eval_dataset=data.select(range(9)),
+        processing_class=tokenizer(),
+        peft_config=None if lora is None else peft.LoraConfig(**{**LORA, **lora}),
+        **(more or {}),
+    )
+    return trained(trainer, eager)
+
+
+CASES = {
+    "text": {},
+    "prompts": {"rows": KINDS["prompts"]},
+    "tokens": {"rows": KINDS["tokens"]},
+    "packed": {"packing": True, "per_device_train_batch_size": 2},
+    "wrapped": {"packing": True, "packing_strategy": "wrapped", "per_device_train_batch_size": 2},
+    "without checkpointing": {"gradient_checkpointing": False},
+    "bf16": {"bf16": True, "packing": True, "per_device_train_batch_size": 1},
+    "LoRA": {"lora": {}},
+    "DoRA, bf16": {"lora": {"use_dora": True, "lora_dropout": 0.1}, "bf16": True},
+    "LoRA, packed": {"lora": {"use_rslora": True}, "packing": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_change_no_bit(case, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+    with_graphs = run(Packing, tmp_path / "graphs", **CASES[case], **saving)
+    without = run(Packing, tmp_path / "eager", eager=True, **CASES[case], **saving)
+    assert same(with_graphs.model, without.model)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert logged(with_graphs, name) == logged(without, name)
+    assert with_graphs.stats.replayed == with_graphs.packing.packs - 2 >= 9
+    assert dict(with_graphs.stats.fallbacks) == {"warm-up": 2}
+
+
+@pytest.mark.parametrize("case", ["text", "prompts", "tokens", "LoRA"])
+def test_training_is_that_of_the_plain_trainer(case, tmp_path):
+    """Prompts are masked, labels shifted once, and a step is divided by all its labels: float32,
+    sums in another order."""
+    changes = {**CASES[case], "optim": "sgd", "learning_rate": 0.3, "eval_strategy": "steps"}
+    ours = run(Packing, tmp_path / "ours", **changes, eval_steps=3)
+    theirs = run(SFTTrainer, tmp_path / "theirs", **changes, eval_steps=3)
+    found, moved = dict(ours.model.named_parameters()), 0.0
+    start = run(SFTTrainer, tmp_path / "start", **{**changes, "max_steps": 1, "learning_rate": 0.0})
+    for name, before in start.model.named_parameters():
+        after = dict(theirs.model.named_parameters())[name]
+        torch.testing.assert_close(found[name], after, rtol=1e-4, atol=1e-5)
+        moved = max(moved, float((after - before).detach().abs().max()))
+    assert moved > 1e-3
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-5)
+
+
+def test_only_what_the_assistant_says_is_trained(tmp_path):
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": text[:4]},
+                {"role": "assistant", "content": text[4:]},
+            ]
+        }
+        for text in TEXTS
+    ]
+    chat = {"rows": rows, "assistant_only_loss": True, "optim": "sgd", "learning_rate": 0.3}
+    ours = run(Packing, tmp_path / "ours", **chat)
+    theirs = run(SFTTrainer, tmp_path / "theirs", **chat)
+    assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-5)
+    whole = run(SFTTrainer, tmp_path / "whole", **{**chat, "assistant_only_loss": False})
+    assert logged(whole, "loss") != pytest.approx(logged(theirs, "loss"), rel=1e-3)
+
+
+def test_checkpoints_are_those_of_the_model(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 6}
+    trainer = run(Packing, tmp_path / "whole", **saving)
+    folder = tmp_path / "whole" / "checkpoint-6"
+    assert same(AutoModelForCausalLM.from_pretrained(folder), trainer.model)
+    trainer = run(Packing, tmp_path / "adapter", **saving, lora={"init_lora_weights": True})
+    again = peft.PeftModel.from_pretrained(model(), tmp_path / "adapter" / "checkpoint-6")
+    adapters = peft.get_peft_model_state_dict(trainer.model)
+    assert adapters and all("lora" in name for name in adapters)
+    for name, tensor in peft.get_peft_model_state_dict(again).items():
+        assert torch.equal(tensor, adapters[name])
+
+
+def test_logs_hold_tokens_and_replays(tmp_path):
+    trainer = run(Packing, tmp_path)
+    assert logged(trainer, "packgraph/replayed") == [2, 4, 4]
+    assert logged(trainer, "packgraph/fallbacks/warm-up") == [2]
+    assert sum(logged(trainer, "packgraph/tokens")) == trainer.packing.tokens
+    assert 0 < logged(trainer, "packgraph/padding")[-1] < 1
+
+
+def test_what_cannot_be_followed_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="loss_type='dft' is not nll"):
+        run(Packing, tmp_path, loss_type="dft")
+    made = "trl.trainer.sft_trainer.get_act_offloading_ctx_manager"  # it needs a GPU
+    monkeypatch.setattr(made, lambda model: contextlib.nullcontext())
+    with pytest.raises(ValueError, match=r"call packgraph\.offload on trainer\.graphed"):
+        run(Packing, tmp_path, activation_offloading=True)
+
+
+def test_a_row_of_several_documents_keeps_them_apart(tmp_path):
+    """The control of `packed`: one long document of the same tokens makes another loss."""
+    rows = KINDS["tokens"]
+    options = {"packing": True, "per_device_train_batch_size": 2, "optim": "sgd"}
+    apart = run(Packing, tmp_path / "apart", rows=rows, **options)
+    joined = run(Packing, tmp_path / "joined", rows=rows, packing_strategy="wrapped", **options)
+    assert apart.packing.documents > 2 * apart.packing.packs
+    assert logged(apart, "loss") != pytest.approx(logged(joined, "loss"), rel=1e-4)
+    sized = {"capacities": packgraph.Capacity(tokens=128, documents=32)}
+    again = run(Packing, tmp_path / "again", rows=rows, **options, more=sized)
+    assert logged(again, "loss") == pytest.approx(logged(apart, "loss"), rel=1e-5)

@@ -1,0 +1,267 @@
+"""`PackedTrainer` with transformers' Trainer: what it trains is what the plain one trains, and
+graphs change no bit of it."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import packgraph
+
+pytest.importorskip("transformers", reason="the integration is of this library")
+pytest.importorskip("accelerate", reason="Trainer needs it")
+
+from trainer_runs import documents, logged, model, options, same, trained
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from packgraph.integrations.transformers import PackedTrainer, PackingCollator
+
+pytestmark = pytest.mark.usefixtures("one_process")
+TRAIN, TEST = documents(60), documents(13, seed=1)
+FIVE_REPLAYS = {"packgraph/replayed": [2, 4, 4], "packgraph/fallbacks": [2, 0, 0]}
+
+
+class Packing(PackedTrainer, Trainer):
+    """The trainer of these tests."""
+
+
+def packing(folder, made=None, *, data=TRAIN, capacities=None, overlong="error", **changes):
+    arguments = TrainingArguments(**options(folder, **changes))
+    return Packing(
+        model() if made is None else made,
+        arguments,
+        train_dataset=data,
+        eval_dataset=TEST,
+        capacities=capacities,
+        overlong=overlong,
+    )
+
+
+class Stop(TrainerCallback):
+    """Ends a run after its third step."""
+
+    def on_step_end(self, args, state, control, **others):
+        control.should_training_stop = state.global_step == 3
+
+
+def padded(examples):
+    """Rows of documents as people without packing have them."""
+    most = max(len(example["input_ids"]) for example in examples)
+    fill = [most - len(example["input_ids"]) for example in examples]
+    tokens = [example["input_ids"] + [0] * n for example, n in zip(examples, fill, strict=True)]
+    found = {"input_ids": torch.tensor(tokens)}
+    found["attention_mask"] = torch.tensor([[1] * (most - n) + [0] * n for n in fill])
+    found["labels"] = found["input_ids"].masked_fill(found["attention_mask"] == 0, -100)
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+        {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "weight_decay": 0.1},
+        {"eval_strategy": "steps", "eval_steps": 2, "dataloader_num_workers": 1},
+        {"save_strategy": "steps", "save_steps": 2},
+    ],
+    ids=["plain", "bf16", "checkpointing", "optimizer", "evaluation", "checkpoints"],
+)
+def test_graphs_change_no_bit(changes, tmp_path):
+    with_graphs = trained(packing(tmp_path / "graphs", **changes))
+    without = trained(packing(tmp_path / "eager", **changes), eager=True)
+    assert same(with_graphs.model, without.model)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert logged(with_graphs, name) == logged(without, name)
+    assert with_graphs.stats.replayed == 10
+    assert dict(with_graphs.stats.fallbacks) == {"warm-up": 2}
+    assert dict(without.stats.fallbacks) == {"comparison": 12}
+    for name, values in FIVE_REPLAYS.items():
+        assert logged(with_graphs, name) == values
+    assert not same(with_graphs.model, model()), "it was trained"
+
+
+def test_training_is_that_of_the_plain_trainer(tmp_path):
+    """Labels are shifted once, and a step is divided by all its labels: float32, sums in another
+    order."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 3, "optim": "sgd", "learning_rate": 0.3}
+    ours = trained(packing(tmp_path / "ours", **evaluated))
+    arguments = TrainingArguments(**options(tmp_path / "theirs", **evaluated))
+    theirs = trained(
+        Trainer(model(), arguments, padded, train_dataset=TRAIN, eval_dataset=TEST), eager=True
+    )
+    start = dict(model().named_parameters())
+    for name, parameter in theirs.model.named_parameters():
+        found = dict(ours.model.named_parameters())[name]
+        torch.testing.assert_close(found, parameter, rtol=1e-4, atol=1e-5)
+        assert (parameter - start[name]).abs().max() > 1e-3
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-5)
+
+
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    whole = trained(packing(tmp_path / "whole", **saving))
+    half = packing(tmp_path / "half", **saving, max_steps=6)
+    half.add_callback(Stop)
+    trained(half)
+    assert half.state.global_step == 3 and not same(half.model, whole.model)
+    again = packing(tmp_path / "half", **saving)
+    trained(again, resume_from_checkpoint=True)
+    assert again.state.global_step == 6 and again.stats.replayed == 4
+    assert same(again.model, whole.model)
+
+
+def test_checkpoints_are_those_of_the_model(tmp_path):
+    trainer = trained(packing(tmp_path, save_strategy="steps", save_steps=6))
+    folder = tmp_path / "checkpoint-6"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert "packgraph" not in (folder / "config.json").read_text()
+    assert same(AutoModelForCausalLM.from_pretrained(folder), trainer.model)
+    trainer.save_model(str(tmp_path / "last"))
+    assert same(LlamaForCausalLM.from_pretrained(tmp_path / "last"), trainer.model)
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
+    best = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
+    trainer = trained(packing(tmp_path, **best, eval_strategy="steps", eval_steps=2))
+    assert trainer.stats.replayed == 10
+    losses = logged(trainer, "eval_loss")
+    assert trainer.evaluate()["eval_loss"] == min(losses)
+
+
+def test_a_microbatch_may_take_several_packs(tmp_path):
+    rows = [packgraph.Capacity(tokens=48, documents=4)]
+    ours = trained(packing(tmp_path / "several", optim="sgd", capacities=rows))
+    assert ours.packing.packs > 24 and ours.packing.documents == 48
+    assert sum(ours.stats.fallbacks.values()) == 2, "warm-up"
+    assert ours.stats.replayed == ours.packing.packs - 2
+    twin = trained(packing(tmp_path / "twin", optim="sgd", capacities=rows), eager=True)
+    assert same(ours.model, twin.model)
+    whole = trained(packing(tmp_path / "whole", optim="sgd"))
+    assert whole.packing.packs == 12
+    assert logged(ours, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-5)
+    assert logged(ours, "packgraph/padding")[0] > 0
+
+
+def test_documents_that_are_too_long(tmp_path):
+    rows = [packgraph.Capacity(tokens=20, documents=4)]
+    with pytest.raises(ValueError, match="the largest capacity takes documents of 20"):
+        trained(packing(tmp_path, capacities=rows))
+    dropped = trained(packing(tmp_path, capacities=rows, overlong="drop"))
+    assert dropped.packing.dropped_documents > 0
+    nothing = [{"input_ids": [1] * 30}] * 60
+    trainer = trained(packing(tmp_path, capacities=rows, overlong="drop", data=nothing))
+    assert same(trainer.model, model()) and logged(trainer, "loss") == [0.0, 0.0, 0.0]
+
+
+def test_capacities_come_from_the_lengths_of_the_data(tmp_path):
+    chosen = packing(tmp_path).data_collator.capacities
+    totals = [sum(len(d["input_ids"]) for d in TRAIN[i : i + 4]) for i in range(0, 60, 4)]
+    assert chosen[-1].tokens >= max(totals) > chosen[-1].tokens - 64
+    assert all(capacity.tokens % 64 == 0 and capacity.documents == 4 for capacity in chosen)
+    long = TRAIN[:4] + [{"input_ids": [1] * 500}]
+    assert packing(tmp_path, data=long).data_collator.capacities[0].tokens == 512
+    with pytest.raises(ValueError, match="capacities must be given"):
+        packing(tmp_path, data=iter(TRAIN))
+
+
+@pytest.mark.parametrize("columns", [("input_ids",), ("input_ids", "seq_lengths")])
+def test_data_sets_of_rows(columns, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the data set is of this library")
+    rows = [
+        {"input_ids": a["input_ids"] + b["input_ids"], "more": "text"}
+        for a, b in zip(TRAIN[::2], TRAIN[1::2], strict=True)
+    ]
+    lengths = [[len(d["input_ids"]) for d in TRAIN[i : i + 2]] for i in range(0, 60, 2)]
+    data = datasets.Dataset.from_list(rows).add_column("seq_lengths", lengths)
+    data = data.select_columns([*columns, "more"])
+    small = {"per_device_train_batch_size": 2, "optim": "sgd"}
+    trainer = trained(packing(tmp_path, data=data, **small))
+    assert trainer.packing.documents == (48 if "seq_lengths" in columns else 24)
+    listed = [{"input_ids": row["input_ids"], "seq_lengths": n} for row, n in zip(rows, lengths)]
+    if "seq_lengths" not in columns:
+        listed = [{"input_ids": row["input_ids"]} for row in rows]
+    twin = trained(packing(tmp_path, data=listed, **small))
+    assert same(trainer.model, twin.model)
+    assert trainer.data_collator.capacities == twin.data_collator.capacities
+
+
+@pytest.mark.parametrize("counted", ["all", "non_padding"])
+def test_tokens_are_counted(counted, tmp_path):
+    trainer = trained(packing(tmp_path, include_num_input_tokens_seen=counted))
+    report = trainer.packing
+    expected = report.tokens if counted == "non_padding" else report.places
+    assert trainer.state.num_input_tokens_seen == expected
+    parameters = trainer.model.num_parameters(exclude_embeddings=True)
+    assert trainer.state.total_flos == 6 * report.places * parameters
+
+
+def test_evaluation_uses_no_graph_and_leaves_training_alone(tmp_path):
+    trainer = packing(tmp_path)
+    before = trainer.evaluate()["eval_loss"]
+    trained(trainer)
+    assert trainer.evaluate()["eval_loss"] < before
+    found = trainer.predict(TEST)
+    assert found.predictions is None and found.metrics["test_loss"] < before
+    assert sum(trainer.stats.fallbacks.values()) == 2, "warm-up"
+
+
+def test_dropout_is_off_in_evaluation(tmp_path):
+    trainer = packing(tmp_path, model(attention_dropout=0.5))
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+    trained(trainer)
+    assert trainer.stats.replayed == 10
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+
+
+def test_another_model_is_graphed_anew(tmp_path):
+    trainer = trained(packing(tmp_path))
+    first = trainer.graphed
+    trainer.model = trainer.model_wrapped = copy.deepcopy(trainer.model)
+    trained(trainer)
+    assert trainer.graphed is not first and trainer.stats.replayed == 10
+
+
+def test_compiled_code(tmp_path):
+    torch._dynamo.reset()
+    arguments = TrainingArguments(**options(tmp_path, max_steps=3))
+    trainer = Packing(
+        model(), arguments, train_dataset=TRAIN, graph_options={"compile": "aot_eager"}
+    )
+    trained(trainer)
+    assert trainer.stats.compiled > 0 and trainer.stats.replayed == 4
+
+
+def test_what_cannot_be_followed_is_refused_with_all_reasons(tmp_path):
+    with pytest.raises(ValueError, match=r"label_smoothing_factor needs logits.*neftune") as raised:
+        packing(tmp_path, label_smoothing_factor=0.1, neftune_noise_alpha=5.0, torch_compile=True)
+    assert 'write graph_options={"compile": True}' in str(raised.value)
+    arguments = TrainingArguments(**options(tmp_path))
+    with pytest.raises(ValueError, match="data_collator= would not be called"):
+        Packing(model(), arguments, padded, train_dataset=TRAIN)
+    with pytest.raises(ValueError, match="compute_metrics needs logits"):
+        Packing(model(), arguments, train_dataset=TRAIN, compute_metrics=len)
+    with pytest.raises(ValueError, match="compute_loss_func needs logits"):
+        Packing(model(), arguments, train_dataset=TRAIN, compute_loss_func=len)
+    trainer = packing(tmp_path)
+    with pytest.raises(ValueError, match="returns its loss only"):
+        trainer.compute_loss(trainer.model, trainer.data_collator(TRAIN[:2]), return_outputs=True)
+
+
+def test_the_collator_shifts_labels_once():
+    rows = packgraph.Capacity(tokens=8, documents=3)
+    example = {"input_ids": [5, 6, 7], "labels": [-100, -100, 7], "text": "seven"}
+    (batch,) = PackingCollator(rows)([example, {"input_ids": [8, 9]}])["packs"]
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert batch.labels.tolist() == [-100, 7, -100, 9, *[-100] * 4]
+    with pytest.raises(ValueError, match="overlong must be one of"):
+        PackingCollator(rows, overlong="cut")
