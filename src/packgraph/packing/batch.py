@@ -19,6 +19,7 @@ are allowed. `fill` writes documents into it without a loop over tokens.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np

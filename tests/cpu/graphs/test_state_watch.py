@@ -204,7 +204,7 @@ def test_a_class_that_is_its_own_metaclass_is_walked_once():
 
 
 def test_an_object_of_a_tool_is_watched_though_the_tool_is_not():
-    """A package of TOOLS: its module is taken as it is, what the user's module holds of it is not."""
+    """A module of TOOLS is taken as it is; what the user's module holds of it is not."""
     packaging = pytest.importorskip("packaging.version", reason="comes with pytest")
 
     class Scale:

@@ -29,8 +29,7 @@ from packgraph.integrations.transformers.collator import (
 from packgraph.integrations.transformers.model import PackedModel, packed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.overlong import Overlong
-from packgraph.packing.report import PackReport
+from packgraph.packing.pack import Overlong, PackReport
 
 LOGGED = "packgraph"  # before every name in logs
 _Trainer: Any = object  # what the class is mixed into
@@ -105,7 +104,9 @@ class PackedTrainer(_Trainer):
                 control(self._graphed).close()
             self._packed, self._packed_of, self._graphed = packed(self.model), self.model, None
         if self._graphed is None:
-            self._graphed = graph(self._packed, self.data_collator.capacities, **self._graph_options)
+            self._graphed = graph(
+                self._packed, self.data_collator.capacities, **self._graph_options
+            )
             self._logged = (0, Counter())
         return self._graphed
 
