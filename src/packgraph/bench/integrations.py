@@ -52,6 +52,10 @@ COLUMNS: list[Column] = [
 ]
 
 
+class ModelError(ValueError):
+    """The model is neither a known shape nor a config.json."""
+
+
 @dataclass(frozen=True)
 class IntegrationOptions:
     """What to measure.
@@ -92,7 +96,7 @@ def bench_integrations(
 
     Raises:
         ImportError: Without transformers.
-        ValueError: If the model is unknown.
+        ModelError: If the model is unknown.
     """
     config = _config_of(options)
     for tokens in options.tokens:
@@ -117,10 +121,15 @@ def _config_of(options: IntegrationOptions) -> dict[str, Any]:
     else:
         file = Path(options.model)
         if not file.is_file():
-            raise ValueError(
+            raise ModelError(
                 f"--model {options.model!r} is neither a config.json nor one of {', '.join(SHAPES)}"
             )
-        content = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"--model {options.model!r} cannot be read: {error}") from error
+        if not isinstance(content, dict) or "model_type" not in content:
+            raise ModelError(f"--model {options.model!r} names no model_type")
     if options.layers is not None:
         content["num_hidden_layers"] = options.layers
         if "layer_types" in content:

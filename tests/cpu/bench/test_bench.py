@@ -273,11 +273,11 @@ def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
         (["step", "--out", "/no/such/folder/x"], "does not exist"),
         (["step", "--ways", "eager", "eager"], "names a way twice"),
         (["step", "--together", "1"], "--together must be at least 2"),
-        (["step", "--attention", "naive"], "invalid choice"),
+        (["step", "--attention", "naive"], "--attention: expected own | sdpa"),
         (["step", "--tokens", "0"], "expected a whole number of at least 1"),
         (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),
         (["pipeline", "--chunks", "2", "--device", "cpu"], "would send to itself"),
-        (["unknown"], "invalid choice"),
+        (["unknown"], "no benchmark 'unknown'. Known: step, "),
     ],
 )
 def test_mistakes_are_refused(

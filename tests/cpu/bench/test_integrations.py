@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from packgraph import cli
 from packgraph.bench.integrations import WAYS, IntegrationOptions, bench_integrations
 from packgraph.bench.rows import Rows
 from packgraph.bench.timing import Deadline
@@ -54,3 +55,12 @@ def test_a_config_of_another_family_has_a_row_that_says_why_ours_has_none(tmp_pa
 def test_an_unknown_model_is_named():
     with pytest.raises(ValueError, match="neither a config"):
         measured(("live",), "no-such-model")
+
+
+def test_the_command_names_what_is_wrong(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text("[]")
+    assert cli.main(["bench", "integrations", "--device", "cpu", "--model", str(file)]) == 2
+    assert "names no model_type" in capsys.readouterr().err
+    assert cli.main(["bench", "integrations", "--ways", "fast"]) == 2
+    assert "transformers+compile" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from packgraph import cli
 from packgraph.bench.baselines import GraphedCallables, WholeGraph, layers_of
-from packgraph.bench.command import _parser, _problems
+from packgraph.bench.command import read_bench
 from packgraph.bench.models import (
     SHAPES,
     TimedPart,
@@ -325,16 +325,13 @@ def test_the_script_for_a_gpu_tests_first_and_runs_ways_that_there_are(tmp_path:
         (SCRIPT.parents[1] / file).exists() for file in tests[-2:]
     )
     assert pieces[:3] == ["benchmarks/moe_experts.py", "--seconds", "25"]
-    asked = [_parser().parse_args(words[3:]) for words in benchmarks]
+    assert all(words[3] == "moe" for words in benchmarks)
+    asked = [read_bench(words[3:]) for words in benchmarks]
     assert all(
-        not _problems(one)
-        and one.benchmark == "moe"
-        and one.part == "layers"
-        and one.commit == "abc123"
-        and one.ways[0] == "host-splits"
+        one.part == "layers" and one.commit == "abc123" and one.ways[0] == "host-splits"
         for one in asked
     )
-    assert [one.tokens for one in asked[:3]] == [[1024], [4096], [16384]], (
+    assert [one.tokens for one in asked[:3]] == [(1024,), (4096,), (16384,)], (
         "the whole grid before anything else"
     )
     assert {way for one in asked for way in one.ways} == set(MOE_WAYS)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from packgraph import cli
 from packgraph.train.config import ConfigError
 from packgraph.verification.hf_model import read_hf_config, verify_hf_config
 
@@ -56,3 +57,17 @@ def test_what_is_no_config_of_a_language_model_is_named(tmp_path, content, match
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         verify_hf_config(tmp_path / "none.json", CPU)
+
+
+def test_the_command_verifies_a_config_and_says_what_does_not_go_together(tmp_path, capsys):
+    file = str(written(tmp_path, CONFIG))
+    assert cli.main(["verify", "--hf-config", file, "--layers", "1", "--steps", "4"]) == 0
+    assert "equal bit by bit" in capsys.readouterr().out
+    for words, said in (
+        (["verify", "qwen3-tiny", "--hf-config", file], "exclude each other"),
+        (["verify", "--layers", "2"], "an option of --hf-config"),
+        (["verify", "--hf-config", file, "--layers", "0"], "--layers must be at least 1"),
+        (["verify", "--hf-config", str(tmp_path / "none.json")], "cannot be read"),
+    ):
+        assert cli.main(words) == 2
+        assert said in capsys.readouterr().err

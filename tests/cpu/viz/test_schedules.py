@@ -141,7 +141,7 @@ def test_the_command_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "4"], "required: --microbatches"),
+        (["--ranks", "4"], "--microbatches: required"),
         (
             ["--ranks", "0", "--microbatches", "2", "--buckets", "1"],
             "ranks must be .*\n  buckets are indices of capac",
@@ -152,7 +152,7 @@ def test_the_command_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
         ),
         (
             ["--ranks", "2", "--microbatches", "2", "--capacities", "8,x"],
-            "expected whole numbers such as 1,2,3, got '8,x'",
+            "--capacities: expected a whole number, got 'x'",
         ),
         (
             ["--ranks", "2", "--microbatches", "2", "--svg", "/nowhere/x.svg"],

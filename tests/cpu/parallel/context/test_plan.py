@@ -462,8 +462,8 @@ def test_the_command_needs_data_wherever_it_stands(
             "a row of 510 tokens cannot be cut into the 4 parts that zigzag needs",
         ),
         (["--world", "0"], "world must be at least 1, got 0"),
-        (["--world", "x"], "invalid int value: 'x'"),
-        (["--world", "4", "--places", "a"], "expected whole numbers such as 1,2,4, got 'a'"),
+        (["--world", "x"], "--world: expected a whole number, got 'x'"),
+        (["--world", "4", "--places", "a"], "--places: expected a whole number, got 'a'"),
         (["--world", "4", "--batch", "2"], "give one of them"),
         (["--world", "4", "--svg", "nowhere/plan.svg"], "nowhere/plan.svg: cannot be written"),
         (
