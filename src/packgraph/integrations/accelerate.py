@@ -1,9 +1,9 @@
 """Hugging Face Accelerate: a graphed module that its loop can prepare.
 
-    accelerator.prepare(module)    replaces `forward`: stages would no longer say what it does
-    prepare(accelerator, module)   replaces `forward` of a module around the graphed one
+accelerator.prepare(module)    replaces `forward`: stages would no longer say what it does
+prepare(accelerator, module)   replaces `forward` of a module around the graphed one
 
-    Prepared -- autocast of the accelerator --> GraphedModule -- replay --> loss
+Prepared -- autocast of the accelerator --> GraphedModule -- replay --> loss
 """
 
 from collections.abc import Iterable

@@ -105,7 +105,9 @@ class PackedTrainer(_Trainer):
                 control(self._graphed).close()
             self._packed, self._packed_of, self._graphed = packed(self.model), self.model, None
         if self._graphed is None:
-            self._graphed = graph(self._packed, self.data_collator.capacities, **self._graph_options)
+            self._graphed = graph(
+                self._packed, self.data_collator.capacities, **self._graph_options
+            )
             self._logged = (0, Counter())
         return self._graphed
 

@@ -34,9 +34,7 @@ CASES = {
         r=4, init_lora_weights=False, target_modules=["embed_tokens", "lm_head"]
     ),
     "with a whole head": peft.LoraConfig(**LORA, modules_to_save=["lm_head"]),
-    "IA3": peft.IA3Config(
-        init_ia3_weights=False, feedforward_modules=["down_proj"], **IN
-    ),
+    "IA3": peft.IA3Config(init_ia3_weights=False, feedforward_modules=["down_proj"], **IN),
 }
 
 
@@ -188,9 +186,7 @@ def test_frozen_layers_with_checkpointing_replay():
     loop = Loop()
     loop.both(lambda model: model.get_base_model().enable_input_require_grads())
     loop.both(
-        lambda model: model.get_base_model().gradient_checkpointing_enable(
-            {"use_reentrant": False}
-        )
+        lambda model: model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
     )
     assert loop.steps(4)[1] == 3
 
@@ -207,7 +203,9 @@ def test_what_the_wrapper_would_do_is_refused():
     tokens = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ValueError, match="adapter default adds tokens"):
         packed(peft.get_peft_model(build("llama"), tokens))
-    with pytest.raises(ValueError, match="of type ADALORA has not been compared; known are LORA, IA3"):
+    with pytest.raises(
+        ValueError, match="of type ADALORA has not been compared; known are LORA, IA3"
+    ):
         packed(peft.get_peft_model(build("llama"), peft.AdaLoraConfig(total_step=9, **IN)))
     config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA, alora_invocation_tokens=[3])
     with pytest.raises(ValueError, match="begins at tokens that its wrapper looks for"):
