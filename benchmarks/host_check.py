@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 import packgraph
-from packgraph.graphs.module_state import ModuleState
+from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.recorder.backend import RecorderGraph
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
@@ -79,8 +79,8 @@ def main() -> None:
     work = lambda: graphed(row).backward()  # noqa: E731
     show("call and backward without launches", work, asked.calls, cold)
     assert sum(graphed.stats.fallbacks.values()) == 1, graphed.stats
-    with graphed.steady():
-        show("the same inside steady()", work, asked.calls, cold)
+    with graphed.frozen():
+        show("the same inside frozen()", work, asked.calls, cold)
     if asked.profile:
         profile = cProfile.Profile()
         profile.runcall(show, "profiled", work, asked.calls)

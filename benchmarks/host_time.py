@@ -15,8 +15,7 @@ import time
 
 import torch
 
-from packgraph.bench.models import dtype_on, shape, zero_gradients
-from packgraph.bench.parts import build_part
+from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
 from packgraph.bench.step import StepOptions, _StepBench
 from packgraph.bench.timing import Deadline
 from packgraph.bench.variants import Way, make_way
@@ -82,7 +81,7 @@ def main() -> None:
         way = make_way("chunk", bench.setting)
         batches = [batch.to(device) for batch in bench.draws]
         way.prepare(batches)
-        with way.steady():
+        with way.frozen():
             measure(way, batches, watch)
             if asked.profile:
                 profile = cProfile.Profile()

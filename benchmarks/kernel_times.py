@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from triton.testing import do_bench
 
-from packgraph.moe.permute.api import combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.ops.loss.api import linear_cross_entropy
+from packgraph.moe.permute import combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.ops.loss import linear_cross_entropy
 
 VOCABULARY, WIDTH = 151_936, 1024
 EXPERTS, PLACES, EXPERT_WIDTH = 64, 6, 2048

@@ -25,17 +25,21 @@ import torch
 from torch import Tensor
 
 from packgraph.bench.rows import facts
-from packgraph.moe.activation import activation, activation_backward
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
-from packgraph.moe.experts import Experts, naive_experts
+from packgraph.moe.experts import Experts, activation, activation_backward, naive_experts
 from packgraph.moe.grouped_gemm.products import (
     add_matrices_gradient,
     grouped_mm,
     matrices_gradient,
     product,
 )
-from packgraph.moe.permute.api import combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.moe.permute.naive import naive_plan_rows
+from packgraph.moe.permute import (
+    combine_rows,
+    gather_pairs,
+    gather_rows,
+    naive_plan_rows,
+    plan_rows,
+)
 
 Row = dict[str, Any]
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError)

@@ -15,17 +15,16 @@ import os
 
 import torch
 
-from packgraph.bench.models import dtype_on, shape, zero_gradients
+from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _Run, _trace
-from packgraph.bench.parts import build_part
 from packgraph.bench.rows import facts
 from packgraph.bench.timing import time_block
 from packgraph.bench.variants import room_for_code
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import simulate_offload
-from packgraph.offloading.speed import copy_speed
+from packgraph.offloading.timing import copy_speed
 
 
 def nothing(trace: OffloadTrace) -> OffloadPlan:
@@ -39,7 +38,7 @@ def waits_ms(engine) -> tuple[float, float]:
     replay."""
     times = max(engine._captured, key=lambda times: times.nbytes)
     begin = next(iter(times.needed.values())).waits
-    spent = [times.lanes.elapsed_us(*wait) / 1000 for wait in times.waits.all]
+    spent = [times.copy_streams.elapsed_us(*wait) / 1000 for wait in times.waits.all]
     return round(sum(spent[times.started.waits : begin]), 3), round(sum(spent[begin:]), 3)
 
 

@@ -15,7 +15,16 @@ from typing import Any
 
 from result_rows import markdown, newest, read_rows, step_kinds
 
-from packgraph.bench import attention, capture, context, memory, offload, padding, pipeline, step
+from packgraph.bench import (
+    attention,
+    banks,
+    context,
+    integrations,
+    offload,
+    padding,
+    pipeline,
+    step,
+)
 from packgraph.bench.rows import Column, value
 
 Row = dict[str, Any]
@@ -28,8 +37,9 @@ COMPILED: Column = ("compiled", lambda row: "yes" if row["compile"] else "no")
 FLAT: dict[str, list[Column]] = {
     "attention": attention.COLUMNS,
     "padding": padding.COLUMNS,
-    "memory": [MODEL, *memory.COLUMNS],
-    "capture": [MODEL, *capture.COLUMNS],
+    "memory": [MODEL, *banks.MEMORY_COLUMNS],
+    "capture": [MODEL, *banks.CAPTURE_COLUMNS],
+    "integrations": [MODEL, *integrations.COLUMNS],
     "pipeline": [MODEL, *pipeline.COLUMNS],
     "context": [
         ("longest", value("longest")),

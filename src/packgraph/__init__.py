@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from packgraph.graphs.checks.state_kinds import assume_constant as assume_constant
     from packgraph.graphs.errors import CaptureError as CaptureError
     from packgraph.graphs.errors import PackgraphWarning as PackgraphWarning
     from packgraph.graphs.fallback import Stats as Stats
@@ -21,17 +22,16 @@ if TYPE_CHECKING:
     from packgraph.graphs.graphed import control as control
     from packgraph.graphs.graphed import graph as graph
     from packgraph.graphs.stages import Stage as Stage
-    from packgraph.graphs.state_kinds import assume_constant as assume_constant
     from packgraph.offloading.api import offload as offload
     from packgraph.offloading.marks import offload_block as offload_block
-    from packgraph.ops.attention.packed import packed_attention as packed_attention
-    from packgraph.ops.loss.api import linear_cross_entropy as linear_cross_entropy
+    from packgraph.ops.attention.api import packed_attention as packed_attention
+    from packgraph.ops.loss import linear_cross_entropy as linear_cross_entropy
     from packgraph.packing.batch import PackedBatch as PackedBatch
-    from packgraph.packing.buckets.api import plan_buckets as plan_buckets
+    from packgraph.packing.buckets.planner import plan_buckets as plan_buckets
     from packgraph.packing.capacity import Capacity as Capacity
+    from packgraph.packing.pack import PackReport as PackReport
     from packgraph.packing.pack import pack as pack
     from packgraph.packing.pack import pack_stream as pack_stream
-    from packgraph.packing.report import PackReport as PackReport
     from packgraph.verification.module import verify as verify
 
 __all__ = [
@@ -62,22 +62,22 @@ _HOMES = {
     "Capacity": "packing.capacity",
     "CaptureError": "graphs.errors",
     "GraphedModule": "graphs.graphed",
-    "PackReport": "packing.report",
+    "PackReport": "packing.pack",
     "PackedBatch": "packing.batch",
     "PackgraphWarning": "graphs.errors",
     "Stage": "graphs.stages",
     "Stats": "graphs.fallback",
-    "assume_constant": "graphs.state_kinds",
+    "assume_constant": "graphs.checks.state_kinds",
     "control": "graphs.graphed",
     "eager": "graphs.fallback",
     "graph": "graphs.graphed",
-    "linear_cross_entropy": "ops.loss.api",
+    "linear_cross_entropy": "ops.loss",
     "offload": "offloading.api",
     "offload_block": "offloading.marks",
     "pack": "packing.pack",
     "pack_stream": "packing.pack",
-    "packed_attention": "ops.attention.packed",
-    "plan_buckets": "packing.buckets.api",
+    "packed_attention": "ops.attention.api",
+    "plan_buckets": "packing.buckets.planner",
     "verify": "verification.module",
 }
 

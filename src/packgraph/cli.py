@@ -1,4 +1,4 @@
-"""The command `packgraph`: train, verify, plan, bench, export, presets.
+"""The command `packgraph`: train, verify, plan, bench, export, presets, completion.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails
 (the loss is no number, a verification differs) ends with 1; a run that was told to stop saves and
@@ -6,17 +6,19 @@ ends with 128 + the signal's number, or 75 at its time limit (train/signals.py).
 shown for our bugs only.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import difflib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+from packgraph.train.config_values import CommandArguments, option, printable, shown, text_problem
 
 USER_ERROR = 2
 FAILED = 1
@@ -24,85 +26,196 @@ INTERRUPTED = 130
 PIPE_CLOSED = 141
 MOST_PROBLEMS = 8
 MOST_ACTIONS = 100_000  # of a schedule that is drawn
-LONGEST_WORD, SHOWN = (
-    4000,
-    80,
-)  # characters of an argument: all that are taken, and those that are quoted
-OWN_OPTIONS = ("--config", "--resume", "--help", "--steps", "--skip-one-process", "--apart")
-# Options that may be followed by a value of their own, or by the preset.
-ALONE = {"--resume": "--resume=newest", "--help": "--help=short", "-h": "--help=short"}
-WITH_VALUE = {("--resume=newest", "auto"): "--resume=auto", ("--help=short", "all"): "--help=all"}
+LONGEST_WORD = 4000  # characters of an argument
 
-TRAIN_INTRODUCTION = """usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
+USAGE = """\
+usage: packgraph COMMAND ...
+
+Train language models on packed documents of any length through CUDA graphs.
+
+commands:
+{commands}
+
+`packgraph COMMAND --help` explains a command, `packgraph --version` says which version this is."""
+
+TRAIN_USAGE = """\
+usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
 
 Train a model on packed documents through captured graphs. Start with
 
     packgraph train qwen3-tiny
 
-which needs no data and no GPU. Results go to runs/NAME/: config.json, metrics.jsonl, tensorboard/, checkpoints/ and
-summary.json.
+which needs no data and no GPU. Results go to runs/NAME/: config.json, metrics.jsonl, tensorboard/,
+checkpoints/ and summary.json. Values come from the preset, then the file, then options.
 
-  PRESET         the run to start from (see `packgraph presets`); may be left out with --config
-  --config FILE  values from a .toml or .json file, such as runs/NAME/config.json; options win over it
-  --resume       go on from the newest checkpoint of the run (the same as --run.resume)
-  --resume auto  the same if there is one, else start afresh: for torchrun --max-restarts and jobs that are requeued
-  --help all     every option
-
-A run that is told to stop (Ctrl-C, SIGTERM, SIGUSR1, --run.max-minutes) saves after its step and ends with 128 + the
-signal's number (130, 143, 138), or 75 at its time limit. Errors in what was asked for end with 2, failed runs with 1.
-
-{which}, with the defaults of {preset}:"""  # noqa: E501
+A run that is told to stop (Ctrl-C, SIGTERM, SIGUSR1, --run.max-minutes) saves after its step and
+ends with 128 + the signal's number (130, 143, 138), or 75 at its time limit. Errors in what was
+asked for end with 2, failed runs with 1."""
 TRAIN_END = "`packgraph train {preset} --help all` has every option: {others} more."
 
-VERIFY_INTRODUCTION = """\
+VERIFY_USAGE = """\
 usage: packgraph verify [PRESET] [--steps N] [--apart] [--config FILE] [--section.option VALUE ...]
-       torchrun --nproc-per-node N -m packgraph.cli verify [PRESET] [--parallel.tp N ...] [--skip-one-process] ...
+       packgraph verify --hf-config FILE [--layers N] [--steps N]
+       torchrun --nproc-per-node N -m packgraph.cli verify [PRESET] [--parallel.tp N ...] ...
 
-Train twice, eagerly and through captured graphs, and compare loss, gradients, parameters, buffers (biases of routers)
-and random states after every step, bit by bit. Without PRESET: a small model under granularity layer and chunk, with
-and without dropout, and one with latent attention and experts under several scopes. Exit code 1 on a difference.
+Train twice, eagerly and through captured graphs, and compare loss, gradients, parameters, buffers
+(biases of routers) and random states after every step, bit by bit. Without PRESET: a small model
+under granularity layer and chunk, with and without dropout, and one with latent attention and
+experts under several scopes. Exit code 1 on a difference.
 
-Under torchrun every rank compares its own, at the layout of --parallel.dp, .cp, .tp, .pp and .ep (without PRESET: at
-every layout of that many processes). A step that lacks room for experts is made again with more, in both runs. The run
-is then also compared with one process: losses, gradients, weights and optimizer state must be equal within rounding,
-whose limits are printed. For that, rank 0 holds the whole model once more.
+Under torchrun every rank compares its own, at the layout of --parallel.dp, .cp, .tp, .pp and .ep
+(without PRESET: at every layout of that many processes). A step that lacks room for experts is made
+again with more, in both runs. The run is then also compared with one process: losses, gradients,
+weights and optimizer state must be equal within rounding, whose limits are printed. For that, rank
+0 holds the whole model once more.
 
-The tables go to stdout, with how many rows of which size were compared. What takes long says on stderr where it is.
+With --hf-config the model of any config.json of transformers is compared, with random weights and
+documents, packed as packgraph.integrations.transformers.packed does.
 
-  --steps N           optimizer steps to compare (default: 50 for a preset, 30 for each run without one)
-  --skip-one-process  leave out the comparison with one process
-  --apart             make the eager run first and keep digests of all it computes, then the graph run: for models whose
-                      training state takes more than half of the memory. A difference names step and tensor, but no
-                      elements. With a preset only; under torchrun with --skip-one-process
+The tables go to stdout, with how many rows of which size were compared. What takes long says on
+stderr where it is. Further options are those of `packgraph train --help all`."""
 
-Options are those of `packgraph train --help all`."""  # noqa: E501
+PLAN_USAGE = """\
+usage: packgraph plan --ranks N --microbatches N [--chunks N] [--group N] [--svg FILE] ...
+       packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
 
-PLAN_DESCRIPTION = """Draw a pipeline schedule: who runs what when, in which slot and bucket; and say what it costs:
-slots per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
+Draw a pipeline schedule: who runs what when, in which slot and bucket; and say what it costs: slots
+per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
 
     packgraph plan --ranks 4 --chunks 2 --microbatches 8 --svg plan.svg
     packgraph plan --ranks 2 --microbatches 4 --capacities 1024,2048 --buckets 0,1,0,0
 
-`packgraph plan DATA` chooses buckets for the lengths of documents instead, and with --world N shares out one step's
-documents to ranks (dynamic context parallelism); see `packgraph plan stdlib --help`."""  # noqa: E501
+`packgraph plan DATA` chooses buckets for the lengths of documents instead, and with --world N
+shares out one step's documents to ranks (dynamic context parallelism); see
+`packgraph plan stdlib --help`."""
+
+EXPORT_USAGE = """\
+usage: packgraph export RUN FOLDER
+
+Write the weights of the newest checkpoint of a run as a Hugging Face checkpoint (config.json and
+safetensors), with the tokenizer.json it was trained with."""
+
+COMPLETION_USAGE = """\
+usage: packgraph completion SHELL
+
+Print a script that completes commands, options and their values. To load it in every shell:
+
+    bash   packgraph completion bash > ~/.local/share/bash-completion/completions/packgraph
+    zsh    packgraph completion zsh > "${fpath[1]}/_packgraph"
+    fish   packgraph completion fish > ~/.config/fish/completions/packgraph.fish"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(CommandArguments):
+    """Own options of `packgraph train`."""
+
+    preset: str | None = option(
+        None,
+        "the run to start from (see `packgraph presets`); may be left out with --config",
+        positional=True,
+    )
+    config: Path | None = option(
+        None,
+        "values from a .toml or .json file, such as runs/NAME/config.json; options win over it",
+        metavar="FILE",
+    )
+    resume: bool | Literal["auto"] = option(
+        False,
+        "go on from the newest checkpoint of the run (as --run.resume); auto = if there is one, "
+        "else start afresh: for torchrun --max-restarts and jobs that are requeued",
+        metavar="auto",
+    )
+    help: Literal["short", "all"] | None = option(
+        None,
+        "explain the command, with the options that most runs need; all = with every one",
+        metavar="all",
+        bare="short",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyArguments(CommandArguments):
+    """Own options of `packgraph verify`."""
+
+    preset: str | None = option(None, "the run that is compared", positional=True)
+    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
+    steps: int | None = option(
+        None,
+        "optimizer steps to compare (default: 50 for a preset, 30 for each run without one)",
+        metavar="N",
+    )
+    skip_one_process: bool = option(False, "leave out the comparison with one process")
+    apart: bool = option(
+        False,
+        "make the eager run first and keep digests of all it computes, then the graph run: for "
+        "models whose training state takes more than half of the memory. A difference names step "
+        "and tensor, but no elements. With a preset only; under torchrun with --skip-one-process",
+    )
+    hf_config: Path | None = option(
+        None,
+        "train the model of this config.json of transformers instead, with random weights",
+        metavar="FILE",
+    )
+    layers: int | None = option(None, "of --hf-config: another number of layers", metavar="N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleArguments(CommandArguments):
+    """Options of `packgraph plan` without data."""
+
+    ranks: int = option(0, "pipeline ranks", metavar="N", required=True)
+    microbatches: int = option(0, "microbatches of the step drawn", metavar="N", required=True)
+    chunks: int = option(
+        1, "chunks of the model per rank: 1F1B if 1, interleaved if more", metavar="N"
+    )
+    group: int | None = option(
+        None,
+        "microbatches that a chunk runs before the next chunk's turn (default: ranks)",
+        metavar="N",
+    )
+    capacities: tuple[int, ...] = option(
+        (), "tokens of each bucket; times are then drawn in proportion", metavar="T,T,..."
+    )
+    buckets: tuple[int, ...] = option(
+        (),
+        "bucket of each microbatch, as index of --capacities (default: the largest for all)",
+        metavar="I,I,...",
+    )
+    svg: Path | None = option(None, "also draw to this file, whole and in colours", metavar="FILE")
+    csv: Path | None = option(
+        None,
+        "also write the actions, in the words of torch.distributed.pipelining",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments(CommandArguments):
+    """Arguments of `packgraph export`."""
+
+    run: Path = option(
+        Path(), "folder of the run, such as runs/NAME", positional=True, required=True
+    )
+    folder: Path = option(Path(), "new folder for the weights", positional=True, required=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionArguments(CommandArguments):
+    """Arguments of `packgraph completion`."""
+
+    shell: Literal["bash", "zsh", "fish"] = option(
+        "bash", "bash, zsh or fish", positional=True, required=True
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {
-        "train": _train,
-        "verify": _verify,
-        "plan": _plan,
-        "bench": _bench,
-        "export": _export,
-        "presets": _presets,
-    }
     try:
-        if not words or words[0] not in commands:
-            code = _top_level(words, list(commands))
+        if words and words[0] in COMMANDS:
+            code = _with_clear_errors(COMMANDS[words[0]].run, words[1:])
         else:
-            code = _with_clear_errors(commands[words[0]], words[1:])
+            code = _top_level(words)
         sys.stdout.flush()
     except KeyboardInterrupt:  # also while torch is imported, which takes seconds
         print("packgraph: interrupted", file=sys.stderr)
@@ -138,38 +251,22 @@ def _no_lost_ctrl_c() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _top_level(words: list[str], commands: list[str]) -> int:
-    near = difflib.get_close_matches(words[0], commands, n=1) if words else []
-    if near:
-        print(
-            f"packgraph: error: no command {words[0]!r}, did you mean {near[0]}? `packgraph "
-            "--help` lists all",
-            file=sys.stderr,
-        )
-        return USER_ERROR
-    words = [word[:SHOWN] for word in words]
-    parser = argparse.ArgumentParser(
-        prog="packgraph",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Train language models on packed documents of any length through CUDA graphs.",
-        epilog="commands:\n"
-        "  train PRESET     train a model, for example: packgraph train qwen3-tiny\n"
-        "  verify [PRESET]  check that graph and eager training agree bit by bit\n"
-        "  plan             draw a pipeline schedule and count its slots\n"
-        "  plan DATA        choose buckets for the lengths of documents\n"
-        "  bench NAME       time eager, compiled and graph runs side by side\n"
-        "  export RUN DIR   write the newest checkpoint of a run as Hugging Face weights\n"
-        "  presets          list the presets\n\n"
-        "`packgraph COMMAND --help` explains a command.",
+def _top_level(words: list[str]) -> int:
+    """Help, the version, or what is wrong with the name of a command."""
+    word = words[0] if words else "--help"
+    if word in ("-h", "--help"):
+        lines = (f"  {one.usage:16} {one.summary}" for one in COMMANDS.values())
+        print(USAGE.format(commands="\n".join(lines)))
+        return 0
+    if word == "--version":
+        print(f"packgraph {_version()}")
+        return 0
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    meant = f", did you mean {near[0]}?" if near else f". Known: {', '.join(COMMANDS)};"
+    print(
+        f"packgraph: error: no command {shown(word)}{meant} `packgraph --help` explains all",
+        file=sys.stderr,
     )
-    parser.add_argument("--version", action="version", version=f"packgraph {_version()}")
-    parser.add_argument("command", choices=commands, help="what to do")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    try:
-        parser.parse_args(words or ["--help"])
-    except SystemExit as end:
-        return int(end.code or 0)
     return USER_ERROR
 
 
@@ -180,48 +277,54 @@ def _version() -> str:
         return "(not installed, run from its source folder)"
 
 
-def _with_clear_errors(command: Any, words: list[str]) -> int:
+def _with_clear_errors(command: Callable[[list[str]], int], words: list[str]) -> int:
     """Run a command; turn what a user can cause into one block of text and an exit code."""
     with _no_lost_ctrl_c():
-        from packgraph.graphs.errors import CaptureError
-        from packgraph.models.hf import WeightsError
-        from packgraph.parallel.consensus import LostPartnersError
-        from packgraph.parallel.heartbeat import LOST, LostRankError
-        from packgraph.train.checkpoint_reader import CheckpointError
         from packgraph.train.config import ConfigError
-        from packgraph.train.config_values import printable
-        from packgraph.train.data import DataError
-        from packgraph.train.run_files import RunFileError
-        from packgraph.train.trainer import NonFiniteLossError, SpikeError
 
     try:
         _check_words(words)
         return int(command(words))
-    except (
-        ConfigError,
-        DataError,
-        CheckpointError,
-        CaptureError,
-        RunFileError,
-        WeightsError,
-    ) as error:
+    except ConfigError as error:
         print(printable(f"packgraph: error: {error}"), file=sys.stderr)
         return USER_ERROR
-    except (NonFiniteLossError, SpikeError) as error:
-        print(printable(f"packgraph: training failed: {error}"), file=sys.stderr)
-        return FAILED
-    except LostPartnersError as error:
-        print(printable(f"packgraph: error: {error}"), file=sys.stderr)
-        return FAILED
-    except LostRankError as error:
-        print(printable(f"packgraph: error: {error}"), file=sys.stderr, flush=True)
+    except _other_errors() as error:
+        return _explain(error)
+
+
+def _other_errors() -> tuple[type[Exception], ...]:
+    """What commands raise for their users, once something was raised: modules that nothing has
+    imported raise nothing."""
+    from packgraph.graphs.errors import CaptureError
+    from packgraph.models.hf import WeightsError
+    from packgraph.parallel.consensus import LostPartnersError
+    from packgraph.parallel.heartbeat import LostRankError
+    from packgraph.train.checkpoint_reader import CheckpointError
+    from packgraph.train.data import DataError
+    from packgraph.train.run_files import RunFileError
+    from packgraph.train.trainer import NonFiniteLossError, SpikeError
+
+    wrong = (DataError, CheckpointError, CaptureError, RunFileError, WeightsError)
+    return (*wrong, NonFiniteLossError, SpikeError, LostPartnersError, LostRankError)
+
+
+def _explain(error: Exception) -> int:
+    """Say what went wrong; returns the exit code."""
+    from packgraph.parallel.consensus import LostPartnersError
+    from packgraph.parallel.heartbeat import LOST, LostRankError
+    from packgraph.train.trainer import NonFiniteLossError, SpikeError
+
+    is_failure = isinstance(error, NonFiniteLossError | SpikeError)
+    what = "training failed" if is_failure else "error"
+    print(printable(f"packgraph: {what}: {error}"), file=sys.stderr, flush=True)
+    if isinstance(error, LostRankError):
         os._exit(LOST)  # process groups that are freed would wait for the rank that is lost
+    return FAILED if is_failure or isinstance(error, LostPartnersError) else USER_ERROR
 
 
 def _check_words(words: list[str]) -> None:
     """Raise ConfigError for an argument that is no text, or longer than any value."""
     from packgraph.train.config import ConfigError
-    from packgraph.train.config_values import shown, text_problem
 
     problems = []
     for number, word in enumerate(words, start=1):
@@ -238,80 +341,89 @@ def _check_words(words: list[str]) -> None:
         raise ConfigError(problems[:MOST_PROBLEMS])
 
 
-def _read(words: list[str]) -> tuple[Any, argparse.Namespace]:
-    """The configuration that `words` describe (None where help is asked for or there is no preset),
-    and own options."""
-    from packgraph.train.command_line import dotted, split_overrides
+def _read(command: str, words: list[str], own: Any) -> Any:
+    """The ParsedArguments of `words`; options of other commands are a problem of their own."""
+    with _no_lost_ctrl_c():
+        from packgraph.train.command_line import leaves, parse_arguments
+        from packgraph.train.config import nearest
+        from packgraph.train.presets import PRESETS
+
+    # Which words are options does not depend on the preset, only their defaults do.
+    base = next(iter(PRESETS.values()))()
+    read = parse_arguments(words, own, base)
+    elsewhere = {
+        leaf.path: (name, leaf.option)
+        for name, others in (("train", TrainArguments()), ("verify", VerifyArguments()))
+        for leaf in leaves(others)
+        if leaf.path in read.overrides.values
+    }
+    known = [leaf.path for leaf in leaves(base)]
+    problems = list(read.overrides.problems)
+    for path, (name, shown_as) in elsewhere.items():
+        near = nearest(path, known)
+        meant = f"; did you mean --{near}?" if near.endswith(f".{path}") else ""
+        problems.append(
+            f"{shown_as}: is no option of `packgraph {command}`, but of `packgraph {name}`{meant}"
+        )
+    left = {path: value for path, value in read.overrides.values.items() if path not in elsewhere}
+    overrides = dataclasses.replace(read.overrides, values=left, problems=tuple(problems))
+    return read._replace(overrides=overrides)
+
+
+def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> Any:
+    """The configuration that words describe; None without a preset where help or nothing of it is
+    asked for.
+
+    more: layers between the file and the options. Raises ConfigError.
+    """
+    from packgraph.train.command_line import dotted
     from packgraph.train.config import ConfigError, ConfigLayer, read_config
     from packgraph.train.presets import PRESETS, preset
     from packgraph.train.run_folder import run_of
     from packgraph.train.stored_config import config_layer
     from packgraph.train.weights import shape_layer
 
-    parser = argparse.ArgumentParser(
-        prog="packgraph", add_help=False, allow_abbrev=False, exit_on_error=False
-    )
-    parser.add_argument("preset", nargs="?")
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--resume", choices=("newest", "auto"))
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--skip-one-process", action="store_true")
-    parser.add_argument("--apart", action="store_true")
-    parser.add_argument("--help", choices=("short", "all"))
-    # Which words are options does not depend on the preset, only their defaults do.
-    options, rest = split_overrides(
-        _as_one_word(words), next(iter(PRESETS.values()))(), OWN_OPTIONS
-    )
-    try:
-        own, unknown = parser.parse_known_args(rest)
-    except argparse.ArgumentError as error:
-        raise ConfigError([str(error)]) from error
-    if unknown:
-        raise ConfigError([f"{word!r}: not expected here; see --help" for word in unknown])
-    resume = bool(own.resume) or "run.resume" in dotted(options.values)
+    own, options = read.own, read.overrides
+    asks_to_resume = getattr(own, "resume", False)
+    resume = bool(asks_to_resume) or "run.resume" in dotted(options.values)
     layers = [config_layer(own.config, resume)] if own.config is not None else []
-    name = own.preset or (layers[0].values.get("preset") if layers else None)
+    name = preset_name or (layers[0].values.get("preset") if layers else None)
     if not isinstance(name, str):
+        problems = list(options.problems)
         if layers:
-            raise ConfigError(
-                [
-                    f'{own.config}: says no preset; add `preset = "{next(iter(PRESETS))}"`, or '
-                    "name one "
-                    "on the command line"
-                ]
+            problems.append(
+                f'{own.config}: says no preset; add `preset = "{next(iter(PRESETS))}"`, or name '
+                "one on the command line"
             )
-        if options.values and not own.help:
-            raise ConfigError([f"name a preset ({', '.join(PRESETS)}) or a --config file"])
-        return None, own
+        elif options.values and not own.help:
+            problems.append(f"name a preset ({', '.join(PRESETS)}) or a --config file")
+        if problems:
+            raise ConfigError(problems)
+        return None
     base = preset(name)
-    flags = ConfigLayer(
-        "--resume", {"run": {"resume": own.resume == "newest" or "auto"}} if own.resume else {}
-    )
-    config = read_config(base, [*layers, options, flags])
+    last = [options]
+    if asks_to_resume:
+        last.append(ConfigLayer("--resume", {"run": {"resume": asks_to_resume}}))
+    layers += more
+    config = read_config(base, [*layers, *last])
     init_from = config.run.init_from
     if init_from is not None and not (
         config.run.resume and not Path(init_from).expanduser().exists()
     ):
         layers.insert(0, shape_layer(init_from))
-        config = read_config(base, [*layers, options, flags])
+        config = read_config(base, [*layers, *last])
     if config.run.resume and own.config is not None:
         # The run that goes on is the one the file lies in, wherever that folder is now.
-        config = read_config(
-            base, [*layers, ConfigLayer(str(own.config), run_of(own.config)), options, flags]
-        )
-    own.asked = dotted(options.values)
-    return dataclasses.replace(config, preset=name), own
+        layers.append(ConfigLayer(str(own.config), run_of(own.config)))
+        config = read_config(base, [*layers, *last])
+    return dataclasses.replace(config, preset=name)
 
 
-def _as_one_word(words: list[str]) -> list[str]:
-    """`words` with each option of `ALONE` and its value as one word."""
-    found: list[str] = []
-    for word in words:
-        if found and (found[-1], word) in WITH_VALUE:
-            found[-1] = WITH_VALUE[found[-1], word]
-        else:
-            found.append(ALONE.get(word, word))
-    return found
+def _help(usage: str, own: Any) -> int:
+    from packgraph.train.command_line import options_help
+
+    print(f"{usage}\n{options_help(own)}")
+    return 0
 
 
 def _train_help(base: Any, every: bool) -> str:
@@ -319,34 +431,34 @@ def _train_help(base: Any, every: bool) -> str:
     from packgraph.train.command_line import COMMON, all_options, options_help
 
     which = "Options" if every else "The options that most runs need"
-    text = TRAIN_INTRODUCTION.format(which=which, preset=base.preset)
+    text = f"{TRAIN_USAGE}\n{options_help(TrainArguments())}\n\n{which}, with the defaults of "
+    text += f"{base.preset}:\n"
     if every:
-        return f"{text}\n{options_help(base)}"
+        return text + options_help(base)
     end = TRAIN_END.format(preset=base.preset, others=len(all_options(base)) - len(COMMON))
-    return f"{text}\n{options_help(base, COMMON)}\n\n{end}"
+    return f"{text}{options_help(base, COMMON)}\n\n{end}"
 
 
 def _train(words: list[str]) -> int:
+    from packgraph.train.command_line import dotted
     from packgraph.train.config import ConfigError
     from packgraph.train.presets import PRESETS
 
-    config, own = _read(words)
-    if own.help:
-        print(_train_help(config or next(iter(PRESETS.values()))(), own.help == "all"))
+    read = _read("train", words, TrainArguments())
+    config = _configure(read, read.own.preset)
+    if read.own.help:
+        print(_train_help(config or next(iter(PRESETS.values()))(), read.own.help == "all"))
         return 0
     if config is None:
         raise ConfigError(
             [f"which preset? One of: {', '.join(PRESETS)}. For example: packgraph train qwen3-tiny"]
         )
-    if own.steps is not None:
-        raise ConfigError(["--steps: did you mean --run.steps?"])
-    if own.skip_one_process or own.apart:
-        raise ConfigError(["--skip-one-process and --apart are options of `packgraph verify`"])
-    from packgraph.parallel.processes import Launch
-    from packgraph.train.after_run import closing_lines
-    from packgraph.train.launch import train
+    with _no_lost_ctrl_c():
+        from packgraph.parallel.processes import Launch
+        from packgraph.train.after_run import closing_lines
+        from packgraph.train.launch import train
 
-    folder, summary = train(config, own.asked)
+    folder, summary = train(config, dotted(read.overrides.values))
     launch = Launch.read()
     if launch.rank == 0:
         print(*closing_lines(config, folder, summary, launch), sep="\n", file=sys.stderr)
@@ -354,141 +466,100 @@ def _train(words: list[str]) -> int:
 
 
 def _verify(words: list[str]) -> int:
-    config, own = _read(words)
+    read = _read("verify", words, VerifyArguments())
+    own = read.own
+    config = _configure(read, own.preset)
     if own.help:
-        print(VERIFY_INTRODUCTION)
-        return 0
-    from packgraph.verification.command import verify_command
+        return _help(VERIFY_USAGE, VerifyArguments())
+    if own.hf_config is not None or own.layers is not None:
+        return _verify_hf_config(own, config is not None)
+    with _no_lost_ctrl_c():
+        from packgraph.verification.command import verify_command
 
     equal = verify_command(config, own.steps, one_process=not own.skip_one_process, apart=own.apart)
     return 0 if equal else FAILED
 
 
-def _plan_parser() -> argparse.ArgumentParser:
-    def numbers(text: str) -> list[int]:
-        try:
-            return [int(word) for word in text.split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"expected whole numbers such as 1,2,3, got {text!r}"
-            ) from None
+def _verify_hf_config(own: VerifyArguments, has_preset: bool) -> int:
+    from packgraph.train.config import ConfigError
+    from packgraph.train.launch import choose_device
+    from packgraph.verification.hf_model import verify_hf_config
 
-    parser = argparse.ArgumentParser(
-        prog="packgraph plan",
-        description=PLAN_DESCRIPTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    if own.hf_config is None:
+        raise ConfigError(["--layers is an option of --hf-config"])
+    problems = ["--hf-config and a preset exclude each other"] if has_preset else []
+    problems += ["--apart is for presets, not for --hf-config"] if own.apart else []
+    for name, count in (("--steps", own.steps), ("--layers", own.layers)):
+        problems += [f"{name} must be at least 1"] if count is not None and count < 1 else []
+    if problems:
+        raise ConfigError(problems)
+    found = verify_hf_config(
+        own.hf_config, choose_device("auto"), steps=own.steps, layers=own.layers
     )
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="pipeline ranks")
-    parser.add_argument(
-        "--microbatches",
-        type=int,
-        required=True,
-        metavar="N",
-        help="microbatches of the step drawn",
-    )
-    parser.add_argument(
-        "--chunks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="chunks of the model per rank: 1F1B if 1, interleaved if more (default: 1)",
-    )
-    parser.add_argument(
-        "--group",
-        type=int,
-        metavar="N",
-        help="microbatches that a chunk runs before the next chunk's turn (default: ranks)",
-    )
-    parser.add_argument(
-        "--capacities",
-        type=numbers,
-        default=[],
-        metavar="T,T,...",
-        help="tokens of each bucket; times are then drawn in proportion",
-    )
-    parser.add_argument(
-        "--buckets",
-        type=numbers,
-        default=[],
-        metavar="I,I,...",
-        help="bucket of each microbatch, as index of --capacities (default: the largest for all)",
-    )
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="also draw to this file, whole and in colours"
-    )
-    parser.add_argument(
-        "--csv",
-        type=Path,
-        metavar="FILE",
-        help="also write the actions, in the words of torch.distributed.pipelining",
-    )
-    return parser
+    print(found)
+    return 0 if found else FAILED
 
 
 def _plan_data(words: list[str]) -> int:
     from packgraph.train.config import ConfigError
-    from packgraph.train.plan_context import context_options, plan_data_context
-    from packgraph.train.plan_data import as_run_options, introduction, own_options, plan_data
+    from packgraph.train.plan_context import PlanArguments, plan_data_context
+    from packgraph.train.plan_data import data_layers, introduction, plan_data
+    from packgraph.train.presets import PRESETS
 
-    asked, rest = own_options(words)
-    context, rest = context_options(rest)
-    config, own = _read(as_run_options(rest))
-    if config is None and context is not None and not own.help:
-        raise ConfigError(
-            ["--world: whose documents? For example: packgraph plan stdlib --world 8"]
-        )
-    if own.help or config is None:
-        print(introduction())
-        return 0
-    given = {
-        "--resume": own.resume is not None,
-        "--steps": own.steps is not None,
-        "--apart": own.apart,
-        "--skip-one-process": own.skip_one_process,
-    }
-    if any(given.values()):
-        raise ConfigError(
-            [
-                f"{name}: is no option of `packgraph plan`"
-                for name, is_given in given.items()
-                if is_given
-            ]
-        )
-    if context is not None:
-        if asked.batch is not None:
-            raise ConfigError(
-                ["--batch: chooses buckets, and --world shares out documents; give one of them"]
-            )
-        print(plan_data_context(config, context, asked.json), end="")
-        return 0
-    print(plan_data(config, asked.batch, asked.json), end="")
+    read = _read("plan", words, PlanArguments())
+    own = read.own
+    if own.data in PRESETS and own.preset is None:  # DATA may be left out
+        own = dataclasses.replace(own, data=None, preset=own.data)
+    preset = own.preset
+    if own.data is not None and preset is None and own.config is None:
+        preset = next(iter(PRESETS))
+    problems = own.problems(read.given)
+    if own.help:
+        return _help(introduction(), PlanArguments())
+    if preset is None and own.config is None and own.world is not None:
+        problems.append("--world: whose documents? For example: packgraph plan stdlib --world 8")
+    if problems:
+        raise ConfigError([*read.overrides.problems, *problems])
+    config = _configure(read, preset, data_layers(own.data))
+    if config is None:
+        return _help(introduction(), PlanArguments())
+    text = plan_data(config, own) if own.world is None else plan_data_context(config, own)
+    print(text, end="")
     return 0
 
 
 def _plan(words: list[str]) -> int:
-    from packgraph.parallel.pipeline.csv import to_csv
-    from packgraph.parallel.pipeline.schedule import legal_microbatches, make_schedule
-    from packgraph.parallel.pipeline.slots import slot_counts
     from packgraph.train.plan_data import is_data_plan
-    from packgraph.viz.picture import make_picture, picture_errors
-    from packgraph.viz.summary import summarize, title
-    from packgraph.viz.svg import draw_svg
-    from packgraph.viz.text import draw_text
 
-    if is_data_plan(words):
-        return _plan_data(words)
-    try:
-        asked = _plan_parser().parse_args(words)
-    except SystemExit as end:
-        return int(end.code or 0)
+    return _plan_data(words) if is_data_plan(words) else _plan_schedule(words)
+
+
+def _plan_schedule(words: list[str]) -> int:
+    from packgraph.parallel.pipeline.schedule import (
+        legal_microbatches,
+        make_schedule,
+        slot_counts,
+        to_csv,
+    )
+    from packgraph.train.command_line import parse_arguments
+    from packgraph.viz.schedule import (
+        draw_svg,
+        draw_text,
+        make_picture,
+        picture_errors,
+        summarize,
+        title,
+    )
+
+    asked = parse_arguments(words, ScheduleArguments()).own
+    if asked.help:
+        return _help(PLAN_USAGE, ScheduleArguments())
     problems = legal_microbatches(asked.ranks, asked.chunks, asked.group, asked.microbatches)
     actions = asked.ranks * asked.chunks * asked.microbatches
     if max(actions, asked.microbatches) > MOST_ACTIONS:
         problems.append(
             f"ranks x chunks x microbatches are {actions:,}, more than the {MOST_ACTIONS:,} that a "
-            "picture "
-            "shows"
+            "picture shows"
         )
     else:
         problems += picture_errors(asked.microbatches, asked.capacities, asked.buckets)
@@ -523,27 +594,21 @@ def _refuse_plan(problems: list[str]) -> int:
 
 
 def _bench(words: list[str]) -> int:
-    from packgraph.bench.command import bench
+    with _no_lost_ctrl_c():
+        from packgraph.bench.command import bench
 
     return bench(words)
 
 
 def _export(words: list[str]) -> int:
-    from packgraph.train.weights import export
+    from packgraph.train.command_line import parse_arguments
 
-    parser = argparse.ArgumentParser(
-        prog="packgraph export",
-        allow_abbrev=False,
-        description="Write the weights of the newest checkpoint of a run "
-        "as a Hugging Face checkpoint (config.json and safetensors), with the tokenizer.json it "
-        "was trained with.",
-    )
-    parser.add_argument("run", type=Path, help="folder of the run, such as runs/NAME")
-    parser.add_argument("folder", type=Path, help="new folder for the weights")
-    try:
-        asked = parser.parse_args(words)
-    except SystemExit as end:
-        return int(end.code or 0)
+    asked = parse_arguments(words, ExportArguments()).own
+    if asked.help:
+        return _help(EXPORT_USAGE, ExportArguments())
+    with _no_lost_ctrl_c():
+        from packgraph.train.weights import export
+
     print(f"{export(asked.run, asked.folder)} written to {asked.folder}", file=sys.stderr)
     return 0
 
@@ -555,8 +620,72 @@ def _presets(words: list[str]) -> int:
     if words and words[0] not in ("-h", "--help"):
         raise ConfigError([f"{word!r}: `packgraph presets` takes no arguments" for word in words])
     for name, make in PRESETS.items():
-        print(f"{name:{max(map(len, PRESETS))}} {(make.__doc__ or '').splitlines()[0]}")
+        print(f"{name:{max(map(len, PRESETS))}} {' '.join((make.__doc__ or '').split())}")
     return 0
+
+
+def _completion(words: list[str]) -> int:
+    from packgraph.train.command_line import leaves, parse_arguments
+    from packgraph.train.completion import completion_script
+    from packgraph.train.plan_context import PlanArguments
+    from packgraph.train.presets import PRESETS
+
+    asked = parse_arguments(words, CompletionArguments()).own
+    if asked.help:
+        return _help(COMPLETION_USAGE, CompletionArguments())
+    with _no_lost_ctrl_c():
+        from packgraph.bench.command import BENCHMARKS
+
+    config, presets = list(leaves(next(iter(PRESETS.values()))())), tuple(PRESETS)
+    plan = [*leaves(ScheduleArguments()), *leaves(PlanArguments()), *config]
+    options = {
+        "train": [*leaves(TrainArguments()), *config],
+        "verify": [*leaves(VerifyArguments()), *config],
+        "plan": list({leaf.option: leaf for leaf in plan}.values()),
+        "export": list(leaves(ExportArguments())),
+        "presets": list(leaves(CommandArguments())),
+        "completion": list(leaves(CompletionArguments())),
+        **{f"bench {name}": list(leaves(one.options())) for name, one in BENCHMARKS.items()},
+    }
+    arguments = {
+        "": tuple(COMMANDS),
+        "train": presets,
+        "verify": presets,
+        "plan": ("stdlib", *presets),
+        "bench": tuple(BENCHMARKS),
+        "completion": ("bash", "zsh", "fish"),
+    }
+    print(completion_script(asked.shell, options, arguments), end="")
+    return 0
+
+
+class Command(NamedTuple):
+    """One command: what runs it, and its line in the help of all."""
+
+    run: Callable[[list[str]], int]
+    usage: str
+    summary: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": Command(
+        _train, "train PRESET", "train a model, for example: packgraph train qwen3-tiny"
+    ),
+    "verify": Command(
+        _verify, "verify [PRESET]", "check that graph and eager training agree bit by bit"
+    ),
+    "plan": Command(
+        _plan, "plan [DATA]", "draw a pipeline schedule, or choose buckets for the lengths of DATA"
+    ),
+    "bench": Command(_bench, "bench NAME", "time eager, compiled and graph runs side by side"),
+    "export": Command(
+        _export, "export RUN DIR", "write a run's newest checkpoint as Hugging Face weights"
+    ),
+    "presets": Command(_presets, "presets", "list the presets"),
+    "completion": Command(
+        _completion, "completion SHELL", "print a completion script for bash, zsh or fish"
+    ),
+}
 
 
 if __name__ == "__main__":

@@ -120,14 +120,14 @@ def test_train_help_is_short_and_names_the_whole_one(
     *_, last = text.splitlines()
     more = len(every) - len(options)
     assert last == f"`packgraph train qwen3-0.6b --help all` has every option: {more} more."
-    assert "invalid choice: 'al'" in refused(capsys, "train", "--help=al")
+    assert "--help: expected short | all, got 'al'" in refused(capsys, "train", "--help=al")
 
 
 def test_mistakes_are_refused_in_one_block(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert "no command 'trian', did you mean train?" in refused(capsys, "trian")
-    assert "invalid choice: 'xyz'" in refused(capsys, "xyz")
+    assert "no command 'xyz'. Known: train, " in refused(capsys, "xyz")
     assert "which preset?" in refused(capsys, "train")
     assert "did you mean qwen3-tiny?" in refused(capsys, "train", "qwen-tiny")
     assert "'extra': not expected here" in refused(capsys, "train", "qwen3-tiny", "extra")
@@ -351,7 +351,7 @@ def test_ctrl_c_that_an_import_swallows_is_not_lost(
 
     def swallowing(name: str, *rest: Any, **more: Any) -> Any:
         if (
-            name == "packgraph.train.trainer"
+            name == "packgraph.train.presets"
             and signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         ):
             with contextlib.suppress(KeyboardInterrupt):

@@ -22,13 +22,10 @@ from statekit import One, X, quietly
 from threadkit import Wide, together, whole
 from torch import Tensor, nn
 
+from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import control, graph
-from packgraph.graphs.state_kinds import assume_constant
-from packgraph.models.config import DecoderConfig
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
-from packgraph.models.mamba_config import MambaConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, MambaConfig
 from packgraph.moe.grouped_gemm import configs, products
 from packgraph.train.command_line import all_options
 from packgraph.train.config_values import ValueProblem, convert
@@ -292,7 +289,7 @@ def test_several_threads_cost_a_copy_of_gradients() -> None:
 
     def taken() -> int:
         """Bytes of gradients and of what graphs add to."""
-        buffers = control(graphed)._buffers_of_gradients.all()
+        buffers = control(graphed)._capturer._buffers.all()
         held = [*(buffer.tensor for buffer in buffers), *(p.grad for p in graphed.parameters())]
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in held}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())

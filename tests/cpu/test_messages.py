@@ -15,7 +15,7 @@ from packgraph.graphs.fallback import Stats
         ),
         (["train", "foo"], "unknown preset 'foo'. Known: "),
         (["train", "qwen3-tiny", "--graph.capacities", "foo"], "expected "),
-        (["plan", "stdlib", "--btch", "4"], "--btch: unknown option, did you mean --batch?"),
+        (["plan", "stdlib", "--btch", "4"], "--btch: unknown key, did you mean --batch?"),
         (
             ["train", "qwen3-tiny", "--parallel.dispatcher", "padded"],
             "parallel.dispatcher = padded is how tokens get to experts, but model.experts.count is "

@@ -47,14 +47,14 @@ def shared_folder(mesh):
 
 def run_one(mesh, config, slow_replay, slow_eager):
     """Train on this rank, whose replays and eager calls take longer by these seconds."""
-    claim = Control.claim
+    acquire = Control.acquire
 
-    def claiming(self, args, kwargs):
-        result = claim(self, args, kwargs)
+    def acquiring(self, args, kwargs):
+        result = acquire(self, args, kwargs)
         time.sleep(slow_replay if isinstance(result, ReplayHandle) else slow_eager)
         return result
 
-    with shared_folder(mesh) as folder, mock.patch.object(Control, "claim", claiming):
+    with shared_folder(mesh) as folder, mock.patch.object(Control, "acquire", acquiring):
         run = trainer(folder / "run", config, mesh=mesh)
         summary = run.run(StopRequest())
         weights = {

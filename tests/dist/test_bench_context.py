@@ -9,13 +9,12 @@ import pytest
 from distkit import CPU, run_ranks
 
 from packgraph.bench.context import ContextBenchOptions, measure_context
-from packgraph.bench.context_steps import DYNAMIC, FIXED, plan_steps
-from packgraph.bench.context_variant import ContextWay
+from packgraph.bench.context_steps import DYNAMIC, FIXED, ContextWay, plan_steps
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import Deadline
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Layout
-from packgraph.train.assignment import groups_of
+from packgraph.train.step import groups_of
 
 WAYS = ("fixed", "dynamic", "fixed+graph", "dynamic+graph")
 

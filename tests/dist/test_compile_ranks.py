@@ -39,8 +39,8 @@ def traced(*args, compile, **options):
 def go(mesh, folder, settings):
     """This rank's tensors at the end of a run, and what its graphs did."""
     with (
-        mock.patch("packgraph.train.executor.graph", traced),
-        mock.patch("packgraph.train.stage_executor.graph", traced),
+        mock.patch("packgraph.train.runner.graph", traced),
+        mock.patch("packgraph.train.pipeline_runner.graph", traced),
     ):
         run = trainer(Path(folder), settings, mesh=mesh)
         try:

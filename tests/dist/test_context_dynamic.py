@@ -14,14 +14,14 @@ from rich.console import Console
 from trainkit import tiny
 
 from packgraph.graphs.fallback import DOCUMENTS
+from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import IGNORED, Document
-from packgraph.parallel.collect import collect
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.parallel.pieces import collect
 from packgraph.train import row_timing
 from packgraph.train.data import DataConfig, PlannedSteps
 from packgraph.train.dynamic_context import context_request

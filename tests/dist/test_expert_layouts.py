@@ -8,7 +8,7 @@ import pytest
 from distkit import run_ranks
 from trainkit import tiny, trainer
 
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.config import ExpertConfig
 from packgraph.parallel.mesh import Layout
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig

@@ -13,10 +13,9 @@ from torch import nn
 
 from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher
-from packgraph.parallel.collect import collect
 from packgraph.parallel.expert import keep_experts, split_experts
 from packgraph.parallel.mesh import Layout, single_process
-from packgraph.parallel.pieces import Pieces, stored
+from packgraph.parallel.pieces import Pieces, collect, stored
 from packgraph.train.checkpoint import load_tensors, save_checkpoint
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import OptimizerConfig

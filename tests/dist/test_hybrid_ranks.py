@@ -19,9 +19,9 @@ from packgraph.ops.attention.context import ContextGroup, own_rows
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.parallel.collect import collect
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.pieces import collect
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest

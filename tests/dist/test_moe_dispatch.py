@@ -12,15 +12,13 @@ from torch import nn
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
+from packgraph.moe.dispatch.all_to_all import HostSplitsDispatcher, PaddedDispatcher
 from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
-from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
-from packgraph.moe.dispatch.padded import PaddedDispatcher
 from packgraph.moe.dispatch.symmetric import SymmetricDispatcher
+from packgraph.moe.peer_read.api import plan_peer_read
 from packgraph.moe.peer_read.buffers import SymmetricBuffers, symmetric_problem
-from packgraph.moe.peer_read.plan import plan_peer_read
-from packgraph.moe.permute.api import plan_rows
-from packgraph.moe.permute.segments import before, count_rows, place_segments
+from packgraph.moe.permute import before, count_rows, place_segments, plan_rows
 from packgraph.parallel.mesh import Layout
 
 EXPERTS = 8

@@ -9,12 +9,12 @@ import pytest
 from distkit import run_ranks
 from trainkit import RandomPacks, close, equal, tiny, trainer
 
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.pieces import collect
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest

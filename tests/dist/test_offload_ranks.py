@@ -16,8 +16,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.config import ConfigError
 from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.offload_report import report_offloading
-from packgraph.train.offloading import TRIAL, Planner, TrainerOffloading
+from packgraph.train.offloading import TRIAL, Planner, TrainerOffloading, report_offloading
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
@@ -44,7 +43,7 @@ def go(mesh, folder, settings):
     for number, setting in enumerate(settings):
         run = trainer(Path(folder) / str(number), setting, mesh=mesh)
         for chunk in range(setting.parallel.chunks if setting.graph.enabled else 0):
-            run.executor.lanes(chunk).queues.late.update(("out", "back"))
+            run.executor.copy_streams(chunk).queues.late.update(("out", "back"))
         if run.executor.prepare is not None:
             run.executor.prepare.when_planned = partial(
                 report_offloading, mesh=mesh, folder=run.folder, note=str

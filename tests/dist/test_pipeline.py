@@ -16,10 +16,9 @@ from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.pipeline.executor import Pipeline, PipelineError
-from packgraph.parallel.pipeline.in_flight import InFlight
+from packgraph.parallel.pipeline.executor import InFlight, Pipeline, PipelineError
 from packgraph.parallel.pipeline.links import Links, make_links
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import slot_counts
 
 pytestmark = pytest.mark.dist
 CAPACITIES = [packgraph.Capacity(24, 4), packgraph.Capacity(48, 8)]
@@ -257,7 +256,7 @@ def test_a_slot_freed_before_its_sends_are_done_is_wrong_and_the_test_sees_it(mo
 
     def finish(self):
         under_way.append(self._sending)
-        self.ticket.release()
+        self.lease.release()
 
     eager = run("eager", 2, 1, COUNTS[:4])
     monkeypatch.setattr(InFlight, "finish", finish)
@@ -271,7 +270,7 @@ def test_gradients_left_in_the_memory_of_all_backwards_are_wrong_and_the_test_se
     """Negative control: what is sent must be in the slot, since the next backward writes over what
     is brief."""
     eager = run("eager", 4, 1, COUNTS[:4])
-    monkeypatch.setattr(VariantBuild, "_landings", lambda self, forward: [])
+    monkeypatch.setattr(VariantBuild, "_grad_outputs", lambda self, forward: [])
     graphs = run("chunk", 4, 1, COUNTS[:4], slow=SlowGradients, poison=True)
     with pytest.raises(AssertionError, match="differs at"):
         assert_equal(eager, graphs)

@@ -10,9 +10,8 @@ from distkit import run_ranks
 from trainkit import tiny, trainer
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.collect import collect
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.pieces import Pieces
+from packgraph.parallel.pieces import Pieces, collect
 from packgraph.train.checkpoint_reader import CheckpointError, read_metadata_file
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig

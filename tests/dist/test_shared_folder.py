@@ -15,7 +15,7 @@ from packgraph.parallel.pieces import Pieces
 from packgraph.train.checkpoint import save_checkpoint
 from packgraph.train.checkpoint_reader import CheckpointError
 from packgraph.train.run_files import RunFileError
-from packgraph.train.shared_folder import check_shared
+from packgraph.train.run_folder import check_shared
 
 pytestmark = pytest.mark.dist
 

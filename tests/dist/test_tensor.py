@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from packgraph.models.decoder import DecoderModel
-from packgraph.ops.loss.api import naive_linear_cross_entropy
+from packgraph.ops.loss import naive_linear_cross_entropy
 from packgraph.parallel.mesh import Layout, Mesh, single_process
 from packgraph.parallel.tensor import dropout_seed, parallelize, tensor_problems
 from packgraph.parallel.vocabulary import embed, head_cross_entropy

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from packgraph.parallel.mesh import Layout, single_process
-from packgraph.parallel.ties import shared_names, tie_groups
+from packgraph.parallel.pipeline.links import shared_names, tie_groups
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import OptimizerConfig
 

@@ -20,11 +20,11 @@ from packgraph.graphs.graphed import GraphedModule
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
-from packgraph.train.expert_balance import ExpertBalance
+from packgraph.train.experts import ExpertBalance
 from packgraph.verification import compared_run as side
 from packgraph.verification.compare import Difference
 from packgraph.verification.matrix import budget_of, config_for, layouts_of, random_packs
-from packgraph.verification.one_process import (
+from packgraph.verification.ranks import (
     COPIES,
     FIRST_WEIGHTS,
     GRADIENTS,
@@ -33,13 +33,13 @@ from packgraph.verification.one_process import (
     PARAMETERS,
     STATE,
     OneProcessReport,
+    RanksReport,
     compare_with_one_process,
     relative_distance,
+    verify_ranks,
 )
-from packgraph.verification.progress import SILENT, VerificationProgress
-from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.report import print_ranks_report, print_ranks_total
-from packgraph.verification.verify import VerifyReport
+from packgraph.verification.verify import SILENT, VerificationProgress, VerifyReport
 
 DP2, TP2, PP2, CP2 = Layout(dp=2), Layout(dp=1, tp=2), Layout(dp=1, pp=2), Layout(dp=1, cp=2)
 EP2, EP4, PP2_EP2 = Layout(dp=2, ep=2), Layout(dp=4, ep=4), Layout(dp=2, pp=2, ep=2)

@@ -127,7 +127,7 @@ def trained(mesh, settings, what, when, patience):
             for enabled in (False, True)
         ],
     )
-    sides[1].executor.vote_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
+    sides[1].executor.agree_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
     trace = ([], [])
     with (
         failing(what, when, mesh.world - 1, mesh.rank),

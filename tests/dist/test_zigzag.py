@@ -13,15 +13,14 @@ from trainkit import RandomPacks, close, equal, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.microbatch import forward_backward
+from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.parallel.collect import collect
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.pieces import collect
 from packgraph.train.context_rows import context_notes, places_multiple
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import ParallelConfig

@@ -69,7 +69,7 @@ def traced(*args, compile, **options):
 
 def go(mesh, folder, settings, multiple):
     view = ProgressView(settings.run.steps, 100, Console(quiet=True))
-    with mock.patch("packgraph.train.executor.graph", traced):
+    with mock.patch("packgraph.train.runner.graph", traced):
         run = Trainer(
             settings, Path(folder), stream(settings, mesh.world, multiple), CPU, view, mesh
         )

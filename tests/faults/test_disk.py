@@ -16,7 +16,7 @@ import torch
 from distkit import run_ranks
 from trainkit import tiny, trainer
 
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.config import ExpertConfig
 from packgraph.parallel.mesh import Layout
 from packgraph.train import checkpoint, checkpoint_state
 from packgraph.train import trainer as trainer_module

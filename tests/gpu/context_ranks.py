@@ -36,8 +36,8 @@ from packgraph.train.options import (
 from packgraph.train.row_timing import measured_cost, put_back, slowest_rank, time_row
 from packgraph.verification.compare import first_difference
 from packgraph.verification.compared_run import ComparedRun
+from packgraph.verification.matrix import SwitchingSteps
 from packgraph.verification.ranks import verify_ranks
-from packgraph.verification.switching import SwitchingSteps
 
 VOCABULARY = 1024
 PLACES = (16, 64)

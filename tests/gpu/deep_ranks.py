@@ -23,23 +23,24 @@ import time
 import torch.distributed as dist
 from rich.console import Console
 
-from packgraph.graphs.memory.peak import most_reserved
+from packgraph.graphs.memory.allocator import most_reserved
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.command_line import split_overrides
+from packgraph.train.command_line import parse_arguments
 from packgraph.train.config import read_config
+from packgraph.train.config_values import CommandArguments
 from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
 from packgraph.train.presets import PRESETS, preset
-from packgraph.verification.progress import VerificationProgress
 from packgraph.verification.ranks import RanksReport, of_every_rank
 from packgraph.verification.report import print_ranks_report
 from packgraph.verification.sequential import SequentialRuns
+from packgraph.verification.verify import VerificationProgress
 
 WAYS = ("layer", "layer+stash", "chunk", "chunk+stash", "step", "step+stash")
 ROOM = 2.0
 
 
 def options_of(words):
-    """What this script is told itself, and the training."""
+    """What this script is told itself, and the training, whose words stand behind `--`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,11 +48,13 @@ def options_of(words):
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--each", type=float, default=0.0)
-    own = [action.option_strings[-1] for action in parser._actions]
     parser.add_argument("preset", choices=PRESETS)
-    overrides, rest = split_overrides(words, next(iter(PRESETS.values()))(), own)
-    options = parser.parse_args(rest)
-    config = read_config(preset(options.preset), [overrides])
+    parser.add_argument("training", nargs=argparse.REMAINDER)
+    options = parser.parse_args(words)
+    base = preset(options.preset)
+    config = read_config(
+        base, [parse_arguments(options.training, CommandArguments(), base).overrides]
+    )
     return options, dataclasses.replace(
         config, run=dataclasses.replace(config.run, steps=options.steps)
     )

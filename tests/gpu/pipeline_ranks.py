@@ -25,7 +25,7 @@ from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.parallel.mesh import Layout, make_mesh
 from packgraph.parallel.pipeline.executor import Pipeline
 from packgraph.parallel.pipeline.links import make_links
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import slot_counts
 
 CAPACITIES = [packgraph.Capacity(1024, 16), packgraph.Capacity(2048, 32)]
 COUNTS = (8, 4, 6, 8, 2, 5, 12)

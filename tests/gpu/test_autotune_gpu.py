@@ -10,10 +10,10 @@ from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.graphed import Control
 from packgraph.graphs.microbatch import forward_backward
-from packgraph.train import executor
+from packgraph.train import runner
 from packgraph.train.autotune import FASTER, TIMED, Clock
 from packgraph.train.config_values import render
-from packgraph.train.executor import Executor
+from packgraph.train.runner import MicrobatchRunner
 from packgraph.train.signals import StopRequest
 
 pytestmark = [
@@ -87,7 +87,7 @@ def test_slow_graphs_are_given_up_and_their_memory_comes_back(tmp_path):
         return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "forward_backward", slow)
+        patch.setattr(runner, "forward_backward", slow)
         tuned, summary = train(tmp_path / "tuned", True)
     assert timed and {choice["way"] for choice in summary["choices"].values()} == {"eager"}
     assert summary["pool_bytes"] == 0 and summary["fallbacks"][FASTER] > 0
@@ -97,11 +97,11 @@ def test_slow_graphs_are_given_up_and_their_memory_comes_back(tmp_path):
 
 def test_nothing_in_a_timed_step_waits_for_the_device(tmp_path, monkeypatch):
     """R13: the waits are those of the clock, between steps."""
-    run_step, inside, waits = Executor.run_step, [], []
+    run_step, inside, waits = MicrobatchRunner.run_step, [], []
     wait = Clock.wait
 
     def watched(self, *args):
-        if self._warm:
+        if self.replays:
             torch.cuda.set_sync_debug_mode("error")
         inside.append(True)
         result = run_step(self, *args)
@@ -109,7 +109,7 @@ def test_nothing_in_a_timed_step_waits_for_the_device(tmp_path, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
         return result
 
-    monkeypatch.setattr(Executor, "run_step", watched)
+    monkeypatch.setattr(MicrobatchRunner, "run_step", watched)
     monkeypatch.setattr(Clock, "wait", lambda self: waits.append(bool(inside)) or wait(self))
     train(tmp_path / "tuned", True)
     assert waits and not any(waits)

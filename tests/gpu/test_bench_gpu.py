@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from packgraph.bench.attention import AttentionOptions, bench_attention, usual_backends
-from packgraph.bench.busy import busy_time
-from packgraph.bench.capture import CaptureOptions, bench_capture
-from packgraph.bench.memory import MemoryOptions, bench_memory
+from packgraph.bench.banks import CaptureOptions, MemoryOptions, bench_capture, bench_memory
 from packgraph.bench.models import shape
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
-from packgraph.bench.timing import Deadline
+from packgraph.bench.timing import Deadline, busy_time
 from packgraph.bench.variants import STEP_WAYS
 
 pytestmark = [

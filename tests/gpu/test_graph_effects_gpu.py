@@ -10,9 +10,9 @@ import torch
 from statekit import One
 from torch import nn
 
+from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.state_kinds import assume_constant
 
 pytestmark = pytest.mark.gpu
 AUX = []

@@ -9,7 +9,7 @@ import torch
 from statekit import One
 from torch import nn
 
-from packgraph.graphs import module_state, tensor_state
+from packgraph.graphs.checks import module_state, tensor_state
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import packgraph
-from packgraph.graphs import fallback, retries
+from packgraph.graphs import cache, fallback
 from packgraph.graphs.cuda.backend import CudaWindow
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
@@ -66,7 +66,7 @@ def fail(monkeypatch, after, break_off):
     ones go well."""
     original, count = CudaWindow.capture, [0]
 
-    def capture(self, run, brief=False):
+    def capture(self, run, scratch=False):
         def broken():
             result = run()
             if count[0] == after:
@@ -75,7 +75,7 @@ def fail(monkeypatch, after, break_off):
             count[0] += 1
             return result
 
-        return original(self, broken, brief)
+        return original(self, broken, scratch)
 
     monkeypatch.setattr(CudaWindow, "capture", capture)
 
@@ -94,7 +94,7 @@ def interrupt():
 def test_memory_that_comes_back_lets_graphs_be_captured_later(monkeypatch, after):
     eager, graphed, x = made()
     fail(monkeypatch, after, ask_for_too_much)
-    monkeypatch.setattr(retries, "CALLS_BETWEEN", (3, 9))
+    monkeypatch.setattr(cache, "CALLS_BETWEEN", (3, 9))
     assert same(eager, graphed, x, 10)
     assert graphed.stats.fallbacks == {fallback.NO_MEMORY: 4} and graphed.stats.replayed == 6
 

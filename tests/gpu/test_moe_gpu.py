@@ -6,16 +6,22 @@ import torch
 from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, train
 
 from packgraph.graphs.graphed import graph
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.moe.activation import activation, activation_backward
+from packgraph.models.config import ExpertConfig
+from packgraph.moe.experts import activation, activation_backward
 from packgraph.moe.grouped_gemm.products import (
     add_matrices_gradient,
     grouped_mm,
     grouped_problems,
     naive_grouped_mm,
 )
-from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
-from packgraph.moe.permute.naive import naive_plan_rows
+from packgraph.moe.permute import (
+    RowPlan,
+    combine_rows,
+    gather_pairs,
+    gather_rows,
+    naive_plan_rows,
+    plan_rows,
+)
 from packgraph.moe.router_product import (
     _summed_parts,
     exact_parts,

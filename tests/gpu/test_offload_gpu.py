@@ -28,19 +28,18 @@ from trainkit import RandomPacks, state_of, tiny, trainer
 from packgraph.bench.timing import pinned_bytes
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.trial import trial_memory
-from packgraph.models.config import DecoderConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.marks import offload_block
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import PARTS
 from packgraph.offloading.search import plan_for_time
 from packgraph.packing.capacity import Capacity
-from packgraph.train.executor import sample_batch
 from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.runner import sample_batch
 from packgraph.train.signals import StopRequest
 
 pytestmark = [
@@ -89,18 +88,18 @@ def settings(layers: int = 3, experts: bool = False) -> DecoderConfig:
     )
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, *lanes: str) -> None:
-    """Every copy of these lanes begins with a spin."""
+def slow(monkeypatch: pytest.MonkeyPatch, *copy_streams: str) -> None:
+    """Every copy of these copy streams begins with a spin."""
     queue = CudaCopyStreams._queue
 
-    def spinning(self, lane, *rest):
-        if lane in lanes:
-            self._streams[lane].wait_event(
+    def spinning(self, copy_stream, *rest):
+        if copy_stream in copy_streams:
+            self._streams[copy_stream].wait_event(
                 self.point()
             )  # in a capture the stream must be part of it first
-            with torch.cuda.stream(self._streams[lane]):
+            with torch.cuda.stream(self._streams[copy_stream]):
                 torch.cuda._sleep(SPIN)
-        return queue(self, lane, *rest)
+        return queue(self, copy_stream, *rest)
 
     monkeypatch.setattr(CudaCopyStreams, "_queue", spinning)
 
@@ -147,7 +146,7 @@ expected = this.train(this.settings(), **this.BF16)[0]
 with pytest.MonkeyPatch.context() as patch:
     this.slow(patch, "back")
     wait = this.CudaCopyStreams.wait
-    patch.setattr(this.CudaCopyStreams, "wait", lambda self, copy: None if copy.lane == "back" else wait(self, copy))
+    patch.setattr(this.CudaCopyStreams, "wait", lambda self, copy: None if copy.copy_stream == "back" else wait(self, copy))
     found = this.train(this.settings(), this.DENSE, **this.BF16)[0]
     torch.cuda.synchronize()
 print("the same" if this.same(found, expected) else "different")
@@ -222,7 +221,7 @@ class Recomputed(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:offloading passes:packgraph.graphs.errors.PackgraphWarning")
 @pytest.mark.parametrize("keeps_random", [False, True])
 def test_what_a_captured_backward_computes_again_stays_on_the_device(keeps_random):
-    """It runs in autograd's thread, which knows nothing of the capture's lanes. (With
+    """It runs in autograd's thread, which knows nothing of the capture's copy streams. (With
     use_reentrant=True there is no capture: torch refuses such checkpoints where inputs of a
     backward are named, as captures do.)"""
     found = []
@@ -242,7 +241,7 @@ def test_what_a_captured_backward_computes_again_stays_on_the_device(keeps_rando
         assert called.stats.replayed == 3
         found.append([parameter.grad for parameter in module.parameters()])
         assert all(slot.pool.host.arenas.nbytes() == 0 for slot in called._slots.all)
-    assert same(*found) and engine.lanes.memories.arenas.nbytes() == 0
+    assert same(*found) and engine.copy_streams.memories.arenas.nbytes() == 0
 
 
 def test_replays_and_eager_steps_never_wait():
@@ -405,7 +404,7 @@ def test_host_memory_is_pinned_once():
         dtype=torch.bfloat16,
         min_bytes=2**20,
     )
-    eager = engine.lanes.memories.arenas.nbytes()
+    eager = engine.copy_streams.memories.arenas.nbytes()
     trial_memory(graphed, [arguments], 1)
     graphed.build([arguments])
     graphed(*arguments).backward()

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
 from packgraph.ops.attention.flash import flash_problems
-from packgraph.ops.loss.api import (
+from packgraph.ops.elementwise import naive_rms_norm, rms_norm
+from packgraph.ops.loss import (
     IGNORED,
     gradient_of_logits,
     linear_cross_entropy,
     naive_gradient_of_logits,
     naive_linear_cross_entropy,
 )
-from packgraph.ops.norm import naive_rms_norm, rms_norm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from pullkit import NAN, Peers, draw_experts
 
+from packgraph.moe.peer_read.api import PeerReadPlan, locate
 from packgraph.moe.peer_read.buffers import rows_for
-from packgraph.moe.peer_read.plan import PeerReadPlan, locate
-from packgraph.moe.permute.api import RowPlan, combine_rows, plan_rows
+from packgraph.moe.permute import RowPlan, combine_rows, plan_rows
 
 pytestmark = pytest.mark.gpu
 COUNT = 64

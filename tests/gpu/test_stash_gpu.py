@@ -9,8 +9,16 @@ from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss
 from stashkit import COLUMNS, INNER, make_expert_toy, poison_pages
 
 from packgraph.graphs.graphed import graph
-from packgraph.moe.stash.ops import put, reserve, take
-from packgraph.moe.stash.pages import Pages, naive_put, naive_release, naive_reserve, naive_take
+from packgraph.moe.stash.pages import (
+    Pages,
+    naive_put,
+    naive_release,
+    naive_reserve,
+    naive_take,
+    put,
+    reserve,
+    take,
+)
 from packgraph.moe.stash.stash import Stash
 
 pytestmark = [

@@ -23,8 +23,7 @@ from rich.console import Console
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.pack import pack
-from packgraph.packing.report import PackReport
+from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.pieces import Pieces
 from packgraph.parallel.processes import Launch, processes
 from packgraph.train.launch import use_deterministic_kernels

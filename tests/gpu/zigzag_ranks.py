@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.graphed import graph
-from packgraph.models.config import DecoderConfig
+from packgraph.models.config import DecoderConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.latent_config import LatentConfig
 from packgraph.ops.attention.flash import flash_problems
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity

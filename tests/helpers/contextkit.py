@@ -3,8 +3,7 @@
 import numpy as np
 
 from packgraph.packing.document import Document
-from packgraph.train.data.bad_documents import BadDocuments
-from packgraph.train.data.source import SourceDocument
+from packgraph.train.data.source import BadDocuments, SourceDocument
 
 
 class Source:

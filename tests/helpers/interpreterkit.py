@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import pytest
 
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
 
 INSIDE = "TRITON_INTERPRET"
 needs_triton = pytest.mark.skipif(

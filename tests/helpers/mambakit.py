@@ -10,11 +10,9 @@ from torch import Tensor
 from packgraph.mamba.conv import naive_packed_causal_conv
 from packgraph.mamba.gated_norm import naive_gated_rms_norm
 from packgraph.mamba.ssd import naive_ssd
-from packgraph.models.config import DecoderConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig, MambaConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.mamba import MambaMixer
-from packgraph.models.mamba_config import MambaConfig
 
 CHUNK = 8
 MAMBA = MambaConfig(num_heads=4, head_dim=6, state=5, groups=2, chunk=CHUNK)

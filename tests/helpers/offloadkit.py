@@ -9,16 +9,15 @@ import torch
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.memory.trial import trial_memory
-from packgraph.models.config import DecoderConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.executor import sample_batch
+from packgraph.train.runner import sample_batch
 
 CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
@@ -74,15 +73,15 @@ def by_hand(**knobs):
 
 
 def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> OffloadRuntime:
-    """An engine for `chunk`, on the lanes of `model` if that is graphed. late: lanes that run as
-    late as they may."""
+    """An engine for `chunk`, on the copy streams of `model` if that is graphed. late: copy streams
+    that run as late as they may."""
     if isinstance(model, GraphedModule):
-        lanes = model.capture_backend.lanes
+        copy_streams = model.capture_backend.copy_streams
     else:
-        lanes = make_copy_streams(next(model.parameters()).device)
+        copy_streams = make_copy_streams(next(model.parameters()).device)
     if late:
-        lanes.queues.late.update(late)
-    engine = OffloadRuntime(modules, lanes, **{"min_bytes": 1} | options)
+        copy_streams.queues.late.update(late)
+    engine = OffloadRuntime(modules, copy_streams, **{"min_bytes": 1} | options)
     attach(engine, chunk)
     return engine
 

@@ -17,6 +17,7 @@ from packgraph.parallel.tensor import dropout_seed, parallelize
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import GraphConfig, OptimizerConfig
+from packgraph.train.runner import MicrobatchRunner
 from packgraph.train.step import accumulate, count_loss_tokens, own_share
 
 CPU = torch.device("cpu")
@@ -93,7 +94,8 @@ class Run:
         # Not strict: microbatches that are in flight together have one slot, so that some of them
         # run eagerly.
         options = GraphConfig(enabled=graphs, capacities=tuple(capacities), granularity=granularity)
-        self.executor = Executor(self.model, options, device)
+        self.runner = MicrobatchRunner(self.model, options, device)
+        self.executor = Executor(self.runner, options, device)
         self.overlapped = 0
 
     def step(
@@ -114,7 +116,7 @@ class Run:
             self.optimizer.zero_grad()
         share = own_share(packs, self.mesh.size("dp"), self.mesh.place["dp"])
         loss = accumulate(
-            self.executor.loss,
+            self.runner.loss,
             share,
             self.device,
             in_flight=number % 3 == 2,

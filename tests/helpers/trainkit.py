@@ -11,11 +11,10 @@ from rich.console import Console
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.pack import pack
-from packgraph.packing.report import PackReport
+from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.data import DataError
-from packgraph.train.data.bad_documents import BadDocuments
+from packgraph.train.data.source import BadDocuments
 from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import random_states

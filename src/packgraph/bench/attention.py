@@ -17,13 +17,13 @@ from functools import partial
 
 import torch
 
+from packgraph.bench.baselines import record_on_cuda
 from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape
 from packgraph.bench.rows import Column, Row, Rows, figures, median, value
 from packgraph.bench.timing import Deadline, time_block
-from packgraph.bench.whole_graph import record_on_cuda
+from packgraph.models.branches import head_sizes
 from packgraph.models.config import DecoderConfig
-from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention.api import attention, attention_metadata
 from packgraph.ops.attention.flash import flash_problems
 from packgraph.ops.attention.varlen import varlen_problems

@@ -1,36 +1,50 @@
 """`packgraph bench NAME`: read the options, say at once all that is wrong with them, run, print a
 table."""
 
-import argparse
+import dataclasses
+import difflib
+import importlib.util
+import inspect
 import signal
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from packgraph.bench.attention import COLUMNS as ATTENTION_COLUMNS
 from packgraph.bench.attention import AttentionOptions, bench_attention, usual_backends
-from packgraph.bench.capture import CAPTURE_WAYS, CaptureOptions, bench_capture
-from packgraph.bench.capture import COLUMNS as CAPTURE_COLUMNS
+from packgraph.bench.banks import (
+    CAPTURE_COLUMNS,
+    MEMORY_COLUMNS,
+    CaptureOptions,
+    MemoryOptions,
+    bench_capture,
+    bench_memory,
+)
 from packgraph.bench.context import COLUMNS as CONTEXT_COLUMNS
 from packgraph.bench.context import ContextBenchOptions, bench_context
-from packgraph.bench.copies import free_host_bytes
-from packgraph.bench.expert_memory import with_memory
-from packgraph.bench.memory import COLUMNS as MEMORY_COLUMNS
-from packgraph.bench.memory import MemoryOptions, bench_memory
+from packgraph.bench.integrations import COLUMNS as INTEGRATION_COLUMNS
+from packgraph.bench.integrations import IntegrationOptions, ModelError, bench_integrations
 from packgraph.bench.models import shape
-from packgraph.bench.moe_variants import MOE_WAYS
+from packgraph.bench.moe_variants import with_memory
 from packgraph.bench.offload import COLUMNS as OFFLOAD_COLUMNS
 from packgraph.bench.offload import OffloadOptions, bench_offload
+from packgraph.bench.offload_measures import free_host_bytes
 from packgraph.bench.options import (
     KILO,
-    attention_options,
-    bank_options,
-    context_options,
-    offload_options,
-    padding_options,
-    pipeline_options,
-    step_options,
+    AttentionArguments,
+    BenchArguments,
+    CaptureArguments,
+    ContextArguments,
+    IntegrationArguments,
+    MemoryArguments,
+    MoeArguments,
+    OffloadArguments,
+    PaddingArguments,
+    PipelineArguments,
+    StepArguments,
+    WorkArguments,
 )
 from packgraph.bench.padding import COLUMNS as PADDING_COLUMNS
 from packgraph.bench.padding import PaddingOptions, bench_padding
@@ -40,226 +54,172 @@ from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import COLUMNS as STEP_COLUMNS
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
-from packgraph.bench.variants import STEP_WAYS
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pipeline.schedule import legal_microbatches
 from packgraph.parallel.processes import Launch
+from packgraph.train.command_line import options_help, parse_arguments
 from packgraph.train.config import ConfigError
-from packgraph.train.config_values import path_problem, shown
+from packgraph.train.config_values import shown
 from packgraph.train.launch import choose_device
 
+T = TypeVar("T")
 FAILED = 1
 
-INTRODUCTION = """Time the ways of running the same packed documents, side by side in one process.
+INTRODUCTION = """\
+usage: packgraph bench NAME [--option VALUE ...]
+
+Time the ways of running the same packed documents, side by side in one process.
 
     packgraph bench step --model qwen3-0.6b --part layers --tokens 1024 4096
     packgraph bench moe
-    torchrun --nproc-per-node 4 -m packgraph.cli bench pipeline --model qwen3-8b --layers 16 --chunks 2
+    torchrun --nproc-per-node 4 -m packgraph.cli bench pipeline --model qwen3-8b --chunks 2
     packgraph bench padding
 
-One JSON line per row goes to stdout (and to the end of FILE with --out), a table to stderr. What cannot be measured
-gets a row with the reason."""  # noqa: E501
+One JSON line per row goes to stdout (and to the end of FILE with --out), a table to stderr. What
+cannot be measured gets a row with the reason.
+
+benchmarks:
+{names}
+
+`packgraph bench NAME --help` has the options of each."""
+
+
+class Benchmark(NamedTuple):
+    """One benchmark.
+
+    options: its dataclass, whose docstring is its help. run: measures; returns the exit code.
+    """
+
+    options: type[BenchArguments]
+    run: Callable[[Any], int]
 
 
 def bench(words: Sequence[str]) -> int:
-    """Run one benchmark; returns the exit code: 1 when nothing could be measured. Raises
-    ConfigError."""
-    parser = _parser()
+    """Run one benchmark.
+
+    Args:
+        words: Its name and options.
+
+    Returns:
+        The exit code: 1 when nothing could be measured.
+
+    Raises:
+        ConfigError: Listing everything that is wrong with the options.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        names = "\n".join(
+            f"  {name:10} {(one.options.__doc__ or '').splitlines()[0]}"
+            for name, one in BENCHMARKS.items()
+        )
+        print(INTRODUCTION.format(names=names))
+        return 0
+    asked = read_bench(words)
+    found = BENCHMARKS[words[0]]
+    if asked.help:
+        text = inspect.cleandoc(found.options.__doc__ or "")
+        print(f"usage: packgraph bench {words[0]} [--option VALUE ...]\n\n{text}")
+        print(options_help(found.options()))
+        return 0
+    return found.run(asked)
+
+
+def read_bench(words: Sequence[str]) -> Any:
+    """The options of the benchmark that `words` begin with. Raises ConfigError."""
+    name, *rest = words
+    if name not in BENCHMARKS:
+        near = difflib.get_close_matches(name, BENCHMARKS, n=1)
+        meant = f", did you mean {near[0]}?" if near else "."
+        raise ConfigError([f"no benchmark {shown(name)}{meant} Known: {', '.join(BENCHMARKS)}"])
+    return parse_arguments(rest, BENCHMARKS[name].options()).own
+
+
+def _options(kind: Callable[..., T], asked: BenchArguments, **more: object) -> T:
+    """Options of a benchmark, from those of the command that are called the same."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in vars(asked).items() if name in names} | more)
+
+
+def _step(asked: StepArguments) -> int:
+    is_moe = isinstance(asked, MoeArguments)
+    return _measure(
+        f"bench {'moe' if is_moe else 'step'}",
+        asked,
+        StepOptions,
+        bench_step,
+        with_memory(STEP_COLUMNS) if is_moe else STEP_COLUMNS,
+    )
+
+
+def _attention(asked: AttentionArguments) -> int:
+    def backends(asked: WorkArguments, device: torch.device) -> dict[str, object]:
+        given = vars(asked)["ways"]
+        return {"ways": given or usual_backends(shape(str(asked.model)), device)}
+
+    return _measure(
+        "bench attention", asked, AttentionOptions, bench_attention, ATTENTION_COLUMNS, backends
+    )
+
+
+def _integrations(asked: IntegrationArguments) -> int:
+    if not importlib.util.find_spec("transformers"):
+        _refuse(["bench integrations needs transformers: pip install packgraph[transformers]"])
     try:
-        asked = parser.parse_args(list(words) or ["--help"])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return asked.run(asked)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="packgraph bench",
-        description=INTRODUCTION,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    benchmarks = parser.add_subparsers(dest="benchmark", metavar="NAME", required=True)
-
-    def add(
-        name: str, text: str, run: Callable[[argparse.Namespace], int]
-    ) -> argparse.ArgumentParser:
-        found = benchmarks.add_parser(name, help=text, description=text, allow_abbrev=False)
-        found.add_argument("--seed", type=int, default=0, help="of the documents (default: 0)")
-        found.add_argument(
-            "--seconds", type=float, metavar="S", help="begin nothing further after this time"
+        return _measure(
+            "bench integrations",
+            asked,
+            IntegrationOptions,
+            bench_integrations,
+            INTEGRATION_COLUMNS,
         )
-        found.add_argument(
-            "--out", type=Path, metavar="FILE", help="append the rows to this file, too"
-        )
-        found.add_argument(
-            "--commit", help="what rows say about the commit, where there is no git checkout"
-        )
-        found.set_defaults(run=run)
-        return found
+    except ModelError as error:
+        raise ConfigError([str(error)]) from error
 
-    step_options(
-        add("step", "forward and backward of one microbatch", _step),
-        STEP_WAYS,
-        [KILO, 2 * KILO, 4 * KILO],
+
+def _memory(asked: MemoryArguments) -> int:
+    return _measure("bench memory", asked, MemoryOptions, bench_memory, MEMORY_COLUMNS)
+
+
+def _capture(asked: CaptureArguments) -> int:
+    return _measure("bench capture", asked, CaptureOptions, bench_capture, CAPTURE_COLUMNS)
+
+
+def _offload(asked: OffloadArguments) -> int:
+    # Half: torch may round what it pins up to a power of two.
+    host_bytes = free_host_bytes() // 2 if asked.host_gib is None else int(asked.host_gib * 2**30)
+    return _measure(
+        "bench offload",
+        asked,
+        OffloadOptions,
+        bench_offload,
+        OFFLOAD_COLUMNS,
+        lambda asked, device: {"host_bytes": host_bytes},
     )
-    moe = add(
-        "moe",
-        "as step, with the defaults and ways of layers with experts (host-splits, partial, stash)",
-        _step,
-    )
-    step_options(
-        moe, MOE_WAYS, [KILO, 4 * KILO, 16 * KILO], ("moonlight", "moonlight-tiny"), "layers"
-    )
-    moe.add_argument(
-        "--room",
-        type=float,
-        default=1.0,
-        metavar="F",
-        help="rows that experts of static shapes have, "
-        "over those that are routed: what a rank of several needs for an uneven load (default: 1)",
-    )
-    pipeline = add("pipeline", "a whole step of a pipeline, under torchrun", _pipeline)
-    pipeline_options(pipeline)
-    context = add(
-        "context",
-        "training steps, rows over one number of ranks or over what they need, under torchrun",
-        _context,
-    )
-    context_options(context)
-    attention = add("attention", "the attention operation, by places for documents", _attention)
-    attention_options(attention)
-    padding = add(
-        "padding", "places for tokens that stay empty in chosen buckets; needs no device", _padding
-    )
-    padding_options(padding)
-    memory = add("memory", "bytes of a bank of buckets in one slot, against eager's peak", _memory)
-    capture = add("capture", "seconds of capturing a bank of buckets", _capture)
-    bank_options(memory, [1, 4, 8])
-    bank_options(capture, [1, 8])
-    offload_options(
-        add(
-            "offload",
-            "activations on the host from inside a chunk graph, against kept ones; shares `of "
-            "kept for backward` are of what a forward has saved and is alive when it ends",
-            _offload,
-        )
-    )
-    memory.add_argument("--compile", action="store_true", help="graphs of compiled code")
-    capture.add_argument(
-        "--ways",
-        nargs="+",
-        choices=CAPTURE_WAYS,
-        default=list(CAPTURE_WAYS),
-        metavar="WAY",
-        help=f"(default: {' '.join(CAPTURE_WAYS)})",
-    )
-    return parser
 
 
-def _problems(asked: argparse.Namespace) -> list[str]:
-    """What no parser sees."""
-    found = []
-    given = vars(asked)
-    if "mean" in given and (asked.mean <= 0 or asked.sigma < 0):
-        found.append(
-            f"--mean must be positive and --sigma not negative, got {asked.mean:g} and "
-            f"{asked.sigma:g}"
-        )
-    if asked.seconds is not None and asked.seconds <= 0:
-        found.append(f"--seconds must be positive, got {asked.seconds:g}")
-    if given.get("ways") and len(set(asked.ways)) < len(asked.ways):
-        found.append(f"--ways names a way twice: {' '.join(asked.ways)}")
-    if given.get("room", 1.0) < 1:
-        found.append(f"--room must be at least 1, got {asked.room:g}")
-    if given.get("together") == 1:
-        found.append("--together must be at least 2: every way is compared with the first one")
-    if given.get("device", "auto") not in ("auto", "cpu", "cuda"):
-        found.append(f"--device must be auto, cpu or cuda, got {asked.device!r}")
-    if asked.out is not None:
-        problem = path_problem(str(asked.out))
-        if problem is None and asked.out.exists() and not asked.out.is_file():
-            problem = "it is no file"
-        if problem is None and not asked.out.resolve().parent.is_dir():
-            problem = f"the folder {asked.out.resolve().parent} does not exist"
-        if problem is not None:
-            found.append(f"--out {shown(str(asked.out))}: {problem}")
-    if not 0 <= asked.seed < 2**63:
-        found.append(f"--seed must be at least 0 and below 2^63, got {asked.seed}")
-    return found
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError(problems)
-
-
-def _shared(asked: argparse.Namespace, device: torch.device, *names: str) -> dict[str, object]:
-    """Options of the work, and those called `names`."""
-    small = device.type == "cpu"
-    found = {
-        "model": asked.model or asked.usual_models[small],
-        "mean": asked.mean,
-        "sigma": asked.sigma,
-        "tokens": tuple(asked.tokens or ([128] if small else asked.usual_tokens)),
-        "seed": asked.seed,
-    }
-    given = vars(asked)
-    return found | {
-        name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names
-    }
-
-
-def _step(asked: argparse.Namespace) -> int:
-    _refuse(_problems(asked))
+def _measure(
+    title: str,
+    asked: WorkArguments,
+    kind: Callable[..., T],
+    measure: Callable[[T, torch.device, Rows, Deadline], None],
+    columns: Sequence[tuple[str, Callable]],
+    more: Callable[[WorkArguments, torch.device], Mapping[str, object]] = lambda *_: {},
+) -> int:
+    """Run a benchmark of one process. more: options that its command has not."""
     device = choose_device(asked.device)
     rows = Rows(facts(device, asked.commit), asked.out)
-    options = StepOptions(
-        **_shared(  # type: ignore[arg-type]
-            asked,
-            device,
-            "layers",
-            "ways",
-            "rounds",
-            "calls",
-            "part",
-            "documents",
-            "buckets",
-            "attention",
-            "together",
-        ),
-        **({"room": asked.room} if asked.benchmark == "moe" else {}),
-    )
-    columns = with_memory(STEP_COLUMNS) if asked.benchmark == "moe" else STEP_COLUMNS
+    asked = asked.on(device.type)
+    options = _options(kind, asked, **more(asked, device))
     return _finish(
         rows,
-        lambda: bench_step(options, device, rows, Deadline(asked.seconds)),
-        f"bench {asked.benchmark}",
+        lambda: measure(options, device, rows, Deadline(asked.seconds)),
+        title,
         columns,
     )
 
 
-def _attention(asked: argparse.Namespace) -> int:
-    _refuse(_problems(asked))
-    device = choose_device(asked.device)
-    rows = Rows(facts(device, asked.commit), asked.out)
-    shared = _shared(asked, device, "draws")
-    config = shape(str(shared["model"]))
-    options = AttentionOptions(ways=tuple(asked.ways or usual_backends(config, device)), **shared)  # type: ignore[arg-type]
-    return _finish(
-        rows,
-        lambda: bench_attention(options, device, rows, Deadline(asked.seconds)),
-        "bench attention",
-        ATTENTION_COLUMNS,
-    )
-
-
-def _padding(asked: argparse.Namespace) -> int:
-    _refuse(_problems(asked))
+def _padding(asked: PaddingArguments) -> int:
     rows = Rows(facts(torch.device("cpu"), asked.commit), asked.out)
-    options = PaddingOptions(
-        tuple(asked.ways), asked.tokens, asked.buckets, asked.documents, asked.seed
-    )
+    options = _options(PaddingOptions, asked)
     return _finish(
         rows,
         lambda: bench_padding(options, rows, Deadline(asked.seconds)),
@@ -268,80 +228,11 @@ def _padding(asked: argparse.Namespace) -> int:
     )
 
 
-def _memory(asked: argparse.Namespace) -> int:
-    _refuse(_problems(asked))
-    device = choose_device(asked.device)
-    rows = Rows(facts(device, asked.commit), asked.out)
-    options = MemoryOptions(
-        **_shared(  # type: ignore[arg-type]
-            asked, device, "layers", "part", "documents", "banks", "compile", "attention"
-        )
-    )
-    return _finish(
-        rows,
-        lambda: bench_memory(options, device, rows, Deadline(asked.seconds)),
-        "bench memory",
-        MEMORY_COLUMNS,
-    )
-
-
-def _offload(asked: argparse.Namespace) -> int:
-    _refuse(_problems(asked))
-    device = choose_device(asked.device)
-    rows = Rows(facts(device, asked.commit), asked.out)
-    # Half: torch may round what it pins up to a power of two.
-    host_bytes = free_host_bytes() // 2 if asked.host_gib is None else int(asked.host_gib * 2**30)
-    options = OffloadOptions(
-        host_bytes=host_bytes,
-        **_shared(  # type: ignore[arg-type]
-            asked,
-            device,
-            "layers",
-            "part",
-            "documents",
-            "ways",
-            "modules",
-            "lost",
-            "in_flight",
-            "min_bytes",
-            "rounds",
-            "largest",
-            "compile",
-            "attention",
-            "draw",
-        ),
-    )
-    return _finish(
-        rows,
-        lambda: bench_offload(options, device, rows, Deadline(asked.seconds)),
-        "bench offload",
-        OFFLOAD_COLUMNS,
-    )
-
-
-def _capture(asked: argparse.Namespace) -> int:
-    _refuse(_problems(asked))
-    device = choose_device(asked.device)
-    rows = Rows(facts(device, asked.commit), asked.out)
-    options = CaptureOptions(
-        **_shared(  # type: ignore[arg-type]
-            asked, device, "layers", "part", "documents", "banks", "ways", "attention"
-        )
-    )
-    return _finish(
-        rows,
-        lambda: bench_capture(options, device, rows, Deadline(asked.seconds)),
-        "bench capture",
-        CAPTURE_COLUMNS,
-    )
-
-
-def _pipeline(asked: argparse.Namespace) -> int:
+def _pipeline(asked: PipelineArguments) -> int:
     launch = Launch.read()
     ranks = asked.pp or launch.world
-    problems = _problems(asked) + Layout(dp=1, pp=ranks).problems(launch.world)
-    problems += legal_microbatches(ranks, asked.chunks, None, asked.microbatches)
-    _refuse(problems)
+    problems = Layout(dp=1, pp=ranks).problems(launch.world)
+    _refuse(problems + legal_microbatches(ranks, asked.chunks, None, asked.microbatches))
     device = choose_device(asked.device)
     if device.type == "cuda" and launch.local_rank >= torch.cuda.device_count():
         _refuse(
@@ -352,21 +243,7 @@ def _pipeline(asked: argparse.Namespace) -> int:
             ]
         )
     device = torch.device("cuda", launch.local_rank) if device.type == "cuda" else device
-    options = PipelineOptions(
-        ranks=ranks,
-        chunks=asked.chunks,
-        microbatches=asked.microbatches,
-        **_shared(
-            asked,
-            device,
-            "layers",
-            "documents",
-            "ways",
-            "rounds",  # type: ignore[arg-type]
-            "together",
-            "attention",
-        ),
-    )
+    options = _options(PipelineOptions, asked.on(device.type), ranks=ranks)
     _refuse(options.problems())
     rows = Rows(facts(device, asked.commit), asked.out, write=launch.rank == 0)
     return _finish(
@@ -377,18 +254,13 @@ def _pipeline(asked: argparse.Namespace) -> int:
     )
 
 
-def _context(asked: argparse.Namespace) -> int:
+def _context(asked: ContextArguments) -> int:
     launch = Launch.read()
-    _refuse(_problems(asked))
     device = choose_device(asked.device, launch)
-    work = _shared(
-        asked, device, "layers", "places", "ways", "rounds", "microbatches", "granularity"
-    )
+    asked = asked.on(device.type)
     fixed = asked.fixed or min(4, launch.world)
-    tokens = work["tokens"]
-    assert isinstance(tokens, tuple)
-    longest = asked.longest or min(8 * KILO, fixed * min(tokens))
-    options = ContextBenchOptions(ranks=launch.world, fixed=fixed, longest=longest, **work)  # type: ignore[arg-type]
+    longest = asked.longest or min(8 * KILO, fixed * min(asked.tokens))
+    options = _options(ContextBenchOptions, asked, ranks=launch.world, fixed=fixed, longest=longest)
     _refuse(options.problems())
     rows = Rows(facts(device, asked.commit), asked.out, write=launch.rank == 0)
     return _finish(
@@ -397,6 +269,11 @@ def _context(asked: argparse.Namespace) -> int:
         f"bench context on {launch.world} ranks",
         CONTEXT_COLUMNS,
     )
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(problems)
 
 
 def _finish(
@@ -417,3 +294,19 @@ def _stop(number: int, frame: object) -> None:
     """`timeout` and job schedulers ask to end by SIGTERM: rows that are measured shall not be
     lost."""
     raise KeyboardInterrupt
+
+
+BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
+    {
+        "step": Benchmark(StepArguments, _step),
+        "moe": Benchmark(MoeArguments, _step),
+        "integrations": Benchmark(IntegrationArguments, _integrations),
+        "pipeline": Benchmark(PipelineArguments, _pipeline),
+        "context": Benchmark(ContextArguments, _context),
+        "attention": Benchmark(AttentionArguments, _attention),
+        "padding": Benchmark(PaddingArguments, _padding),
+        "memory": Benchmark(MemoryArguments, _memory),
+        "capture": Benchmark(CaptureArguments, _capture),
+        "offload": Benchmark(OffloadArguments, _offload),
+    }
+)

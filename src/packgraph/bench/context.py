@@ -24,11 +24,16 @@ from typing import Any
 
 import torch
 
-from packgraph.bench.comparison import Check, Comparison, Sample, agreement
-from packgraph.bench.context_steps import DYNAMIC, FIXED, PlannedStep, plan_steps
-from packgraph.bench.context_variant import ContextWay, row_timer
+from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, agreement
+from packgraph.bench.context_steps import (
+    DYNAMIC,
+    FIXED,
+    ContextWay,
+    PlannedStep,
+    plan_steps,
+    row_timer,
+)
 from packgraph.bench.models import FreshModel, dtype_on, shape
-from packgraph.bench.ranks import BenchRanks
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import (
     Deadline,
@@ -38,22 +43,21 @@ from packgraph.bench.timing import (
     start_anew,
     synchronize,
 )
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.kind import ContextWish
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context.cost import ContextCost
-from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.context.request import ContextCost, ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.assignment import MicrobatchAssignment
-from packgraph.train.executor import sample_batch
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import OptimizerConfig
 from packgraph.train.plan_context import context_cost
 from packgraph.train.row_timing import measured_cost
+from packgraph.train.runner import sample_batch
+from packgraph.train.step import MicrobatchAssignment
 
 KIND: ContextWish = "ulysses"  # how ranks share attention
 STEPS = 6  # different ones that the rounds go through

@@ -1,25 +1,84 @@
-"""The models and microbatches that benchmarks run: known shapes, fresh values, documents of
-lognormal length."""
+"""The models and microbatches that benchmarks run: known shapes, fresh values, lengths of documents
+by their families, and which part of a decoder is run.
 
+    model     batch ─▶ embedding ─▶ layers ─▶ norm, head, loss        backward from the loss
+    layers    batch, hidden [T, H] ─▶ layers ─▶ hidden [T, H]         backward from a gradient that
+                                                                      comes in, [T, H]
+
+Layers alone are what the middle of a pipeline runs, and what figures of other libraries are of: a
+head of 152k words costs as much as ten small layers and hides what happens in them.
+
+`model_flops` is the floating point operations that a model asks for, from shapes alone: the
+numerator of its share of the peak.
+
+Counted are the matrix products of forward and backward for real tokens: padding, recomputation,
+norms, rotary and activation functions are none of the model's work. A weight matrix costs 2
+operations per element and token in the forward and 4 in the backward (gradients of inputs and
+weights); of experts, those that a token is routed to. Causal attention has L (L + 1) / 2 pairs in a
+document of L tokens; each costs 2 D for the score and 2 D for the value per query head (D of keys,
+D of values), and twice that in the backward, as with any product, although the kernels compute
+scores again there. A head of Mamba-2 adds an outer product of P columns and S of state for each
+token and multiplies the state by S columns to read it, 4 P S together, and twice that in the
+backward: what the recurrence asks for, although kernels work on chunks and do more. Its convolution
+is no product of matrices.
+"""
+
+import copy
 import dataclasses
 import math
 import random
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from packgraph.models.decoder import DecoderConfig, DecoderModel
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.branches import token_weights
+from packgraph.models.config import DecoderConfig, ExpertConfig
+from packgraph.models.decoder import DecoderModel
 from packgraph.models.initial import DrawsParameters
+from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack_stream
 from packgraph.train.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlight_tiny
+
+Draw = Callable[[int, np.random.Generator], NDArray[np.float64]]
+PARTS = ("model", "layers")
+PEAK_TFLOPS = 797.0  # measured on an H200: bfloat16, a product of two matrices of 8192 x 8192
+
+
+def _lognormal(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
+    """Mean 1024, sigma 1.5."""
+    return draw.lognormal(math.log(1024) - 1.5**2 / 2, 1.5, count)
+
+
+def _chat(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
+    """Single turns, talks of several turns, and turns with something long pasted in."""
+    kind = draw.choice(3, size=count, p=[0.6, 0.33, 0.07])
+    return draw.lognormal(np.log([220, 900, 3500])[kind], np.array([0.8, 0.8, 0.6])[kind])
+
+
+def _code(count: int, draw: np.random.Generator) -> NDArray[np.float64]:
+    """Files, one in twelve of them longer than 8192 tokens."""
+    return draw.lognormal(math.log(900), 1.6, count)
+
+
+DISTRIBUTIONS: Mapping[str, Draw] = MappingProxyType(
+    {"lognormal": _lognormal, "chat": _chat, "code": _code}
+)
+
+
+def lengths_like(name: str, count: int, longest: int, seed: int) -> list[int]:
+    """`count` lengths of the family called `name`, those above `longest` cut there."""
+    drawn = DISTRIBUTIONS[name](count, np.random.default_rng(seed))
+    return [int(length) for length in np.clip(np.round(drawn), 1, longest)]
 
 
 def _all_experts(model: DecoderConfig, layers: int) -> DecoderConfig:
@@ -193,3 +252,104 @@ def squared_gradients(modules: Iterable[torch.nn.Module]) -> float:
         if parameter.grad is not None
     ]
     return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+
+def build_part(
+    part: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> DecoderStack:
+    """The part of a decoder of this shape, with fresh values."""
+    if part == "model":
+        return FreshModel(config, device=device, dtype=dtype)
+    with torch.device("meta"):
+        layers = {number: DecoderLayer(config, number) for number in range(config.num_layers)}
+        model = DecoderStack(config, layers, first=False, last=False)
+    model.to(dtype).to_empty(device=device)
+    draw_parameters(model, seed=0)
+    return model
+
+
+def twin(model: DecoderStack, attention: str) -> DecoderStack:
+    """Another module over the same values and gradients, with another attention backend (a name, or
+    auto).
+
+    Its parameters are objects of their own: torch keeps an accumulator of gradients with every
+    parameter, bound to the stream that it was made on, and a capture that keeps one alive would
+    move the gradients of all others there. Gradients must be there already, and stay the same
+    tensors.
+    """
+    replaced: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            raise ValueError(
+                f"{name} has no gradient that a twin could share: call zero_gradients first"
+            )
+        other = torch.nn.Parameter(parameter.data)
+        other.grad = parameter.grad
+        replaced[id(parameter)] = other
+    config = dataclasses.replace(model.config, attention_backend=attention)
+    return copy.deepcopy(model, replaced | {id(model.config): config})
+
+
+class TimedPart:
+    """Forward and backward of a part for microbatches of at most `tokens` places, at least `real`
+    of them used.
+
+    What comes in from other parts of the model is drawn once; its gradient is zero from row `real`
+    on, so that it is zero in all padding, whatever the shape that a way runs its documents in.
+    """
+
+    def __init__(self, model: DecoderStack, tokens: int, real: int, seed: int = 0) -> None:
+        self.model: torch.nn.Module = model
+        self.config, self.real = model.config, real
+        self.hidden: Tensor | None = None
+        self.gradient: Tensor | None = None
+        if not model.first:
+            like = next(model.parameters())
+            generator = torch.Generator(like.device).manual_seed(seed)
+            shape = tokens, model.config.hidden_size
+            self.hidden, self.gradient = (
+                torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+                for _ in range(2)
+            )
+            self.gradient[real:] = 0.0
+
+    def by(self, model: torch.nn.Module) -> "TimedPart":
+        """The same work with the same inputs, done by another form of the model."""
+        other = copy.copy(self)
+        other.model = model
+        return other
+
+    def arguments(self, batch: PackedBatch) -> tuple[Any, ...]:
+        """The model's arguments for one microbatch. Hidden states are a new leaf each time."""
+        if self.hidden is None:
+            return (batch,)
+        return batch, None, self.hidden[: batch.capacity.tokens].detach().requires_grad_()
+
+    def incoming(self, batch: PackedBatch) -> Tensor | None:
+        """The gradient of the output for one microbatch; None: the output is a loss."""
+        return None if self.gradient is None else self.gradient[: batch.capacity.tokens]
+
+    def score(self, out: Tensor) -> float:
+        """What tells outputs apart: a loss itself, of hidden states the root mean square of rows
+        with a document."""
+        out = out.detach()
+        return float(out if out.dim() == 0 else out[: self.real].float().square().mean().sqrt())
+
+
+def model_flops(config: DecoderConfig, lengths: Sequence[int], head: bool) -> int:
+    """Operations of forward and backward for one microbatch of documents of these lengths.
+
+    head: whether the head is run, too; the embedding is a lookup. Hidden states that come in have a
+    gradient.
+    """
+    weights = token_weights(config) + (config.vocab_size * config.hidden_size if head else 0)
+    others = sum(
+        config.count(name) * kind.operations(config, lengths)
+        for name, kind in config.kinds().items()
+    )
+    return 6 * weights * sum(lengths) + 3 * others
+
+
+def peak_share(flops: float, milliseconds: float) -> float:
+    """Share of PEAK_TFLOPS that `flops` operations in this time are."""
+    return flops / (milliseconds * 1e-3) / (PEAK_TFLOPS * 1e12)

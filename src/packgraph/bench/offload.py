@@ -38,12 +38,23 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.bench.comparison import attempt_alone
-from packgraph.bench.copies import copy_ceiling, copy_times
-from packgraph.bench.largest import HeldBytes, most_tokens
-from packgraph.bench.models import draw_batches, dtype_on, shape, zero_gradients
-from packgraph.bench.parts import TimedPart, build_part, twin
+from packgraph.bench.models import (
+    TimedPart,
+    build_part,
+    draw_batches,
+    dtype_on,
+    shape,
+    twin,
+    zero_gradients,
+)
+from packgraph.bench.offload_measures import (
+    HeldBytes,
+    copy_ceiling,
+    copy_times,
+    kept_for_backward,
+    most_tokens,
+)
 from packgraph.bench.rows import Column, Row, Rows, figures, gibibytes, median, value
-from packgraph.bench.saved_bytes import kept_for_backward
 from packgraph.bench.timing import (
     Deadline,
     free_bytes,
@@ -56,7 +67,7 @@ from packgraph.bench.timing import (
 )
 from packgraph.bench.variants import Graphed, room_for_code
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.offloading.attach import attach
@@ -66,8 +77,7 @@ from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import simulate_offload
 from packgraph.packing.capacity import Capacity
-from packgraph.viz.offload_chrome import chrome_trace
-from packgraph.viz.offload_svg import draw_offload_svg
+from packgraph.viz.offload import chrome_trace, draw_offload_svg
 
 OFFLOAD_WAYS = ("kept", "everything", "planned")
 USUAL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_act", "expert_fc1", "moe_act")
@@ -236,7 +246,7 @@ class _Run:
         if policy is not None or follows is not None:
             self.engine = OffloadRuntime(
                 options.modules,
-                self.way.graphed.capture_backend.lanes,
+                self.way.graphed.capture_backend.copy_streams,
                 min_bytes=options.min_bytes,
                 in_flight=options.in_flight,
                 policy=policy,
@@ -280,7 +290,7 @@ class _Run:
 
     def calls(self) -> None:
         """All microbatches once."""
-        with self.way.steady():
+        with self.way.frozen():
             for batch in self.batches:
                 self.way.run(batch)
 
@@ -458,7 +468,7 @@ def _trace(
         way, batch = run.way, run.batches[0]
         engine = OffloadRuntime(
             options.modules,
-            way.graphed.capture_backend.lanes,
+            way.graphed.capture_backend.copy_streams,
             min_bytes=options.min_bytes,
             measures=True,
             parts=PARTS,

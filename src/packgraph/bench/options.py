@@ -1,303 +1,313 @@
-"""Options of `packgraph bench NAME`, by benchmark."""
+"""Options of `packgraph bench NAME`: one dataclass for each benchmark."""
 
-import argparse
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from packgraph.bench.context_variant import CONTEXT_WAYS, USUAL_WAYS
-from packgraph.bench.distributions import DISTRIBUTIONS
-from packgraph.bench.models import SHAPES
-from packgraph.bench.moe_variants import EXPERT_WAYS
+from packgraph.bench.banks import CAPTURE_WAYS
+from packgraph.bench.context_steps import CONTEXT_WAYS, USUAL_WAYS
+from packgraph.bench.integrations import WAYS as INTEGRATION_WAYS
+from packgraph.bench.models import DISTRIBUTIONS, PARTS, SHAPES
+from packgraph.bench.moe_variants import EXPERT_WAYS, MOE_WAYS
 from packgraph.bench.offload import OFFLOAD_WAYS, USUAL_MODULES
-from packgraph.bench.parts import PARTS
 from packgraph.bench.pipeline import PIPELINE_WAYS
 from packgraph.bench.variants import STEP_WAYS
 from packgraph.offloading.rules import MODULES
 from packgraph.ops.attention.api import BACKENDS
 from packgraph.parallel.context.request import PLACES
+from packgraph.train.config_values import CommandArguments, Count, option
 
 KILO = 1024
-USUAL_MODELS = "qwen3-0.6b", "tiny"  # on CUDA, and on a CPU
-CAPTURABLE = [name for name in BACKENDS if name != "naive"]
+CPU_TOKENS = (128,)
+CAPTURABLE = tuple(name for name in BACKENDS if name != "naive")
+Shape = Annotated[str, tuple(SHAPES)]
+Part = Annotated[str, PARTS]
+Attention = Annotated[str, ("auto", *CAPTURABLE)]
+StepWay = Annotated[str, (*STEP_WAYS, *EXPERT_WAYS)]
+FIRST = "the first is what others are compared with"
 
 
-def pipeline_options(pipeline: argparse.ArgumentParser) -> None:
-    work_options(pipeline, [KILO], documents=64)
-    contest_options(pipeline, PIPELINE_WAYS, rounds=12)
-    pipeline.add_argument(
-        "--attention",
-        choices=["auto", *BACKENDS],
-        default="auto",
-        help="attention of every way (default: auto, the fastest that there is; rows say which)",
+@dataclass(frozen=True, kw_only=True)
+class BenchArguments(CommandArguments):
+    """Options of every benchmark."""
+
+    seed: int = option(0, "of the documents", metavar="N")
+    seconds: float | None = option(None, "begin nothing further after this time", metavar="S")
+    out: Path | None = option(None, "append the rows to this file, too", metavar="FILE")
+    commit: str | None = option(
+        None, "what rows say about the commit, where there is no git checkout", metavar="TEXT"
     )
-    pipeline.add_argument(
-        "--pp", type=count, metavar="N", help="pipeline ranks (default: all processes)"
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.seconds is not None and self.seconds <= 0:
+            problems.append(f"--seconds must be positive, got {self.seconds:g}")
+        if self.seed < 0:
+            problems.append(f"--seed must be at least 0 and below 2^63, got {self.seed}")
+        if self.out is not None and self.out.exists() and not self.out.is_file():
+            problems.append(f"--out {self.out}: it is no file")
+        elif self.out is not None and not self.out.resolve().parent.is_dir():
+            problems.append(
+                f"--out {self.out}: the folder {self.out.resolve().parent} does not exist"
+            )
+        ways = getattr(self, "ways", None) or ()
+        if len(set(ways)) < len(ways):
+            problems.append(f"--ways names a way twice: {' '.join(ways)}")
+        problems += self.problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def problems(self) -> list[str]:
+        """What is wrong with further options."""
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkArguments(BenchArguments):
+    """Options of benchmarks that run a model."""
+
+    usual_models: ClassVar[tuple[str, str]] = ("qwen3-0.6b", "tiny")  # on CUDA, and on a CPU
+    usual_tokens: ClassVar[tuple[int, ...]] = (KILO,)
+
+    model: Shape | None = option(
+        None,
+        "shape of the model (default: {own.usual_models[0]} on CUDA, {own.usual_models[1]} on a "
+        "CPU)",
     )
-    pipeline.add_argument(
-        "--chunks", type=count, default=1, metavar="N", help="chunks per rank (default: 1)"
+    layers: Count | None = option(None, "another number of layers", metavar="N")
+    tokens: tuple[Count, ...] = option(
+        (),
+        "tokens of a microbatch (default: {own.usual_tokens_text}; 128 on a CPU)",
+        metavar="T ...",
     )
-    pipeline.add_argument(
-        "--microbatches", type=count, default=8, metavar="N", help="in a step (default: 8)"
+    mean: float = option(1024.0, "mean length of documents, in tokens", metavar="T")
+    sigma: float = option(1.5, "of the lognormal distribution of lengths", metavar="F")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "what it runs on")
+
+    def problems(self) -> list[str]:
+        """What is wrong with further options."""
+        if self.mean > 0 and self.sigma >= 0:
+            return []
+        return [
+            f"--mean must be positive and --sigma not negative, got {self.mean:g} and "
+            f"{self.sigma:g}"
+        ]
+
+    @property
+    def usual_tokens_text(self) -> str:
+        """The default of --tokens as it is typed."""
+        return " ".join(map(str, self.usual_tokens))
+
+    def on(self, device_type: str) -> Self:
+        """These options with the usual model and tokens of a device of this type put in."""
+        small = device_type == "cpu"
+        more: dict[str, Any] = {
+            "model": self.model or self.usual_models[small],
+            "tokens": self.tokens or (CPU_TOKENS if small else self.usual_tokens),
+        }
+        return replace(self, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedArguments(WorkArguments):
+    """Options of benchmarks whose ways run in turn."""
+
+    rounds: Count = option(15, "how often all ways take turns", metavar="N")
+    together: Count | None = option(
+        None,
+        "measure so many ways side by side, the first always among them, and free them before the "
+        "next: less memory (default: all)",
+        metavar="N",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong with further options."""
+        alone = "--together must be at least 2: every way is compared with the first one"
+        return super().problems() + ([alone] if self.together == 1 else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepArguments(ComparedArguments):
+    """Forward and backward of one microbatch."""
+
+    usual_tokens: ClassVar[tuple[int, ...]] = (KILO, 2 * KILO, 4 * KILO)
+
+    part: Part = option("model", "the whole model, or its layers without embedding and head")
+    ways: tuple[StepWay, ...] = option(STEP_WAYS, FIRST)
+    documents: Count | None = option(
+        None,
+        "places for documents of ways that have one shape (default: the most that occur)",
+        metavar="N",
+    )
+    calls: Count = option(4, "microbatches in a row without a wait", metavar="N")
+    buckets: Count = option(8, "of the ways auto, at most", metavar="K")
+    attention: Annotated[str, ("own", *CAPTURABLE)] = option(
+        "own", "attention of every way; own = what each way's stack has; rows say which"
     )
 
 
-def attention_options(attention: argparse.ArgumentParser) -> None:
-    work_options(attention, [KILO * size for size in (1, 2, 4, 8, 16)])
-    attention.add_argument(
-        "--ways",
-        nargs="+",
-        choices=CAPTURABLE,
-        metavar="BACKEND",
-        help="backends (default: all that have kernels for this device)",
-    )
-    attention.add_argument(
-        "--draws", type=count, default=5, metavar="N", help="microbatches (default: 5)"
+@dataclass(frozen=True, kw_only=True)
+class MoeArguments(StepArguments):
+    """As step, with defaults and ways for layers with experts."""
+
+    usual_models: ClassVar[tuple[str, str]] = ("moonlight", "moonlight-tiny")
+    usual_tokens: ClassVar[tuple[int, ...]] = (KILO, 4 * KILO, 16 * KILO)
+
+    part: Part = option("layers", "the whole model, or its layers without embedding and head")
+    ways: tuple[StepWay, ...] = option(MOE_WAYS, FIRST)
+    room: float = option(
+        1.0,
+        "rows that experts of static shapes have, over those that are routed: what a rank of "
+        "several needs for an uneven load",
+        metavar="F",
     )
 
-
-def bank_options(parser: argparse.ArgumentParser, banks: list[int]) -> None:
-    work_options(parser, [8 * KILO], documents=64)
-    part_option(parser)
-    parser.add_argument(
-        "--attention", choices=["auto", *CAPTURABLE], default="auto", help="(default: auto)"
-    )
-    parser.add_argument(
-        "--banks",
-        type=count,
-        nargs="+",
-        default=banks,
-        metavar="K",
-        help=f"numbers of buckets (default: {' '.join(map(str, banks))})",
-    )
+    def problems(self) -> list[str]:
+        """What is wrong with further options."""
+        small = [] if self.room >= 1 else [f"--room must be at least 1, got {self.room:g}"]
+        return super().problems() + small
 
 
-def padding_options(padding: argparse.ArgumentParser) -> None:
-    padding.add_argument(
-        "--ways",
-        nargs="+",
-        choices=list(DISTRIBUTIONS),
-        default=list(DISTRIBUTIONS),
-        metavar="LENGTHS",
-        help=f"families of lengths (default: {' '.join(DISTRIBUTIONS)})",
+@dataclass(frozen=True, kw_only=True)
+class IntegrationArguments(WorkArguments):
+    """Whole steps of a model of transformers, by itself and through graphs."""
+
+    usual_tokens: ClassVar[tuple[int, ...]] = (4 * KILO,)
+
+    model: str | None = option(
+        None,
+        "shape of the model, or a config.json of transformers (default: {own.usual_models[0]} on "
+        "CUDA, {own.usual_models[1]} on a CPU)",
+        metavar="NAME|FILE",
     )
-    padding.add_argument(
-        "--tokens", type=count, default=8 * KILO, metavar="T", help="of the largest bucket"
+    ways: tuple[Annotated[str, tuple(INTEGRATION_WAYS)], ...] = option(
+        tuple(INTEGRATION_WAYS), FIRST
     )
-    padding.add_argument(
-        "--buckets", type=count, default=8, metavar="K", help="at most (default: 8)"
-    )
-    padding.add_argument(
-        "--documents", type=count, default=20_000, metavar="N", help="of a draw (default: 20000)"
-    )
+    sigma: float = option(1.0, "of the lognormal distribution of lengths", metavar="F")
+    documents: Count = option(64, "at most in one microbatch", metavar="N")
+    step_tokens: Count = option(32 * KILO, "tokens of a step", metavar="T")
+    steps: Count = option(8, "that are timed, after three others", metavar="N")
 
 
-def offload_options(offload: argparse.ArgumentParser) -> None:
-    work_options(offload, [8 * KILO, 16 * KILO], documents=64, models=("qwen3-8b", "tiny"))
-    part_option(offload, "layers")
-    offload.add_argument(
-        "--ways",
-        nargs="+",
-        choices=OFFLOAD_WAYS,
-        default=list(OFFLOAD_WAYS),
-        metavar="WAY",
-        help=f"those of {', '.join(OFFLOAD_WAYS)} to measure; kept always is (default: all)",
+@dataclass(frozen=True, kw_only=True)
+class PipelineArguments(ComparedArguments):
+    """A whole step of a pipeline, under torchrun."""
+
+    rounds: Count = option(12, "how often all ways take turns", metavar="N")
+    ways: tuple[Annotated[str, PIPELINE_WAYS], ...] = option(PIPELINE_WAYS, FIRST)
+    documents: Count = option(64, "at most in one microbatch", metavar="N")
+    attention: Annotated[str, ("auto", *BACKENDS)] = option(
+        "auto", "attention of every way; auto = the fastest that there is; rows say which"
     )
-    offload.add_argument(
-        "--attention", choices=["auto", *CAPTURABLE], default="auto", help="(default: auto)"
+    pp: Count | None = option(None, "pipeline ranks (default: all processes)", metavar="N")
+    chunks: Count = option(1, "chunks per rank", metavar="N")
+    microbatches: Count = option(8, "in a step", metavar="N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextArguments(WorkArguments):
+    """Training steps, rows over a fixed number of ranks or over what they need, under torchrun."""
+
+    usual_models: ClassVar[tuple[str, str]] = ("gpt-2048", "tiny")
+    usual_tokens: ClassVar[tuple[int, ...]] = (2 * KILO,)
+
+    ways: tuple[Annotated[str, CONTEXT_WAYS], ...] = option(
+        USUAL_WAYS, f"{FIRST}; compiling takes minutes"
     )
-    offload.add_argument(
-        "--modules",
-        nargs="+",
-        choices=MODULES,
-        default=list(USUAL_MODULES),
-        metavar="NAME",
-        help=f"what may move (default: {' '.join(USUAL_MODULES)})",
+    rounds: Count = option(18, "how often all ways take turns", metavar="N")
+    fixed: Count | None = option(
+        None, "ranks of every row of the fixed ways (default: 4, or all there are)", metavar="N"
     )
-    offload.add_argument(
-        "--lost",
-        type=float,
-        default=0.01,
-        metavar="SHARE",
-        help="of the time, that the way `planned` may lose (default: 0.01)",
-    )
-    offload.add_argument(
-        "--in-flight", type=count, default=2, metavar="N", help="copies to the host (default: 2)"
-    )
-    offload.add_argument(
-        "--min-bytes", type=count, default=2**20, metavar="N", help="that move (default: 1 MiB)"
-    )
-    offload.add_argument("--rounds", type=count, default=9, metavar="N", help="(default: 9)")
-    offload.add_argument(
-        "--largest",
-        type=int,
-        default=0,
+    places: tuple[Count, ...] = option(PLACES, "for documents in a row", metavar="N ...")
+    longest: Count | None = option(
+        None,
+        "longest document, in tokens (default: 8192, or what fits the fixed ways)",
         metavar="T",
-        help="look for the most tokens that run, in steps of T (default: 0, do not)",
     )
-    offload.add_argument(
-        "--host-gib",
-        type=float,
+    microbatches: Count = option(8, "in a step", metavar="N")
+    granularity: Literal["layer", "chunk"] = option("chunk", "what one graph holds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionArguments(WorkArguments):
+    """The attention operation, by places for documents."""
+
+    usual_tokens: ClassVar[tuple[int, ...]] = tuple(KILO * size for size in (1, 2, 4, 8, 16))
+
+    ways: tuple[Annotated[str, CAPTURABLE], ...] = option(
+        (), "backends (default: all that have kernels for this device)"
+    )
+    draws: Count = option(5, "microbatches", metavar="N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddingArguments(BenchArguments):
+    """Places for tokens that stay empty in chosen buckets; needs no device."""
+
+    ways: tuple[Annotated[str, tuple(DISTRIBUTIONS)], ...] = option(
+        tuple(DISTRIBUTIONS), "families of lengths"
+    )
+    tokens: Count = option(8 * KILO, "of the largest bucket", metavar="T")
+    buckets: Count = option(8, "at most", metavar="K")
+    documents: Count = option(20_000, "of a draw", metavar="N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BankArguments(WorkArguments):
+    """Options of benchmarks that capture buckets."""
+
+    usual_tokens: ClassVar[tuple[int, ...]] = (8 * KILO,)
+
+    part: Part = option("model", "the whole model, or its layers without embedding and head")
+    documents: Count = option(64, "at most in one microbatch", metavar="N")
+    attention: Attention = option("auto", "attention of all graphs")
+    banks: tuple[Count, ...] = option((1, 8), "numbers of buckets", metavar="K ...")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryArguments(BankArguments):
+    """Bytes of a bank of buckets in one slot, against eager's peak."""
+
+    banks: tuple[Count, ...] = option((1, 4, 8), "numbers of buckets", metavar="K ...")
+    compile: bool = option(False, "graphs of compiled code")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureArguments(BankArguments):
+    """Seconds of capturing a bank of buckets."""
+
+    ways: tuple[Annotated[str, CAPTURE_WAYS], ...] = option(CAPTURE_WAYS, "what is captured")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadArguments(WorkArguments):
+    """Activations on the host from inside a chunk graph, against kept ones.
+
+    Shares `of kept for backward` are of what a forward has saved and is alive when it ends.
+    """
+
+    usual_models: ClassVar[tuple[str, str]] = ("qwen3-8b", "tiny")
+    usual_tokens: ClassVar[tuple[int, ...]] = (8 * KILO, 16 * KILO)
+
+    part: Part = option("layers", "the whole model, or its layers without embedding and head")
+    documents: Count = option(64, "at most in one microbatch", metavar="N")
+    ways: tuple[Annotated[str, OFFLOAD_WAYS], ...] = option(
+        OFFLOAD_WAYS, "those to measure; kept always is"
+    )
+    attention: Attention = option("auto", "attention of every way")
+    modules: tuple[Annotated[str, MODULES], ...] = option(USUAL_MODULES, "what may move")
+    lost: float = option(0.01, "share of the time that the way `planned` may lose", metavar="SHARE")
+    in_flight: Count = option(2, "copies to the host at a time", metavar="N")
+    min_bytes: Count = option(2**20, "bytes of the smallest tensor that moves", metavar="N")
+    rounds: Count = option(9, "how often all ways take turns", metavar="N")
+    largest: int = option(
+        0, "look for the most tokens that run, in steps of T; 0 = do not", metavar="T"
+    )
+    host_gib: float | None = option(
+        None,
+        "pinned memory that this search may take, in GiB, by what the measured rows took per token "
+        "in their first passes, which move all that may move (default: half of what is free)",
         metavar="N",
-        help="pinned memory that this search may take, by what the measured rows took per token in "
-        "their first passes, which move all that may move (default: half of what is free)",
     )
-    offload.add_argument(
-        "--draw", type=Path, metavar="FOLDER", help="write pictures of the plans there"
-    )
-    offload.add_argument("--compile", action="store_true", help="graphs of compiled code")
-
-
-def context_options(context: argparse.ArgumentParser) -> None:
-    work_options(context, [2 * KILO], models=("gpt-2048", "tiny"))
-    context.add_argument(
-        "--ways",
-        nargs="+",
-        choices=CONTEXT_WAYS,
-        default=list(USUAL_WAYS),
-        metavar="WAY",
-        help=f"of {' '.join(CONTEXT_WAYS)}; the first is what others are compared with; compiling "
-        f"takes minutes (default: {' '.join(USUAL_WAYS)})",
-    )
-    context.add_argument("--rounds", type=count, default=18, metavar="N", help="(default: 18)")
-    context.add_argument(
-        "--fixed",
-        type=count,
-        metavar="N",
-        help="ranks of every row of the fixed ways (default: 4, or all there are)",
-    )
-    context.add_argument(
-        "--places",
-        type=count,
-        nargs="+",
-        default=list(PLACES),
-        metavar="N",
-        help=f"for documents in a row (default: {' '.join(map(str, PLACES))})",
-    )
-    context.add_argument(
-        "--longest",
-        type=count,
-        metavar="T",
-        help="longest document (default: 8192, or what fits the fixed ways)",
-    )
-    context.add_argument(
-        "--microbatches", type=count, default=8, metavar="N", help="in a step (default: 8)"
-    )
-    context.add_argument(
-        "--granularity", choices=["layer", "chunk"], default="chunk", help="(default: chunk)"
-    )
-
-
-def step_options(
-    step: argparse.ArgumentParser,
-    ways: Sequence[str],
-    tokens: list[int],
-    models: tuple[str, str] = USUAL_MODELS,
-    part: str = "model",
-) -> None:
-    """ways, tokens, models, part: defaults."""
-    work_options(step, tokens, models=models)
-    part_option(step, part)
-    contest_options(step, ways, rounds=15, known=(*STEP_WAYS, *EXPERT_WAYS))
-    step.add_argument(
-        "--documents",
-        type=count,
-        metavar="N",
-        help="places for documents of ways that have one shape (default: the most that occur)",
-    )
-    step.add_argument(
-        "--calls",
-        type=count,
-        default=4,
-        metavar="N",
-        help="microbatches in a row without a wait (default: 4)",
-    )
-    step.add_argument(
-        "--buckets",
-        type=count,
-        default=8,
-        metavar="K",
-        help="of the ways auto, at most (default: 8)",
-    )
-    step.add_argument(
-        "--attention",
-        choices=["own", *CAPTURABLE],
-        default="own",
-        help="attention of every way (default: own, what each way's own stack has; rows say which)",
-    )
-
-
-def part_option(parser: argparse.ArgumentParser, part: str = "model") -> None:
-    parser.add_argument(
-        "--part",
-        choices=PARTS,
-        default=part,
-        help=f"the whole model, or its layers alone, without embedding and head (default: {part})",
-    )
-
-
-def work_options(
-    parser: argparse.ArgumentParser,
-    tokens: list[int],
-    documents: int | None = None,
-    models: tuple[str, str] = USUAL_MODELS,
-) -> None:
-    """models: the default on CUDA, and on a CPU."""
-    parser.add_argument(
-        "--model",
-        choices=list(SHAPES),
-        help=f"shape (default: {models[0]} on CUDA, {models[1]} on a CPU)",
-    )
-    parser.add_argument("--layers", type=count, metavar="N", help="another number of layers")
-    parser.add_argument(
-        "--tokens",
-        type=count,
-        nargs="+",
-        metavar="T",
-        help=f"tokens of a microbatch (default: {' '.join(map(str, tokens))}; 128 on a CPU)",
-    )
-    parser.add_argument(
-        "--mean", type=float, default=1024.0, help="mean length of documents (default: 1024)"
-    )
-    parser.add_argument(
-        "--sigma", type=float, default=1.5, help="of the lognormal distribution (default: 1.5)"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.set_defaults(usual_tokens=tokens, usual_models=models)
-    if documents is not None:
-        parser.add_argument(
-            "--documents",
-            type=count,
-            default=documents,
-            metavar="N",
-            help=f"at most in one microbatch (default: {documents})",
-        )
-
-
-def contest_options(
-    parser: argparse.ArgumentParser, ways: Sequence[str], rounds: int, known: Sequence[str] = ()
-) -> None:
-    """ways: the default, which are all unless there are more of them in `known`."""
-    parser.add_argument(
-        "--ways",
-        nargs="+",
-        choices=known or ways,
-        default=list(ways),
-        metavar="WAY",
-        help=f"the first is what others are compared with (default: {' '.join(ways)})",
-    )
-    parser.add_argument(
-        "--rounds", type=count, default=rounds, metavar="N", help=f"(default: {rounds})"
-    )
-    parser.add_argument(
-        "--together",
-        type=count,
-        metavar="N",
-        help="measure so many ways side by side, the first "
-        "always among them, and free them before the next: less memory (default: all)",
-    )
-
-
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
+    draw: Path | None = option(None, "write pictures of the plans there", metavar="FOLDER")
+    compile: bool = option(False, "graphs of compiled code")

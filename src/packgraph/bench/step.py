@@ -10,8 +10,8 @@ Times are per call: on the device from the end of one call to the end of the nex
 mean of the block. The call ahead is not counted: a step of training begins while the device works
 on the one before, so what the host does once a step costs time only where the host is what
 everything waits for. Peak memory is what a way holds beyond parameters and gradients, which all
-ways share. gpu_busy is measured after all rounds, see bench/busy.py; mfu counts the operations that
-the model asks for, see bench/flops.py.
+ways share. gpu_busy is measured after all rounds, see bench/timing.py; mfu counts the operations
+that the model asks for, see bench/models.py.
 """
 
 import statistics
@@ -20,24 +20,26 @@ from dataclasses import dataclass
 
 import torch
 
-from packgraph.bench.bucket_choice import bucket_request, planned_buckets
-from packgraph.bench.busy import busy_time
 from packgraph.bench.comparison import Check, Comparison, Sample, agreement, attempt_alone, groups
-from packgraph.bench.expert_memory import expert_memory, give_rows, measured_memory
-from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
 from packgraph.bench.models import (
+    PEAK_TFLOPS,
+    TimedPart,
+    build_part,
     draw_batches,
     dtype_on,
+    model_flops,
+    peak_share,
     refit,
     shape,
     squared_gradients,
     zero_gradients,
 )
-from packgraph.bench.moe_variants import make_expert_way
-from packgraph.bench.parts import TimedPart, build_part
+from packgraph.bench.moe_variants import expert_memory, give_rows, make_expert_way, measured_memory
+from packgraph.bench.padding import bucket_request, planned_buckets
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
 from packgraph.bench.timing import (
     Deadline,
+    busy_time,
     held_bytes,
     peak_bytes,
     rounds_in_turn,
@@ -46,7 +48,7 @@ from packgraph.bench.timing import (
     time_calls,
 )
 from packgraph.bench.variants import Setting, Way, room_for_code
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 
@@ -334,7 +336,7 @@ class _StepBench:
 
 
 def _run(way: Way, batches: list[PackedBatch], mark: Callable[[], None] = lambda: None) -> None:
-    with way.steady():
+    with way.frozen():
         for batch in batches:
             way.run(batch)
             mark()

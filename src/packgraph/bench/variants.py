@@ -25,15 +25,20 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from packgraph.bench.compiled import CompiledStack, no_silent_eager
-from packgraph.bench.graphed_callables import GraphedCallables
-from packgraph.bench.parts import TimedPart, twin
-from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
-from packgraph.bench.whole_graph import WholeGraph
+from packgraph.bench.baselines import (
+    CompiledStack,
+    GraphedCallables,
+    LayerStack,
+    WholeGraph,
+    compiled_layers,
+    layers_of,
+    no_silent_eager,
+)
+from packgraph.bench.models import TimedPart, twin
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.graphs.replay_handle import ReplayHandle
-from packgraph.models.sizes import head_sizes
+from packgraph.models.branches import head_sizes
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.varlen import varlen_problems
 from packgraph.packing.batch import PackedBatch
@@ -122,7 +127,7 @@ class Way:
         return out.detach()
 
     @contextlib.contextmanager
-    def steady(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         """A block of calls in which nothing about the model changes but values."""
         yield
 
@@ -167,7 +172,7 @@ class Compiled(Way):
         return super().run(batch)
 
     @contextlib.contextmanager
-    def steady(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         before = counters["stats"]["unique_graphs"]
         yield
         self.recompiled += counters["stats"]["unique_graphs"] - before
@@ -257,20 +262,22 @@ class Graphed(Way):
         arguments, incoming = self.work.arguments(batch), self.work.incoming(batch)
         if incoming is None:
             return forward_backward(self.graphed, *arguments)
-        claim = self.graphed.claim(arguments, {})
-        if isinstance(claim, ReplayHandle) and claim.is_direct:
-            out = claim.forward(arguments, {})
-            claim.backward(incoming)
+        handle = self.graphed.acquire(arguments, {})
+        if isinstance(handle, ReplayHandle) and handle.is_direct:
+            out = handle.forward(arguments, {})
+            handle.backward(incoming)
             return out
         self.by_autograd += 1
-        replays = isinstance(claim, ReplayHandle)
-        out = claim.run(arguments, {}) if replays else self.graphed.fall_back(claim, arguments, {})
+        replays = isinstance(handle, ReplayHandle)
+        out = (
+            handle.run(arguments, {}) if replays else self.graphed.fall_back(handle, arguments, {})
+        )
         torch.autograd.backward(out, incoming)
         return out.detach()
 
     @contextlib.contextmanager
-    def steady(self) -> Iterator[None]:
-        with self.graphed.steady():
+    def frozen(self) -> Iterator[None]:
+        with self.graphed.frozen():
             yield
 
     def facts(self) -> dict[str, Any]:

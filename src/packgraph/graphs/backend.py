@@ -2,13 +2,13 @@
 
 A *pool* holds temporary memory. A *window* is the capture of one variant: forward graphs of all
 regions in order into the slot's own pool, then backward graphs in reverse. What a backward makes is
-gone when it ends, so all slots share one pool for that (`brief`); what must stay, a tensor from
+gone when it ends, so all slots share one pool for that (`scratch`); what must stay, a tensor from
 `allocate` in the slot's pool takes in. While the window is open its tensors are ordinary tensors
 and keep their blocks for as long as someone holds them; after it closes every block belongs to its
 pool again and the next variant may use it. `static` gives a non-owning view of a tensor that stays
 valid for replays.
 
-    with backend.window(pool, brief, journal) as window:
+    with backend.window(pool, scratch, journal) as window:
         graph, out = window.capture(run)     # runs Python once; on CUDA nothing executes
         window.materialise()                 # out now holds data (an eager stage may read it)
         handle = window.static(out)
@@ -21,8 +21,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from packgraph.graphs.checks.host_sync import Journal
 from packgraph.graphs.copy_streams import CopyStreams, HostMemories
-from packgraph.graphs.host_sync import Journal
 
 Result = TypeVar("Result")
 
@@ -62,8 +62,8 @@ class Pool(Protocol):
 class Window(Protocol):
     """The capture of one variant."""
 
-    def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[Graph, Result]:
-        """Capture `run`. brief: nothing it allocates is read after its replay and the copies made
+    def capture(self, run: Callable[[], Result], scratch: bool = False) -> tuple[Graph, Result]:
+        """Capture `run`. scratch: nothing it allocates is read after its replay and the copies made
         right behind it."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Backend(Protocol):
 
     extra_generators: random generators of the module to capture, besides the default ones; set
         before every capture.
-    lanes: copies between device and host beside eager work; those of a capture are told by
+    copy_streams: copies between device and host beside eager work; those of a capture are told by
         `captured_copy_streams`.
     """
 
@@ -89,15 +89,15 @@ class Backend(Protocol):
     extra_generators: list[torch.Generator]
 
     @property
-    def lanes(self) -> CopyStreams: ...
+    def copy_streams(self) -> CopyStreams: ...
 
     def new_pool(self) -> Pool: ...
 
     def window(
-        self, pool: Any, brief: Any, journal: Journal, trial: bool = False
+        self, pool: Any, scratch: Any, journal: Journal, trial: bool = False
     ) -> AbstractContextManager[Window]:
-        """Open the capture of one variant into `pool`, brief memory into `brief`. trial: its graphs
-        are thrown away."""
+        """Open the capture of one variant into `pool`, scratch memory into `scratch`. trial: its
+        graphs are thrown away."""
 
     def warm_up(self, run: Callable[[], None], as_called: bool = False) -> None:
         """Run eagerly what is about to be captured, if this backend needs it (lazy handles,

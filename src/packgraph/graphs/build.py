@@ -24,19 +24,12 @@ from packgraph.graphs.accumulate import Accumulator
 from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results, runs_python
 from packgraph.graphs.backend import Graph, Static, Window
 from packgraph.graphs.call_modes import CallModes
-from packgraph.graphs.calls import OperationLog
+from packgraph.graphs.checks.calls import DryRun, OperationLog, Place, Uses
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
+from packgraph.graphs.checks.shared_memory import refuse_shared_memory
 from packgraph.graphs.direct import Direct, direct_replay
-from packgraph.graphs.dry_run import DryRun
-from packgraph.graphs.entries import (
-    PassThrough,
-    Produced,
-    describe_entries,
-    make_entry,
-    owned_aliases,
-)
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
-from packgraph.graphs.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.output_gradients import KeyGradients, Pattern
 from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
 from packgraph.graphs.profiler_ranges import ProfiledGraph, range_name, sizes_in_short
@@ -47,16 +40,18 @@ from packgraph.graphs.region import (
     Input,
     Output,
     ParameterEdge,
+    PassThrough,
+    Produced,
     Region,
+    describe_entries,
+    make_entry,
+    owned_aliases,
     shown_facts,
 )
-from packgraph.graphs.regions import Run
-from packgraph.graphs.shared_memory import refuse_shared_memory
 from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slots import Slot
-from packgraph.graphs.stages import State
+from packgraph.graphs.stages import Run, State
 from packgraph.graphs.strides import Layout, layout_of
-from packgraph.graphs.uses import Place, Uses
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class Variant:
 
     ends: for each of the call's outputs the region and output number it comes from, None for eager
     code's. direct: how to replay all regions without autograd, where that can be. version: of what
-    was known of gradients at capture. rehearsal: keeps what graphs read, and know by its address
+    was known of gradients at capture. dry_run: keeps what graphs read, and know by its address
     only.
     """
 
@@ -107,7 +102,12 @@ class Variant:
     ends: list[tuple[int, int] | None]
     direct: Direct | None
     version: int
-    rehearsal: DryRun
+    dry_run: DryRun
+
+    @property
+    def segments(self) -> int:
+        """Number of captured segments."""
+        return len(self.regions)
 
     def reset(self) -> None:
         """Free all graphs."""
@@ -120,7 +120,7 @@ class VariantBuild:
     facts about the module hold no longer that graphs bake.
 
     calls: entered around eager runs of the module. program: what is run, watched; plain: the same,
-    unwatched. lends: gradients of the call's inputs are handed out as static memory. rehearsal: of
+    unwatched. lends: gradients of the call's inputs are handed out as static memory. dry_run: of
     the same call.
     """
 
@@ -137,7 +137,7 @@ class VariantBuild:
         calls: AbstractContextManager[object],
         journal: Journal,
         lends: bool,
-        rehearsal: DryRun,
+        dry_run: DryRun,
     ) -> None:
         self.program, self.plain, self.slot, self.window, self.aliases = (
             program,
@@ -148,7 +148,7 @@ class VariantBuild:
         )
         self.buffers, self.gradients, self.changed, self.calls = buffers, gradients, changed, calls
         self.journal = journal
-        self.lends, self.rehearsal, self.called = lends, rehearsal, OperationLog()
+        self.lends, self.dry_run, self.called = lends, dry_run, OperationLog()
         self.called.tell_apart([*aliases.alias_of.values(), *plain.module.buffers()])
         self.storages: set[int] = set()  # made while capturing
         self.origins: dict[int, _Origin] = {}
@@ -165,7 +165,7 @@ class VariantBuild:
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """Capture all regions for a call with these arguments."""
-        self.rehearsal.constants.start_over()
+        self.dry_run.constants.start_over()
         self.sizes = sizes_in_short((args, kwargs))
         first = self.program.begin(args, kwargs)
         numbers = numbers_of_tensors(args, kwargs)
@@ -176,14 +176,9 @@ class VariantBuild:
         if (
             True in captured and False in captured[captured.index(True) :]
         ):  # what is captured runs for what is not
-            for memory in self.rehearsal.written:
+            for memory in self.dry_run.written:
                 self.journal.before_write(memory)
-        for index, run in enumerate(self.program.runs):
-            state = (
-                self._capture_forward(index, run, state)
-                if run.captured
-                else self._run_eagerly(run, state)
-            )
+        state = self.program.execute(state, self)
         self._refuse_another_way()
         ends = []
         result = self.program.end(state)
@@ -209,7 +204,7 @@ class VariantBuild:
         regions = dict(reversed(backwards.items()))
         taken_in = [given.get(id(tensor)) for tensor in self.alive]
         direct = direct_replay(regions, len(self.program.runs), ends, taken_in)
-        return Variant(regions, ends, direct, self.gradients.version, self.rehearsal)
+        return Variant(regions, ends, direct, self.gradients.version, self.dry_run)
 
     def _expose(self, leaf: Any, layout: Layout | None = None) -> None:
         """Expect a gradient for `leaf` from outside of regions. layout: of the gradient, None =
@@ -218,7 +213,7 @@ class VariantBuild:
         if origin is not None and origin.producer is not None and leaf.requires_grad:
             self.exposed.setdefault((origin.producer, origin.number), layout)
 
-    def _run_eagerly(self, run: Run, state: State) -> State:
+    def eager(self, index: int, run: Run, state: State) -> State:
         """Run uncoloured stages on real data, for which captured forwards run once; note which
         captured tensors and parameters they differentiate."""
         self.window.materialise()
@@ -236,7 +231,8 @@ class VariantBuild:
             result, {id(t) for t in tree_leaves(result)}, {id(t) for t in tree_leaves(before)}
         )
 
-    def _capture_forward(self, index: int, run: Run, state: State) -> State:
+    def captured(self, index: int, run: Run, state: State) -> State:
+        """Capture the forward of a run."""
         shown, inputs, leaves, origins = self._static_inputs(state)
         facts = shown_facts(hide_lengths(state))
         versions = [leaf._version for leaf in leaves]
@@ -266,7 +262,7 @@ class VariantBuild:
     def _refuse_another_way(self) -> None:
         """Raise CaptureError where forwards have called other operations than in the dry run.
         Compiled code cannot, and has its inputs laid out anew there."""
-        different = self.called.difference_of_capture(self.rehearsal.calls)
+        different = self.called.difference_of_capture(self.dry_run.calls)
         if different is not None and self.program.compiler is None:
             raise different
 
@@ -274,7 +270,7 @@ class VariantBuild:
         self, run: Run, shown: State, leaves: list[torch.Tensor], uses: Uses
     ) -> tuple[State, dict[int, torch.Tensor]]:
         """What a forward graph holds."""
-        with uses, self.rehearsal.constants.handing_out():
+        with uses, self.dry_run.constants.handing_out():
             result = self.program.run(run, shown)
             uses.calls = None
             return result, owned_aliases(result, leaves)
@@ -428,7 +424,7 @@ class VariantBuild:
             list(counted.values()),
             generators,
             compiled=self.program.compiler is not None,
-            asks_later=self.rehearsal.unpacks or runs_python(forward.outputs),
+            asks_later=self.dry_run.unpacks or runs_python(forward.outputs),
         )
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -486,7 +482,7 @@ class VariantBuild:
         buffers = {id(alias): self._buffer_of(alias) for alias in owned}
         for alias in owned:
             alias.grad = buffers[id(alias)].tensor
-        landings = self._landings(forward)
+        grad_outputs = self._grad_outputs(forward)
         starts = [forward.outputs[number] for number in incoming]
         uses = Uses(self.storages)
 
@@ -497,13 +493,13 @@ class VariantBuild:
                     [gradient for gradient, _ in incoming.values()],
                     [*leaves, *owned, *returned],
                     owned,
-                    landings,
+                    grad_outputs,
                     again,
                 )
 
         # Autocast ends with the forward: its own operations know what they were cast to.
         with torch.autocast(self.slot.device.type, enabled=False):
-            captured, _ = self.window.capture(run, brief=True)
+            captured, _ = self.window.capture(run, scratch=True)
         statics = {number: static for number, (_, static) in incoming.items()}
         # A parameter that the backward does not reach has no gradient: nothing is added to its
         # `.grad`.
@@ -514,19 +510,19 @@ class VariantBuild:
         ]
         graph = self._profiled(forward.run, "backward", captured)
         backward = Backward(graph, statics, [], reached, [])
-        self._collect(index, forward, backward, owned, returned, landings)
+        self._collect(index, forward, backward, owned, returned, grad_outputs)
         ours = [
             *forward.leaves,
             *(gradient for gradient, _ in incoming.values()),
             *(local_tensor(buffer.tensor) for buffer in buffers.values()),
-            *(landing for _, landing in landings),
+            *(grad_output for _, grad_output in grad_outputs),
         ]
         known = {tensor.untyped_storage()._cdata for tensor in ours}
         outside = {place: tensor for place, tensor in uses.reads.items() if place[0] not in known}
         return backward, outside, uses.storages
 
     def _buffer_of(self, alias: torch.nn.Parameter) -> GradientBuffer:
-        placements = self.rehearsal.placements.get(self.aliases.numbers[id(alias)])
+        placements = self.dry_run.placements.get(self.aliases.numbers[id(alias)])
         return self.buffers.buffer(self.aliases.parameter_of[id(alias)], placements)
 
     def _incoming(
@@ -569,7 +565,7 @@ class VariantBuild:
         taken = {id(a) for a in owned}
         return owned, [a for a in aliases if id(a) not in taken]
 
-    def _landings(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _grad_outputs(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs whose gradient is read later than right after the replay, with memory of the slot
         that takes it in."""
         read_later = {
@@ -586,10 +582,10 @@ class VariantBuild:
         backward: Backward,
         owned: list[Any],
         returned: list[Any],
-        landings: list[tuple[torch.Tensor, torch.Tensor]],
+        grad_outputs: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         """Take the gradients that the backward left on its leaves."""
-        landing_of = {id(leaf): landing for leaf, landing in landings}
+        grad_output_of = {id(leaf): grad_output for leaf, grad_output in grad_outputs}
         for alias in owned:
             alias.grad = None
         for alias in returned:
@@ -603,7 +599,7 @@ class VariantBuild:
             if leaf.grad is None:  # or one that another place of the same tensor has taken
                 backward.gradients.append(None)
                 continue
-            gradient = landing_of.get(id(leaf), leaf.grad)
+            gradient = grad_output_of.get(id(leaf), leaf.grad)
             static = self.window.static(gradient)
             backward.gradients.append(static)
             if origin.producer is not None:
@@ -643,7 +639,7 @@ def _backward(
     gradients: list[Any],
     wanted: list[Any],
     owned: list[Any],
-    landings: list[tuple[torch.Tensor, torch.Tensor]],
+    grad_outputs: list[tuple[torch.Tensor, torch.Tensor]],
     again: bool,
 ) -> None:
     """What a backward graph holds."""
@@ -655,9 +651,9 @@ def _backward(
     finally:
         accumulator.drop()
     with torch.no_grad():
-        for leaf, landing in landings:
+        for leaf, grad_output in grad_outputs:
             if leaf.grad is not None:
-                landing.copy_(leaf.grad)
+                grad_output.copy_(leaf.grad)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which backend serves a module, what compiles its stages, and which lanes copy beside eager
+"""Which backend serves a module, what compiles its stages, and which copy streams copy beside eager
 work."""
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def choose_backend(name: str, device: torch.device, generators: list[torch.Gener
 
 
 def make_copy_streams(device: torch.device) -> CopyStreams:
-    """Lanes for eager work where there are no graphs."""
+    """Copy streams for eager work where there are no graphs."""
     if device.type == "cuda":
         out, back = streams_beside(torch.cuda.current_stream(device), 2)
         return CudaCopyStreams(device, out, back)

@@ -1,21 +1,22 @@
-"""Copies between device and host that run beside the captured or eager work: two lanes, one in each
-direction.
+"""Copies between device and host that run beside the captured or eager work: two copy streams, one
+in each direction.
 
     main     | F0 | F1 | F2 ...            | B2 | B1 | B0 ...
     out           [0 -> host]                                        each copy waits for what main
                                                                      launched before it
     back                                   [host -> 0]
 
-What orders a copy: everything that main has launched when it is queued; earlier copies of its lane;
-and the last copy of its host memory, in whatever direction. So a reload never reads host memory
-that is still being written, and host memory is never written while a reload still reads it. What
-orders main is `wait` alone: until main has waited for a copy out, its sources stay allocated; until
-main has waited for a copy back, its targets must not be read.
+What orders a copy: everything that main has launched when it is queued; earlier copies of its copy
+stream; and the last copy of its host memory, in whatever direction. So a reload never reads host
+memory that is still being written, and host memory is never written while a reload still reads it.
+What orders main is `wait` alone: until main has waited for a copy out, its sources stay allocated;
+until main has waited for a copy back, its targets must not be read.
 
-A capture has lanes of its own (`captured_copy_streams`), made by its window and joined before the
-capture ends: a copy that nobody has waited for is waited for there. Copies of a finished capture,
-of the same window, need no waiting any more: their graph has ended when the next one begins. Host
-memory that captured copies use belongs to the pool of the slot, and the graphs keep it.
+A capture has copy streams of its own (`captured_copy_streams`), made by its window and joined
+before the capture ends: a copy that nobody has waited for is waited for there. Copies of a finished
+capture, of the same window, need no waiting any more: their graph has ended when the next one
+begins. Host memory that captured copies use belongs to the pool of the slot, and the graphs keep
+it.
 """
 
 import contextlib
@@ -33,11 +34,12 @@ SMALLEST_ARENA, LARGEST_ARENA = 1 << 20, 1 << 30
 
 @dataclass(eq=False)
 class Copy:
-    """One copy that was queued. lane: `out` or `back`. scope: the capture it belongs to. held: its
-    sources, until main has waited for it, or targets that nobody else has any more. done: whether
-    main has. native: what the lanes know it by. left: called when main has waited."""
+    """One copy that was queued. copy_stream: `out` or `back`. scope: the capture it belongs to.
+    held: its sources, until main has waited for it, or targets that nobody else has any more. done:
+    whether main has. native: what the copy streams know it by. left: called when main has
+    waited."""
 
-    lane: str
+    copy_stream: str
     scope: int
     held: list[torch.Tensor]
     native: Any = None
@@ -77,10 +79,10 @@ class DeviceMemory(NamedTuple):
 
 
 class TimedCopy(NamedTuple):
-    """A copy of so many tensors, or pieces of them (`placed`), `nbytes` together, on `lane`, and
-    the times, for `elapsed_us`, at which it began and ended."""
+    """A copy of so many tensors, or pieces of them (`placed`), `nbytes` together, on `copy_stream`,
+    and the times, for `elapsed_us`, at which it began and ended."""
 
-    lane: str
+    copy_stream: str
     nbytes: int
     tensors: int
     began: Any
@@ -88,10 +90,10 @@ class TimedCopy(NamedTuple):
 
 
 class CopyStreams(Protocol):
-    """The lanes of a device, or of one window. scope: number of the window's capture, 0 for eager
-    work. replayed: the numbers of those captures that have been replayed. timed: where a list,
-    copies are timed into it (on a device). trial: whether the window's graphs are thrown away, so
-    that nobody will ask for times of their replays. memories: what `host` is cut from."""
+    """The copy streams of a device, or of one window. scope: number of the window's capture, 0 for
+    eager work. replayed: the numbers of those captures that have been replayed. timed: where a
+    list, copies are timed into it (on a device). trial: whether the window's graphs are thrown
+    away, so that nobody will ask for times of their replays. memories: what `host` is cut from."""
 
     scope: int
     replayed: set[int]
@@ -143,14 +145,15 @@ _CAPTURED: ContextVar[CopyStreams | None] = ContextVar("packgraph_captured_lanes
 
 
 def captured_copy_streams() -> CopyStreams | None:
-    """The lanes of the capture that the caller's code is run for; None when none is under way."""
+    """The copy streams of the capture that the caller's code is run for; None when none is under
+    way."""
     return _CAPTURED.get()
 
 
 @contextlib.contextmanager
-def capturing_copy_streams(lanes: CopyStreams) -> Iterator[None]:
-    """Within the block `captured_copy_streams` returns `lanes`."""
-    token = _CAPTURED.set(lanes)
+def capturing_copy_streams(copy_streams: CopyStreams) -> Iterator[None]:
+    """Within the block `captured_copy_streams` returns `copy_streams`."""
+    token = _CAPTURED.set(copy_streams)
     try:
         yield
     finally:

@@ -48,11 +48,11 @@ class Direct:
     owned: list[GradientBuffer]
     attached: object = field(default=None)
 
-    def forward(self, tensors: Sequence[torch.Tensor], ticket: SlotLease) -> torch.Tensor:
+    def forward(self, tensors: Sequence[torch.Tensor], lease: SlotLease) -> torch.Tensor:
         """Launch all forwards on the call's tensors; returns the output, static memory of the
         slot."""
-        ticket.pending.add(0)
-        with ticket.slots.launches:
+        lease.pending.add(0)
+        with lease.slots.launches:
             for number, buffer, address in self.copies:
                 if tensors[number].data_ptr() != address:
                     buffer.copy_(tensors[number].detach())
@@ -60,29 +60,29 @@ class Direct:
                 graph.replay()
         return self.out.tensor
 
-    def backward(self, gradient: torch.Tensor | None, ticket: SlotLease, steady: object) -> None:
+    def backward(self, gradient: torch.Tensor | None, lease: SlotLease, frozen: object) -> None:
         """Launch all backwards. gradient: of the output, None = one.
 
-        steady: the block in which nobody replaces `.grad`, or None; gradients are looked at once
+        frozen: the block in which nobody replaces `.grad`, or None; gradients are looked at once
         per block.
         """
-        with ticket.slots.launches as launches:
+        with lease.slots.launches as launches:
             if not launches.shared:
-                known = steady is not None and self.attached is steady
+                known = frozen is not None and self.attached is frozen
                 aside = [] if known else attach(self.owned)
-                self._launch_backward(gradient, ticket)
+                self._launch_backward(gradient, lease)
                 settle(aside)
-                self.attached = None if aside else steady
+                self.attached = None if aside else frozen
                 return
         let_go(self.owned, launches)
         with launches:
             separate = SeparateGradients(self.owned)
-            self._launch_backward(gradient, ticket)
+            self._launch_backward(gradient, lease)
             found = separate.take()
         torch.autograd.backward([buffer.parameter for buffer in self.owned], found)
 
-    def _launch_backward(self, gradient: torch.Tensor | None, ticket: SlotLease) -> None:
-        ticket.start_backward(0)
+    def _launch_backward(self, gradient: torch.Tensor | None, lease: SlotLease) -> None:
+        lease.start_backward(0)
         target = self.incoming.tensor
         if gradient is None:
             target.fill_(1)
@@ -90,7 +90,7 @@ class Direct:
             target.copy_(gradient)
         for graph in self.backwards:
             graph.replay()
-        ticket.finish_backward(0)
+        lease.finish_backward(0)
 
 
 def direct_replay(

@@ -1,35 +1,422 @@
-"""What an eager run of captured code, before the capture, has shown of it."""
+"""Checked eager runs of a call before it is captured.
 
-from typing import NamedTuple
+A dry run executes forward and backward as a capture would, on copies of nothing but with
+everything undone, until two runs in a row agree: the first may fill caches, so that the second does
+less. It finds what a graph could not hold or a replay would not do, at the user's line, while that
+is still harmless.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs.calls import OperationLog
-from packgraph.graphs.constants import Constants
+from packgraph.graphs import saved_tensors
+from packgraph.graphs.autograd_walk import leaves_behind
+from packgraph.graphs.backend import Backend
+from packgraph.graphs.build import (
+    check_outputs,
+    detached_state,
+    numbers_of_tensors,
+    refuse_changed_inputs,
+)
+from packgraph.graphs.capture import compiled_code, explained, undone
+from packgraph.graphs.checks.autograd_calls import only_forward
+from packgraph.graphs.checks.calls import VARIES, DryRun
+from packgraph.graphs.checks.constants import Constants
+from packgraph.graphs.checks.escapes import Observation, ObservingChecker
+from packgraph.graphs.checks.host_calls import (
+    SavedTensorHooks,
+    Unseen,
+    unwatched,
+    watch_also,
+    watched_calls,
+)
+from packgraph.graphs.checks.host_sync import (
+    LEAVE_OUT,
+    CaptureChecker,
+    HostSyncCheck,
+    Journal,
+)
+from packgraph.graphs.checks.module_state import ModuleState
+from packgraph.graphs.checks.reached import Remembered, refuse_changes
+from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects, forward_line
+from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.output_gradients import KeyGradients
+from packgraph.graphs.parameters import aliased_parameters
+from packgraph.graphs.program import Program, hide_lengths, with_lengths
+from packgraph.graphs.stages import Run, State
+
+_RETURN_GRADIENT = (
+    "return the gradient from backward, and pass the parameter to the function as an input"
+)
 
 
-class DryRun(NamedTuple):
-    """What captured code uses and calls.
+def dry_run(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> DryRun:
+    """Run forward and backward, watched, and forward again, and compare.
 
-    Attributes:
-        read: Tensors that were there before; whoever keeps the graphs must keep them, since a graph
-            knows only their addresses. Empty where the backend needs no warm-up (it sees and keeps
-            all itself), as is `written`.
-        written: Those that forwards write to, and buffers among them.
-        constants: Tensors that forwards make of numbers.
-        calls: The operations of forwards.
-        placements: Of gradients that are DTensors, by the number of their parameter among the
-            module's.
-        has_host_steps: Whether host functions run within.
-        unpacks: Whether forwards have hooks around that make saved tensors anew in backwards, as
-            checkpoints do.
+    Raises CaptureError at the line of what a capture could not hold, or a replay would not do,
+    while that is still harmless: operations, tensors that leave other than through the outputs,
+    numbers that differ between the runs.
     """
+    around = Remembered(program.module)
+    try:
+        return _compared(program, backend, gradients, args, kwargs)
+    except CaptureError:
+        program.assigned |= around.moved()  # eager calls do that too: no reason to try again
+        around.restore()
+        raise
 
-    read: list[torch.Tensor]
-    written: list[torch.Tensor]
-    constants: Constants
-    calls: OperationLog
-    placements: dict[int, tuple[Placement, ...]]
-    has_host_steps: bool = False
-    unpacks: bool = False
+
+def dry_run_again(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    earlier: DryRun,
+) -> DryRun:
+    """Dry-run another capture of calls that were dry-run before: `earlier`.
+
+    A cache that code filled then may have lost it since. Were it filled in a capture, what it holds
+    would lie in the graphs' memory, and would have no values until a replay. Raises CaptureError
+    where calls are not what they were.
+    """
+    seen = Observation(Constants())
+    with unwatched():
+        now = _once(
+            program,
+            backend,
+            gradients,
+            args,
+            kwargs,
+            partial(backend.warm_up, as_called=True),
+            seen,
+        )
+    if not (seen.calls.same_as(earlier.calls) and seen.constants.same_as(earlier.constants)):
+        now = dry_run(program, backend, gradients, args, kwargs)
+        if not (now.calls.same_as(earlier.calls) and now.constants.same_as(earlier.constants)):
+            raise CaptureError(
+                "forward calls other operations than for graphs that were captured before, with "
+                "the same arguments, or "
+                "gives them other numbers: a graph would freeze them",
+                now.constants.first_difference(earlier.constants),
+                VARIES,
+            )
+        return now
+    earlier = earlier._replace(calls=now.calls)
+    return earlier._replace(read=now.read, written=now.written) if backend.guard_device else earlier
+
+
+def _compared(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> DryRun:
+    """Dry-run until two runs in a row agree: the first may have filled caches, so that the second
+    does less. One of the two is on the stream of eager calls, which code may ask for."""
+    seen, steps = Observation(Constants(), is_first=True), list[Any]()
+
+    def watched_run(run: Callable[[], None]) -> None:
+        with backend.watching_host(steps.append):
+            backend.warm_up(run)
+
+    hooks = SavedTensorHooks()
+    with watched_calls(hooks):
+        _once(program, backend, gradients, args, kwargs, watched_run, seen)
+    seen.check_gone()
+    for as_called in (True, False):
+        before, seen = seen, Observation(Constants())
+        with unwatched():
+            now = _once(
+                program,
+                backend,
+                gradients,
+                args,
+                kwargs,
+                partial(backend.warm_up, as_called=as_called),
+                seen,
+            )
+        seen.check_gone()
+        if seen.has_called_as(before):
+            used = now if backend.guard_device else now._replace(read=[], written=[])
+            return used._replace(has_host_steps=bool(steps), unpacks=hooks.are_there)
+    raise seen.difference(before)
+
+
+def compile_ahead(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run forward and backward once, watched and undone, so that all compiled code is there before
+    a call needs it.
+
+    Raises CaptureError at the line of what cannot be compiled.
+    """
+    with contextlib.ExitStack() as stack:
+        if (
+            saved_tensors.are_watched()
+        ):  # by a checkpoint, say, which is not to see what this run saves beside the call
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        if program.compiler is not None:
+            stack.enter_context(program.compiler.counting())
+        _once(
+            program,
+            backend,
+            gradients,
+            args,
+            kwargs,
+            lambda work: work(),
+            Observation(Constants(), is_first=True),
+            watched=False,
+        )
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _once(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    how: Callable[[Callable[[], None]], None],
+    seen: Observation,
+    watched: bool = True,
+) -> DryRun:
+    """Have `how` run forward and backward, undone; what captured code has used from outside. seen:
+    is told the rest. watched: whether draws of random numbers on the host are looked for."""
+    effects = SideEffects(program.module, program.volatile, program.assigned)
+    shown = ObservedProgram(program, effects)
+    with (
+        explained(),
+        undone(program.module, backend, effects, watched) as journal,
+        aliased_parameters(program.module) as aliases,
+        compiled_code(program.compiler is not None),
+    ):
+        parameters, found = [*aliases.alias_of.values()], list[DryRun]()
+        run = _CheckedRun(shown, effects, backend, gradients, journal, parameters, seen)
+        how(lambda: found.append(run(args, kwargs)))
+        return found[0]
+
+
+class _CheckedRun:
+    """A watched run of `program`, whose parameters have aliases: `parameters`."""
+
+    def __init__(
+        self,
+        program: Program,
+        effects: SideEffects,
+        backend: Backend,
+        gradients: KeyGradients,
+        journal: Journal,
+        parameters: list[Any],
+        seen: Observation,
+    ) -> None:
+        self.program, self.effects, self.gradients, self.journal, self.seen = (
+            program,
+            effects,
+            gradients,
+            journal,
+            seen,
+        )
+        self.parameters, self.buffers = parameters, list(program.module.buffers())
+        self.device, self.device_type = backend.guard_device, backend.device_type
+        self.seen.calls.tell_apart([*parameters, *self.buffers])
+        self.where = forward_line(program.module)
+        self.read: dict[int, torch.Tensor] = {}
+        self.written: dict[int, torch.Tensor] = {}
+        self.placements: dict[int, tuple[Placement, ...]] = {}
+        self.known: dict[int, torch.Tensor] = {}  # leaves that are no business of captured code
+        self.walked: set[Any] = set()  # nodes of autograd's graph whose leaves were looked at
+        self.ends: list[
+            tuple[list[torch.Tensor], list[torch.Tensor]]
+        ] = []  # of backwards to come, and their inputs
+        self.whole = all(run.captured for run in program.runs)
+        self._state: ModuleState | None = None  # with aliases for parameters
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DryRun:
+        state = detached_state(self.program.begin(args, kwargs), numbers_of_tensors(args, kwargs))
+        inputs = _tensors(state)
+        self._know([*self.parameters, *inputs])
+        if self.whole:  # eager stages may keep what they are given
+            self.seen.hand([*self.parameters, *inputs], self.where)
+        with torch.enable_grad():
+            result = self.program.end(self.program.execute(state, self))
+            check_outputs(result)
+            self.seen.calls.note(
+                (
+                    "returns",
+                    *[
+                        repr(leaf)
+                        for leaf in tree_leaves(result)
+                        if not isinstance(leaf, torch.Tensor)
+                    ],
+                )
+            )
+            if self.whole:
+                leaves = tree_leaves(result)
+                self.ends = [
+                    ([leaves[number] for number in self.gradients.expected(leaves)], inputs)
+                ]
+            self.walked.clear()
+            while self.ends:
+                self._backward(*self.ends.pop())
+        return DryRun(
+            [tensor.detach() for tensor in self.read.values()],
+            [tensor.detach() for tensor in self.written.values()],
+            self.seen.constants,
+            self.seen.calls,
+            self.placements,
+        )
+
+    def _know(self, tensors: list[torch.Tensor]) -> None:
+        self.known |= {id(tensor): tensor for tensor in tensors}
+
+    def captured(self, index: int, run: Run, state: State) -> State:
+        """Run code that a graph will hold, watched."""
+        shown = hide_lengths(state)
+        if not self.whole:  # as in a capture: hooks of eager code are on other tensors
+            shown = detached_state(shown, {id(tensor) for tensor in _tensors(shown)})
+        given = _tensors(shown)
+        self._know(given)
+        outside = [*self.parameters, *self.buffers, *given]
+        with (
+            self._unchanged(),
+            HostSyncCheck(self.device, constants_too=False),
+            only_forward(outside, self.where, self._assigned),
+            self.seen.constants.remembering(),
+            ObservingChecker(self.journal, self.device, self.seen, forward=True) as watch,
+        ):
+            versions = [leaf._version for leaf in given]
+            result = self.program.run(run, shown)
+            refuse_changed_inputs(versions, given, self.program.describe(run))
+        self.seen.returned(result)
+        with Unseen():
+            leaves = leaves_behind(tree_leaves(result), self.walked)
+        for leaf in leaves:
+            if id(leaf) not in self.known and not self.seen.has_made(leaf):
+                raise CaptureError(
+                    f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that "
+                    "needs a gradient "
+                    "but is no registered parameter of the module",
+                    user_line(),
+                    "register it (nn.Parameter attribute or register_parameter), or pass it as an "
+                    "argument",
+                )
+        staged = {t.untyped_storage()._cdata for t in given}
+        inside = (
+            staged | self.seen.storages()
+        )  # an earlier run of stages may have made what this one reads
+        self.read |= {key: tensor for key, tensor in watch.external.items() if key not in inside}
+        self.written |= {key: tensor for key, tensor in watch.written.items() if key not in inside}
+        state = with_lengths(state, shown, result)
+        return state if self.whole else self._cut(state, given)
+
+    def _cut(self, state: Any, given: list[torch.Tensor]) -> Any:
+        """What captured code has made, as copies of their own: eager stages may keep what they are
+        given, and register hooks. The backward begins at the originals."""
+        made = [tensor for tensor in _tensors(state) if self.seen.has_made(tensor)]
+        self.ends.append(([tensor for tensor in made if tensor.requires_grad], given))
+        copies = {
+            id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            for tensor in made
+        }
+        self._know(list(copies.values()))
+        # What holds none of them stays itself, so that what came through is known to be what it
+        # was.
+        return {
+            key: tree_map(lambda leaf: copies.get(id(leaf), leaf), value)
+            if any(id(leaf) in copies for leaf in tree_leaves(value))
+            else value
+            for key, value in state.items()
+        }
+
+    def eager(self, index: int, run: Run, state: State) -> State:
+        """Run code that stays eager."""
+        with CaptureChecker(self.journal, refuse=False, device=None):
+            state = self.program.run(run, state)
+        self._know(leaves_behind(tree_leaves(state)))
+        return state
+
+    def _backward(self, ends: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        wanted = [t for t in [*self.parameters, *inputs] if t.requires_grad]
+        if not ends or not wanted:
+            return
+        if self.device_type == "cuda":
+            for end in ends:
+                end.register_hook(watch_also())
+        with (
+            self._unchanged(),
+            HostSyncCheck(self.device),
+            ObservingChecker(self.journal, self.device, self.seen, forward=False),
+            torch.autocast(self.device_type, enabled=False),
+        ):
+            found = torch.autograd.grad(
+                ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True
+            )
+        if any(gradient is not None and gradient.layout is not torch.strided for gradient in found):
+            raise CaptureError(
+                "a backward makes a sparse gradient: its size depends on data",
+                self.where,
+                "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT,
+            )
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self.placements |= {
+            numbers[id(leaf)]: gradient.placements
+            for leaf, gradient in zip(wanted, found, strict=True)
+            if isinstance(gradient, DTensor) and id(leaf) in numbers
+        }
+        if any(parameter.grad is not None for parameter in self.parameters):
+            raise CaptureError(
+                "a backward writes to the .grad of a parameter by itself: that would happen at "
+                "capture "
+                "only, never at a replay",
+                self.where,
+                _RETURN_GRADIENT,
+            )
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Captured code runs in the block. Raises CaptureError for what it changes in Python
+        outside of the module; a first run may, since caches are filled then."""
+        if self.seen.is_first:
+            yield
+            return
+        if (
+            self._state is None or self._state.changed() is not None
+        ):  # which eager code may do in between
+            self._state = ModuleState(self.program.module)
+        yield
+        self.effects.check(parameters_too=False)  # which knows the line of an assignment
+        refuse_changes(self.program.module, self._state, self.where)
+
+    def _assigned(self, tensor: torch.Tensor) -> None:
+        """Captured code gives a parameter or buffer other memory: that eager calls do it is no
+        reason to try again."""
+        for owner in self.program.module.modules():
+            for table in (owner._parameters, owner._buffers):
+                self.program.assigned.update(
+                    (id(owner), name) for name, value in table.items() if value is tensor
+                )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

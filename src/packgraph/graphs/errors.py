@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_PACKAGE = Path(__file__).parent.parent
-_MACHINERY = tuple(str(_PACKAGE / room) + os.sep for room in ("graphs", "plan", "packing"))
+PACKAGE = Path(__file__).parent.parent
+_MACHINERY = tuple(str(PACKAGE / room) + os.sep for room in ("graphs", "packing"))
 _STDLIB = str(Path(traceback.__file__).parent) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^,\n]+)')
 _TYPED_IN = ("<stdin>", "<ipython", "<input>", "<string>", "<console>")

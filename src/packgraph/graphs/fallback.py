@@ -3,6 +3,11 @@ with its reason.
 
 Every reason stands in one table, `REASONS`, with what to do about it. What the user did not ask for
 is said once (graphs/notices.py), or is an error in strict mode.
+
+Some reasons lie around a call, whatever module it is of (`reason_around`). A replay launches the
+module's operations as one. Whoever wants to see each of them (a mode, a tracer, anomaly detection,
+hooks of saved tensors, a transformation) sees nothing then, and the result may lack what that adds
+to tensors. They are looked at before every call, so each check is one call into C.
 """
 
 import contextlib
@@ -11,6 +16,14 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from packgraph.graphs import saved_tensors
 
 _BYPASS: ContextVar[str | None] = ContextVar("packgraph_eager_reason", default=None)
 
@@ -307,3 +320,37 @@ class Stats:
     def pool_bytes(self) -> int:
         """Bytes that the pools of all slots hold now."""
         return self._pool_bytes()
+
+
+def is_traced() -> bool:
+    """Whether torch.compile, torch.export or torch.jit reads the caller's code instead of running
+    it."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def reason_around() -> str | None:
+    """Why a call made here must run eagerly, or None. Whether it is traced has been asked
+    before."""
+    if torch.is_inference_mode_enabled():
+        return INFERENCE
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return TRANSFORMED
+    if forward_ad._current_level >= 0:
+        return TANGENTS
+    if saved_tensors.are_watched():
+        return SAVED_TENSOR_HOOKS
+    if torch.is_anomaly_enabled():
+        return ANOMALY
+    if torch._C._len_torch_dispatch_stack() or (
+        torch._C._len_torch_function_stack() and _function_modes()
+    ):
+        return MODES
+    if parametrize._cache_enabled:
+        return CACHED
+    return None
+
+
+def _function_modes() -> bool:
+    """Whether a function mode is active besides torch.set_default_device, which captured code has
+    obeyed."""
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())

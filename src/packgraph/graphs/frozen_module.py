@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
+from packgraph.graphs.fallback import reason_around
 from packgraph.graphs.signature import Signature, modes
-from packgraph.graphs.surroundings import reason_around
 from packgraph.packing.batch import PackedBatch
 
 PLAIN = (type(None), bool, int, str)  # constants whose value tells them apart
@@ -31,7 +31,7 @@ class FrozenModule:
         looked at.
 
         What the caller may change around a single call (modes, evaluation, hooks on what autograd
-        saves) is no part of the promise of a steady block.
+        saves) is no part of the promise of a frozen block.
         """
         if (
             kwargs

@@ -7,46 +7,34 @@ execution is counted under its reason.
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from packgraph.graphs import fallback
-from packgraph.graphs.arguments import detail
 from packgraph.graphs.backend import Backend
-from packgraph.graphs.build import Variant
-from packgraph.graphs.capture import capture_variant, compile_ahead, dry_run, dry_run_again
+from packgraph.graphs.cache import Consensus, call_name
+from packgraph.graphs.capturer import Capturer
+from packgraph.graphs.checks.host_sync import capturing
+from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported, inside_data_parallel
 from packgraph.graphs.choose import choose_backend, choose_compiler
-from packgraph.graphs.consensus import Vote, alone, call_name
-from packgraph.graphs.dry_run import DryRun
-from packgraph.graphs.errors import CaptureError, described, forget_frames, user_line, warn
+from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.exclusive import Calls
-from packgraph.graphs.fallback import Stats
+from packgraph.graphs.fallback import Stats, is_traced, reason_around
 from packgraph.graphs.frozen_module import FrozenModule
-from packgraph.graphs.gradients import GradientBuffers
-from packgraph.graphs.host_sync import capturing
-from packgraph.graphs.memory.free import free_memory
-from packgraph.graphs.module_state import Change, ModuleState
-from packgraph.graphs.notices import Notices
+from packgraph.graphs.notices import Notices, detail
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
 from packgraph.graphs.output_objects import open_objects
-from packgraph.graphs.parameters import are_leaves, module_generators
+from packgraph.graphs.parameters import module_generators
 from packgraph.graphs.program import Program
 from packgraph.graphs.replay_handle import ReplayHandle
-from packgraph.graphs.retries import Retries, is_out_of_memory
-from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import Signature, signature, undeclared
 from packgraph.graphs.slots import Slot, SlotLease, Slots
-from packgraph.graphs.surroundings import is_traced, reason_around
-from packgraph.graphs.unsupported import Unsupported, find_unsupported, inside_data_parallel
 from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
-
-MAX_KEYS = 64
 
 
 def graph(
@@ -115,7 +103,7 @@ def control(graphed: torch.nn.Module) -> "Control":
         graphed: Returned by `packgraph.graph`.
 
     Returns:
-        The object with `stats`, `build`, `steady`, `reset` and `close`.
+        The object with `stats`, `build`, `frozen`, `reset` and `close`.
 
     Raises:
         TypeError: If `graphed` was not returned by `packgraph.graph`.
@@ -150,13 +138,15 @@ class GraphedModule(Wrapper):
 
 
 class Control:
-    """What stands behind a graphed module: its slots, graphs and counts. Calling it is calling the
-    graphed module.
+    """What stands behind a graphed module: calling it is calling the graphed module.
 
-    stats: a `Stats`. close(): frees every graph and pool. lends: for a pipeline that owns its
-    slots; outputs and the gradients of inputs are then handed out as static memory, valid until the
-    slot is released, instead of clones. vote: asked after every capture of `build`, where other
-    ranks must make the same ones; a failure of one is one of all.
+    Attributes:
+        module: The wrapped module.
+        stats: Counts of what was captured, replayed and run eagerly.
+        lends: For a pipeline that owns its slots; outputs and the gradients of inputs are handed
+            out as static memory, valid until the slot is released, instead of clones.
+        consensus: Asked after every capture of `build`, where other ranks must make the same ones;
+            a failure of one is a failure of all.
     """
 
     def __init__(
@@ -179,34 +169,30 @@ class Control:
         self.capacities = () if capacities is None else read_capacities(capacities)
         self._notices = Notices(type(module).__name__, strict, warmup)
         self.stats = Stats(_notice=self._notices.fell_back)
-        self._program = Program(module, scope, granularity, choose_compiler(compile, self.stats))
+        program = Program(module, scope, granularity, choose_compiler(compile, self.stats))
         tensor = next(iter([*module.parameters(), *module.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
         self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
         self._slots = Slots(self._backend, self.device, slots)
-        self._buffers_of_gradients = GradientBuffers(self._slots.launches)
-        self._fingerprint: ModuleState | None = None
-        self._moved: Change | None = None  # by the last capture
-        self._moves = set[tuple[Hashable, str]]()  # by captures, of each key
         self._warm_calls_left = warmup
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
-        self._lock = (
-            threading.RLock()
-        )  # of what is written down here; nobody runs the module with it
+        self._lock = threading.RLock()  # of what is noted here; not held while the module runs
         self._calls = Calls(self.device, _weakly(self._slots.in_flight_elsewhere))
-        self._rehearsed: dict[Hashable, DryRun] = {}
-        self._failed: set[Hashable] = set()
-        self._coded: set[Hashable] = set()
+        self._capturer = Capturer(
+            program,
+            self._backend,
+            self._slots,
+            self._calls,
+            self._output_gradients,
+            self.stats,
+            self._notices,
+        )
         self._closed = False
-        self._steady: FrozenModule | None = None
-        self.lends = False
-        self.vote: Vote = alone
+        self._frozen: FrozenModule | None = None
         self._forward_of_class = getattr(type(module), "forward", None)
-        self._retries = Retries()
         weakref.finalize(self, self._notices.end)
-        self.stats.measure_pools(
-            self._slots.nbytes
-        )  # not by `self`: only the garbage collector would free it then
+        # Not by `self`, which only the garbage collector would free then.
+        self.stats.measure_pools(self._slots.nbytes)
         self._refusal: Unsupported | None = None
         self._ask_for_refusal()
 
@@ -221,6 +207,24 @@ class Control:
         self._notices.strict = strict
 
     @property
+    def lends(self) -> bool:
+        """Whether outputs and the gradients of inputs are handed out as static memory."""
+        return self._capturer.lends
+
+    @lends.setter
+    def lends(self, lends: bool) -> None:
+        self._capturer.lends = lends
+
+    @property
+    def consensus(self) -> Consensus:
+        """Asked after every capture of `build`."""
+        return self._capturer.cache.consensus
+
+    @consensus.setter
+    def consensus(self, consensus: Consensus) -> None:
+        self._capturer.cache.consensus = consensus
+
+    @property
     def capture_backend(self) -> Backend:
         """The backend itself, for others that capture on the same device."""
         return self._backend
@@ -228,7 +232,7 @@ class Control:
     @property
     def compiles(self) -> bool:
         """Whether captured stages are compiled."""
-        return self._program.compiler is not None
+        return self._capturer.program.compiler is not None
 
     @property
     def backend(self) -> str:
@@ -240,22 +244,22 @@ class Control:
         if is_traced():  # whatever follows is no part of what is traced
             self.stats.fell_back(fallback.TRACED)
             return self.module(*args, **kwargs)
-        claim = self.claim(args, kwargs)
-        if isinstance(claim, str):
-            return self.fall_back(claim, args, kwargs)
-        return claim.run(args, kwargs)
+        handle = self.acquire(args, kwargs)
+        if isinstance(handle, str):
+            return self.fall_back(handle, args, kwargs)
+        return handle.run(args, kwargs)
 
-    def claim(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
+    def acquire(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
         """A slot with graphs for a call with these arguments, or the reason why the call must run
         eagerly.
 
-        Of tensors only the metadata is looked at, unless a capture is due. The claim counts as a
+        Of tensors only the metadata is looked at, unless a capture is due. The handle counts as a
         replay.
         """
         with self._calls:
             if self._calls.shared and not self._slots.launches.shared:
                 self._slots.launches.share()
-            known = self._steady.recall(args, kwargs) if self._steady is not None else None
+            known = self._frozen.recall(args, kwargs) if self._frozen is not None else None
             reason = self._reason_for_eager(args, kwargs) if known is None else None
             if reason is not None:
                 return reason
@@ -268,8 +272,8 @@ class Control:
                 with self._calls.capture() as free, self._lock:
                     found = self._take(call, args, kwargs) if free else fallback.BUSY
             assert found is not None, "who may capture does"
-            if known is None and self._steady is not None and isinstance(found, ReplayHandle):
-                self._steady.learn(args, kwargs, call)
+            if known is None and self._frozen is not None and isinstance(found, ReplayHandle):
+                self._frozen.learn(args, kwargs, call)
             return found
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
@@ -281,17 +285,15 @@ class Control:
         call = signature(args, kwargs, self.device)
         if call is None:
             return fallback.NO_KEY
-        if call.key in self._failed and (
-            self._retries.is_hopeless(call.key) or not self._may_capture_now()
-        ):
+        if self._capturer.failed(call.key):
             return fallback.CAPTURE_FAILED
-        reason = self._check_fingerprint()
+        reason = self._check_state()
         if reason is not None:
             return reason
-        if self._retries.must_wait(call.key):
+        if self._capturer.cache.must_wait(call.key):
             return fallback.NO_MEMORY
-        if call.key not in self._rehearsed:
-            if len(self._rehearsed) >= MAX_KEYS:
+        if not self._capturer.knows(call.key):
+            if self._capturer.is_full:
                 return fallback.TOO_MANY_KEYS
             self._notices.new_key(self.module.forward, args, kwargs, self.device)
         return call
@@ -300,49 +302,46 @@ class Control:
         self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ReplayHandle | str | None:
         """None: a capture is due, which this thread may not make now."""
-        ticket = self._slots.acquire(call.key)
-        if ticket is None:
+        lease = self._slots.acquire(call.key)
+        if lease is None:
             return fallback.NO_SLOT
-        if not self._is_captured(call, ticket.slot) and not self._calls.may_capture():
-            ticket.release()
+        if not self._capturer.is_captured(call, lease.slot) and not self._calls.may_capture():
+            lease.release()
             return None
         with contextlib.ExitStack() as on_error:
-            on_error.callback(ticket.release)
+            on_error.callback(lease.release)
             try:
-                variant = self._variant(call, ticket.slot, args, kwargs)
+                variant = self._capturer.captured(call, lease.slot, args, kwargs)
             except CaptureError as error:
                 # What it remembers says that this call is fine.
-                self._steady = self._steady and FrozenModule(self.module, self.device.type)
+                self._frozen = self._frozen and FrozenModule(self.module, self.device.type)
                 return self._give_up(call, error)
             on_error.pop_all()
         self.stats.replayed += 1
         self._notices.replays = True
         return ReplayHandle(
-            self._program, variant, ticket, self.lends, self.stats, self._calls, self._steady
+            self._capturer.program,
+            variant,
+            lease,
+            self.lends,
+            self.stats,
+            self._calls,
+            self._frozen,
         )
 
     def _give_up(self, call: Signature, error: CaptureError) -> str:
-        """The reason to run a call eagerly whose capture has failed: for good, or until there is
-        more memory. Other ranks would not try again with this one, so where captures are voted on
-        it is for good."""
-        if (
-            self.vote is alone
-            and is_out_of_memory(error.__cause__)
-            and self._retries.wait(call.key)
-        ):
-            self._complain(
-                error,
-                fallback.NO_MEMORY,
-                "running eagerly for now, because a capture found no memory",
+        """The reason to run a call eagerly whose capture has failed."""
+        reason, is_news = self._capturer.cache.give_up(call.key, error)
+        if reason == fallback.NO_MEMORY:
+            self._notices.complain(
+                error, reason, "running eagerly for now, because a capture found no memory"
             )
-            return fallback.NO_MEMORY
-        self._failed.add(call.key)
-        if self._retries.is_news(call.key, error) or self.strict:
-            self._complain(error)
-        return fallback.CAPTURE_FAILED
+        elif is_news or self.strict:
+            self._notices.complain(error)
+        return reason
 
     @contextlib.contextmanager
-    def steady(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         """For a schedule: promise that in this block nothing about the module changes but the
         values of its tensors.
 
@@ -350,15 +349,19 @@ class Control:
         nobody replaces `.grad` of its parameters in between, as another graphed module with the
         same parameters would.
         """
-        if self._fingerprint is not None and self._check_fingerprint() is None:
-            self._steady = FrozenModule(self.module, self.device.type)
+        if self._capturer.has_state and self._check_state() is None:
+            self._frozen = FrozenModule(self.module, self.device.type)
         try:
             yield
         finally:
-            self._steady = None
+            self._frozen = None
+
+    def _check_state(self) -> str | None:
+        """As `Capturer.check_state`; within `frozen` nothing can have changed."""
+        return None if self._frozen is not None else self._capturer.check_state()
 
     def has_free_slot(self) -> bool:
-        """Whether a claim would find a slot now."""
+        """Whether `acquire` would find a slot now."""
         return self._slots.has_free()
 
     def hold_slot(self) -> SlotLease:
@@ -377,7 +380,7 @@ class Control:
     @property
     def failures(self) -> int:
         """How many keys could not be captured."""
-        return len(self._failed)
+        return self._capturer.cache.failures
 
     def build(self, samples: Sequence[tuple[Any, ...]], slots: int | None = None) -> None:
         """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest
@@ -405,20 +408,40 @@ class Control:
                 self._refusal is not None
                 or reason_around()
                 or self._is_patched()
-                or self._check_fingerprint()
+                or self._check_state()
             ):
                 return
-            tickets = self._slots.reserve(slots or self._slots.limit or 1)
-            for ticket in tickets:
-                held.callback(ticket.release)
-            for ticket in tickets:
+            leases = self._slots.reserve(slots or self._slots.limit or 1)
+            for lease in leases:
+                held.callback(lease.release)
+            for lease in leases:
                 for call, args in calls:
-                    if call.key not in self._failed:
-                        self._try_variant(call, ticket.slot, args)
+                    if not self._capturer.cache.has_failed(call.key):
+                        self._build(call, lease.slot, args)
+
+    def _build(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
+        failed: CaptureError | None = None
+        try:
+            with self._calls.capture() as free:
+                if not free:
+                    raise CaptureError(
+                        fallback.BUSY,
+                        user_line(),
+                        "build graphs before other threads call the module",
+                    )
+                self._capturer.captured(call, slot, args, {})
+        except CaptureError as error:
+            failed = error
+        failed = self._capturer.cache.agree(call_name(self.module, args), call.key, slot, failed)
+        if failed is not None:
+            try:
+                self._notices.complain(failed)
+            finally:
+                failed = None  # its traceback holds this frame, and what it was about to capture
 
     def close(self) -> None:
         """Free every graph and pool. Calls run eagerly afterwards."""
-        self._closed, self._steady = True, None
+        self._closed, self._frozen = True, None
         self._slots.clear()
         self._notices.end()
 
@@ -439,13 +462,12 @@ class Control:
     def forget_all(self) -> int:
         """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager
         calls."""
-        self._rehearsed.clear()  # the tensors that graphs use, kept for them
-        return self._slots.clear()
+        return self._capturer.forget_all()
 
     def forget_code(self) -> None:
         """Whatever is compiled is tried out once more before the next capture: on another rank that
         has failed, and ranks that exchange data in it must all begin at the same point again."""
-        self._coded.clear()
+        self._capturer.forget_code()
 
     @contextlib.contextmanager
     def trial(self, args: tuple[Any, ...]) -> Iterator[tuple[Program, KeyGradients]]:
@@ -471,36 +493,13 @@ class Control:
                     user_line(),
                     "trace memory before it begins",
                 )
-            reason = self._check_fingerprint()
+            reason = self._check_state()
             if reason is not None:
                 raise CaptureError(
                     reason, user_line(), "graphs add to the gradients of leaf parameters"
                 )
-            self._compile(call, args, {})  # first by itself, as before a capture
-            yield self._program, self._output_gradients.of(call.key)
-
-    def _try_variant(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
-        failed: CaptureError | None = None
-        try:
-            with self._calls.capture() as free:
-                if not free:
-                    raise CaptureError(
-                        fallback.BUSY,
-                        user_line(),
-                        "build graphs before other threads call the module",
-                    )
-                self._variant(call, slot, args, {})
-        except CaptureError as error:
-            failed = error
-        failed = self.vote(call_name(self.module, args), failed)
-        if failed is not None:
-            self._failed.add(call.key)
-            if call.key in slot.variants:  # it is another rank that failed
-                slot.variants.pop(call.key).reset()
-            try:
-                self._complain(failed)
-            finally:
-                failed = None  # its traceback holds this frame, and what it was about to capture
+            self._capturer.compile(call, args, {})  # first by itself, as before a capture
+            yield self._capturer.program, self._output_gradients.of(call.key)
 
     def _reason_for_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call cannot be a replay, from host facts alone."""
@@ -518,10 +517,8 @@ class Control:
         reason = reason_around()
         if reason is not None:
             return reason
-        if self._steady is None and (
-            self._refusal is not None
-            or inside_data_parallel()
-            or (self._fingerprint and self._fingerprint.hooked())
+        if self._frozen is None and (
+            self._refusal is not None or inside_data_parallel() or self._capturer.is_hooked
         ):
             self._ask_for_refusal()
         if self._refusal is not None:
@@ -540,7 +537,7 @@ class Control:
 
     def _is_patched(self) -> bool:
         """Whether the module has stages, and another forward than the one that these stand for."""
-        return self._program.staged and (
+        return self._capturer.program.staged and (
             "forward" in vars(self.module)
             or getattr(type(self.module), "forward", None) is not self._forward_of_class
         )
@@ -550,13 +547,13 @@ class Control:
         again."""
         known, self._refusal = self._refusal, find_unsupported(self.module)
         if self._refusal is not None and (self.strict or self._refusal != known):
-            self._complain(
+            self._notices.complain(
                 CaptureError(self._refusal.what, user_line(), self._refusal.remedy),
                 self._refusal.reason,
             )
 
     def fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call eagerly that could not be claimed, counted under `reason`."""
+        """Run a call eagerly that `acquire` gave a reason for, counted under `reason`."""
         with self._calls, self._lock:
             self.stats.fell_back(
                 reason,
@@ -573,16 +570,14 @@ class Control:
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """The call without graphs, uncounted: by compiled code where a replay runs that, else by
         the module itself."""
-        if self._program.compiler is None or not self._has_code(args, kwargs):
+        compiler = self._capturer.program.compiler
+        if compiler is None or not self._has_code(args, kwargs):
             with self._calls:
                 return self.module(*args, **kwargs)
         # Within a whole step this may be the first call, which nothing has compiled ahead and
         # counted.
-        with (
-            self._calls,
-            self._program.compiler.counting() if capturing() else contextlib.nullcontext(),
-        ):
-            return self._program.call(args, kwargs)
+        with self._calls, compiler.counting() if capturing() else contextlib.nullcontext():
+            return self._capturer.program.call(args, kwargs)
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the call's stages are compiled, which they are now if a replay of this call is
@@ -595,197 +590,29 @@ class Control:
             or undeclared(args, kwargs, self.capacities) is not None
         ):
             return False
+        cache = self._capturer.cache
         with self._lock:
             call = signature(args, kwargs, self.device)
-            if call is None or call.key in self._failed:
+            if call is None or cache.has_failed(call.key):
                 return False
             # of a whole step: the module has aliases for parameters now, and nothing can be tried
             # out
             if capturing():
                 return True
-            if self._check_fingerprint() is not None:
+            if self._check_state() is not None:
                 return False
-            if call.key in self._coded:
+            if self._capturer.is_compiled(call.key):
                 return True
         with self._calls.capture() as free:
             if not free:
                 return False
             try:
-                self._compile(call, args, kwargs)
+                self._capturer.compile(call, args, kwargs)
             except CaptureError as error:
-                self._failed.add(call.key)
-                self._complain(error)
+                cache.fail(call.key)
+                self._notices.complain(error)
                 return False
             return True
-
-    def _compile(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile what this key needs, unless that was done. Raises CaptureError."""
-        if self._program.compiler is not None and call.key not in self._coded:
-            compile_ahead(
-                self._program, self._backend, self._output_gradients.of(call.key), args, kwargs
-            )
-            self._coded.add(call.key)
-
-    def _check_fingerprint(self) -> str | None:
-        """Drop all graphs when a fact they baked about the module has changed; the call then
-        captures again, or runs eagerly for the returned reason."""
-        if self._steady is not None:
-            return None
-        change, before = (
-            (self._fingerprint.changed(), self._fingerprint.refused)
-            if self._fingerprint
-            else (None, None)
-        )
-        change = change or self._moved
-        if self._fingerprint is None or change is not None:
-            if not are_leaves(self.module):
-                return fallback.NOT_LEAVES
-            if change is not None:
-                self._start_again(change)
-            self._program = self._program.rebuilt()
-            self._fingerprint = ModuleState(self.module, self._program.volatile)
-            self._moved = None
-        refused = self._fingerprint.refused
-        if refused is not None and (self.strict or refused != before):
-            self._complain(
-                CaptureError(refused.what, user_line(), refused.remedy),
-                fallback.HIDDEN_STATE,
-                "running eagerly, because the module's state cannot be watched",
-            )
-        return None if refused is None else fallback.HIDDEN_STATE
-
-    def _start_again(self, change: Change) -> None:
-        self._refuse_another_device()
-        if any(slot.variants for slot in self._slots.all):
-            error = CaptureError(
-                f"{change} after the graphs were captured", user_line(), change.remedy
-            )
-            if self.strict:
-                raise error
-            warn(f"capturing again: {error}")
-        if self._may_capture_now():
-            self._failed = set(filter(self._retries.is_hopeless, self._failed))
-        self.stats.dropped("module changed", self._slots.clear())
-        self._buffers_of_gradients = GradientBuffers(self._slots.launches)
-        self._output_gradients.forget()
-        self._rehearsed.clear()
-        self._coded.clear()
-
-    def _may_capture_now(self) -> bool:
-        """Whether something about the module has changed that its own forward does not change in
-        every call."""
-        return (
-            self._fingerprint is None
-            or self._fingerprint.changed(self._program.assigned) is not None
-        )
-
-    def _refuse_another_device(self) -> None:
-        tensor = next(iter([*self.module.parameters(), *self.module.buffers()]), None)
-        if tensor is not None and tensor.device != self.device:
-            raise RuntimeError(
-                f"the module was moved from {self.device} to {tensor.device} after packgraph.graph "
-                "wrapped it: move it first, then wrap it"
-            )
-
-    def _is_captured(self, call: Signature, slot: Slot) -> bool:
-        """Whether the slot has graphs for this key, with a backward for all that is known of its
-        gradients."""
-        variant = slot.variants.get(call.key)
-        return (
-            variant is not None and variant.version == self._output_gradients.of(call.key).version
-        )
-
-    def _variant(
-        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Variant:
-        """The slot's graphs for this key, captured now if it has none. Raises CaptureError."""
-        gradients = self._output_gradients.of(call.key)
-        if not self._is_captured(call, slot):
-            if call.key in slot.variants:
-                slot.variants.pop(call.key).reset()
-                self.stats.dropped(fallback.NEW_PATTERN, 1)
-            started = time.perf_counter()
-            if self._retries.is_due(call.key):
-                free_memory(self.device)
-            self.stats.dropped("a larger variant took the slot", slot.make_room(call.nbytes))
-            executes = self._backend.guard_device is None
-            if (
-                executes and self._slots.launches.shared
-            ):  # backwards of others may be adding to `.grad`
-                let_go(self._buffers_of_gradients.all(), self._slots.launches)
-            with self._slots.launches.during_capture(executes):
-                self._compile(call, args, kwargs)
-                rehearsal = self._rehearsed[call.key] = self._rehearse(
-                    call, gradients, args, kwargs
-                )
-                changed = self._fingerprint.changed if self._fingerprint is not None else _nothing
-                variant = capture_variant(
-                    self._program,
-                    self._backend,
-                    slot,
-                    self._buffers_of_gradients,
-                    gradients,
-                    changed,
-                    self._calls,
-                    self.lends,
-                    args,
-                    kwargs,
-                    rehearsal,
-                )
-                rehearsal.calls.shorten()
-                self._refuse_repeated_moves(call.key, variant)
-            slot.variants[call.key] = variant
-            self.stats.dropped("a larger variant took the slot", slot.forget_smaller(call.key))
-            self.stats.captured += len(variant.regions)
-            self.stats.capture_seconds += time.perf_counter() - started
-        return slot.variants[call.key]
-
-    def _refuse_repeated_moves(self, key: Hashable, variant: Variant) -> None:
-        """Look at what the capture has changed in Python outside of the module, by running its
-        code: a cache that it has filled, say. Graphs hold for the state after it, which is where
-        the next call begins, or captures again.
-
-        Raises CaptureError where an earlier capture for this key has changed the same: whoever puts
-        it back wants every call to change it.
-        """
-        state = self._fingerprint
-        self._moved = None if state is None else state.changed(self._program.assigned)
-        if self._moved is None:
-            return
-        if (key, self._moved.what) in self._moves:
-            variant.reset()
-            raise CaptureError(
-                f"{self._moved} in forward, where a replay would not change it, and was put back "
-                "between calls",
-                user_line(),
-                "return the value, or set it outside of forward",
-            )
-        self._moves.add((key, self._moved.what))
-
-    def _rehearse(
-        self,
-        call: Signature,
-        gradients: KeyGradients,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> DryRun:
-        earlier = self._rehearsed.get(call.key)
-        if earlier is None:
-            return dry_run(self._program, self._backend, gradients, args, kwargs)
-        return dry_run_again(self._program, self._backend, gradients, args, kwargs, earlier)
-
-    def _complain(
-        self,
-        error: CaptureError,
-        reason: str = fallback.CAPTURE_FAILED,
-        so: str = "running eagerly from here on, because a capture failed",
-    ) -> None:
-        """Raise in strict mode; otherwise warn, and calls run eagerly for `reason`."""
-        forget_frames(error)
-        if self.strict:
-            raise error
-        self._notices.is_told(reason, error.remedy)
-        warn(f"{so}: {error}")
 
 
 def _counting(fallbacks: Counter[str], notices: Notices) -> Callable[[str], None]:
@@ -803,7 +630,3 @@ def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:
     """A method of an object that this does not keep alive; False when it is gone."""
     held = weakref.WeakMethod(method)
     return lambda: (found := held()) is not None and found()
-
-
-def _nothing() -> None:
-    """No fact has changed."""

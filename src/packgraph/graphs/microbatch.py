@@ -25,15 +25,15 @@ def forward_backward(
     detached; it may be memory of the slot, so it holds its value only until the next call.
     """
     own = control(graphed)
-    claim = own.claim(args, {}) if before is None else None
-    if isinstance(claim, ReplayHandle) and claim.is_direct and claim.makes_one_number:
-        loss = claim.forward(args, {})
-        claim.backward()
+    handle = own.acquire(args, {}) if before is None else None
+    if isinstance(handle, ReplayHandle) and handle.is_direct and handle.makes_one_number:
+        loss = handle.forward(args, {})
+        handle.backward()
         return loss
-    if isinstance(claim, ReplayHandle):
-        loss = claim.run(args, {})
+    if isinstance(handle, ReplayHandle):
+        loss = handle.run(args, {})
     else:
-        loss = graphed(*args) if claim is None else own.fall_back(claim, args, {})
+        loss = graphed(*args) if handle is None else own.fall_back(handle, args, {})
     if before is not None:
         before(loss)
     loss.backward()

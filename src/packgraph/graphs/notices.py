@@ -7,15 +7,18 @@ no call was ever replayed                           when the module is closed, d
                                                     process ends
 """
 
+import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.arguments import named_leaves
-from packgraph.graphs.errors import CaptureError, user_line, user_place, warn
+from packgraph.graphs.errors import CaptureError, forget_frames, user_line, user_place, warn
+from packgraph.graphs.signature import packed_batches, unfit
+from packgraph.packing.capacity import Capacity
 
 MOST_FLOATS, MOST_OTHERS = (
     3,
@@ -63,9 +66,18 @@ class Notices:
             self._told[reason] = found.remedy
             _tell(f"{self._name} runs eagerly: {_with(reason, detail)}", found.remedy)
 
-    def is_told(self, reason: str, remedy: str) -> None:
-        """Somebody else has told the user about `reason`, in more words."""
-        self._told[reason] = remedy
+    def complain(
+        self,
+        error: CaptureError,
+        reason: str = fallback.CAPTURE_FAILED,
+        so: str = "running eagerly from here on, because a capture failed",
+    ) -> None:
+        """Raises `error` in strict mode; otherwise warns, and calls run eagerly for `reason`."""
+        forget_frames(error)
+        if self.strict:
+            raise error
+        self._told[reason] = error.remedy
+        warn(f"{so}: {error}")
 
     def new_key(
         self,
@@ -126,3 +138,56 @@ def _tell(what: str, remedy: str) -> None:
 # To torch.compile a call whose result is known: made while it traces, and no part of what is
 # traced.
 _tell._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def named_leaves(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The leaves of a call's arguments, each with the name or position of its argument of
+    `forward`."""
+    try:
+        names = [
+            parameter.name
+            for parameter in inspect.signature(forward).parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+    except (ValueError, TypeError):  # of code that is not Python's
+        names = []
+    named = [(repr(names[i]) if i < len(names) else str(i), arg) for i, arg in enumerate(args)]
+    for name, arg in [*named, *((repr(name), arg) for name, arg in kwargs.items())]:
+        for number, leaf in enumerate(tree_leaves(arg)):
+            yield (
+                (f"argument {name}" if leaf is arg else f"entry {number} of argument {name}"),
+                leaf,
+            )
+
+
+def detail(
+    reason: str,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    capacities: Sequence[Capacity],
+) -> str:
+    """What it is about these arguments that the call runs eagerly for `reason`; empty where it is
+    not about them."""
+    declared = f"declared: {', '.join(map(str, capacities)) or 'none'}"
+    if reason == fallback.NO_KEY:
+        found = ((name, unfit(leaf, device)) for name, leaf in named_leaves(forward, args, kwargs))
+        return next((f"{name} is {problem}" for name, problem in found if problem is not None), "")
+    if reason in (fallback.UNDECLARED, fallback.DOCUMENTS):
+        other = [
+            str(batch.capacity)
+            for batch in packed_batches((args, kwargs))
+            if batch.capacity not in capacities
+        ]
+        return f"{', '.join(other)}; {declared}"
+    if reason == fallback.UNKNOWN_SHAPE:
+        shapes = [
+            str(tuple(leaf.shape))
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        ]
+        return f"tensors of shapes {', '.join(shapes) or '(none)'}; {declared}"
+    return ""

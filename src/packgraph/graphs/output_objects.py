@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import register_pytree_node, tree_map
 
+from packgraph.graphs.checks.state_kinds import PLAIN
 from packgraph.graphs.errors import is_user_file
-from packgraph.graphs.state_kinds import PLAIN
 
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
 _FIXED = (*PLAIN, Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)

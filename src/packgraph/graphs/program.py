@@ -13,10 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs.compile_units import CompileUnit, compile_units_of
 from packgraph.graphs.output_objects import close_objects, open_objects
-from packgraph.graphs.regions import Run, cut_runs
-from packgraph.graphs.stages import Stage, Staged, State
+from packgraph.graphs.stages import (
+    CompileUnit,
+    Run,
+    Stage,
+    Staged,
+    State,
+    compile_units_of,
+    cut_runs,
+)
 from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 
@@ -30,6 +36,16 @@ class StageCompiler(Protocol):
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State: ...
 
     def counting(self) -> AbstractContextManager[None]: ...
+
+
+class RunHandler(Protocol):
+    """Executes the runs of a program in one way: plain, checked, by capture or by replay."""
+
+    def captured(self, index: int, run: Run, state: State) -> State:
+        """Executes run number `index`, which graphs hold."""
+
+    def eager(self, index: int, run: Run, state: State) -> State:
+        """Executes run number `index`, which stays eager."""
 
 
 class Program:
@@ -98,17 +114,18 @@ class Program:
             state = stage.run(state)
         return state
 
+    def execute(self, state: State, handler: RunHandler) -> State:
+        """Executes all runs in order by `handler`: the last state."""
+        for index, run in enumerate(self.runs):
+            if run.captured:
+                state = handler.captured(index, run, state)
+            else:
+                state = handler.eager(index, run, state)
+        return state
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's call without graphs: captured runs by the code that graphs hold."""
-        state = self.begin(args, kwargs)
-        for run in self.runs:
-            if run.captured:
-                shown = hide_lengths(state)
-                result = self.run(run, shown)
-                state = with_lengths(state, shown, result)
-            else:
-                state = self.run(run, state)
-        return close_objects(self.end(state))
+        return close_objects(self.end(self.execute(self.begin(args, kwargs), _Plain(self))))
 
     def describe(self, run: Run) -> str:
         """The run's stages in words, for messages."""
@@ -129,6 +146,20 @@ class Program:
             for stage in (stages[0], stages[-1])
         ]
         return " to ".join(names if len(stages) > 1 else names[:1])
+
+
+class _Plain:
+    """Runs as they are."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def captured(self, index: int, run: Run, state: State) -> State:
+        shown = hide_lengths(state)
+        return with_lengths(state, shown, self._program.run(run, shown))
+
+    def eager(self, index: int, run: Run, state: State) -> State:
+        return self._program.run(run, state)
 
 
 def _call(module: torch.nn.Module, state: State) -> State:

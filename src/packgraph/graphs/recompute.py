@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from packgraph.graphs.entries import PassThrough
+from packgraph.graphs.checks.host_calls import watched_calls
+from packgraph.graphs.checks.host_sync import CodeWatcher, Journal
+from packgraph.graphs.checks.operations import operation_of
+from packgraph.graphs.checks.random_state import PastDraws, Redraw
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.host_calls import watched_calls
-from packgraph.graphs.host_sync import CodeWatcher, Journal
-from packgraph.graphs.operations import operation_of
-from packgraph.graphs.random_state import PastDraws, Redraw
-from packgraph.graphs.region import Region, Token
+from packgraph.graphs.region import PassThrough, Region, Token
 from packgraph.graphs.stages import State
 
 

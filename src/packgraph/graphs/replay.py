@@ -16,14 +16,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.autograd_walk import is_seen
-from packgraph.graphs.entries import make_entry
+from packgraph.graphs.checks.random_state import PastDraws
 from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
+from packgraph.graphs.hooks import expect_visits
 from packgraph.graphs.output_gradients import pattern_of
-from packgraph.graphs.parameter_hooks import expect_visits
 from packgraph.graphs.parameters import are_quiet, has_hooks
-from packgraph.graphs.random_state import PastDraws
 from packgraph.graphs.recompute import recompute_gradients
-from packgraph.graphs.region import Backward, Inner, Region, StaticAliases, Version
+from packgraph.graphs.region import Backward, Inner, Region, StaticAliases, Version, make_entry
 from packgraph.graphs.shared_gradients import let_go
 from packgraph.graphs.signature import kernel_settings
 from packgraph.graphs.slots import SlotLease
@@ -35,7 +34,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 def stage_inputs(
-    region: Region, state: State, homes: StaticAliases
+    region: Region, state: State, aliases: StaticAliases
 ) -> tuple[list[torch.Tensor], list[Version]]:
     """Copy what comes from eager code into the slot; the tensors whose gradients autograd wants, in
     order, and those that backwards read."""
@@ -52,7 +51,7 @@ def stage_inputs(
         if entry.buffer is not None:
             if tensor.data_ptr() != entry.buffer.data_ptr():
                 entry.buffer.copy_(tensor.detach())
-            homes.note(tensor, entry.token, alias=False)
+            aliases.note(tensor, entry.token, alias=False)
         if entry.differentiable:
             wanted.append(tensor)
     read = [tensors[number] for number in region.context.inputs]
@@ -61,27 +60,27 @@ def stage_inputs(
     return wanted, [(weakref.ref(tensor), tensor._version) for tensor in read]
 
 
-def replay_region(region: Region, state: State, ticket: SlotLease, homes: StaticAliases) -> State:
+def replay_region(region: Region, state: State, lease: SlotLease, aliases: StaticAliases) -> State:
     """Replay the forward graph and return the next state; its outputs alias static memory and are
     noted in `homes`."""
     edge = region.parameters
-    with ticket.slots.launches:
-        wanted, read = stage_inputs(region, state, homes)
+    with lease.slots.launches:
+        wanted, read = stage_inputs(region, state, aliases)
         if any(output.differentiable for output in region.outputs):
-            ticket.pending.add(region.number)
+            lease.pending.add(region.number)
             inner: list[Inner] = []
             made = _Replay.apply(
-                edge.anchor, edge.tensor, region, ticket, read, inner, *wanted, *region.returned
+                edge.anchor, edge.tensor, region, lease, read, inner, *wanted, *region.returned
             )
             for number in region.inner:
-                homes.note_inner(made[number], inner)
+                aliases.note_inner(made[number], inner)
             for number in region.saved:
-                homes.note_saved(made[number], read)
+                aliases.note_saved(made[number], read)
         else:
             replay_forward(region)
             made = tuple(output.static.tensor.detach() for output in region.outputs)
     for number, tensor in enumerate(made):
-        homes.note(tensor, (region.number, number), alias=True)
+        aliases.note(tensor, (region.number, number), alias=True)
     return {key: make_entry(entry, state, made) for key, entry in region.entries.items()}
 
 
@@ -103,12 +102,12 @@ class _Replay(torch.autograd.Function):
         anchor: torch.Tensor,
         edge: torch.Tensor,
         region: Region,
-        ticket: SlotLease,
+        lease: SlotLease,
         read: list[Version],
         inner: list[Inner],
         *inputs: torch.Tensor,
     ) -> Any:
-        ctx.region, ctx.ticket, ctx.read, ctx.inner = region, ticket, read, inner
+        ctx.region, ctx.lease, ctx.read, ctx.inner = region, lease, read, inner
         ctx.set_materialize_grads(False)
         ctx.draws = PastDraws(region.context.generators)
         replay_forward(region)
@@ -122,7 +121,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        region, ticket = ctx.region, ctx.ticket
+        region, lease = ctx.region, ctx.lease
         inputs = sum(entry.differentiable for entry in region.inputs)
         returned = ctx.next_functions[len(ctx.next_functions) - len(region.returned) :]
         if all(gradient is None for gradient in gradients):
@@ -132,32 +131,32 @@ class _Replay(torch.autograd.Function):
         _refuse_hooks_inside(region, ctx.inner)
         _check_settings(region)
         _check_versions(region, ctx.versions, ctx.read)
-        with ticket.slots.launches:
-            ticket.start_backward(region.number)
+        with lease.slots.launches:
+            lease.start_backward(region.number)
         pattern = pattern_of(gradients)
         casts = torch.is_autocast_enabled(region.modes.device_type)
         backward = None if casts else region.backwards.get(pattern)
         with torch.no_grad():
             if backward is not None:
-                signal, results = _replay_backward(region, backward, gradients, ticket)
+                signal, results = _replay_backward(region, backward, gradients, lease)
             else:
                 signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
                 known = region.context.gradients
                 known.runs_under_autocast() if casts else known.learn(
                     region.number, list(region.backwards), pattern
                 )
-        with ticket.slots.launches:
-            ticket.finish_backward(region.number)
+        with lease.slots.launches:
+            lease.finish_backward(region.number)
         expect_visits(returned, region.returned, results[inputs:])
         return None, signal, None, None, None, None, *results
 
 
 def _replay_backward(
-    region: Region, backward: Backward, gradients: Gradients, ticket: SlotLease
+    region: Region, backward: Backward, gradients: Gradients, lease: SlotLease
 ) -> tuple[Any, list[Any]]:
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned
     parameters."""
-    launches = ticket.slots.launches
+    launches = lease.slots.launches
     # What is wanted by itself: of some tensors only, or to be seen by a hook.
     whole = region.parameters.is_whole()
     asked: list[GradientBuffer] = []

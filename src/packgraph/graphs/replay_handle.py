@@ -1,9 +1,8 @@
-"""A claim: one call's right to replay, with its slot, its graphs and the static memory it may write
-into directly.
+"""Leased slot with the captured graphs and static buffers for one call.
 
-An ordinary call claims, runs and forgets. A pipeline holds claims: it receives activations straight
-into the slot's input buffer, gradients straight into its gradient buffer, and keeps the slot until
-its sends are done.
+An ordinary call acquires a handle, runs and forgets it. A pipeline holds handles: it receives
+activations straight into the slot's input buffer, gradients straight into its gradient buffer, and
+keeps the slot until its sends are done.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from packgraph.graphs.program import Program
 from packgraph.graphs.region import StaticAliases, accepts
 from packgraph.graphs.replay import replay_region
 from packgraph.graphs.slots import SlotLease
-from packgraph.graphs.stages import State
+from packgraph.graphs.stages import Run, State
 
 
 class ReplayHandle:
@@ -36,23 +35,23 @@ class ReplayHandle:
         self,
         program: Program,
         variant: Variant,
-        ticket: SlotLease,
+        lease: SlotLease,
         lends: bool,
         stats: Stats,
         calls: Calls,
-        steady: object = None,
+        frozen: object = None,
     ) -> None:
-        """calls: of the module. steady: stands for a block of time in which nothing about the
+        """calls: of the module. frozen: stands for a block of time in which nothing about the
         module but values changes; None = no such."""
         self.calls = calls
-        self.program, self.variant, self.ticket, self.lends, self.stats = (
+        self.program, self.variant, self.lease, self.lends, self.stats = (
             program,
             variant,
-            ticket,
+            lease,
             lends,
             stats,
         )
-        self.steady = steady
+        self.frozen = frozen
 
     @property
     def is_direct(self) -> bool:
@@ -78,17 +77,17 @@ class ReplayHandle:
             with self.calls:
                 if self.program.staged:
                     self.program.begin(args, kwargs)
-                out = self.variant.direct.forward(call_tensors(args, kwargs), self.ticket)
+                out = self.variant.direct.forward(call_tensors(args, kwargs), self.lease)
             launched = True
         finally:
             if not launched:
-                self.ticket.release()
+                self.lease.release()
         return out
 
     def backward(self, gradient: torch.Tensor | None = None) -> None:
         """Replay the backward. gradient: of the output, None = one."""
         assert self.variant.direct is not None
-        self.variant.direct.backward(gradient, self.ticket, self.steady)
+        self.variant.direct.backward(gradient, self.lease, self.frozen)
 
     def input_gradient(self, tensor: int) -> torch.Tensor | None:
         """Where `backward` leaves the gradient of the call's tensor number `tensor`: an alias of
@@ -118,62 +117,71 @@ class ReplayHandle:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replay the call's forward; its backward follows by autograd."""
         with contextlib.ExitStack() as on_error:
-            on_error.callback(self.ticket.release)
+            on_error.callback(self.lease.release)
             with self.calls:
                 result = self._run(args, kwargs)
             on_error.pop_all()
         return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = self.program.begin(args, kwargs)
-        homes = StaticAliases()
-        was_eager = False
-        for index, run in enumerate(self.program.runs):
-            region = self.variant.regions.get(index)
-            if region is not None and was_eager and not accepts(region, state, homes):
-                self.stats.fell_back(fallback.OTHER_STATE)
-                region = None
-            if region is None:
-                state = self.program.run(run, _own_copies(state, homes))
-            else:
-                state = replay_region(region, state, self.ticket, homes)
-            was_eager = region is None
-        result = self.program.end(state)
+        replay, program = _Replayed(self), self.program
+        result = program.end(program.execute(program.begin(args, kwargs), replay))
         if self.lends:
             return close_objects(result)
-        with self.ticket.slots.launches:
-            return close_objects(_left(result, homes))
+        with self.lease.slots.launches:
+            return close_objects(_left(result, replay.aliases))
 
 
-def _left(result: Any, homes: StaticAliases) -> Any:
+class _Replayed:
+    """Runs by replay, where the slot has graphs for them."""
+
+    def __init__(self, handle: ReplayHandle) -> None:
+        self._handle, self.aliases, self._was_eager = handle, StaticAliases(), False
+
+    def captured(self, index: int, run: Run, state: State) -> State:
+        region = self._handle.variant.regions.get(index)
+        if region is None:
+            return self.eager(index, run, state)
+        if self._was_eager and not accepts(region, state, self.aliases):
+            self._handle.stats.fell_back(fallback.OTHER_STATE)
+            return self.eager(index, run, state)
+        self._was_eager = False
+        return replay_region(region, state, self._handle.lease, self.aliases)
+
+    def eager(self, index: int, run: Run, state: State) -> State:
+        self._was_eager = True
+        return self._handle.program.run(run, _own_copies(state, self.aliases))
+
+
+def _left(result: Any, aliases: StaticAliases) -> Any:
     """What leaves the call: never static memory, nor a view of it. One tensor in several places
     stays one."""
     clones: dict[int, torch.Tensor] = {}
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not homes.shares(leaf):
+        if not isinstance(leaf, torch.Tensor) or not aliases.shares(leaf):
             return leaf
         if id(leaf) not in clones:
             clones[id(leaf)] = leaf.clone()
-            homes.note_copy(leaf, clones[id(leaf)])
+            aliases.note_copy(leaf, clones[id(leaf)])
         return clones[id(leaf)]
 
     return tree_map(own, result)
 
 
-def _own_copies(state: State, homes: StaticAliases) -> State:
+def _own_copies(state: State, aliases: StaticAliases) -> State:
     """The state for an eager stage: differentiable static tensors are cloned, since autograd may
     keep them."""
     clones: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
-        if not homes.is_alias(leaf) or not leaf.requires_grad:
+        if not aliases.is_alias(leaf) or not leaf.requires_grad:
             return leaf
         if id(leaf) not in clones:
-            clone, token = leaf.clone(), homes.token(leaf)
-            homes.note_copy(leaf, clone)
+            clone, token = leaf.clone(), aliases.token(leaf)
+            aliases.note_copy(leaf, clone)
             if token is not None:
-                homes.note(clone, token, alias=False)
+                aliases.note(clone, token, alias=False)
             clones[id(leaf)] = clone
         return clones[id(leaf)]
 

@@ -6,7 +6,7 @@ arguments left out) count by value.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.captured_capacities import CapturedCapacities
+from packgraph.graphs.fallback import OVER_BUDGET as OVER_BUDGET
 from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -234,3 +234,24 @@ def undeclared(
     if first is None or first.dim() == 0 or not set(first.shape[:2]) & tokens:
         return fallback.UNKNOWN_SHAPE
     return None
+
+
+class CapturedCapacities(tuple[Capacity, ...]):
+    """The capacities that graphs are captured for. dropped: those that were declared as well, with
+    the reason.
+
+    True even when none is kept: an empty tuple of capacities would mean that every shape may be
+    captured.
+    """
+
+    dropped: dict[Capacity, str]
+
+    def __new__(
+        cls, kept: Iterable[Capacity], dropped: Mapping[Capacity, str]
+    ) -> "CapturedCapacities":
+        made = super().__new__(cls, sorted(kept))
+        made.dropped = dict(dropped)
+        return made
+
+    def __bool__(self) -> bool:
+        return bool(len(self) or self.dropped)

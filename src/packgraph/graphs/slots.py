@@ -1,4 +1,4 @@
-"""Slots: the static memory of one in-flight microbatch, and the ticket that owns it.
+"""Slots: the static memory of one in-flight microbatch, and the lease that owns it.
 
     acquire -> forward replays -> ... other microbatches in their own slots ... -> backward replays
     -> release
@@ -46,7 +46,7 @@ class Slot:
         self._buffers: dict[Hashable, torch.Tensor] = {}
 
     @property
-    def brief(self) -> Pool:
+    def scratch(self) -> Pool:
         """The pool for memory that nobody reads after the replay that wrote it."""
         return self.pool if self._shared is None else self._shared
 
@@ -116,7 +116,7 @@ class Slot:
     def poison(self) -> None:
         """Fill pools and buffers with NaN patterns (tests)."""
         self.pool.poison()
-        self.brief.poison()
+        self.scratch.poison()
         for kept in self._buffers.values():
             kept.fill_(0xFF)
 
@@ -211,19 +211,17 @@ class Slots:
 
     def reserve(self, count: int) -> list["SlotLease"]:
         """Claim `count` slots at once, to build them. Raises RuntimeError when fewer can be had."""
-        tickets: list[SlotLease] = []
+        leases: list[SlotLease] = []
         for _ in range(count):
-            ticket = self.acquire(None)
-            if ticket is None:
-                raise RuntimeError(
-                    f"{count} slots were asked for, but only {len(tickets)} are free"
-                )
-            tickets.append(ticket)
-        return tickets
+            lease = self.acquire(None)
+            if lease is None:
+                raise RuntimeError(f"{count} slots were asked for, but only {len(leases)} are free")
+            leases.append(lease)
+        return leases
 
 
 class SlotLease:
-    """One microbatch's claim on a slot, owned by its autograd nodes.
+    """A slot leased by one microbatch, owned by its autograd nodes.
 
     The slot goes back when the last of `pending` backwards has run, or when the nodes are gone
     without a backward. kept: somebody else (a pipeline with sends under way) says when, by

@@ -1,16 +1,34 @@
-"""Stages: how a model says what it is made of, without knowing about graphs.
+"""Stages: how a model says what it is made of, and which of them become which graphs.
 
 A model is a list of named stages over an explicit state (a dict, used as a pytree of tensors,
 packed batches and constants). Each stage returns a new dict; nothing is stashed on modules between
 stages. Whoever runs the stages may run some of them eagerly and replay the others.
 
-    begin(args) -> state -> embed -> attn 0 -> mlp 0 -> attn 1 -> ... -> head -> end(state) ->
-    outputs
+    begin(args) -> state -> embed -> attn 0 -> mlp 0 -> ... -> head -> end(state) -> outputs
+
+A scope colours stages by name; consecutive coloured stages become runs that are captured together.
+This is the only place where scope and granularity are read.
+
+    stages   embed | attn mlp | attn mlp | head          scope {attn, mlp}
+    layer            [------]   [------]                 two segments, cut at every layer
+    chunk            [-----------------]                 one segment; embed and head stay eager
+
+A scope is any collection of names of the model's own stages; the first part of a name stands for
+all stages that begin with it (`moe` for `moe_router`, `moe_experts` and so on). A stage that can
+never be captured says why (`Stage.eager`): without a scope it stays eager, naming it is an error.
+
+torch.compile gets the stages of one layer together (`compile_units_of`), so that all like layers
+share one piece of code.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import difflib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 State = dict[str, Any]
 
@@ -58,3 +76,159 @@ def run_stages(module: Staged, *args: Any, **kwargs: Any) -> Any:
     for stage in module.stages():
         state = stage.run(state)
     return module.end(state)
+
+
+class CompileUnit(NamedTuple):
+    """Consecutive stages of one layer that are compiled together.
+
+    owner: the module whose methods they are, or None. methods: what to call: functions of (owner,
+    state), or of state.
+    """
+
+    owner: Any
+    methods: tuple[Callable[..., State], ...]
+    name: str
+
+
+def compile_units_of(stages: Sequence[Stage]) -> tuple[CompileUnit, ...]:
+    """Cut consecutive stages where the layer or the owner changes."""
+    pieces: list[CompileUnit] = []
+    last: int | None = None
+    for stage in stages:
+        owner, method = getattr(stage.run, "__self__", None), getattr(stage.run, "__func__", None)
+        if not isinstance(owner, torch.nn.Module) or method is None:
+            owner, method = None, stage.run
+        if pieces and last == stage.layer and pieces[-1].owner is owner:
+            before = pieces.pop()
+            pieces.append(
+                CompileUnit(owner, (*before.methods, method), f"{before.name}, {stage.name}")
+            )
+        else:
+            pieces.append(CompileUnit(owner, (method,), stage.name))
+        last = stage.layer
+    return tuple(pieces)
+
+
+def saving(piece: CompileUnit, state: State) -> contextlib.AbstractContextManager[None]:
+    """The block that the piece's compiled code is to run in: the mark `offload` of its owner, if it
+    has one, for all that the code saves. What needs no gradient of the state is shared by all
+    layers and stays.
+    """
+    mark = getattr(piece.owner, "offload", None)
+    if mark is None:
+        return contextlib.nullcontext()
+    return mark(
+        "layer",
+        leave=[
+            leaf
+            for leaf in tree_leaves(state)
+            if isinstance(leaf, torch.Tensor) and not leaf.requires_grad
+        ],
+    )
+
+
+GRANULARITIES = ("layer", "chunk")
+
+
+class NamedStage(Protocol):
+    """What this module needs of a stage: its name, the layer it belongs to, and why it cannot be
+    captured, if so."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def eager(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive stages `start` to `stop` (exclusive) that are captured together, or run eagerly
+    together."""
+
+    start: int
+    stop: int
+    captured: bool
+
+
+def in_scope(name: str, scope: Collection[str] | None) -> bool:
+    """Whether `scope` colours the stage `name`; None colours every stage."""
+    return scope is None or any(name == asked or name.startswith(f"{asked}_") for asked in scope)
+
+
+def scope_errors(
+    stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str
+) -> list[str]:
+    """Every reason why this scope and granularity cannot be captured for these stages; empty when
+    legal."""
+    errors = []
+    if granularity == "step":
+        errors.append(
+            "granularity 'step' captures a whole optimizer step, of which packgraph.graph sees one "
+            "call: use "
+            "'chunk' here, or `packgraph train --graph.granularity step`"
+        )
+    elif granularity not in GRANULARITIES:
+        errors.append(
+            f"unknown granularity {granularity!r}: use one of {', '.join(map(repr, GRANULARITIES))}"
+        )
+    if scope is None:
+        return errors
+    if isinstance(scope, str):
+        return [
+            *errors,
+            f"scope is a collection of stage names, not the string {scope!r}: write [{scope!r}]",
+        ]
+    asked, present = set(scope), {stage.name for stage in stages}
+    if not asked:
+        errors.append(
+            "scope is empty: nothing would be captured; leave it out to capture every stage"
+        )
+    for name in sorted(asked):
+        if not any(in_scope(stage, [name]) for stage in present):
+            near = difflib.get_close_matches(name, present, n=1)
+            errors.append(
+                f"scope names {name!r}, but the model has only the stages "
+                f"{', '.join(sorted(present))}" + (f": did you mean {near[0]!r}?" if near else "")
+            )
+        errors += [
+            f"{name!r} already means every {name}_* stage: give either {name!r} or the single "
+            "stages"
+            for part in asked
+            if part != name and in_scope(part, [name])
+        ][:1]
+    if "moe_preprocess" in asked and "moe_router" not in asked:
+        errors.append("'moe_preprocess' needs 'moe_router': it reads the router's captured outputs")
+    for name in sorted(asked):
+        reasons = dict.fromkeys(
+            f"{stage.name}: {stage.eager}"
+            for stage in stages
+            if stage.eager and in_scope(stage.name, [name])
+        )
+        errors.extend(f"{name!r} cannot be captured here: {reason}" for reason in reasons)
+    return errors
+
+
+def cut_runs(
+    stages: Sequence[NamedStage], scope: Iterable[str] | None, granularity: str
+) -> tuple[Run, ...]:
+    """Cut `stages` into runs, in order and without gaps.
+
+    Raises ValueError with all reasons at once when the combination is illegal.
+    """
+    errors = scope_errors(stages, scope, granularity)
+    if errors:
+        raise ValueError("this capture scope is not possible:\n  - " + "\n  - ".join(errors))
+    asked = scope if scope is None else set(scope)
+    runs: list[Run] = []
+    for index, stage in enumerate(stages):
+        captured = in_scope(stage.name, asked) and not stage.eager
+        same_layer = granularity == "chunk" or index == 0 or stages[index - 1].layer == stage.layer
+        if runs and runs[-1].captured == captured and (same_layer or not captured):
+            runs[-1] = Run(runs[-1].start, index + 1, captured)
+        else:
+            runs.append(Run(index, index + 1, captured))
+    return tuple(runs)

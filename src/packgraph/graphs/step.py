@@ -13,8 +13,7 @@ part of the key.
 """
 
 import contextlib
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +22,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend, Graph, Static
+from packgraph.graphs.cache import Consensus, GraphCache
 from packgraph.graphs.capture import compiled_code, explained, undone
-from packgraph.graphs.consensus import Vote, alone
+from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
+from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
-from packgraph.graphs.host_sync import CaptureChecker, HostSyncCheck
-from packgraph.graphs.module_state import ModuleState
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.profiler_ranges import ProfiledGraph, range_name, sizes_in_short
 from packgraph.graphs.program import hide_lengths
@@ -60,6 +59,11 @@ class StepVariant:
             read,
         )
 
+    @property
+    def segments(self) -> int:
+        """Number of graphs."""
+        return 1
+
     def reset(self) -> None:
         """Free the graph."""
         self.graph.reset()
@@ -72,7 +76,7 @@ class GraphedStep:
     tensors and packed batches, returns one tensor (the loss). It is called eagerly in warm-up, and
     captured once per key: the shapes of all arguments. limit: keys that may be captured, beyond
     them steps run eagerly. compiled: whether `run` calls compiled stages, by
-    `GraphedModule.run_eagerly`. lanes: of eager work of `run`, None = the backend's.
+    `GraphedModule.run_eagerly`. copy_streams: of eager work of `run`, None = the backend's.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class GraphedStep:
         device: torch.device,
         limit: int = MAX_STEP_KEYS,
         compiled: bool = False,
-        lanes: Sequence[CopyStreams] | None = None,
+        copy_streams: Sequence[CopyStreams] | None = None,
     ) -> None:
         self.modules, self.run, self.limit, self.compiled = (
             torch.nn.ModuleList(modules),
@@ -92,14 +96,24 @@ class GraphedStep:
             compiled,
         )
         self._backend, self._device = backend, device
-        self._eager_lanes = [backend.lanes] if lanes is None else list(lanes)
-        self.vote: Vote = alone  # asked after every capture, as in GraphedModule
+        self._eager_copy_streams = (
+            [backend.copy_streams] if copy_streams is None else list(copy_streams)
+        )
         slot = self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
-        self._fingerprint: ModuleState | None = None
-        self._failed: set[Hashable] = set()
+        self._state: ModuleState | None = None
         self.stats = Stats()
+        self._cache = GraphCache(self.stats, device)
         self.stats.measure_pools(lambda: slot.pool.nbytes())
+
+    @property
+    def consensus(self) -> Consensus:
+        """Asked after every capture, where other ranks capture the same steps."""
+        return self._cache.consensus
+
+    @consensus.setter
+    def consensus(self, consensus: Consensus) -> None:
+        self._cache.consensus = consensus
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """One step. Returns what `run` returns; gradients are added to `.grad`."""
@@ -110,7 +124,7 @@ class GraphedStep:
         if reason is None and not self.ready(*args):
             reason = (
                 fallback.CAPTURE_FAILED
-                if call and call.key in self._failed
+                if call and self._cache.has_failed(call.key)
                 else fallback.TOO_MANY_KEYS
             )
         if reason is not None or call is None:
@@ -134,34 +148,24 @@ class GraphedStep:
         call = signature(args, {}, self._device)
         if call is None:
             return False
-        if self._fingerprint is not None and self._fingerprint.changed() is not None:
+        if self._state is not None and self._state.changed() is not None:
             self.stats.dropped("module changed", self._slot.clear())
-            self._fingerprint, self._buffers = None, GradientBuffers()
+            self._state, self._buffers = None, GradientBuffers()
         if call.key in self._slot.variants:
             return True
-        if call.key in self._failed or len(self._slot.variants) >= self.limit:
+        if self._cache.has_failed(call.key) or len(self._slot.variants) >= self.limit:
             return False
-        self._fingerprint = self._fingerprint or ModuleState(self.modules)
-        self.stats.dropped("a larger variant took the slot", self._slot.make_room(call.nbytes))
-        started = time.perf_counter()
+        state = self._state = self._state or ModuleState(self.modules)
         failed: CaptureError | None = None
         try:
-            if self._fingerprint.refused is not None:
-                raise CaptureError(
-                    self._fingerprint.refused.what, user_line(), self._fingerprint.refused.remedy
-                )
-            self._slot.variants[call.key] = self._capture(args)
+            if state.refused is not None:
+                raise CaptureError(state.refused.what, user_line(), state.refused.remedy)
+            self._cache.capture(call, self._slot, lambda: self._capture(args))
         except CaptureError as error:
             failed = error
-        failed = self.vote("a whole step", failed)
+        failed = self._cache.agree("a whole step", call.key, self._slot, failed)
         if failed is not None:
-            self._failed.add(call.key)
-            if call.key in self._slot.variants:  # it is another rank that failed
-                self._slot.variants.pop(call.key).reset()
             raise failed
-        self.stats.dropped("a larger variant took the slot", self._slot.forget_smaller(call.key))
-        self.stats.captured += 1
-        self.stats.capture_seconds += time.perf_counter() - started
         return True
 
     def close(self) -> None:
@@ -191,8 +195,8 @@ class GraphedStep:
             with compiled_code(self.compiled):
                 read = self._rehearse(shown, journal)
             stack.enter_context(compiled_code(self.compiled, fixed=True))
-            for lanes in self._eager_lanes:
-                lanes.memories.let_go()
+            for copy_streams in self._eager_copy_streams:
+                copy_streams.memories.let_go()
             with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:
                 graph, result = window.capture(lambda: self.run(*shown).detach())
                 static = window.static(result)

@@ -3,7 +3,7 @@
 accelerator.prepare(module)    replaces `forward`: stages would no longer say what it does
 prepare(accelerator, module)   replaces `forward` of a module around the graphed one
 
-Prepared -- autocast of the accelerator --> GraphedModule -- replay --> loss
+AcceleratedModule -- autocast of the accelerator --> GraphedModule -- replay --> loss
 """
 
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.graphed import GraphedModule, control, graph
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.graphed import GraphedModule, control, graph
 from packgraph.packing.capacity import Capacity
 
 
-class Prepared(torch.nn.Module):
+class AcceleratedModule(torch.nn.Module):
     """Returned by `prepare`: calls the graphed module in the accelerator's precision.
 
     Args:
@@ -25,8 +25,8 @@ class Prepared(torch.nn.Module):
             model.
 
     Example:
-        >>> from packgraph.integrations.accelerate import Prepared
-        >>> list(Prepared(packgraph.graph(torch.nn.Linear(2, 2))).state_dict())
+        >>> from packgraph.integrations.accelerate import AcceleratedModule
+        >>> list(AcceleratedModule(packgraph.graph(torch.nn.Linear(2, 2))).state_dict())
         ['weight', 'bias']
     """
 
@@ -58,7 +58,7 @@ def prepare(
     *,
     capacities: Capacity | Iterable[Capacity] | None = None,
     **options: Any,
-) -> Prepared:
+) -> AcceleratedModule:
     """Graphs a module and prepares it for a loop of Accelerate, in place of `accelerator.prepare`.
 
     The module is moved to the accelerator's device, called in its precision, and saved by
@@ -100,6 +100,6 @@ def prepare(
             "the accelerator compiles what it prepares, and compiled code cannot hold replays; "
             "leave out its dynamo backend, and pass compile=True"
         )
-    prepared = Prepared(graph(module.to(accelerator.device), capacities, **options))
+    prepared = AcceleratedModule(graph(module.to(accelerator.device), capacities, **options))
     accelerator.prepare_model(prepared, device_placement=False, evaluation_mode=True)
     return prepared

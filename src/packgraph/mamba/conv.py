@@ -9,15 +9,35 @@ stands there in x and in the gradient of y. Sums are float32 (float64 in float64
 
 On CUDA forward and backward are one kernel each (mamba/conv_kernel.py); elsewhere, and for what the
 kernels do not take (`conv_problems`), the operations below.
+
+`live_document_ids` makes the document ids that convolution and state space operations read: padding
+is marked, not numbered.
+
+    batch.document_ids    0 0 0 1 1 2 2 2 2 N N          document_ids    0 0 0 1 1 2 2 2 2 -1 -1
+
+These operations ask two things of a row: is it padding (its id is negative), and does another row
+belong to the same document (their ids are equal). So numbers may start anywhere and leave out
+documents without tokens, but the rows of a document must follow one another in the document's
+order.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
+from packgraph.packing.batch import PackedBatch
 
 MOST_TAPS = 4  # Mamba-2 has four
+
+
+def live_document_ids(batch: PackedBatch) -> Tensor:
+    """int32 [T]: number of each row's document, -1 in padding. One kernel: make it once per
+    microbatch, for all layers.
+
+    batch: anything with the fields `document_ids` (int32 [T]) and `padding_mask` (bool [T]).
+    """
+    return batch.document_ids.masked_fill(batch.padding_mask, -1)
 
 
 def packed_causal_conv(
@@ -27,7 +47,7 @@ def packed_causal_conv(
 
     x: [T, C], a float dtype, any stride between rows. weight: [C, K]; weight[:, K - 1] is for the
     row itself. bias: [C] or None. document_ids: int32 [T], -1 = padding, the rows of a document one
-    after another (see mamba/documents.py). activation: SiLU on top. No host sync; a changed
+    after another (see mamba/conv.py). activation: SiLU on top. No host sync; a changed
     document leaves the bits of all others. Raises ValueError for shapes that do not fit together.
     """
     _check(x, weight, bias, document_ids)

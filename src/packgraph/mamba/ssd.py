@@ -21,13 +21,19 @@ masked before exp.
 
 On CUDA kernels do it (mamba/ssd_kernel.py and its neighbours); elsewhere, and for what they do not
 take (`ssd_problems`), `chunked_ssd`.
+
+The kernels are two operations, forward and backward, with shapes known beforehand: torch.compile,
+the recorder and whoever watches operations see these two and nothing of the kernels. The forward
+keeps its inputs and nothing else.
 """  # noqa: E501
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
 
 CHUNKS = (16, 32, 64, 128, 256)
 MOST_HEAD_SIZE, MOST_STATE_SIZE = 128, 256
@@ -36,6 +42,7 @@ MOST_STATE_BYTES = {
     torch.bfloat16: 2**16,
     torch.float16: 2**16,
 }  # that shared memory holds
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def ssd(
@@ -52,7 +59,7 @@ def ssd(
 
     x: [T, H, P]. dt: [T, H], the step itself: softplus, bias and limits are the caller's. a: [H],
     negative. b, c: [T, G, S], head h uses group h // (H / G). d: [H] or None. document_ids: int32
-    [T], -1 = padding, the rows of a document one after another (see mamba/documents.py). chunk: Q
+    [T], -1 = padding, the rows of a document one after another (see mamba/conv.py). chunk: Q
     >= 1, rows that are mixed by products; the result does not depend on it but for rounding. dt, a
     and d are best float32. No host sync. What stands in rows of padding (x, dt, b, c and the
     gradient of y) reaches nothing; their gradients are 0. Raises ValueError for shapes that do not
@@ -60,8 +67,6 @@ def ssd(
     """
     _check(x, dt, a, b, c, d, document_ids, chunk)
     if not ssd_problems(x.device, x.dtype, x.shape[2], b.shape[2], chunk):
-        from packgraph.mamba.ssd_op import ssd_by_kernels
-
         return ssd_by_kernels(x, dt, a, b, c, d, document_ids, chunk)
     return chunked_ssd(x, dt, a, b, c, d, document_ids, chunk)
 
@@ -224,3 +229,125 @@ def _check(
         )
     if chunk < 1:
         raise ValueError(f"ssd needs a chunk of at least one row, got chunk={chunk}")
+
+
+def ssd_by_kernels(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    document_ids: Tensor,
+    chunk: int,
+) -> Tensor:
+    """As `ssd` in mamba/ssd.py, for what `ssd_problems` has no objection to."""
+    return _ssd(x, dt, a, b, c, d, document_ids, chunk)
+
+
+@torch.library.custom_op("packgraph::ssd", mutates_args=())
+def _ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    document_ids: Tensor,
+    chunk: int,
+) -> Tensor:
+    """y [T, H, P]."""
+    from packgraph.mamba.ssd_forward_kernel import forward
+
+    return forward(
+        side_by_side(x),
+        _columns_dense(dt),
+        a.contiguous(),
+        side_by_side(b),
+        side_by_side(c),
+        None if d is None else d.contiguous(),
+        document_ids.contiguous(),
+        chunk,
+    )
+
+
+@torch.library.custom_op("packgraph::ssd_backward", mutates_args=())
+def _ssd_backward(
+    grad: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    document_ids: Tensor,
+    chunk: int,
+) -> Gradients:
+    """Gradients of x, dt, a, b, c and d (one element if there is none)."""
+    from packgraph.mamba.ssd_backward_kernel import backward
+
+    dx, ddt, da, db, dc, dd = backward(
+        side_by_side(grad),
+        side_by_side(x),
+        _columns_dense(dt),
+        a.contiguous(),
+        side_by_side(b),
+        side_by_side(c),
+        None if d is None else d.contiguous(),
+        document_ids.contiguous(),
+        chunk,
+    )
+    return dx, ddt, da, db, dc, a.new_empty(1) if dd is None else dd
+
+
+@_ssd.register_fake
+def _shape(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    document_ids: Tensor,
+    chunk: int,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_ssd_backward.register_fake
+def _shapes(
+    grad: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    document_ids: Tensor,
+    chunk: int,
+) -> Gradients:
+    x, dt, a, b, c = (value.new_empty(value.shape) for value in (x, dt, a, b, c))
+    return x, dt, a, b, c, a.new_empty(1) if d is None else d.new_empty(d.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.chunk = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    *gradients, of_skip = _ssd_backward(grad, *ctx.saved_tensors, ctx.chunk)
+    return (*gradients, None if ctx.saved_tensors[5] is None else of_skip, None, None)
+
+
+_ssd.register_autograd(_differentiate, setup_context=_save)
+
+
+def side_by_side(value: Tensor) -> Tensor:
+    """[T, A, B] as it is if the A B columns of a row lie side by side, rows anywhere; otherwise a
+    copy."""
+    return value if value.stride()[1:] == (value.shape[2], 1) else value.contiguous()
+
+
+def _columns_dense(value: Tensor) -> Tensor:
+    return value if value.stride(1) == 1 else value.contiguous()

@@ -4,19 +4,135 @@ weights.
 A kind is one class and one entry in `KINDS`: its letter in patterns, its sizes, its floating point
 operations, and how it can be spread over ranks. The module that computes it stands in
 `models/layers`; for a mixer, `models/layers/decoder.py` has it under the same name.
+
+    M  Mamba-2    *  attention    -  feed-forward    E  experts
+
+    M-M*-E            six layers of one branch each, as in Nemotron-H
+    (M-)(M-)(*-)      three layers of two branches, as in Bamba; a decoder of attention and
+                      feed-forward alone is (*-)
+
+A pattern is repeated until there are as many layers as the decoder has, and what is beyond them is
+left out.
+
+`BranchWork` is what branches cost compared with each other, before anything has been measured:
+
+    cost of a branch = max(tokens x weights of a token, BALANCE x weights that are there) + tokens x
+    other work
+
+The unit is one weight times one token: 2 operations in the forward, 4 in the backward. With few
+tokens a product takes as long as its weights take to be read, which matters where a token passes
+some of many experts. What every branch has much alike (norms, residuals) is left out, and so is
+attention proper, which depends on how long documents are.
+
+The constants are those of one H200 in bfloat16 and only ratios count (docs/LOG.md;
+docs/benchmarks.md): products reach two thirds of 797 TFLOP/s, memory is read and written at 4.3
+TB/s.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from packgraph.mamba.heads import ScanShape, ranks_problem
-from packgraph.models.branch_kind import BranchKind
-from packgraph.models.sizes import head_sizes, routed_width
-from packgraph.models.work import SCAN_WEIGHTS, BranchWork
 
 if TYPE_CHECKING:
     from packgraph.models.config import DecoderConfig
+
+# A weight is read in the forward and in the backward, its gradient is read and written: 8 bytes, as
+# long as the 6 operations for each of so many tokens take.
+BALANCE = 165
+# State space and convolution of Mamba-2 take 950 us, forward and backward, for 4096 tokens, 4096
+# columns of heads and a state of 128: as long as so many weights for each column and number of its
+# state.
+SCAN_WEIGHTS = 40
+
+
+@dataclass(frozen=True)
+class BranchWork:
+    """What one branch has to do. weights: that a token is multiplied by. stored: weights that are
+    read whatever the tokens need. other: further work for a token, in weights."""
+
+    weights: int
+    stored: int
+    other: int = 0
+
+    def cost(self, tokens: int) -> int:
+        """For a row of so many tokens, forward and backward."""
+        return max(tokens * self.weights, BALANCE * self.stored) + tokens * self.other
+
+
+class BranchKind:
+    """One kind of branch. Subclasses override what differs.
+
+    Attributes:
+        name: Of its stage and in `DecoderConfig.branches`.
+        letter: In `DecoderConfig.pattern`.
+        title: In messages.
+        section: The section of the configuration that has its shape, and in it the field that is 0
+            where there is none; empty = its shape stands in the configuration itself.
+        is_mixer: Whether it exchanges information between tokens.
+        is_sequential: Whether it reads the tokens of a row in order: rows cannot be cut in zigzag.
+        has_tensor_plan: Whether `parallel/tensor.py` can split it.
+    """
+
+    name: ClassVar[str]
+    letter: ClassVar[str]
+    title: ClassVar[str]
+    section: ClassVar[str] = ""
+    is_mixer: ClassVar[bool] = False
+    is_sequential: ClassVar[bool] = False
+    has_tensor_plan: ClassVar[bool] = False
+
+    def weights(self, config: "DecoderConfig") -> int:
+        """Elements of the matrices that a token passes in one such branch."""
+        raise NotImplementedError
+
+    def work(self, config: "DecoderConfig") -> BranchWork:
+        """What one branch has to do for a token, for cutting pipeline stages."""
+        return BranchWork(self.weights(config), self.weights(config))
+
+    def saved_columns(self, config: "DecoderConfig") -> float:
+        """Numbers per token that autograd saves for the backward."""
+        raise NotImplementedError
+
+    def exchanged_columns(self, config: "DecoderConfig") -> int:
+        """Numbers per token that ranks exchange which share a row by heads (Ulysses)."""
+        return 0
+
+    def operations(self, config: "DecoderConfig", lengths: Sequence[int]) -> int:
+        """Floating point operations of the forward beside products with weights, for documents of
+        these lengths in tokens."""
+        return 0
+
+    def context_problem(self, config: "DecoderConfig", ranks: int) -> str | None:
+        """Why `ranks` ranks cannot share a row by heads in this branch; None if they can."""
+        return None
+
+
+def head_sizes(config: "DecoderConfig") -> tuple[int, int]:
+    """Columns of a head's queries and keys, and of its values."""
+    latent = config.latent
+    return (
+        (latent.query_dim, latent.value_dim)
+        if latent.enabled
+        else (config.head_dim, config.head_dim)
+    )
+
+
+def rotary_width(config: "DecoderConfig") -> int:
+    """Columns of a head that are turned by the position."""
+    return (
+        config.latent.rope_dim
+        if config.latent.enabled
+        else round(config.rotary_share * config.head_dim)
+    )
+
+
+def routed_width(config: "DecoderConfig") -> int:
+    """Columns of a row that is sent to experts."""
+    return config.experts.latent_size or config.hidden_size
 
 
 class AttentionBranch(BranchKind):
@@ -154,8 +270,8 @@ KINDS: Mapping[str, BranchKind] = MappingProxyType(
 
 
 def layer_cost(config: "DecoderConfig", index: int, tokens: int) -> int:
-    """Cost of layer `index` as models/work.py has it. tokens: that meet one copy of its weights in
-    a microbatch."""
+    """Cost of layer `index` as `BranchWork` has it. tokens: that meet one copy of its weights in a
+    microbatch."""
     return sum(KINDS[name].work(config).cost(tokens) for name in config.branches(index))
 
 
@@ -173,3 +289,39 @@ def token_weights(config: "DecoderConfig") -> int:
 def _matrices(config: "DecoderConfig") -> int:
     """Matrices of a feed-forward block or an expert: without a gate there is one less."""
     return 2 if config.activation == "relu2" else 3
+
+
+BRANCHES = {kind.letter: name for name, kind in KINDS.items()}
+MIXERS = tuple(kind.letter for kind in KINDS.values() if kind.is_mixer)
+
+
+@cache
+def read_pattern(text: str) -> tuple[tuple[str, ...], ...]:
+    """The branches of each layer, by the names of their stages (`moe` for experts).
+
+    A layer is one letter, or a mixer and a feed-forward branch (- or E) in parentheses.
+    Raises ValueError.
+    """
+    layers: list[tuple[str, ...]] = []
+    rest = text
+    while rest:
+        letters, rest = (
+            (rest[1:3], rest[4:]) if rest[0] == "(" and rest[3:4] == ")" else (rest[0], rest[1:])
+        )
+        if any(letter not in BRANCHES for letter in letters) or (
+            len(letters) == 2 and (letters[0] in MIXERS, letters[1] in MIXERS) != (True, False)
+        ):
+            raise ValueError(
+                f"pattern {text!r} makes no sense from layer {len(layers)} on: a layer is one of "
+                f"{' '.join(BRANCHES)}, or {' or '.join(MIXERS)} followed by - or E in "
+                "parentheses, as in (M-)(*E)"
+            )
+        layers.append(tuple(BRANCHES[letter] for letter in letters))
+    return tuple(layers)
+
+
+def write_pattern(layers: list[tuple[str, ...]]) -> str:
+    """The pattern of these layers: what `read_pattern` reads."""
+    letters = {branch: letter for letter, branch in BRANCHES.items()}
+    words = ["".join(letters[branch] for branch in layer) for layer in layers]
+    return "".join(f"({word})" if len(word) > 1 else word for word in words)

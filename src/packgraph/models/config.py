@@ -1,17 +1,17 @@
-"""Shape of a decoder: everything that its parameters and numbers depend on."""
+"""Shape of a decoder: everything that its parameters and numbers depend on.
+
+`DecoderConfig` has a section for each part that a decoder may have or not: `LatentConfig` with
+`RopeScaling` for multi-head latent attention, `ExpertConfig`, `MambaConfig`.
+"""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from packgraph.models.branch_kind import BranchKind
-from packgraph.models.branches import KINDS
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
-from packgraph.models.mamba_config import MambaConfig
-from packgraph.models.pattern import read_pattern
+from packgraph.models.branches import KINDS, BranchKind, read_pattern
 from packgraph.ops.attention.api import BACKENDS
 
 # Larger numbers are mistakes: three of them multiplied are a size in bytes, which must stay below
@@ -23,6 +23,277 @@ LARGEST = {
     "max_position_embeddings": 2**62,
     "latent.scaling.original_positions": 2**62,
 }
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary positions stretched to longer documents than a model was trained on first (YaRN);
+    factor 1 = they are not.
+
+    factor: how many times as long. original_positions: tokens of the longest documents of the first
+    training. beta_fast: columns that turn at least so many times within these stay as they are.
+    beta_slow: columns that turn at most so many times within these are slowed down by the factor,
+    those between by a part of it. mscale: growth of cosines and sines with the factor's logarithm,
+    if the next one is given, too; 0 = not given. mscale_all_dim: growth of scores with the factor's
+    logarithm, by which cosines and sines are divided; 0 = not given. Raises ValueError that names
+    every illegal value at once. Source: YaRN, arXiv 2309.00071; DeepSeek-V2, arXiv 2405.04434,
+    section 3.1.4.
+    """
+
+    factor: float = 1.0
+    original_positions: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        reasons = [
+            f"{name} is {getattr(self, name)}, must be positive"
+            for name in ("original_positions", "beta_fast", "beta_slow")
+            if getattr(self, name) <= 0
+        ]
+        reasons += [
+            f"{name} is {getattr(self, name)}, must not be negative"
+            for name in ("mscale", "mscale_all_dim")
+            if getattr(self, name) < 0
+        ]
+        if self.factor < 1.0:
+            reasons.append(f"factor is {self.factor}, must be at least 1")
+        if 0 < self.beta_fast < self.beta_slow:
+            reasons.append(f"beta_fast {self.beta_fast} is less than beta_slow {self.beta_slow}")
+        if reasons:
+            raise ValueError("RopeScaling cannot be built: " + "; ".join(reasons))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether positions are scaled."""
+        return self.factor > 1.0
+
+    @property
+    def table_factor(self) -> float:
+        """Factor on cosines and sines."""
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor on the scale of the scores, beside that of the tables."""
+        return self._growth(self.mscale_all_dim) ** 2
+
+    def _growth(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Keys and values made of one small latent vector per token; kv_rank 0 = none, grouped-query
+    attention instead.
+
+    kv_rank: columns of the latent. query_rank: columns that queries are made of, 0 = made of the
+    hidden state itself. nope_dim: columns of a head's queries and keys without rotary positions.
+    rope_dim: columns of them with rotary positions; the keys' are one for all heads. value_dim:
+    columns of a head's values. interleaved: rotary positions turn columns 2i and 2i + 1, not i and
+    i + rope_dim / 2. scaling: of rotary positions. Raises ValueError that names every illegal value
+    at once. Source: DeepSeek-V2, arXiv 2405.04434.
+    """
+
+    kv_rank: int = 0
+    query_rank: int = 0
+    nope_dim: int = 128
+    rope_dim: int = 64
+    value_dim: int = 128
+    interleaved: bool = True
+    scaling: RopeScaling = field(default_factory=RopeScaling)
+
+    def __post_init__(self) -> None:
+        reasons = [
+            f"{name} is {getattr(self, name)}, must not be negative"
+            for name in ("kv_rank", "query_rank")
+            if getattr(self, name) < 0
+        ]
+        reasons += [
+            f"{name} is {getattr(self, name)}, must be positive"
+            for name in ("nope_dim", "rope_dim", "value_dim")
+            if getattr(self, name) <= 0
+        ]
+        if self.rope_dim % 2:
+            reasons.append(
+                f"rope_dim {self.rope_dim} is odd; rotary embedding turns pairs of columns"
+            )
+        if self.scaling.enabled and not self.enabled:
+            reasons.append(
+                f"scaling.factor is {self.scaling.factor}, but without kv_rank positions cannot be "
+                "scaled"
+            )
+        if reasons:
+            raise ValueError("LatentConfig cannot be built: " + "; ".join(reasons))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the decoder has latent attention."""
+        return self.kv_rank > 0
+
+    @property
+    def query_dim(self) -> int:
+        """Columns of a head's queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """Experts of a decoder; count 0 = none, every layer has one feed-forward block.
+
+    count: experts of a layer.
+    per_token: experts that each token is routed to (top-k).
+    intermediate_size: width of one expert.
+    latent_size: width of the experts' rows, which tokens are brought to before they are sent and
+        from which they come back (Nemotron 3); 0 = the hidden size, and no such projections.
+    shared: experts that every token passes, as one block of shared * intermediate_size.
+    first_dense: layers before the first one with experts.
+    score: what makes scores of the router's logits.
+    normalise: chosen scores are divided by their sum.
+    scaling: factor on the weights after that.
+    groups: equal groups that experts are in.
+    groups_kept: groups that a token may choose from, those with the highest sum of their two best
+        (biased) scores.
+    score_bias: a bias per expert is added to scores for the choice alone (arXiv 2408.15664).
+    bias_rate: how far a step moves the bias against the load.
+    load_loss: factor of the auxiliary loss over a microbatch (Switch, arXiv 2101.03961).
+    document_loss: factor of the same for every document by itself, averaged over documents
+        (DeepSeek-V3's sequence-wise loss, arXiv 2412.19437).
+    z_loss: factor of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
+    drop_factor: each expert takes at most drop_factor * T * per_token / count tokens and drops the
+        rest, those with the lowest weights first; 0 = nothing is dropped.
+
+    Raises ValueError that names every illegal value at once.
+    """
+
+    count: int = 0
+    per_token: int = 0
+    intermediate_size: int = 0
+    latent_size: int = 0
+    shared: int = 0
+    first_dense: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+    score_bias: bool = False
+    bias_rate: float = 0.001
+    load_loss: float = 0.0
+    document_loss: float = 0.0
+    z_loss: float = 0.0
+    drop_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if reasons := _illegal_experts(self):
+            raise ValueError("ExpertConfig cannot be built: " + "; ".join(reasons))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any layer has experts."""
+        return self.count > 0
+
+    def has_layer(self, index: int) -> bool:
+        """Whether layer `index` has experts."""
+        return self.enabled and index >= self.first_dense
+
+
+def _illegal_experts(config: ExpertConfig) -> list[str]:
+    """Every reason why `config` describes no experts."""
+    reasons = [
+        f"{name} is {getattr(config, name)}, must not be negative"
+        for name in (
+            "count",
+            "latent_size",
+            "shared",
+            "first_dense",
+            "bias_rate",
+            "load_loss",
+            "document_loss",
+            "z_loss",
+            "drop_factor",
+        )
+        if getattr(config, name) < 0
+    ]
+    if config.count <= 0:
+        return reasons
+    reasons += [
+        f"{name} is {getattr(config, name)}, must be positive"
+        for name in ("per_token", "intermediate_size", "groups", "groups_kept", "scaling")
+        if getattr(config, name) <= 0
+    ]
+    if reasons:
+        return reasons
+    if config.count % config.groups:
+        reasons.append(f"count {config.count} is no multiple of groups {config.groups}")
+    elif config.groups_kept > config.groups:
+        reasons.append(f"groups_kept {config.groups_kept} is more than groups {config.groups}")
+    elif config.per_token > config.count // config.groups * config.groups_kept:
+        reasons.append(
+            f"per_token {config.per_token} is more than the experts a token can choose from "
+            f"({config.count // config.groups * config.groups_kept})"
+        )
+    return reasons
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Mamba-2 layers (Dao and Gu 2024, arXiv:2405.21060); num_heads 0 = there are none.
+
+    num_heads: heads of the state space. head_dim: columns of a head. state: columns of a head's
+    state. groups: equal groups of heads; a group has input and output projections of the state, and
+    a norm, in common. conv_width: tokens that the causal convolution looks at, this one included.
+    conv_bias: whether the convolution has a bias. bias: whether the first and the last projection
+    have one. chunk: tokens that are worked on at once; the numbers depend on it in rounding only.
+    smallest_step: time steps are at least so long. Raises ValueError that names every illegal value
+    at once.
+    """
+
+    num_heads: int = 0
+    head_dim: int = 64
+    state: int = 128
+    groups: int = 1
+    conv_width: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    chunk: int = 128
+    smallest_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        reasons = [
+            f"{name} is {getattr(self, name)}, must not be negative"
+            for name in ("num_heads", "smallest_step")
+            if getattr(self, name) < 0
+        ]
+        reasons += [
+            f"{name} is {getattr(self, name)}, must be positive"
+            for name in ("head_dim", "state", "groups", "conv_width", "chunk")
+            if getattr(self, name) <= 0
+        ]
+        if self.groups > 0 and self.num_heads % self.groups:
+            reasons.append(f"num_heads {self.num_heads} is no multiple of groups {self.groups}")
+        if reasons:
+            raise ValueError("MambaConfig cannot be built: " + "; ".join(reasons))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there may be such layers."""
+        return self.num_heads > 0
+
+    @property
+    def inner(self) -> int:
+        """Columns of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Columns that the convolution works on: of all heads, and of both projections of the state
+        of all groups."""
+        return self.inner + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True)
@@ -39,7 +310,7 @@ class DecoderConfig:
     of grouped queries; num_kv_heads and head_dim then mean nothing. experts: which layers have
     experts instead of one feed-forward block, and how tokens are routed to them. pattern: the
     branches of the layers in letters, such as M-M*-E or (M-)(*-), repeated over all layers
-    (models/pattern.py); empty = attention and a feed-forward branch in each, with experts from
+    (models/branches.py); empty = attention and a feed-forward branch in each, with experts from
     experts.first_dense on. mamba: shape of the Mamba-2 layers that the pattern names. activation:
     of feed-forward blocks and experts: swiglu has a gate, relu2 (the square of what is positive)
     has none. rotary_share: part of a head's columns that the position turns, its first ones; 0 =

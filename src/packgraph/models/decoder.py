@@ -1,28 +1,35 @@
-"""Decoders by their config: a stack of layers, whole or one pipeline stage of it."""
+"""Decoders by their config: a stack of layers, whole, one pipeline stage of it, or the stages that
+one rank holds (`ModelChunks`).
 
-from collections.abc import Collection, Iterable, Sequence
+    2 ranks, 2 chunks each    rank 0: stages 0 and 2    rank 1: stages 1 and 3
+
+The invariant: every parameter has the name that it has in the whole decoder, so whatever is stored
+by name (fresh values, checkpoints, optimizer state) does not depend on how the decoder was cut.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor, nn
 
-from packgraph.graphs.regions import in_scope
-from packgraph.graphs.stages import Stage
+from packgraph.graphs.stages import Stage, in_scope
 from packgraph.models.branches import head_cost, layer_cost
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.expert import keep_experts
-from packgraph.parallel.pieces import expert_part, mark_experts
+from packgraph.parallel.pieces import expert_part, mark_experts, stored
 from packgraph.parallel.pipeline.chunks import split_layers
 
 __all__ = [
     "DecoderConfig",
     "DecoderModel",
+    "ModelChunks",
     "named_stages",
     "parts_without",
     "stage_layers",
     "stage_weights",
 ]
-
 TOKENS = 4096  # of a row, where nobody says it
 
 
@@ -133,3 +140,36 @@ def _one_of_each_kind(config: DecoderConfig, indices: Iterable[int]) -> list[int
     """The first of `indices` whose layer has certain branches, for all that there are; in order."""
     kinds = {config.branches(index): index for index in sorted(indices, reverse=True)}
     return sorted(kinds.values())
+
+
+class ModelChunks:
+    """The modules of this rank, in the order of their stages. A whole decoder is one chunk."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        """Raises ValueError when two chunks have a parameter of the same name."""
+        self.chunks = list(chunks)
+        names = [name for name, _ in self.named_parameters()]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"two chunks of one rank both hold {', '.join(twice)}; cut the decoder into stages "
+                "that "
+                "share no parameter, or give them to different ranks"
+            )
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters by their names in the whole decoder."""
+        return (named for chunk in self.chunks for named in chunk.named_parameters())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Live parameters and persistent buffers by their names in the whole decoder."""
+        return {name: value for chunk in self.chunks for name, value in chunk.state_dict().items()}
+
+    def stored(self) -> dict[str, Tensor]:
+        """`state_dict` as checkpoints hold it and ranks compare it: experts shared with other ranks
+        as `Pieces`."""
+        return stored(self.state_dict(), self.named_parameters())

@@ -23,18 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.graphs.stages import Stage, State, run_stages
-from packgraph.mamba.documents import live_document_ids
+from packgraph.mamba.conv import live_document_ids
+from packgraph.models.branches import head_sizes, rotary_width
 from packgraph.models.config import DecoderConfig
 from packgraph.models.initial import DrawsParameters, draw_normal, generator_of
+from packgraph.models.layers.attention import RotaryEmbedding
+from packgraph.models.layers.mlp import RMSNorm
 from packgraph.models.layers.moe import Gate, MoEBlock
-from packgraph.models.layers.norm import RMSNorm
-from packgraph.models.layers.rotary import RotaryEmbedding
-from packgraph.models.sizes import head_sizes, rotary_width
 from packgraph.ops.attention.api import BackendChoice, attention_metadata, choose_backend
 from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.kind import row_problems
 from packgraph.ops.attention.zigzag import rank_rows, zigzag_tables
-from packgraph.ops.loss.api import IGNORED, token_count
+from packgraph.ops.loss import IGNORED, token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.vocabulary import embed, head_cross_entropy
 

@@ -1,4 +1,4 @@
-"""The experts' activation and its backward as one kernel each; the operations in moe/activation.py
+"""The experts' activation and its backward as one kernel each; the operations in moe/experts.py
 are their meaning.
 
 How many rows there are is looked up on the device (the last offset): programs behind it read

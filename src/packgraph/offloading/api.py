@@ -10,7 +10,7 @@ from packgraph.offloading.attach import attach, detach, is_attached
 from packgraph.offloading.plan import OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import PARTS, OffloadRuntime, Policy
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
-from packgraph.offloading.speed import copy_speed
+from packgraph.offloading.timing import copy_speed
 
 
 class Offloading:
@@ -139,7 +139,7 @@ def offload(
         own.warm_up(1)
     runtime = OffloadRuntime(
         modules,
-        own.capture_backend.lanes,
+        own.capture_backend.copy_streams,
         min_bytes=min_bytes,
         in_flight=in_flight,
         policy=policy,

@@ -20,7 +20,8 @@ offloading. Of what passes hooks autograd counts nothing itself, so what stays h
 place, too (`Staying`).
 
 Handles own the group, and nothing that it owns knows it strongly. When the last one is gone without
-a backward, the host memory goes back to the lanes, and what was brought back for nobody is freed.
+a backward, the host memory goes back to the copy streams, and what was brought back for nobody is
+freed.
 """
 
 import weakref
@@ -165,19 +166,19 @@ class Handle:
 
 class SavedGroup:
     """name, layer: the module's. part: of what it saves. order: number within its pass, -1 until
-    its commit. lanes: that carry its copies.
+    its commit. copy_streams: that carry its copies.
 
     moves: whether the plan wants it on the host. stays: places of the memories that do not move,
     since somebody else holds them; the engine may change it. reached: called by the first tensor
-    that backward asks for. wait: lets main wait for a copy of `lanes`. abandoned: told of reloads
-    that nobody came for. large: since commit, what may move, with what stays.
+    that backward asks for. wait: lets main wait for a copy of `copy_streams`. abandoned: told of
+    reloads that nobody came for. large: since commit, what may move, with what stays.
     """
 
     def __init__(
         self,
         name: str,
         layer: int,
-        lanes: CopyStreams,
+        copy_streams: CopyStreams,
         *,
         part: int,
         moves: bool,
@@ -187,7 +188,7 @@ class SavedGroup:
         wait: Callable[[Copy], None],
         abandoned: Callable[[Copy], None],
     ) -> None:
-        self.name, self.layer, self.part, self.lanes = name, layer, part, lanes
+        self.name, self.layer, self.part, self.copy_streams = name, layer, part, copy_streams
         self.moves, self.min_bytes, self.stays = moves, min_bytes, stays
         self.order = -1
         self.memories: dict[int, GroupMemory] = {}
@@ -316,27 +317,27 @@ class SavedGroup:
             if handle.memory.moved and handle.kept is not None:
                 handle.memory.watched.append((weakref.ref(handle), handle.kept))
                 handle.kept = None
-        host = self.host = self.lanes.host(sum(aligned(memory.nbytes) for memory in moving))
+        host = self.host = self.copy_streams.host(sum(aligned(memory.nbytes) for memory in moving))
 
         def left() -> None:
             for memory in moving:
                 memory.left()
 
         if not postpone:
-            self.copy_out = self.lanes.out(sources, host)
+            self.copy_out = self.copy_streams.out(sources, host)
             self.copy_out.left = left
             queued(self.copy_out)
             return
-        since, group = self.lanes.point(), weakref.ref(self)
+        since, group = self.copy_streams.point(), weakref.ref(self)
 
         def launch() -> None:
             own = group()
             if own is not None:  # else nobody will ask for it
-                own.copy_out = own.lanes.out(sources, host, since)
+                own.copy_out = own.copy_streams.out(sources, host, since)
                 own.copy_out.left = left
                 queued(own.copy_out)
 
-        self.lanes.postpone(launch)
+        self.copy_streams.postpone(launch)
 
     def _living(self) -> list[Handle]:
         return [
@@ -371,15 +372,15 @@ class SavedGroup:
         if self.host is None:
             return
         if self.copy_out is None:
-            self.lanes.launched()
+            self.copy_streams.launched()
         assert self.copy_out is not None
         self._wait(self.copy_out)
         for memory in self.moved:
             memory.restored = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device)
-        self.copy_back = self.lanes.back(
+        self.copy_back = self.copy_streams.back(
             self.host, [m.restored for m in self.moved if m.restored is not None]
         )
-        self.lanes.give_back(self.host)
+        self.copy_streams.give_back(self.host)
         self.host = None
 
     def bring(self, memory: GroupMemory) -> Tensor:
@@ -398,7 +399,7 @@ class SavedGroup:
 
     def __del__(self) -> None:
         if self.host is not None:  # a forward without backward
-            self.lanes.give_back(self.host)
+            self.copy_streams.give_back(self.host)
         if (
             self.copy_back is not None and not self.copy_back.done
         ):  # nobody came for it: it may still be written

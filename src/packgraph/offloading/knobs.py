@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packgraph.offloading.passes import Moves, Passes
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.offloading.simulate import predicted, with_releases
+from packgraph.offloading.simulate import Moves, Passes, predicted, with_releases
 
 NEAR = 1e-9  # 0.7 of 10 groups are 7, whatever floats say
 

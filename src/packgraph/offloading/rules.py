@@ -20,7 +20,7 @@ What stands against a set:
 import difflib
 from collections.abc import Collection, Sequence
 
-from packgraph.graphs.regions import NamedStage, Run
+from packgraph.graphs.stages import NamedStage, Run
 
 # The stages that a module is part of; a model has it if it has one of them.
 STAGES_OF = {
@@ -54,7 +54,7 @@ def why_not(
 ) -> list[str]:
     """Every reason why these modules cannot be offloaded; empty when they can.
 
-    stages: of one chunk, in order. runs: how they are cut (`graphs/regions.py`); one run that is
+    stages: of one chunk, in order. runs: how they are cut (`graphs/stages.py`); one run that is
     not captured for eager training. recomputed: modules, or whole stages, that are computed again
     in the backward instead of saved. stashed: whether experts keep their rows in a stash.
     """

@@ -22,9 +22,8 @@ Eager passes may be slower than graphs: they wait for the host. So the graphs th
 plan can carry clocks (`times_graphs`), and `replayed` tells what they take, for a better plan and
 other graphs.
 
-In a capture the lanes are the capture's. Reloads start within the capture that holds the group's
-own backward, since no copy may outlast its graph.
-"""  # noqa: E501
+In a capture the copy streams are the capture's. Reloads start within the capture that holds the
+group's own backward, since no copy may outlast its graph."""  # noqa: E501
 
 import contextlib
 import gc
@@ -42,9 +41,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.copy_streams import Copy, CopyStreams, captured_copy_streams
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.graphs.host_sync import capturing
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.saved_tensors import Staying, staying
 from packgraph.offloading.group import GroupMemory, Handle, SavedGroup, unpack
@@ -73,8 +72,8 @@ class _Entry:
 class Pass:
     """The groups of one forward, by weak references: autograd's graph holds them."""
 
-    def __init__(self, lanes: CopyStreams, times: PassTimes | None) -> None:
-        self.lanes, self.times = lanes, times
+    def __init__(self, copy_streams: CopyStreams, times: PassTimes | None) -> None:
+        self.copy_streams, self.times = copy_streams, times
         self.seen: set[tuple[int, str]] = set()  # layer and name
         self.fixed: dict[int, set[int]] = {}  # by layer, where its parameters and buffers lie
         self.entries: list[_Entry] = []
@@ -115,19 +114,19 @@ class Pass:
 class OffloadRuntime:
     """Moves what blocks of one chunk save; see `attach`, which gives it to modules.
 
-    modules: names of the groups that may move. lanes: of eager work. min_bytes: smaller memory
-    stays. in_flight: copies to the host that main has not waited for, at most, until a plan says
-    another number. postpones: eager copies are queued after the next launch of a graph. policy:
-    makes the plan of what was traced, at `settle` or at the first capture; None = everything moves.
-    measures: nothing moves, for a trace of compute alone. times_graphs: captures from now on carry
-    clocks. parts: what a block saves moves as so many groups at the most, for plans that can choose
-    among them.
+    modules: names of the groups that may move. copy_streams: of eager work. min_bytes: smaller
+    memory stays. in_flight: copies to the host that main has not waited for, at most, until a plan
+    says another number. postpones: eager copies are queued after the next launch of a graph.
+    policy: makes the plan of what was traced, at `settle` or at the first capture; None =
+    everything moves. measures: nothing moves, for a trace of compute alone. times_graphs: captures
+    from now on carry clocks. parts: what a block saves moves as so many groups at the most, for
+    plans that can choose among them.
     """
 
     def __init__(
         self,
         modules: Collection[str],
-        lanes: CopyStreams,
+        copy_streams: CopyStreams,
         *,
         min_bytes: int = 2**20,
         in_flight: int = 2,
@@ -137,9 +136,9 @@ class OffloadRuntime:
         times_graphs: bool = False,
         parts: int = 1,
     ) -> None:
-        self.modules, self.lanes, self.min_bytes, self.postpones = (
+        self.modules, self.copy_streams, self.min_bytes, self.postpones = (
             frozenset(modules),
-            lanes,
+            copy_streams,
             min_bytes,
             postpones,
         )
@@ -165,7 +164,7 @@ class OffloadRuntime:
         )  # by layer and name, see Group
         self._backward: dict[int, int] = {KEPT: -1}
         self._pass: Pass | None = None
-        self._waits = self._captured_waits = Waits(lanes)
+        self._waits = self._captured_waits = Waits(copy_streams)
         self._captured: list[PassTimes] = []  # whole passes of captures
         self._under_way: weakref.WeakKeyDictionary[CopyStreams, deque[Copy]] = (
             weakref.WeakKeyDictionary()
@@ -244,7 +243,7 @@ class OffloadRuntime:
             groups=groups,
             forward_us=times * found.forward_us,
             backward_us=times * found.backward_us,
-        ), copy_speed_of(largest.lanes, speed)
+        ), copy_speed_of(largest.copy_streams, speed)
 
     def forget_replays(self) -> None:
         """Captures carry no clocks from now on, and those that do are not asked any more."""
@@ -252,8 +251,8 @@ class OffloadRuntime:
 
     def end_step(self) -> None:
         """The step is over, nothing is in flight: main waits for all copies."""
-        self.lanes.join()
-        self._pass, self._waits = None, Waits(self.lanes)
+        self.copy_streams.join()
+        self._pass, self._waits = None, Waits(self.copy_streams)
 
     def pass_by(self, name: str) -> None:
         """A block's tensors are somebody else's: say so, once for each name."""
@@ -273,18 +272,18 @@ class OffloadRuntime:
     ) -> Iterator[None]:
         """The block of one group. stays: gives parameters and buffers of its layer. leave: more
         tensors that stay."""
-        lanes = captured_copy_streams() or self.lanes
+        copy_streams = captured_copy_streams() or self.copy_streams
         # In the dry run, where there is one: clocks of a device cannot be read inside a capture.
         # What is compiled ahead of the first pass comes by here without a trace.
         if (
             self.plan is None
             and self.policy is not None
-            and (lanes is not self.lanes or (capturing() and self.trace is not None))
+            and (copy_streams is not self.copy_streams or (capturing() and self.trace is not None))
         ):
             self.settle()
         now = self._pass
-        if now is None or now.lanes is not lanes or (layer, name) in now.seen:
-            now = self._begin(lanes)
+        if now is None or now.copy_streams is not copy_streams or (layer, name) in now.seen:
+            now = self._begin(copy_streams)
         group = self._open(now, name, layer)
         if layer not in now.fixed:
             now.fixed[layer] = {_address(tensor) for tensor in stays()}
@@ -310,30 +309,32 @@ class OffloadRuntime:
         for group in groups:
             self._commit(now, group, group is groups[-1])
 
-    def _begin(self, lanes: CopyStreams) -> Pass:
+    def _begin(self, copy_streams: CopyStreams) -> Pass:
         """Another pass. It is traced where it is an eager one of training, until there is a plan;
         where nobody makes one, the first `LOOKS` are."""
         wanted = self.policy is not None or self.measures or self._looks < LOOKS
-        is_traced = wanted and lanes is self.lanes and self.plan is None and not capturing()
-        if is_traced and self._looks == 0 and lanes.memory() is not None:
+        is_traced = (
+            wanted and copy_streams is self.copy_streams and self.plan is None and not capturing()
+        )
+        if is_traced and self._looks == 0 and copy_streams.memory() is not None:
             # what went meanwhile, of work before, would count as memory that this pass does not
             # need
             gc.collect()
         self._looks += is_traced
-        self._end_forward(lanes)
-        while self._abandoned and lanes is self.lanes:
+        self._end_forward(copy_streams)
+        while self._abandoned and copy_streams is self.copy_streams:
             copy = self._abandoned.popleft()
             if copy.scope == 0:  # those of captures are joined there
-                lanes.wait(copy)
+                copy_streams.wait(copy)
         times = None
-        if self.times_graphs and lanes is not self.lanes and not lanes.trial:
-            if self._captured_waits.lanes is not lanes:
-                self._captured_waits = Waits(lanes)
-            lanes.timed = [] if lanes.timed is None else lanes.timed
+        if self.times_graphs and copy_streams is not self.copy_streams and not copy_streams.trial:
+            if self._captured_waits.copy_streams is not copy_streams:
+                self._captured_waits = Waits(copy_streams)
+            copy_streams.timed = [] if copy_streams.timed is None else copy_streams.timed
             times = PassTimes(self._captured_waits, captured=True)
         elif is_traced:
             times = PassTimes(self._waits, captured=False)
-        self._pass = Pass(lanes, times)
+        self._pass = Pass(copy_streams, times)
         return self._pass
 
     def _open(self, now: Pass, name: str, layer: int, part: int = 0) -> SavedGroup:
@@ -345,13 +346,13 @@ class OffloadRuntime:
         return SavedGroup(
             name,
             layer,
-            now.lanes,
+            now.copy_streams,
             part=part,
             moves=moves,
             min_bytes=self.min_bytes,
             stays=self._stays[layer, name],
             reached=partial(self._reached, now),
-            wait=partial(self._wait, now.lanes),
+            wait=partial(self._wait, now.copy_streams),
             abandoned=self._abandoned.append,
         )
 
@@ -363,13 +364,14 @@ class OffloadRuntime:
             place = self._index.get((group.layer, group.name, group.part), KEPT)
             needed = self._backward.get(place, len(self._backward))
             starts = self._backward[self.plan.reload_at[place]] if group.moves else None
-        now.entries.append(_Entry(weakref.ref(group), needed, starts, now.lanes.scope))
+        now.entries.append(_Entry(weakref.ref(group), needed, starts, now.copy_streams.scope))
 
     def _commit(self, now: Pass, group: SavedGroup, is_last: bool) -> None:
         self._enter(now, group)
         self._has_saved = self._has_saved or (now.times is not None and bool(group.memories))
         group.commit(
-            partial(self._queued, now.lanes), postpone=self.postpones and now.lanes is self.lanes
+            partial(self._queued, now.copy_streams),
+            postpone=self.postpones and now.copy_streams is self.copy_streams,
         )
         for memory in group.memories.values():
             storage = memory.storage()
@@ -395,56 +397,56 @@ class OffloadRuntime:
             if group is not None and (at > place or group.copy_out is None):
                 later.append((at, reference))
             elif group is not None and group.copy_out is not None and not group.copy_out.done:
-                self._wait(now.lanes, group.copy_out)
+                self._wait(now.copy_streams, group.copy_out)
         now.leaving = later
 
-    def _end_forward(self, lanes: CopyStreams) -> None:
+    def _end_forward(self, copy_streams: CopyStreams) -> None:
         """Main waits for the copies to the host that are left: a plan counts on their memory no
         longer. What tells that a forward is over is the next one, or its backward."""
-        under_way = self._under_way.get(lanes)
+        under_way = self._under_way.get(copy_streams)
         while self.plan is not None and under_way:
-            self._wait(lanes, under_way.popleft())
+            self._wait(copy_streams, under_way.popleft())
 
-    def _queued(self, lanes: CopyStreams, copy: Copy) -> None:
+    def _queued(self, copy_streams: CopyStreams, copy: Copy) -> None:
         """A copy to the host is queued: main waits for the oldest ones if there are too many."""
-        under_way = self._under_way.setdefault(lanes, deque())
+        under_way = self._under_way.setdefault(copy_streams, deque())
         under_way.append(copy)
         while under_way and (under_way[0].done or len(under_way) > self.in_flight):
-            self._wait(lanes, under_way.popleft())
+            self._wait(copy_streams, under_way.popleft())
 
-    def _wait(self, lanes: CopyStreams, copy: Copy) -> None:
+    def _wait(self, copy_streams: CopyStreams, copy: Copy) -> None:
         """Main waits for a copy; it is timed where passes are traced."""
         if (
             self.times_graphs
-            and lanes is not self.lanes
-            and lanes is self._captured_waits.lanes
+            and copy_streams is not self.copy_streams
+            and copy_streams is self._captured_waits.copy_streams
             and not copy.done
         ):
             # Not asked of `captured_copy_streams`: backwards may run in a thread of their own.
             self._captured_waits.wait(copy)
         elif (
             self.plan is None
-            and lanes is self.lanes
+            and copy_streams is self.copy_streams
             and self._is_tracing()
             and not copy.done
             and not capturing()
         ):
             self._waits.wait(copy)
         else:
-            lanes.wait(copy)
+            copy_streams.wait(copy)
 
     def _is_tracing(self) -> bool:
         return self._pass is not None and self._pass.times is not None
 
     def _reached(self, now: Pass, group: SavedGroup) -> None:
-        self._end_forward(now.lanes)
+        self._end_forward(now.copy_streams)
         times, reloads = now.times, now.to_reload(group.order)
         if times is not None:
-            if not times.needed and now.lanes is self.lanes and self.plan is None:
+            if not times.needed and now.copy_streams is self.copy_streams and self.plan is None:
                 self._find_held(now)
                 times.forward_is_over()
             times.reached(group, reloads)
-            self._keep(times, now.lanes is self.lanes)
+            self._keep(times, now.copy_streams is self.copy_streams)
         for other in reloads:
             other.start_reload()
 

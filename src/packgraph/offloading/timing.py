@@ -1,5 +1,5 @@
-"""What a pass was seen to do, for plans: bytes of its groups, and when main came to their forwards
-and backwards.
+r"""What plans of offloading are made from: times, bytes and room that a pass was seen to have, and
+the speed of plain copies.
 
 Plans are to know about compute alone. Where groups moved meanwhile main has waited for copies, so
 its waits are timed, too, and taken out:
@@ -10,26 +10,162 @@ its waits are timed, too, and taken out:
 In a captured pass the same clocks are nodes of its graphs, and tell what the last replay took: the
 compute of a graph, without the host that eager work may wait for.
 
-Bytes of groups that are on the device are counted beside in eager passes, for `room.py`: a group's
-from its commit on, without those whose copies main has waited for, and those that come back until
-the next backward begins. Memory that somebody else turns out to hold (`SavedGroup.stays`) was none
-of theirs, in this pass, too; but what a copy of it brings back takes memory once more.
+Bytes of groups that are on the device are counted beside in eager passes: a group's from its commit
+on, without those whose copies main has waited for, and those that come back until the next backward
+begins. Memory that somebody else turns out to hold (`SavedGroup.stays`) was none of theirs, in this
+pass, too; but what a copy of it brings back takes memory once more.
+
+`Headroom` is what else the device holds beside the groups, forwards and backwards: how much more
+groups may lie there at a time.
+
+    memory   |            ____/|\                      /: groups on the device, all of them kept
+                                                       here
+             |       ____/     | \___  gradients       |: the forward ends
+             |  ____/          |_____\___ ...
+    all else |  ==f== ==f==  f | b  ======             room of a place = the most there is anywhere
+                                                       - the most there
+
+Copies to the host that have not ended with the forward's last group hold memory that the backward
+takes a moment later, for gradients of activations: giving it back earlier lowers no peak. A
+backward of small matrices may have some groups back that one of large ones has no room for; and if
+nothing moves, what is needed last finds all groups gone. Measured in traced passes, where the copy
+streams know the allocator. What is between the last group and the first backward counts as forward;
+behind the last group's start nobody looks, so there is no room.
+
+What stays behind a backward (gradients of parameters that are made for the first time) is no such
+need, and what is handed on to the next module (gradients of activations) is one. Both are growth,
+but what stays is there until the end:
+
+    backward of a module    3   2   1
+    all else at its start   0   4   1    3 hands 4 on, or hands 3 on and 1 stays: 1 counts as stayed
+
+So what counts as stayed until a look is the least by which all else has grown at this or any later
+one. Where all else falls along the backward while such gradients grow, that is too little: rooms
+are too small, which is the safe side. Where they grow from module to module, it hides what is
+handed on; runs have their gradients from the start.
 """
 
+import statistics
 import weakref
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+
+import torch
 
 from packgraph.graphs.copy_streams import Copy, CopyStreams
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.plan import CopySpeed, OffloadGroup, OffloadTrace
-from packgraph.offloading.room import Headroom
 
+BYTES = 64 * 2**20
+SMALL = 4096
+ROUNDS = 5
 LARGE = 2**21  # bytes of a copy that tells a speed
 LAST_US = 1.0  # behind all others comes, if at all, what a loss leaves out
+
+
+def copy_speed(device: torch.device, nbytes: int = BYTES) -> CopySpeed:
+    """Copies of `nbytes`, one direction at a time; on a CPU, which copies nothing, what plans
+    assume. Waits for the device."""
+    if device.type != "cuda":
+        return CopySpeed()
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    out = _microseconds(device, lambda: on_host.copy_(on_device, non_blocking=True))
+    back = _microseconds(device, lambda: on_device.copy_(on_host, non_blocking=True))
+    small = _microseconds(
+        device, lambda: on_host[:SMALL].copy_(on_device[:SMALL], non_blocking=True)
+    )
+    return CopySpeed(nbytes / out, nbytes / back, round(small, 3))
+
+
+def _microseconds(device: torch.device, copy: Callable[[], object]) -> float:
+    """The median of one copy, behind another one that gives the host its lead."""
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        copy()
+        start.record(torch.cuda.current_stream(device))
+        copy()
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+        times.append(1000.0 * start.elapsed_time(end))
+    return statistics.median(times)
+
+
+class _Look(NamedTuple):
+    """Backward comes to a group of `module`. held: bytes of groups that are on the device from here
+    on. rest: all else now. most: all else since the look before, at the most."""
+
+    module: int
+    held: int
+    rest: int
+    most: int
+
+
+class Headroom:
+    """Of one pass. Begins with the pass."""
+
+    def __init__(self, copy_streams: CopyStreams) -> None:
+        self._copy_streams = copy_streams
+        self._forward: list[
+            int
+        ] = []  # all else at the most, by module, then until the first backward
+        self._looks: list[_Look] = []
+        copy_streams.memory()
+
+    def made(self, held: int) -> None:
+        """The groups of a module are made. held: bytes of groups on the device, these ones'
+        included."""
+        found = self._copy_streams.memory()
+        if found is not None:
+            self._forward.append(found.most - held)
+
+    def is_others(self, nbytes: int, first: int, end: int) -> None:
+        """As modules `first` up to `end` were made, by number from 0, `nbytes` counted as groups'
+        that were not."""
+        for module in range(first, min(end, len(self._forward))):
+            self._forward[module] += nbytes
+
+    def reached(self, before: int, after: int, module: int) -> None:
+        """Backward has come to a group of `module`. before, after: bytes of groups on the device,
+        without and with those whose reload begins here."""
+        found = self._copy_streams.memory()
+        if found is None:
+            return
+        if not self._looks:
+            self._forward.append(found.most - before)
+        most = found.most - (self._looks[-1].held if self._looks else before)
+        self._looks.append(_Look(module, after, found.now - before, most))
+
+    @property
+    def _backward(self) -> dict[int, int]:
+        """By module, what its backward needs of all else."""
+        needs = dict[int, int]()
+        least = list(accumulate((look.rest for look in reversed(self._looks)), min))[
+            ::-1
+        ]  # from each look on
+        for (last, look), left in zip(pairwise(self._looks), least[1:]):
+            needed = look.most - max(0, left - self._looks[0].rest)
+            needs[last.module] = max(needs.get(last.module, needed), needed)
+        return needs
+
+    @property
+    def _most(self) -> int:
+        return max([0, *self._forward, *self._backward.values()])
+
+    @property
+    def nbytes(self) -> int:
+        """What `OffloadTrace.forward_room` says; 0 where nobody knows."""
+        return self._most - max([0, *self._forward])
+
+    def of(self, modules: Sequence[int]) -> tuple[int, ...]:
+        """What `OffloadTrace.backward_room` says of groups of these modules; empty where nobody
+        knows."""
+        needs, most = self._backward, self._most
+        return tuple(most - needs.get(module, most) for module in modules) if needs else ()
 
 
 class TimeMark(NamedTuple):
@@ -42,28 +178,32 @@ class TimeMark(NamedTuple):
 class Waits:
     """The waits of main, in order: when they began and ended."""
 
-    def __init__(self, lanes: CopyStreams) -> None:
-        self.lanes = lanes
+    def __init__(self, copy_streams: CopyStreams) -> None:
+        self.copy_streams = copy_streams
         self.all: list[tuple[Any, Any]] = []
 
     def wait(self, copy: Copy) -> None:
         """Let main wait for a copy, between two clocks."""
-        began = self.lanes.clock()
-        self.lanes.wait(copy)
-        self.all.append((began, self.lanes.clock()))
+        began = self.copy_streams.clock()
+        self.copy_streams.wait(copy)
+        self.all.append((began, self.copy_streams.clock()))
 
     def mark(self) -> TimeMark:
         """Main gets here."""
-        return TimeMark(self.lanes.clock(), len(self.all))
+        return TimeMark(self.copy_streams.clock(), len(self.all))
 
 
-def copy_speed_of(lanes: CopyStreams, known: CopySpeed) -> CopySpeed:
-    """The speed of the copies that were timed in captures of `lanes`, in their last replays;
+def copy_speed_of(copy_streams: CopyStreams, known: CopySpeed) -> CopySpeed:
+    """The speed of the copies that were timed in captures of `copy_streams`, in their last replays;
     `known` where there are none of a direction. Waits for the device."""
 
-    def speed(lane: str, otherwise: float) -> float:
-        copies = [copy for copy in lanes.timed or () if copy.lane == lane and copy.nbytes >= LARGE]
-        spent = sum(lanes.elapsed_us(copy.began, copy.ended) for copy in copies)
+    def speed(copy_stream: str, otherwise: float) -> float:
+        copies = [
+            copy
+            for copy in copy_streams.timed or ()
+            if copy.copy_stream == copy_stream and copy.nbytes >= LARGE
+        ]
+        spent = sum(copy_streams.elapsed_us(copy.began, copy.ended) for copy in copies)
         spent -= known.latency_us * sum(
             copy.tensors for copy in copies
         )  # plans add that for every tensor
@@ -114,15 +254,19 @@ class _Made(NamedTuple):
 
 
 class PassTimes:
-    """The times of one pass, by order of its groups. waits: of its lanes. captured: of its graphs,
-    whose memory nobody looks at. scopes: the captures that it lies in."""
+    """The times of one pass, by order of its groups. waits: of its copy streams. captured: of its
+    graphs, whose memory nobody looks at. scopes: the captures that it lies in."""
 
     def __init__(self, waits: Waits, captured: bool) -> None:
-        self.lanes, self.waits, self.started = waits.lanes, waits, waits.mark()
+        self.copy_streams, self.waits, self.started = waits.copy_streams, waits, waits.mark()
         self.made: list[_Made] = []
         self.needed: dict[int, TimeMark] = {}
-        self.scopes = {self.lanes.scope}
-        self.room, self._held, self._running = None if captured else Headroom(self.lanes), 0, 0
+        self.scopes = {self.copy_streams.scope}
+        self.room, self._held, self._running = (
+            None if captured else Headroom(self.copy_streams),
+            0,
+            0,
+        )
         self._block = 0
         self._saving: set[int] = (
             set()
@@ -151,7 +295,7 @@ class PassTimes:
         self._held += self._counted[-1]
         if group.host is not None:
             self._leaving.append((weakref.ref(group), group.order))
-        self.scopes.add(self.lanes.scope)
+        self.scopes.add(self.copy_streams.scope)
         if self.room is not None and is_last:
             self.room.made(
                 self._held
@@ -175,7 +319,7 @@ class PassTimes:
     def reached(self, group: SavedGroup, reloads: Sequence[SavedGroup]) -> None:
         """Backward has come to `group`; `reloads` begin now."""
         self.needed.setdefault(group.order, self.waits.mark())
-        self.scopes.add(self.lanes.scope)
+        self.scopes.add(self.copy_streams.scope)
         self._given_back()
         if (block := self.made[group.order].block) != self._block:
             self._held, self._running, self._block = self._held - self._running, 0, block
@@ -220,14 +364,14 @@ class PassTimes:
     def is_replayed(self) -> bool:
         """Whether the graphs of a captured pass have run: one, or one of its forward and one of its
         backward. Among more, copies end with each, and those waits belong to no group."""
-        return len(self.scopes) <= 2 and self.scopes <= self.lanes.replayed
+        return len(self.scopes) <= 2 and self.scopes <= self.copy_streams.replayed
 
     def trace(self) -> OffloadTrace:
         """The times in microseconds, without waits; waits for the device."""
-        waited = [0.0, *accumulate(self.lanes.elapsed_us(*wait) for wait in self.waits.all)]
+        waited = [0.0, *accumulate(self.copy_streams.elapsed_us(*wait) for wait in self.waits.all)]
 
         def worked(start: TimeMark, end: TimeMark) -> float:
-            return self.lanes.elapsed_us(start.clock, end.clock) - (
+            return self.copy_streams.elapsed_us(start.clock, end.clock) - (
                 waited[end.waits] - waited[start.waits]
             )
 

@@ -1,24 +1,136 @@
 """One microbatch of packed documents: static shapes, one buffer, boundaries known on the host.
 
-All tensors are views of the one buffer `data` (see `layout.py`): one pinned upload per microbatch,
-one copy into a graph's static memory, one leaf as a pytree. `lengths` and the counts are host ints;
-code inside a captured graph must not see them, since a graph would bake them (`without_lengths`).
+All tensors are views of the one buffer `data`: one pinned upload per microbatch, one copy into a
+graph's static memory, one leaf as a pytree. `lengths` and the counts are host ints; code inside a
+captured graph must not see them, since a graph would bake them (`without_lengths`).
 
     tokens   a a a b b c c c c . .   position_ids  0 1 2 0 1 0 1 2 3 0 0
     labels   a a _ b _ c c c _ _ _   document_ids  0 0 0 1 1 2 2 2 2 N N     cu_seqlens  0 3 5 9 9 9
+
+The layout of the buffer follows from the capacity alone, so two batches of equal capacity are the
+same bytes in the same places:
+
+    tokens 8T, labels 8T, position_ids 8T, document_ids 4T, cu_seqlens 4(N+1), loss_mask T,
+    padding_mask T
+
+Every field starts at a multiple of `ALIGNMENT` bytes, so that each is a valid view and vector loads
+are allowed. `fill` writes documents into it without a loop over tokens.
 """
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from packgraph.packing.build import fill
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.document import Document, read_documents
-from packgraph.packing.layout import Field, layout_of
+from packgraph.packing.document import IGNORED, Document, read_documents
+
+ALIGNMENT = 16
+NUMPY_TYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.bool: np.bool_}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a batch: `length` elements of `dtype` from byte `start` on."""
+
+    start: int
+    length: int
+    dtype: torch.dtype
+
+    @property
+    def stop(self) -> int:
+        """First byte after the field."""
+        return self.start + self.length * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """All fields of a batch of one capacity; `nbytes` is the size of the buffer in bytes."""
+
+    tokens: Field
+    labels: Field
+    position_ids: Field
+    document_ids: Field
+    cu_seqlens: Field
+    loss_mask: Field
+    padding_mask: Field
+    nbytes: int
+
+
+@functools.cache
+def layout_of(capacity: Capacity) -> BatchLayout:
+    """The layout of a batch of `capacity`."""
+    start = 0
+    fields: dict[str, Field] = {}
+    for name, length, dtype in (
+        ("tokens", capacity.tokens, torch.int64),
+        ("labels", capacity.tokens, torch.int64),
+        ("position_ids", capacity.tokens, torch.int64),
+        ("document_ids", capacity.tokens, torch.int32),
+        ("cu_seqlens", capacity.documents + 1, torch.int32),
+        ("loss_mask", capacity.tokens, torch.bool),
+        ("padding_mask", capacity.tokens, torch.bool),
+    ):
+        fields[name] = Field(start, length, dtype)
+        start = -(-fields[name].stop // ALIGNMENT) * ALIGNMENT
+    return BatchLayout(nbytes=start, **fields)
+
+
+def fill(documents: Sequence[Document], capacity: Capacity) -> tuple[Tensor, int, int]:
+    """The buffer of a pack of `documents` (none: all padding), which must fit, its number of loss
+    tokens, and the largest of its token ids and labels (-1 without any).
+
+    Returns (uint8 [layout_of(capacity).nbytes] on the host, host int, host int). All bytes are
+    defined, gaps too, so equal packs are equal buffers.
+    """
+    layout = layout_of(capacity)
+    data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    buffer = data.numpy()
+
+    def field(place: Field) -> NDArray[Any]:
+        return buffer[place.start : place.stop].view(NUMPY_TYPES[place.dtype])
+
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
+    stops = np.cumsum(lengths)
+    used = int(lengths.sum())
+
+    tokens = np.concatenate(
+        [np.empty(0, dtype=np.int64), *(document.tokens for document in documents)]
+    )
+    field(layout.tokens)[:used] = tokens
+    if any(document.targets is not None for document in documents):
+        targets = np.concatenate(
+            [
+                document.tokens if document.targets is None else document.targets
+                for document in documents
+            ]
+        )
+    else:
+        targets = tokens
+    labels = field(layout.labels)
+    labels[: max(used - 1, 0)] = targets[1:]
+    labels[stops - 1] = IGNORED
+    labels[used:] = IGNORED
+
+    field(layout.position_ids)[:used] = np.arange(used) - np.repeat(stops - lengths, lengths)
+    document_ids = field(layout.document_ids)
+    document_ids[:used] = np.repeat(np.arange(len(documents)), lengths)
+    document_ids[used:] = capacity.documents
+    boundaries = field(layout.cu_seqlens)
+    boundaries[1 : len(documents) + 1] = stops
+    boundaries[len(documents) + 1 :] = used
+
+    loss_mask = field(layout.loss_mask)
+    np.not_equal(labels, IGNORED, out=loss_mask)
+    field(layout.padding_mask)[used:] = True
+    largest = max(int(tokens.max(initial=-1)), int(labels.max(initial=-1)))
+    return data, int(np.count_nonzero(loss_mask)), largest
 
 
 class HostFacts:

@@ -1,16 +1,147 @@
 """Documents → packs: every document lands whole in exactly one pack, each pack in the smallest
-capacity for it."""
+capacity for it.
 
+    documents ─▶ parts that fit (`overlong`) ─▶ all at once, or a window (bins.py) ─▶ packs
+                          └───────────── counted in a PackReport ─────────────┘
+
+Nothing is dropped or cut in silence, no document waits for ever, and the only state of a stream is
+its window.
+"""
+
+import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from packgraph.packing.batch import PackedBatch
+from packgraph.packing.bins import OpenPack, WaitingLengths, best_fit
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.document import Document, read_documents
-from packgraph.packing.overlong import Overlong, check_choice, fitting_parts
-from packgraph.packing.report import PackReport
-from packgraph.packing.tighten import best_fit
-from packgraph.packing.window import PackingWindow, build_pack
+
+Overlong = Literal["error", "split", "drop"]
+Tag = TypeVar("Tag")
+
+
+@dataclass
+class PackReport:
+    """Totals of one or several packing runs, for the `report` of `packgraph.pack`.
+
+    Attributes:
+        documents: Packed documents; a piece of a split document counts as one.
+        tokens: Packed tokens.
+        packs: Packed batches.
+        places: Tokens that these have room for.
+        split_documents: Documents that were split.
+        dropped_documents: Documents that were left out, being too long.
+        dropped_tokens: Their tokens.
+
+    Example:
+        >>> report = packgraph.PackReport()
+        >>> _ = packgraph.pack([[1, 2, 3]], packgraph.Capacity(4, 1), report=report)
+        >>> report.padding_fraction
+        0.25
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    packs: int = 0
+    places: int = 0
+    split_documents: int = 0
+    dropped_documents: int = 0
+    dropped_tokens: int = 0
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of all places that hold no token."""
+        return 1 - self.tokens / self.places if self.places else 0.0
+
+    def count_pack(self, documents: int, tokens: int, places: int) -> None:
+        """Add one pack."""
+        self.documents += documents
+        self.tokens += tokens
+        self.packs += 1
+        self.places += places
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts, JSON-able."""
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take over counts from `state_dict`. Raises TypeError for unknown ones."""
+        self.__dict__.update(PackReport(**state).__dict__)
+
+
+def check_choice(overlong: str) -> None:
+    """Raise ValueError unless `overlong` is one of the choices."""
+    if overlong not in get_args(Overlong):
+        raise ValueError(
+            f"overlong must be one of {', '.join(get_args(Overlong))}, got {overlong!r}"
+        )
+
+
+def fitting_parts(
+    document: Document, limit: int, overlong: str, report: PackReport, name: str
+) -> Iterator[Document]:
+    """`document` itself when it has at most `limit` tokens; else nothing, its pieces, or a
+    ValueError, as chosen.
+
+    Pieces have `limit` tokens each, the last one the rest; no piece predicts the first token of the
+    next.
+    """
+    if len(document) <= limit:
+        yield document
+    elif overlong == "error":
+        raise ValueError(
+            f"{name} has {len(document)} tokens, the largest capacity takes documents of {limit}; "
+            "add a "
+            'larger Capacity, or choose overlong="split" or overlong="drop"'
+        )
+    elif overlong == "drop":
+        report.dropped_documents += 1
+        report.dropped_tokens += len(document)
+    else:
+        report.split_documents += 1
+        for start in range(0, len(document), limit):
+            yield document.part(start, min(start + limit, len(document)))
+
+
+def build_pack(
+    documents: list[Document], pack: OpenPack, capacities: CapacitySet, report: PackReport
+) -> PackedBatch:
+    """The batch of `documents`, whose totals stand in `pack`, in the smallest capacity that holds
+    them; counted."""
+    capacity = pack.capacity(capacities)
+    batch = PackedBatch.of_documents(documents, capacity)
+    report.count_pack(batch.num_documents, batch.num_tokens, capacity.tokens)
+    return batch
+
+
+class PackingWindow(Generic[Tag]):
+    """Documents waiting to be packed, each with a tag of the caller (where it came from)."""
+
+    def __init__(self, capacities: CapacitySet, report: PackReport) -> None:
+        self._capacities = capacities
+        self._report = report
+        self._lengths = WaitingLengths(capacities)
+        self._waiting: dict[int, tuple[Document, Tag]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def tags(self) -> Iterator[Tag]:
+        """Tags of the waiting documents, the longest waiting first: adding them in this order
+        restores the window."""
+        return (tag for _, tag in self._waiting.values())
+
+    def add(self, document: Document, tag: Tag) -> None:
+        """Let `document` (within the capacities' longest) wait."""
+        self._waiting[self._lengths.add(len(document))] = (document, tag)
+
+    def take(self) -> PackedBatch:
+        """Make one pack of waiting documents. Raises IndexError when none waits."""
+        pack = self._lengths.take()
+        members = [self._waiting.pop(number)[0] for number in pack.members]
+        return build_pack(members, pack, self._capacities, self._report)
 
 
 def pack(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from packgraph.graphs.consensus import Vote, alone
+from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.parallel.mesh import Mesh
 
@@ -103,7 +103,7 @@ def _lost(what: str, failed: dict[int, str], waiting: Sequence[int], patience: f
     )
 
 
-def stage_consensus(mesh: Mesh, patience: float = PATIENCE) -> Vote:
+def stage_consensus(mesh: Mesh, patience: float = PATIENCE) -> Consensus:
     """Among the ranks that this one exchanges data with while it runs its part of a model: those of
     its stage that share rows, matrices or experts with it, directly or through others."""
     place = mesh.place
@@ -115,7 +115,7 @@ def stage_consensus(mesh: Mesh, patience: float = PATIENCE) -> Vote:
     )
 
 
-def replica_consensus(mesh: Mesh, patience: float = PATIENCE) -> Vote:
+def replica_consensus(mesh: Mesh, patience: float = PATIENCE) -> Consensus:
     """The same for whole steps: also among the stages of a pipeline."""
     return _vote(mesh, "replica", _replica(mesh), patience)
 
@@ -130,5 +130,5 @@ def _replica(mesh: Mesh) -> list[int]:
     ]
 
 
-def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Vote:
+def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Consensus:
     return alone if len(ranks) == 1 else StoreConsensus(f"vote of {name}", ranks, patience)

@@ -15,10 +15,22 @@ autograd says so. Single process: nothing is sent.
 Where replicas share the experts of a layer (`parallel/expert.py`), experts lie in spans of their
 own: only replicas that hold the same ones (`edp`) add up. That is the whole sum: a loss is a sum
 over tokens, and the tokens of all ranks that share the experts have been to them.
+
+`plan_gradient_buckets` says where every parameter lies in the flat buffers: spans in the order in
+which a backward finishes gradients.
+
+    registered    embed  layer 0  layer 1  head            (a backward runs from right to left)
+    span 0        |head .. layer 1 ..|       first to be complete, first to be reduced
+    span 1        |layer 0 .. embed ..|pad|  every span divides by the number of ranks: each owns
+                                             one equal part
+
+A span holds parameters of one kind only (dtype, weight decay or not, whole on every tensor-parallel
+rank or a part), so that whatever is done to a span is one kernel. The invariant: a parameter lies
+in one span, whole, and starts at a multiple of ALIGNMENT elements.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +42,60 @@ from torch.distributed.tensor import DTensor, Partial
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
-from packgraph.parallel.gradient_buckets import plan_gradient_buckets
 from packgraph.parallel.pieces import Pieces, expert_part
 
+ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like
 SPAN_BYTES = (
     32 * 2**20
 )  # large enough for full bandwidth, small enough that most of a model overlaps with backward
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The place of parameter `index` in its span, in elements."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class GradientBucketPlan:
+    """One span. size: elements with padding, a multiple of the number of ranks."""
+
+    kind: Hashable
+    members: tuple[Placed, ...]
+    size: int
+
+
+def plan_gradient_buckets(
+    sizes: Sequence[int], kinds: Sequence[Hashable], ranks: int, most: int | None
+) -> list[GradientBucketPlan]:
+    """Buckets for parameters of `sizes` elements, given in order of registration.
+
+    kinds: parameters of unequal kinds share no span. most: elements after which a span is closed (a
+    larger parameter has one of its own); None = never.
+    """
+    open_now: dict[Hashable, list[Placed]] = {}
+    done: list[GradientBucketPlan] = []
+    for index in reversed(range(len(sizes))):
+        members = open_now.setdefault(kinds[index], [])
+        start = _rounded(members[-1].stop, ALIGNMENT) if members else 0
+        if members and most is not None and start + sizes[index] > most:
+            done.append(_closed(kinds[index], members, ranks))
+            members, start = [], 0
+            open_now[kinds[index]] = members
+        members.append(Placed(index, start, start + sizes[index]))
+    done += [_closed(kind, members, ranks) for kind, members in open_now.items()]
+    return sorted(done, key=lambda span: min(-member.index for member in span.members))
+
+
+def _closed(kind: Hashable, members: list[Placed], ranks: int) -> GradientBucketPlan:
+    return GradientBucketPlan(kind, tuple(members), _rounded(members[-1].stop, ALIGNMENT * ranks))
+
+
+def _rounded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 @dataclass

@@ -5,7 +5,7 @@ of logits.
                             exponentials, target's logit
                             two small all-reduces [C, 1] and [C, 2] -> the same loss on all ranks
 
-As in `ops/loss/api.py` gradients are computed in the forward pass, chunk by chunk, and rows without
+As in `ops/loss.py` gradients are computed in the forward pass, chunk by chunk, and rows without
 a label contribute exactly zero, while tokens and labels that are no word of the vocabulary make NaN
 on all ranks. Each rank's gradient of `hidden` is its words' share; the shares are summed on the way
 out.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from packgraph.ops.loss.api import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
+from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
 
 
 def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) -> Tensor:

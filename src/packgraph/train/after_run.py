@@ -13,9 +13,9 @@ import torch
 from packgraph.models.decoder import DecoderConfig
 from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.processes import Launch
-from packgraph.train.left_out import left_out_line
 from packgraph.train.metrics import BOARD
 from packgraph.train.options import TrainConfig
+from packgraph.train.progress import left_out_line
 from packgraph.train.run_folder import SUMMARY, has_checkpoint
 from packgraph.train.stored_config import CONFIG
 from packgraph.train.trainer import COMPLETED, DATA_ENDED

@@ -17,19 +17,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from packgraph.models.sizes import head_sizes
+from packgraph.models.branches import head_sizes
 from packgraph.ops.attention.api import choose_backend
-from packgraph.packing.buckets.choose import BucketPlan, choose_buckets
 from packgraph.packing.buckets.cost import FLASH4, CostModel
-from packgraph.packing.buckets.lengths import LengthHistogram
-from packgraph.packing.buckets.packing import PackingPolicy
-from packgraph.packing.buckets.request import BucketRequest
+from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
+from packgraph.packing.buckets.planner import BucketPlan, BucketRequest, choose_buckets
 from packgraph.packing.capacity import places
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config import ConfigError, read_config
 from packgraph.train.context_rows import places_multiple
-from packgraph.train.data.errors import BadDocumentError
-from packgraph.train.data.source import DocumentSource
+from packgraph.train.data.source import BadDocumentError, DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
 from packgraph.train.memory_budget import limit_of

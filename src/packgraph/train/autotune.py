@@ -9,7 +9,7 @@ What is timed is the pace of a loop, host and device together, whichever is the 
 is the time between events on the stream at the starts of consecutive microbatches: where launching
 takes longer than computing, the device waits between kernels and the events are as far apart as the
 host's launches. For this to be so the host must not have a lead from before, so a timed step begins
-on an idle device and goes one way as a whole (`train/timing_turns.py`). Host time alone would be
+on an idle device and goes one way as a whole (`train/choice.py`). Host time alone would be
 wrong for kernels that outlast their launches, and device time without its gaps would hide what
 graphs are for.
 
@@ -32,10 +32,9 @@ from packgraph.graphs.fallback import eager
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.train.assignment import MicrobatchAssignment
-from packgraph.train.choice import EAGER, REPLAY, Choice, Timing, Vote, Way, choose
+from packgraph.train.choice import EAGER, REPLAY, Choice, Timing, Turns, Vote, Way, choose
 from packgraph.train.config_values import render
-from packgraph.train.timing_turns import Turns
+from packgraph.train.step import MicrobatchAssignment
 
 TIMED = "timed against its graphs"
 FASTER = "eager is faster (measured)"

@@ -10,29 +10,26 @@ from functools import partial
 
 import torch
 
-from packgraph.models.chunks import ModelChunks
-from packgraph.models.decoder import DecoderModel
-from packgraph.moe.dispatch.assignment import ExpertAssignment
+from packgraph.models.decoder import DecoderModel, ModelChunks
 from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.moe.dispatch.dispatcher import ExpertAssignment
 from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.tensor import parallelize
-from packgraph.train.assignment import MicrobatchAssignment
 from packgraph.train.autotune import Autotune
+from packgraph.train.context_rows import stage_tokens
 from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
-from packgraph.train.exchange_buffers import make_buffers
 from packgraph.train.executor import Executor
-from packgraph.train.expert_balance import ExpertBalance
-from packgraph.train.expert_stash import make_stash
+from packgraph.train.experts import ExpertBalance, Overflow, make_buffers, make_stash
 from packgraph.train.offloading import make_offloading
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import TrainConfig
-from packgraph.train.overflow import Overflow
-from packgraph.train.stage_executor import StageExecutor
-from packgraph.train.stage_tokens import stage_tokens
-from packgraph.train.step_executor import StepExecutor
+from packgraph.train.pipeline_runner import PipelineRunner
+from packgraph.train.runner import MicrobatchRunner, Runner
+from packgraph.train.step import MicrobatchAssignment
+from packgraph.train.step_runner import StepRunner
 from packgraph.train.weights import load_weights
 
 
@@ -97,32 +94,33 @@ def make_executor(
     """What runs the steps of `model`: a loop, one graph of a whole step and its update, or this
     rank's part of a pipeline (of one rank for graphs of whole steps without the update)."""
     config = with_context_buckets(config)
-    executor = _make_executor(model, config, device, mesh)
+    runner = _make_runner(model, config, device, mesh)
+    executor = Executor(runner, config.graph, device)
     executor.everyone = mesh.everyone()
     # A partner of a failed capture has begun its own at the same time; only compiling may take it
     # much longer.
     patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout
-    executor.vote_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
+    executor.agree_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
         executor.autotune = Autotune(
             executor,
             mesh,
             device,
-            whole_steps=type(executor) is not Executor,
+            whole_steps=not isinstance(runner, MicrobatchRunner),
             sharing=MicrobatchAssignment.of(mesh, rank_tokens(config)),
         )
     return executor
 
 
-def _make_executor(
+def _make_runner(
     model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh
-) -> Executor:
+) -> Runner:
     if config.graph.enabled and config.graph.optimizer:
-        return StepExecutor(model.chunks[0], config.graph, device)
+        return StepRunner(model.chunks[0], config.graph, device)
     if mesh.size("pp") == 1 and config.graph.granularity != "step":
-        return Executor(model.chunks[0], config.graph, device)
-    return StageExecutor(model.chunks, config, device, mesh)
+        return MicrobatchRunner(model.chunks[0], config.graph, device)
+    return PipelineRunner(model.chunks, config, device, mesh)
 
 
 def _build(

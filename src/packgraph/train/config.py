@@ -55,14 +55,23 @@ RETIRED: Mapping[str, Any] = {"model.merge_projections": False}
 
 @dataclass(frozen=True)
 class ConfigLayer:
-    """Values from one place. `where` is a file name or `command line`; `text` says that leaves are
-    text to parse."""
+    """Values from one place.
+
+    where: a file name or `command line`. text: leaves are text to parse. problems: what was wrong
+    before values could be told apart. others: options of the command itself, of which an unknown
+    one may be meant. positional: paths that are given by their place among the words.
+    """
 
     where: str
     values: Mapping[str, Any]
     text: bool = False
+    problems: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    positional: frozenset[str] = frozenset()
 
     def place(self, path: str) -> str:
+        if path in self.positional:
+            return path.upper()
         path = path if len(path) <= SHOWN else path[:SHOWN] + "…"
         return f"--{path.replace('_', '-')}" if self.text else f"{self.where}: {path}"
 
@@ -71,14 +80,20 @@ def read_config(base: T, layers: Sequence[ConfigLayer]) -> T:
     """Overlay `layers` on `base`, a frozen dataclass tree, later layers winning. Raises
     ConfigError."""
     problems: list[str] = []
-    known = known_paths(base)
-    values: dict[str, Any] = {}
-    for layer in layers:
-        _collect(base, layer, layer.values, "", known, values, problems)
-    result = _rebuild(base, "", values, problems)
+    result = overlay(base, layers, problems)
     if problems:
         raise ConfigError(problems)
     return result
+
+
+def overlay(base: T, layers: Sequence[ConfigLayer], problems: list[str]) -> T:
+    """As `read_config`; what is wrong goes to `problems`, and `base` decides there."""
+    paths = known_paths(base)
+    values: dict[str, Any] = {}
+    for layer in layers:
+        problems.extend(layer.problems)
+        _collect(base, layer, layer.values, "", [*paths, *layer.others], values, problems)
+    return _rebuild(base, "", values, problems)
 
 
 def known_paths(section: Any, prefix: str = "") -> list[str]:
@@ -143,7 +158,7 @@ def _unknown(path: str, value: Any, layer: ConfigLayer, known: Sequence[str]) ->
     """What to say of a key that is not known: an unknown section of a file once, of options each of
     its keys."""
     if not isinstance(value, Mapping):
-        near = _nearest(path, known)
+        near = nearest(path, known)
         shown = f"--{near.replace('_', '-')}" if layer.text else near
         return [f"{layer.place(path)}: unknown key, did you mean {shown}?"]
     if layer.text:
@@ -157,7 +172,7 @@ def _unknown(path: str, value: Any, layer: ConfigLayer, known: Sequence[str]) ->
     return [f"{layer.place(path)}: unknown section" + (f", did you mean {near}?" if near else "")]
 
 
-def _nearest(path: str, known: Sequence[str]) -> str:
+def nearest(path: str, known: Sequence[str]) -> str:
     """The known path most like `path`: one with the same last word, with its initials (`lr`), or
     else spelled alike."""
 
@@ -188,7 +203,7 @@ def _rebuild(section: T, prefix: str, values: Mapping[str, Any], problems: list[
     try:
         return dataclasses.replace(section, **changes)  # type: ignore[type-var]
     except ValueError as error:
-        problems.append(f"section {prefix[:-1] or 'top level'}: {error}")
+        problems.append(f"section {prefix[:-1]}: {error}" if prefix else str(error))
         return section
 
 

@@ -1,10 +1,11 @@
 """One value of a configuration: from text or from a file's typed value to a Python type, and back
 to JSON.
 
-Known types: bool, int, float, str, `Literal[...]`, `X | None`, `X | Literal[...]`, `tuple[X, ...]`,
-`tuple[X, Y]` and `Capacity`, which is written `TOKENSxDOCUMENTS` or `TOKENSxDOCUMENTSxLONGEST`. The
-invariant: a value is taken only when nothing is guessed; `3.5` is no int, `1` is no bool, and a
-problem says what was expected and what was found.
+Known types: bool, int, float, str, Path, `Literal[...]`, `X | None`, `X | Literal[...]`,
+`tuple[X, ...]`, `tuple[X, Y]`, `Annotated[int, LEAST]`, `Annotated[str, (CHOICE, ...)]` and
+`Capacity`, which is written `TOKENSxDOCUMENTS` or `TOKENSxDOCUMENTSxLONGEST`. The invariant: a
+value is taken only when nothing is guessed; `3.5` is no int, `1` is no bool, and a problem says
+what was expected and what was found.
 """
 
 import dataclasses
@@ -13,7 +14,9 @@ import os
 import types
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from packgraph.packing.capacity import Capacity, in_short
 
@@ -26,6 +29,9 @@ LONGEST_NAME, LONGEST_PATH = (
     255,
     3800,
 )  # bytes; a path leaves room for the names below it (PATH_MAX is 4,096)
+
+
+Count = Annotated[int, 1]
 
 
 class ValueProblem(ValueError):
@@ -85,8 +91,32 @@ def path_problem(path: str) -> str | None:
 
 def resolved_types(section: type) -> dict[str, Any]:
     """Field name → type of a dataclass, with string annotations resolved."""
-    hints = get_type_hints(section)
+    hints = get_type_hints(section, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(section) if field.init}
+
+
+def option(default: Any, text: str, **more: Any) -> Any:
+    """A field of a dataclass that holds the options of a command.
+
+    Args:
+        default: Value without the option.
+        text: Its help; `{own.NAME}` stands for an attribute of the dataclass.
+        **more: `metavar` (what stands for the value in help), `bare` (what it means without a
+            value), `positional` (it is given by its place), `required`.
+
+    Returns:
+        The field.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandArguments:
+    """What every command takes."""
+
+    help: Literal["short", "all"] | None = option(
+        None, "explain this command", metavar="", bare="short"
+    )
 
 
 def is_section(value: Any) -> bool:
@@ -104,8 +134,15 @@ def convert(value: Any, expected: Any, *, from_text: bool) -> Any:
         return _convert_literal(value, expected, from_text)
     if origin is tuple:
         return _convert_tuple(value, expected, from_text)
+    if origin is Annotated:
+        return _convert_annotated(value, expected, from_text)
     if expected is Capacity:
         return _convert_capacity(value)
+    if expected is Path and isinstance(value, str | Path):
+        problem = path_problem(str(value))
+        if problem is not None:
+            raise ValueProblem(f"expected a path, got {shown(str(value))}: {problem}")
+        return Path(value)
     if expected is bool:
         return _convert_bool(value, from_text)
     if expected in (int, float):
@@ -153,10 +190,36 @@ def _convert_literal(value: Any, expected: Any, from_text: bool) -> Any:
     raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
 
 
+def _convert_annotated(value: Any, expected: Any, from_text: bool) -> Any:
+    kind, rule = get_args(expected)
+    if isinstance(rule, tuple):
+        return _convert_literal(value, Literal[rule], from_text)
+    found = convert(value, kind, from_text=from_text)
+    if found < rule:
+        raise ValueProblem(f"expected {describe(expected)}, got {shown(value)}")
+    return found
+
+
+def choices_of(expected: Any) -> tuple[str, ...]:
+    """The words that a value of this type can be, for completion; empty where it is not one of a
+    few."""
+    origin, arguments = get_origin(expected), get_args(expected)
+    if expected is bool:
+        return ("true", "false")
+    if origin is Literal:
+        return tuple(map(str, arguments))
+    if origin is Annotated:
+        return arguments[1] if isinstance(arguments[1], tuple) else ()
+    if origin in (Union, types.UnionType, tuple):
+        return tuple(word for part in arguments for word in choices_of(part))
+    return ()
+
+
 def _convert_tuple(value: Any, expected: Any, from_text: bool) -> tuple[Any, ...]:
     arguments = get_args(expected)
     if isinstance(value, str):
         from_text = True
+        value = "" if value.lower() == "none" else value
         items: Sequence[Any] = [part.strip() for part in value.split(",") if part.strip()]
     elif isinstance(value, (list, tuple)):
         items = value
@@ -224,6 +287,11 @@ def describe(expected: Any) -> str:
         )
     if origin is Literal:
         return " | ".join(str(choice) for choice in get_args(expected))
+    if origin is Annotated:
+        kind, rule = get_args(expected)
+        if isinstance(rule, tuple):
+            return " | ".join(rule)
+        return f"{describe(kind)} of at least {rule}"
     if origin is tuple:
         arguments = get_args(expected)
         if arguments[-1] is Ellipsis:
@@ -235,6 +303,7 @@ def describe(expected: Any) -> str:
         int: "a whole number",
         float: "a number",
         str: "text",
+        Path: "a path",
         Capacity: "TOKENSxDOCUMENTS[xLONGEST]",
     }
     return words.get(expected, str(expected))
@@ -258,5 +327,5 @@ def render(value: Any) -> str:
     if isinstance(value, Capacity):
         return in_short(value)
     if isinstance(value, tuple):
-        return ",".join(render(item) for item in value)
+        return ",".join(render(item) for item in value) or "none"
     return str(value)

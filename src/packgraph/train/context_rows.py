@@ -1,5 +1,6 @@
-"""How the rows of a run are cut for the ranks of its contexts, and what room its documents need for
-it."""
+"""How the rows of a run are cut for the ranks of its contexts, what room its documents need for it,
+and how many tokens pipeline stages and pages are planned for: those of the longest row.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -63,3 +64,20 @@ def notes_of(choices: Mapping[int, ContextChoice]) -> list[str]:
         if cut
         else []
     )
+
+
+def longest_row(config: TrainConfig) -> int:
+    """Tokens that one rank has of the longest row; rows are spread over the ranks of a context."""
+    auto = config.graph.capacities == "auto"
+    row = (
+        config.buckets.max_tokens
+        if auto
+        else max(c.tokens for c in config.graph.packing_capacities())
+    )
+    return -(-row // config.parallel.cp)
+
+
+def stage_tokens(config: TrainConfig) -> int:
+    """Tokens that meet one copy of a layer's weights, for `models.decoder.stage_layers`: of all
+    ranks that share experts."""
+    return longest_row(config) * config.parallel.ep

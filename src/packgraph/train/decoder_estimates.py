@@ -6,10 +6,9 @@ figures), so absolute numbers are a guide; which buckets are chosen depends on r
 
 from dataclasses import dataclass
 
-from packgraph.models.branches import token_weights
+from packgraph.models.branches import head_sizes, token_weights
 from packgraph.models.config import DecoderConfig
-from packgraph.models.sizes import head_sizes
-from packgraph.ops.loss.api import rows_per_chunk
+from packgraph.ops.loss import rows_per_chunk
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from packgraph.models.sizes import head_sizes
+from packgraph.models.branches import head_sizes
 from packgraph.ops.attention.api import choose_backend
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity

@@ -30,15 +30,18 @@ from packgraph.train.data import (
     open_microbatches,
 )
 from packgraph.train.dynamic_context import context_request
-from packgraph.train.machine_memory import available_memory
-from packgraph.train.memory_need import check_memory
-from packgraph.train.offload_report import report_offloading
-from packgraph.train.offloading import TrainerOffloading
+from packgraph.train.memory_need import available_memory, check_memory
+from packgraph.train.offloading import TrainerOffloading, report_offloading
 from packgraph.train.options import TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_files import RunFileError
-from packgraph.train.run_folder import can_go_on, check_same_run, choose_folder, take_folder
-from packgraph.train.shared_folder import begin_in
+from packgraph.train.run_folder import (
+    begin_in,
+    can_go_on,
+    check_same_run,
+    choose_folder,
+    take_folder,
+)
 from packgraph.train.signals import stop_on_signals
 from packgraph.train.trainer import Trainer
 from packgraph.train.validate import validate

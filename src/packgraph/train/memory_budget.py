@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.capture import explained
-from packgraph.graphs.captured_capacities import OVER_BUDGET, CapturedCapacities
-from packgraph.graphs.consensus import Vote, alone
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
-from packgraph.graphs.memory.free import free_memory
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
+from packgraph.graphs.signature import OVER_BUDGET, CapturedCapacities
 from packgraph.packing.capacity import Capacity
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]
@@ -97,7 +97,7 @@ def plan_memory(
     capacities: Sequence[Capacity],
     budget: int | None = None,
     agree: Agree = lambda mine: mine,
-    vote: Vote = alone,
+    vote: Consensus = alone,
 ) -> MemoryPlan:
     """Predict the graphs of `capacities` in `slots` slots of each chunk, and tell the chunks what
     is dropped.
@@ -150,7 +150,7 @@ def _predicted(
     arguments: Arguments,
     slots: Sequence[int],
     capacity: Capacity,
-    vote: Vote,
+    vote: Consensus,
 ) -> tuple[tuple[BankMemory, ...], _Failed | None]:
     """The banks of `capacity` alone, one of each chunk; none where a trace failed on any rank that
     votes. They ask each other after every chunk, since the next one's trace exchanges data, too."""

@@ -12,13 +12,13 @@ class OffloadConfig:
     rows. Until there is a plan all that may move does, so the host needs room for what `modules`
     save.
 
-    modules: what may move, of attn_norm, qkv_linear, core_attn, attn_proj, mamba_norm, mamba_scan,
-        mlp_norm, mlp_act, expert_fc1 and moe_act; none = nothing. With graph.compile any of them
-        means all that a layer saves.
-    budget: device memory that groups may hold at a time, all microbatches in flight together, as
-        4GiB or 512MiB: what has to move for that with the least waiting moves. With one microbatch
-        in flight they may hold more wherever all else was seen to take less than at its most. none
-        = no such limit.
+    modules: activations that may move to the host; of attn_norm, qkv_linear, core_attn, attn_proj,
+        mamba_norm, mamba_scan, mlp_norm, mlp_act, expert_fc1 and moe_act; none = nothing. With
+        graph.compile any of them means all that a layer saves.
+    budget: device memory that these activations may hold at a time, as 4GiB or 512MiB; of groups of
+        all microbatches in flight together: what has to move for that with the least waiting moves.
+        With one microbatch in flight they may hold more wherever all else was seen to take less
+        than at its most. none = no such limit.
     lost: share of a microbatch's time that may be lost to waiting for copies, such as 0.01: what
         saves most memory within that moves, by what graphs take once they have run for two steps;
         that may be less than at first. none = the options below alone decide, else they say what

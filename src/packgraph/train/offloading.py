@@ -9,37 +9,49 @@ them ends the run on all.
 Eager microbatches may take longer than graphs, as the host holds them up, and a plan made by them
 then counts on time that graphs do not have. So where a budget says what moves, graphs carry clocks
 at first, and after `TRIAL` steps there is another plan, by what they took, and other graphs for it.
+
+What was planned is reported (`report_offloading`): a table of all ranks, and pictures of when
+copies run.
+
+    runs/NAME/offload/  table.txt  rank0.svg  rank1.svg ...  trace.json, for chrome://tracing and
+    ui.perfetto.dev
+
+Times are those that the plan predicts, from what warm-up and plain copies were measured to take,
+then from what graphs and their copies did.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from packgraph.graphs.choose import make_copy_streams
-from packgraph.graphs.regions import Run, cut_runs, scope_errors
-from packgraph.graphs.stages import Stage
-from packgraph.models.chunks import ModelChunks
+from packgraph.graphs.stages import Run, Stage, cut_runs, scope_errors
 from packgraph.models.config import DecoderConfig
-from packgraph.models.decoder import named_stages
+from packgraph.models.decoder import ModelChunks, named_stages
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import knob_moves, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.rules import why_not
 from packgraph.offloading.runtime import PARTS, OffloadRuntime
 from packgraph.offloading.search import plan_for_bytes, plan_for_time
-from packgraph.offloading.speed import copy_speed
+from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
+from packgraph.offloading.timing import copy_speed
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config import ConfigError
 from packgraph.train.executor import Executor
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import TrainConfig
+from packgraph.train.run_files import writing
+from packgraph.viz.offload import chrome_trace, draw_offload_svg, offload_figures, offload_table
 
 TRIAL = 2  # steps by the graphs of a first plan
+FOLDER = "offload"
 
 
 @dataclass(frozen=True)
@@ -233,7 +245,7 @@ def make_offloading(
         planner = Planner(options, rank, count, one_pool)
         engine = OffloadRuntime(
             options.modules,
-            executor.lanes(number) or make_copy_streams(device),
+            executor.copy_streams(number) or make_copy_streams(device),
             min_bytes=options.min_bytes,
             in_flight=options.in_flight,
             postpones=options.delay_until_replay and config.graph.enabled,
@@ -284,3 +296,55 @@ def _every_stage(model: DecoderConfig) -> Sequence[Stage]:
         *inner,
         *(stage for stage in named if stage.layer >= model.num_layers),
     ]
+
+
+class Drawn(NamedTuple):
+    """What a picture is of."""
+
+    trace: OffloadTrace
+    plan: OffloadPlan
+    timeline: OffloadTimeline
+
+
+def report_offloading(
+    offloading: TrainerOffloading, mesh: Mesh, folder: Path, note: Callable[[str], None]
+) -> None:
+    """Write `folder`/offload and tell `note` the table, on rank 0. Collective: all ranks say what
+    they have planned. Raises RunFileError."""
+    mine = [planner.planned for planner in offloading.planners if planner.planned is not None]
+    every: list[list[Planned]] = [mine]
+    if mesh.everyone() is not None:
+        every = [[] for _ in range(mesh.world)]
+        dist.all_gather_object(every, mine, group=mesh.everyone())
+    known = [
+        (f"rank {rank}" + (f" chunk {chunk}" if len(chunks) > 1 else ""), planned)
+        for rank, chunks in enumerate(every)
+        for chunk, planned in enumerate(chunks)
+    ]
+    if mesh.rank == 0 and known:
+        _write(folder / FOLDER, known, note, offloading.planned_by)
+
+
+def _write(
+    folder: Path, known: Sequence[tuple[str, Planned]], note: Callable[[str], None], by: str
+) -> None:
+    names = [name for name, _ in known]
+    drawn = [
+        Drawn(
+            planned.measured,
+            planned.plan,
+            simulate_offload(planned.measured, planned.speed, planned.plan),
+        )
+        for _, planned in known
+    ]
+    table = offload_table([(name, offload_figures(*one)) for name, one in zip(names, drawn)])
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "table.txt").write_text(table, encoding="utf-8")
+        events = chrome_trace([(name, one.trace, one.timeline) for name, one in zip(names, drawn)])
+        (folder / "trace.json").write_text(events, encoding="utf-8")
+        for name, one in zip(names, drawn):
+            (folder / f"{name.replace(' ', '')}.svg").write_text(
+                draw_offload_svg(*one, f"offloading on {name}"), encoding="utf-8"
+            )
+    note(f"offloading, as planned by the times of {by} ({folder}):\n{table.rstrip()}")

@@ -1,12 +1,20 @@
-"""AdamW that never makes the host wait, each replica updating its own part of all parameters.
+r"""AdamW that never makes the host wait, each replica updating its own part of all parameters.
 
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
 stays on the device, weight decay touches only parameters with two or more dimensions. Under
 bfloat16 weights the optimizer keeps float32 masters: an update smaller than half a bfloat16 step
 would otherwise be lost. The invariant: parameters and gradients are views of flat buffers that
 never move (`parallel/data.py`), so captured graphs may read and add to them.
+
+The learning rate is a pure function of the step: linear warm-up, then cosine decay to a floor.
+
+peak        /‾‾\_
+           /     ‾\_
+floor     /         ‾‾‾‾‾
+          0  warm-up  decay   steps
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -17,13 +25,28 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.profiler_ranges import profiler_range
 from packgraph.parallel.data import FlatParameters, GradientBucket
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.ties import tie_groups
-from packgraph.train.expert_balance import ExpertBalance
+from packgraph.parallel.pipeline.links import tie_groups
+from packgraph.train.experts import ExpertBalance, Overflow
 from packgraph.train.options import OptimizerConfig
-from packgraph.train.overflow import Overflow
 from packgraph.train.spikes import Limits
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
+
+
+def learning_rate_at(
+    step: int, *, peak: float, warmup_steps: int, decay_steps: int, min_fraction: float
+) -> float:
+    """Learning rate of optimizer step `step`, counted from 0.
+
+    The first step of a warm-up of n has peak/n, its last step the peak. The cosine (Loshchilov and
+    Hutter 2017, SGDR, without restarts) reaches `peak * min_fraction` at `decay_steps` and stays
+    there.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    span = max(1, decay_steps - warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / span)
+    return peak * (min_fraction + (1 - min_fraction) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 class Optimizer:

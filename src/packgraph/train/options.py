@@ -179,8 +179,8 @@ class ParallelConfig:
     time_rows: once graphs are captured, time rows of every number of ranks, and plan by that
         instead of by estimates, with dynamic_cp; auto = on CUDA, unless the run is deterministic,
         since other times may make other plans.
-    tp: parts that every matrix is split into.
-    pp: ranks of the pipeline.
+    tp: ranks that every matrix is split over (tensor parallelism).
+    pp: ranks that the layers are split over (pipeline parallelism).
     chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles,
         more transfers.
     sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
@@ -280,8 +280,8 @@ class RunConfig:
         to the newest checkpoint and on with other data. The last two do so, too, where loss or
         gradients are no numbers, which else ends the run.
     seed: seed of the weights and of dropout.
-    init_from: folder with Hugging Face weights (Qwen3) that the run starts from, in their shape;
-        none = fresh ones.
+    init_from: folder with Hugging Face weights that the run starts from, in their shape; none =
+        fresh ones.
     dtype: type of weights and activations; under bfloat16 the optimizer keeps float32 copies of the
         weights.
     device: auto = cuda where there is one, cpu otherwise.

@@ -5,113 +5,105 @@ Nothing is run. Costs are those of a measured model scaled to the run's, or thos
 measured.
 """
 
-import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from packgraph.models.branches import head_sizes
 from packgraph.models.config import DecoderConfig
-from packgraph.models.sizes import head_sizes
 from packgraph.ops.attention.kind import ContextChoice, row_problems
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import places
-from packgraph.packing.overlong import Overlong
-from packgraph.parallel.context.cost import (
+from packgraph.packing.pack import Overlong
+from packgraph.parallel.context.plan import ContextPlan, plan_context
+from packgraph.parallel.context.request import (
     COEFFICIENTS,
     EXCHANGE_US,
     GATHER_US,
     GROUP_US,
+    PLACES,
     ContextCost,
+    ContextRequest,
 )
-from packgraph.parallel.context.plan import ContextPlan, plan_context
-from packgraph.parallel.context.request import PLACES, ContextRequest
 from packgraph.parallel.context.rows import context_problems
 from packgraph.train.auto_capacities import read_lengths
 from packgraph.train.config import ConfigError
+from packgraph.train.config_values import CommandArguments, Count, option
 from packgraph.train.context_rows import choices_of, common_multiple, notes_of, zigzag_sizes
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
 from packgraph.train.options import TrainConfig
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY
-from packgraph.viz.context import context_values, describe_context
-from packgraph.viz.context_svg import draw_context_svg
+from packgraph.viz.context import context_values, describe_context, draw_context_svg
 
-TOKENS_PER_RANK, MICROBATCHES = 2048, 8
 MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries
-OPTIONS = """
-  --world N             share out one step's documents to N ranks (data x context parallel) instead, in groups of the
-                        size that each needs; the following options go with it
-  --tokens-per-rank N   tokens that a rank has places for in a microbatch (default: {tokens})
-  --sizes C,C,...       sizes of groups, divisors of N (default: the powers of two that divide N)
-  --places N,N,...      places for documents that a row may have, each a variant of the graphs (default: {places})
-  --microbatches N      of the step; documents that come later wait (default: {microbatches})
-  --costs RUN           of rows as this run has measured them (--parallel.time-rows), its folder or its summary.json;
-                        without it they are estimates
-  --svg FILE            also draw to this file, with all documents"""  # noqa: E501
+WITH_WORLD = frozenset(("tokens_per_rank", "sizes", "places", "microbatches", "costs", "svg"))
 
 
-@dataclass(frozen=True)
-class ContextOptions:
-    """What was asked: `world` ranks and so on; costs: a run that has measured them; svg: file to
-    draw to."""
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(CommandArguments):
+    """Own options of `packgraph plan DATA`."""
 
-    world: int
-    tokens: int = TOKENS_PER_RANK
-    sizes: tuple[int, ...] = ()
-    places: tuple[int, ...] = PLACES
-    microbatches: int = MICROBATCHES
-    costs: Path | None = None
-    svg: Path | None = None
+    data: str | None = option(
+        None,
+        "a .jsonl or .parquet file, a folder of text files, or stdlib; a preset or --config FILE "
+        "name their own",
+        positional=True,
+    )
+    preset: str | None = option(
+        None,
+        "the run whose model and options are meant (see `packgraph presets`)",
+        positional=True,
+    )
+    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
+    batch: Count | None = option(
+        None,
+        "so many documents are packed at a time and none waits for the next ones, as with "
+        "`packgraph.pack`; without it they are packed as the trainer does, while data.window wait",
+        metavar="N",
+    )
+    json: bool = option(False, "print JSON instead of a table")
+    world: int | None = option(
+        None,
+        "share out one step's documents to N ranks (data x context parallel) instead, in groups of "
+        "the size that each needs; the following options go with it",
+        metavar="N",
+    )
+    tokens_per_rank: int = option(
+        2048, "tokens that a rank has places for in a microbatch", metavar="N"
+    )
+    sizes: tuple[int, ...] = option(
+        (),
+        "sizes of groups, divisors of N (default: the powers of two that divide N)",
+        metavar="C,C,...",
+    )
+    places: tuple[int, ...] = option(
+        PLACES,
+        "places for documents that a row may have, each a variant of the graphs",
+        metavar="N,N,...",
+    )
+    microbatches: int = option(8, "of the step; documents that come later wait", metavar="N")
+    costs: Path | None = option(
+        None,
+        "costs of rows as this run has measured them (--parallel.time-rows), its folder or its "
+        "summary.json; without it they are estimates",
+        metavar="RUN",
+    )
+    svg: Path | None = option(None, "also draw to this file, with all documents", metavar="FILE")
+
+    def problems(self, given: Collection[str]) -> list[str]:
+        """What is wrong with these options together, of which `given` were given."""
+        alone = [f"--{name.replace('_', '-')}" for name in sorted(WITH_WORLD.intersection(given))]
+        if self.world is None:
+            return [f"{name}: goes with --world N" for name in alone]
+        if self.batch is not None:
+            return ["--batch: chooses buckets, and --world shares out documents; give one of them"]
+        return []
 
 
-def options_help() -> str:
-    """The options as text for --help."""
-    return OPTIONS.format(
-        tokens=TOKENS_PER_RANK, places=",".join(map(str, PLACES)), microbatches=MICROBATCHES
-    ).lstrip("\n")
-
-
-def context_options(words: Sequence[str]) -> tuple[ContextOptions | None, list[str]]:
-    """These options among `words` (None without --world), and the other words. Raises
-    ConfigError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--world", "--tokens-per-rank", "--microbatches"):
-        parser.add_argument(name, type=int)
-    parser.add_argument("--sizes", type=_numbers)
-    parser.add_argument("--places", type=_numbers)
-    parser.add_argument("--costs", type=Path)
-    parser.add_argument("--svg", type=Path)
-    try:
-        asked, rest = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise ConfigError([str(error)]) from error
-    given = {
-        name.replace("tokens_per_rank", "tokens"): value
-        for name, value in vars(asked).items()
-        if value is not None
-    }
-    if given and asked.world is None:
-        raise ConfigError(
-            [
-                f"--{name.replace('tokens', 'tokens-per-rank')}: goes with --world N"
-                for name in given
-            ]
-        )
-    return (ContextOptions(**given) if given else None), rest
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected whole numbers such as 1,2,4, got {text!r}"
-        ) from None
-
-
-def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool) -> str:
+def plan_data_context(config: TrainConfig, asked: PlanArguments) -> str:
     """The plan of the first step on the data of `config`, as text; draws the SVG. Raises
     ConfigError and DataError."""
     request, choices = _request(config, asked)
@@ -127,20 +119,21 @@ def plan_data_context(config: TrainConfig, asked: ContextOptions, as_json: bool)
             raise ConfigError(
                 [f"--svg {asked.svg}: cannot be written: {error.strerror}"]
             ) from error
-    if as_json:
+    if asked.json:
         return json.dumps(context_values(plan), indent=2) + "\n"
     return "\n".join([title, *notes_of(choices), "", describe_context(plan)])
 
 
 def _request(
-    config: TrainConfig, asked: ContextOptions
+    config: TrainConfig, asked: PlanArguments
 ) -> tuple[ContextRequest, dict[int, ContextChoice]]:
     """What is asked of the plan, and how the ranks of its groups share attention. Raises
     ConfigError."""
+    assert asked.world is not None
     try:
         request = ContextRequest(
             world=asked.world,
-            tokens=asked.tokens,
+            tokens=asked.tokens_per_rank,
             sizes=asked.sizes,
             places=asked.places,
             waves=asked.microbatches,
@@ -161,7 +154,7 @@ def _request(
         problems = [
             f"{problem} (--tokens-per-rank)"
             for size, choice in choices.items()
-            for problem in row_problems(None, size * asked.tokens, choice.kind, size)
+            for problem in row_problems(None, size * asked.tokens_per_rank, choice.kind, size)
         ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -249,7 +242,7 @@ def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[i
     return found
 
 
-def _title(config: TrainConfig, plan: ContextPlan, asked: ContextOptions) -> str:
+def _title(config: TrainConfig, plan: ContextPlan, asked: PlanArguments) -> str:
     left = set(plan.left)
     placed = [length for index, length in enumerate(plan.lengths) if index not in left]
     source = config.data.path or config.data.source

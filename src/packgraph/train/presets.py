@@ -4,10 +4,7 @@ option."""
 import difflib
 from collections.abc import Callable
 
-from packgraph.models.config import DecoderConfig
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
-from packgraph.models.mamba_config import MambaConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, MambaConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config import ConfigError
 from packgraph.train.data.config import DataConfig

@@ -27,8 +27,13 @@ from torch import nn
 from packgraph.ops.attention.kind import document_multiple
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context.cost import COEFFICIENTS, ContextCost, RowTiming, fit
-from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.context.request import (
+    COEFFICIENTS,
+    ContextCost,
+    ContextRequest,
+    RowTiming,
+    fit,
+)
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.executor import Executor
 from packgraph.train.random_state import random_states, set_random_states

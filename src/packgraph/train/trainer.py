@@ -28,7 +28,6 @@ from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
-from packgraph.train.assignment import MicrobatchAssignment
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint import (
     FoundCheckpoint,
@@ -43,12 +42,11 @@ from packgraph.train.config import to_dict
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
 from packgraph.train.dynamic_context import rank_tokens
 from packgraph.train.executor import add_counts
-from packgraph.train.expert_room import restore_room, room_of_experts
-from packgraph.train.learning_rate import learning_rate_at
-from packgraph.train.left_out import LeftOut
+from packgraph.train.experts import restore_room, room_of_experts
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
+from packgraph.train.optimizer import learning_rate_at
 from packgraph.train.options import TrainConfig
-from packgraph.train.progress import ProgressView
+from packgraph.train.progress import LeftOut, ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.retry import StepRetries
 from packgraph.train.row_timing import is_wanted, measured_cost, put_back, slowest_rank, time_row
@@ -56,7 +54,7 @@ from packgraph.train.run_files import read_json, write_json, writing
 from packgraph.train.run_folder import SUMMARY
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import MOST_IN_A_ROW, MOST_RETURNS, Spikes
-from packgraph.train.step import count_loss_tokens, take_step
+from packgraph.train.step import MicrobatchAssignment, count_loss_tokens, take_step
 from packgraph.train.stored_config import CHECKPOINTS, CONFIG
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own

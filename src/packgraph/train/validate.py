@@ -1,16 +1,15 @@
 """What the sections of a run's configuration must agree on, all reasons at once."""
 
-from packgraph.graphs.regions import in_scope, scope_errors
+from packgraph.graphs.stages import in_scope, scope_errors
 from packgraph.models.decoder import named_stages, parts_without
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems
 from packgraph.parallel.tensor import tensor_problems
-from packgraph.train.context_rows import places_multiple
+from packgraph.train.context_rows import places_multiple, stage_tokens
 from packgraph.train.dynamic_context import context_problems_of_run
-from packgraph.train.exchange_buffers import exchange_problems
+from packgraph.train.experts import exchange_problems
 from packgraph.train.offloading import offload_problems
 from packgraph.train.options import TrainConfig
-from packgraph.train.stage_tokens import stage_tokens
 
 FEWEST_TOKENS = 2  # of a document with a token to predict
 

@@ -19,7 +19,6 @@ from packgraph.train.config import ConfigError
 from packgraph.train.launch import choose_device, open_data, prepare, use_deterministic_kernels
 from packgraph.train.options import TrainConfig
 from packgraph.verification.matrix import default_matrix, ranks_matrix
-from packgraph.verification.progress import SILENT, VerificationProgress
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.report import (
     print_ranks_report,
@@ -28,7 +27,7 @@ from packgraph.verification.report import (
     print_total,
 )
 from packgraph.verification.sequential import verify_sequential
-from packgraph.verification.verify import VerifyReport, verify
+from packgraph.verification.verify import SILENT, VerificationProgress, VerifyReport, verify
 
 PRESET_STEPS, MATRIX_STEPS = 50, 30
 FEWEST_STEPS = 3  # without a preset: of which two are warm-up

@@ -1,14 +1,25 @@
-"""One of the runs that are compared: what the trainer would train with, in this process, with
-random states of its own.
+"""One of the runs that are compared, and the moments of a step at which it is.
 
-It is made of the trainer's parts and runs a step as the trainer does, at any layout: this replica's
-share of the step, gradients reduced while the last backward runs, and the optimizer that all
-replicas share. A step that lacks room for experts is made again with more, before anything of it is
-compared.
-"""
+A `ComparedRun` is what the trainer would train with, in this process, with random states of its
+own. It is made of the trainer's parts and runs a step as the trainer does, at any layout: this
+replica's share of the step, gradients reduced while the last backward runs, and the optimizer that
+all replicas share. A step that lacks room for experts is made again with more, before anything of
+it is compared.
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+`compare_points` says what a run holds at each moment:
+
+    random state R ─▶ forward, backward ─▶ update ─▶ R'
+                                       ▲          ▲
+                     loss, gradients ──┘          └── global norm, parameters, buffers, random states
+
+A moment is live memory, and lasts until the next one is asked for: the update clips gradients in
+place. So whoever compares does it (or takes digests) between two moments. What is compared is
+decided here alone, however the runs are made: in lockstep (`verify.py`) or one after the other
+(`sequential.py`).
+"""  # noqa: E501
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -18,17 +29,40 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.pieces import parts_of
 from packgraph.parallel.tensor import dropout_seed
-from packgraph.train.assignment import MicrobatchAssignment
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.dynamic_context import rank_tokens
-from packgraph.train.executor import Executor
 from packgraph.train.options import TrainConfig
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.retry import MOST
-from packgraph.train.step import accumulate, count_loss_tokens
+from packgraph.train.runner import MicrobatchRunner
+from packgraph.train.step import (
+    MicrobatchAssignment,
+    Packs,
+    accumulate,
+    count_loss_tokens,
+    take_step,
+)
 
 Made = TypeVar("Made")
+LOSS, GRADIENTS, SUMMED, PARAMETERS, RANDOM = (
+    "loss",
+    "gradients",
+    "summed gradients",
+    "parameters",
+    "random states",
+)
+KINDS = (LOSS, GRADIENTS, PARAMETERS, RANDOM)
+RANKS_KINDS = (
+    LOSS,
+    GRADIENTS,
+    SUMMED,
+    PARAMETERS,
+    RANDOM,
+)  # of several processes, in the order of comparison
+Held = TypeVar("Held")
+Moment = Mapping[str, Mapping[str, Held]]  # kind -> name -> a tensor, or its digest
 
 
 class ComparedRun:
@@ -79,9 +113,10 @@ class ComparedRun:
     ) -> Tensor:
         self.optimizer.zero_grad()
         loss_tokens, overlap = count_loss_tokens(batches), self.optimizer.flat.overlap
-        if in_flight and type(self.executor) is Executor:
+        runner = self.executor.runner
+        if in_flight and isinstance(runner, MicrobatchRunner):
             loss = accumulate(
-                self.executor.loss,
+                runner.loss,
                 share,
                 self.device,
                 in_flight=True,
@@ -159,3 +194,70 @@ class ComparedRun:
     def close(self) -> None:
         """Free the graphs; to be called before the process groups go."""
         self.executor.close()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step to be made by both runs. batches: all its packs, on the host. in_flight: all forwards
+    come first."""
+
+    index: int
+    batches: list[PackedBatch]
+    in_flight: bool
+
+    @property
+    def number(self) -> int:
+        """For people, from 1 on."""
+        return self.index + 1
+
+
+def some_in_flight(step: int) -> bool:
+    """Every third step runs all its forwards before its backwards."""
+    return step % 3 == 2
+
+
+def steps_of(
+    config: TrainConfig,
+    packs: Packs,
+    in_flight: Callable[[int], bool],
+    budget: Callable[[int], int] | None,
+) -> Iterator[Step]:
+    """The first `config.run.steps` steps of `packs`, fewer where they end. budget: as in
+    `verify`."""
+    for index in range(config.run.steps):
+        batches = take_step(packs, config.run.tokens_per_step if budget is None else budget(index))
+        if not batches:
+            return
+        yield Step(index, batches, in_flight(index))
+
+
+def compare_points(side: ComparedRun, step: Step, config: TrainConfig) -> Iterator[Moment[Tensor]]:
+    """Make a step, and stop at each of its moments."""
+    rate, several = config.optimizer.learning_rate, side.mesh.world > 1
+    if config.graph.optimizer:
+        # The update is part of the graph, so gradients can be seen only as it leaves them: clipped.
+        loss, norm = side.whole_step(step.index, step.batches, rate)
+        yield _before_update(side, loss)
+    else:
+        yield _before_update(side, side.gradients_of(step.index, step.batches, step.in_flight))
+        norm = side.optimizer.step(rate)
+    yield {
+        SUMMED if several else GRADIENTS: {"global norm": norm},
+        PARAMETERS: side.parameters(),
+        RANDOM: side.random,
+    }
+
+
+def _before_update(side: ComparedRun, loss: Tensor) -> Moment[Tensor]:
+    found = {LOSS: {"loss": loss}, GRADIENTS: side.optimizer.gradients()}
+    return found | {SUMMED: _sums(side)} if side.mesh.world > 1 else found
+
+
+def _sums(side: ComparedRun) -> dict[str, Tensor]:
+    """The live memory of what this rank has of the gradients summed over ranks, by name and
+    place."""
+    return {
+        f"{name}, from element {list(corner)} on" if any(corner) else name: part
+        for name, found in side.reduced_gradients().items()
+        for corner, part in parts_of(found)
+    }

@@ -1,26 +1,293 @@
-"""Verifying a run over several processes: graphs against eager on every rank, and the run against
-one process.
+"""Verifying a run over several processes: graphs against eager on every rank, the run against one
+process, and copies of a tensor against each other.
 
-Every rank compares what it holds itself (`verify.py`, or `apart.py`), rank 0 also compares the run
-with one process (`one_process.py`). The invariant: what one rank finds all of them know, so all end
-with the same verdict.
+Every rank compares what it holds itself (`verify.py`, or `sequential.py`), rank 0 also compares the
+run with one process (`compare_with_one_process`). The invariant: what one rank finds all of them
+know, so all end with the same verdict.
+
+Does the run compute what one process computes, within rounding?
+
+Rank 0 also holds the whole model, trained eagerly by itself: same first weights, same microbatches
+of all replicas, no dropout. Sums over ranks are rounded in another order than sums in one process,
+so equal bits cannot be asked for, and two trainings that differ in the last bit drift apart: Adam
+divides a gradient by its own size, so an element that is hardly more than rounding moves by a full
+step, in either direction; and a token whose scores for two experts are equal but for rounding may
+go to another one. Hence the comparison goes step by step:
+
+    same weights    ─▶ loss and gradients of both     compared; what may differ is what one step
+                                                      rounds
+    same gradients  ─▶ update of both                 compared; the single process has taken over
+                                                      the run's gradients,
+                                                      and now takes over its weights, biases and
+                                                      optimizer state
+
+The invariant: by induction over the steps, a report within its limits means that losses, gradients,
+weights and optimizer state of the run are those of one process, up to rounding of a single step.
+
+Do ranks that hold copies of a tensor, or of a part of it, hold the same bits (`copies`)?
+
+Replicas have copies of all parameters, tensor parallel ranks of what is not split, pipeline stages
+of what is tied. Whatever updates copies must give all of them the same bits: a difference in the
+last one would grow unseen.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from packgraph.parallel.mesh import Mesh
-from packgraph.train.options import TrainConfig
+from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.mesh import AXES, Mesh
+from packgraph.parallel.pieces import collect, parts_of
+from packgraph.parallel.processes import on_first
+from packgraph.train.options import ParallelConfig, TrainConfig
 from packgraph.train.step import Packs
-from packgraph.verification.compare import Difference
-from packgraph.verification.compare_points import RANKS_KINDS
-from packgraph.verification.one_process import OneProcessReport, compare_with_one_process
-from packgraph.verification.progress import SILENT, VerificationProgress
+from packgraph.verification.compare import Difference, bits
+from packgraph.verification.compared_run import RANKS_KINDS, ComparedRun, steps_of
 from packgraph.verification.sequential import verify_sequential
-from packgraph.verification.verify import VerifyReport, verify
+from packgraph.verification.verify import SILENT, VerificationProgress, VerifyReport, verify
+
+FIRST_WEIGHTS, LOSS, NORM, GRADIENTS, PARAMETERS, COPIES, STATE = (
+    "first weights",
+    "loss",
+    "gradient norm",
+    "gradients",
+    "parameters",
+    "copies of parameters",
+    "optimizer state",
+)
+# Largest allowed distances, relative to the size of what is compared; right runs of a few layers
+# over two to four ranks stay below a fifth of them. One rounding is 6e-8 of a value in float32,
+# 4e-3 in bfloat16. A loss is a mean over tokens, taken in float32, so little is left of them; a
+# gradient adds up terms of either sign, so more is. The norm, which clipping divides by, is a
+# float32 sum over all elements of the model.
+LIMITS: Mapping[str, Mapping[str, float]] = {
+    "float32": {LOSS: 1e-5, NORM: 1e-4, GRADIENTS: 1e-4, PARAMETERS: 1e-5},
+    "bfloat16": {LOSS: 1e-3, NORM: 2e-2, GRADIENTS: 2e-1, PARAMETERS: 5e-3},
+}
+# Float32 whatever the run's type is, made elementwise from equal gradients, but divided by the
+# norm, squares twice.
+STATE_LIMIT = 1e-3
+EXACT = (FIRST_WEIGHTS, COPIES)  # their limit is 0
+# A tensor whose gradient is less than this part of the whole one is compared with that part: it may
+# be all rounding.
+SMALLEST_SHARE = 1e-3
+
+
+def copies(mesh: Mesh, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, bool]]:
+    """The name of every tensor of which several ranks hold the same part, and whether all copies
+    are equal.
+
+    tensors: what this rank has, by name. Collective. What is compared is the sum of all bits as
+    integers: two copies that differ by chance in more than one element and have equal sums would
+    not be told apart.
+    """
+    mine = {
+        (name, corner, tuple(part.shape)): int(bits(part).sum(dtype=torch.int64))
+        for name, tensor in tensors.items()
+        for corner, part in parts_of(tensor)
+    }
+    every: list[Any] = [mine]
+    if mesh.world > 1:
+        every = [None] * mesh.world
+        dist.all_gather_object(every, mine)
+    found: dict[Any, list[int]] = defaultdict(list)
+    for sums in every:
+        for place, value in sums.items():
+            found[place].append(value)
+    equal: dict[str, bool] = {}
+    for (name, _, _), values in found.items():
+        if len(values) > 1:
+            equal[name] = equal.get(name, True) and len(set(values)) == 1
+    yield from equal.items()
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The largest distance of one kind, relative. name: of the tensor, empty for a number of the
+    whole step."""
+
+    step: int
+    name: str
+    size: float
+    limit: float
+
+    @property
+    def good(self) -> bool:
+        """Whether it is within its limit; NaN is not."""
+        return self.size <= self.limit
+
+
+@dataclass
+class OneProcessReport:
+    """The comparison of a run with one process. distances: kind -> the largest one, in order of
+    comparison."""
+
+    dtype: str
+    steps: int = 0
+    distances: dict[str, Distance] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        """Whether something was compared and every distance is within its limit."""
+        return self.steps > 0 and all(distance.good for distance in self.distances.values())
+
+    def note(self, kind: str, step: int, name: str, size: float) -> None:
+        """Keep the largest distance of a kind; the first one that is NaN or over the limit
+        stays."""
+        limit = 0.0 if kind in EXACT else LIMITS[self.dtype].get(kind, STATE_LIMIT)
+        known = self.distances.get(kind)
+        if known is None or (known.good and not size <= known.size):
+            self.distances[kind] = Distance(step, name, size, limit)
+
+
+def relative_distance(found: Tensor, expected: Tensor, smallest: float = 0.0) -> float:
+    """Euclidean norm of the difference, as a part of `expected`'s norm or of `smallest` if that is
+    larger.
+
+    0 where the two are equal, infinite where only `expected` is zero or the shapes differ; NaN
+    where a value is.
+    """
+    if found.shape != expected.shape:
+        return float("inf")
+    difference = float((found.double() - expected.double()).norm())
+    scale = max(float(expected.double().norm()), smallest)
+    if difference == 0.0:
+        return 0.0
+    return difference / scale if scale else float("inf")
+
+
+def compare_with_one_process(
+    config: TrainConfig,
+    packs: Packs,
+    device: torch.device,
+    mesh: Mesh,
+    budget: Callable[[int], int] | None = None,
+    pace: VerificationProgress = SILENT,
+) -> OneProcessReport:
+    """Compare `config.run.steps` steps of the run over `mesh` with one process, on rank 0, without
+    dropout.
+
+    packs: on the host, the same on every rank. budget: real tokens of a step (default:
+    run.tokens_per_step). pace: told how far it is. Collective; all ranks return the report. Besides
+    its own part, rank 0 needs memory for the whole model and its optimizer.
+    """
+    # The comparison stands between gradients and update, so the update cannot be in a graph with
+    # them.
+    config = replace(
+        config,
+        model=replace(config.model, dropout=0.0),
+        graph=replace(config.graph, optimizer=False),
+    )
+    report = OneProcessReport(config.run.dtype)
+    run = ComparedRun(config, device, mesh)
+    alone = ComparedRun(_for_one(config), device) if mesh.rank == 0 else None
+    try:
+        _compare(FIRST_WEIGHTS, 0, run, alone, report, lambda side: side.model.stored())
+        steps = steps_of(config, packs, lambda step: False, budget)
+        for step in pace.of("against one process", config.run.steps, steps):
+            _one_step(step.index, run, alone, step.batches, config.optimizer.learning_rate, report)
+            report.steps = step.number
+    finally:
+        run.close()
+    return on_first(mesh, lambda: report)
+
+
+def _for_one(config: TrainConfig) -> TrainConfig:
+    """The same training in one process, eagerly."""
+    graph = replace(config.graph, enabled=False, compile=False, granularity="layer")
+    return replace(config, parallel=ParallelConfig(), graph=graph)
+
+
+def _one_step(
+    step: int,
+    run: ComparedRun,
+    alone: ComparedRun | None,
+    batches: list[PackedBatch],
+    learning_rate: float,
+    report: OneProcessReport,
+) -> None:
+    number = step + 1
+    loss = _loss_of_all(run, run.gradients_of(step, batches, in_flight=False))
+    whole = 0.0
+    if alone is not None:
+        expected = alone.gradients_of(step, batches, in_flight=False)
+        report.note(LOSS, number, "", relative_distance(loss, expected))
+        whole = float(
+            torch.stack(
+                [value.double().norm() for value in alone.optimizer.gradients().values()]
+            ).norm()
+        )
+    _compare_and_take_gradients(number, run, alone, whole, report)
+    norm = run.optimizer.step(learning_rate)
+    if alone is not None:
+        alone.optimizer.step(learning_rate)
+        report.note(NORM, number, "", relative_distance(norm, torch.full_like(norm, whole)))
+    _compare(PARAMETERS, number, run, alone, report, lambda side: side.model.stored())
+    for name, equal in copies(run.mesh, run.model.stored()):
+        report.note(COPIES, number, name, 0.0 if equal else float("inf"))
+    _compare(STATE, number, run, alone, report, lambda side: side.optimizer.state_tensors())
+
+
+def _loss_of_all(run: ComparedRun, loss: Tensor) -> Tensor:
+    """The loss of the whole step, float32 []: every rank has that of its replica's share of packs
+    and of its rows; stages and tensor parallel ranks have the same."""
+    tells = not any(run.mesh.place[axis] for axis in AXES if axis not in ("dp", "cp"))
+    total = loss.clone() if tells else torch.zeros_like(loss)
+    dist.all_reduce(total)
+    return total
+
+
+def _compare_and_take_gradients(
+    step: int, run: ComparedRun, alone: ComparedRun | None, whole: float, report: OneProcessReport
+) -> None:
+    """Compare every gradient of the step; then the single process goes on with the run's. whole:
+    norm of all."""
+    expected = {} if alone is None else alone.optimizer.gradients()
+    for name, found in collect(run.mesh, run.reduced_gradients()):
+        if name not in expected:
+            report.note(GRADIENTS, step, f"{name} (only in the run)", float("inf"))
+            continue
+        gradient = expected.pop(name)
+        report.note(
+            GRADIENTS, step, name, relative_distance(found, gradient, SMALLEST_SHARE * whole)
+        )
+        gradient.copy_(found)
+    for name in expected:
+        report.note(GRADIENTS, step, f"{name} (not in the run)", float("inf"))
+
+
+@torch.no_grad()
+def _compare(
+    kind: str,
+    step: int,
+    run: ComparedRun,
+    alone: ComparedRun | None,
+    report: OneProcessReport,
+    tensors_of: Callable[[ComparedRun], Mapping[str, Tensor]],
+) -> None:
+    """Compare what `tensors_of` gives for both, tensor by tensor; then the single process goes on
+    with the run's.
+
+    Collective.
+    """
+    expected = {} if alone is None else dict(tensors_of(alone))
+    for name, found in collect(run.mesh, tensors_of(run)):
+        known = expected.pop(name, None)
+        report.note(
+            kind,
+            step,
+            name if known is not None else f"{name} (only in the run)",
+            relative_distance(found, known) if known is not None else float("inf"),
+        )
+        if known is not None and known.shape == found.shape:
+            known.copy_(found)
+    for name in expected:
+        report.note(kind, step, f"{name} (not in the run)", float("inf"))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from packgraph.train.config_values import render
-from packgraph.verification.compare_points import KINDS, RANKS_KINDS
-from packgraph.verification.one_process import OneProcessReport
-from packgraph.verification.ranks import RanksReport
+from packgraph.verification.compared_run import KINDS, RANKS_KINDS
+from packgraph.verification.ranks import OneProcessReport, RanksReport
 from packgraph.verification.verify import VerifyReport
 
 EQUAL = "bitwise equal"

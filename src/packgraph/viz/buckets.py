@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from packgraph.packing.buckets.choose import BucketPlan
 from packgraph.packing.buckets.cost import GIBIBYTE
-from packgraph.packing.buckets.packing import PackedRows
+from packgraph.packing.buckets.lengths import PackedRows
+from packgraph.packing.buckets.planner import BucketPlan
 from packgraph.packing.buckets.sets import Fills
+from packgraph.viz.drawing import aligned
 
 FEWEST_ROWS = 2  # held out, of which a share is told
 HEADER = ("bucket", "rows", "tokens used", "documents used", "pool")
@@ -24,7 +25,7 @@ def describe_plan(plan: BucketPlan, unseen: PackedRows) -> str:
     request, buckets = plan.request, len(plan.capacities)
     cost = request.cost
     lines = [
-        *_aligned([HEADER, *_table(plan)]),
+        *aligned([HEADER, *_table(plan)]),
         "",
         f"padding   {plan.sample.padding:.2%} of the places for tokens; {_held_out(unseen)}"
         f"{plan.alone.padding:.2%} with the largest bucket alone",
@@ -105,14 +106,3 @@ def _mean(fills: Fills, axis: int) -> float:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number != 1 else ''}"
-
-
-def _aligned(table: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in table
-    ]

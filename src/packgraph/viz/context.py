@@ -1,17 +1,26 @@
-"""A plan of dynamic context parallelism as text: a line per rank with time to the right, and a
-table of its groups.
+"""A plan of dynamic context parallelism as text and as SVG.
+
+As text a line per rank with time to the right, and a table of its groups:
 
     rank 0  4:3,17,40────── 2:5,9─── 1:8──
     rank 1  4:3,17,40────── 2:5,9─── 1:11─
 
 c:documents is a group of c ranks and what is in its row. Every rank of a group shows it.
+
+As SVG (`draw_context_svg`) a lane per rank, time to the right, groups across their ranks' lanes. A
+group is a box over the lanes of its ranks. Its documents divide it in proportion to their tokens,
+and what stays pale is padding. Colours tell the size of the group.
 """
 
+import colorsys
 from typing import Any
 
 from packgraph.parallel.context.plan import ContextPlan, RowGroup
+from packgraph.viz.drawing import number, page, text
 
 MOST_LINES = 60  # of the table; an SVG and JSON have all
+WIDTH, LANE, LEFT, TOP, RIGHT = 1100, 34, 84, 76, 24
+DIGIT = 7  # pixels of a character
 
 
 def describe_context(plan: ContextPlan, width: int = 120) -> str:
@@ -59,8 +68,8 @@ def _picture(plan: ContextPlan, width: int) -> list[str]:
     lines = []
     for rank in range(plan.request.world):
         line = f"rank {rank}".ljust(margin)
-        for number, wave_starts in enumerate(plan.starts):
-            group = plan.group_of(number, rank)
+        for index, wave_starts in enumerate(plan.starts):
+            group = plan.group_of(index, rank)
             start, end = (
                 margin + round(time * scale)
                 for time in (wave_starts[rank], wave_starts[rank] + group.us)
@@ -89,7 +98,7 @@ def _cell(group: RowGroup, room: int) -> str:
 def _table(plan: ContextPlan, width: int) -> list[str]:
     table = [("wave", "ranks", "cp", "bucket", "filled", "ms")]
     named = ["documents (tokens)"]
-    for number, wave in enumerate(plan.waves):
+    for index, wave in enumerate(plan.waves):
         for group in wave:
             ranks = (
                 f"{group.first}-{group.first + group.size - 1}"
@@ -98,7 +107,7 @@ def _table(plan: ContextPlan, width: int) -> list[str]:
             )
             table.append(
                 (
-                    str(number),
+                    str(index),
                     ranks,
                     str(group.size),
                     f"{group.bucket.tokens}x{group.bucket.documents}",
@@ -160,3 +169,120 @@ def _figures(plan: ContextPlan) -> list[str]:
 
 def _tokens(plan: ContextPlan, group: RowGroup) -> int:
     return sum(plan.lengths[document] for document in group.documents)
+
+
+def draw_context_svg(plan: ContextPlan, title: str) -> str:
+    """The whole drawing as the text of an SVG file."""
+    world = plan.request.world
+    bottom = TOP + world * LANE
+    width, height = LEFT + WIDTH + RIGHT, bottom + 56
+    scale = WIDTH / max(plan.step_us, 1e-9)
+    parts = [
+        *page(
+            width,
+            height,
+            title,
+            f"{plan.step_us / 1000:.1f} ms predicted, {plan.balance:.1%} of the lower bound; "
+            "padding "
+            f"{plan.padding:.2%}; time in ms",
+        ),
+        *_ruler(plan.step_us, scale, bottom),
+    ]
+    for rank in range(world):
+        parts.append(text(16, TOP + rank * LANE + LANE / 2 + 4, f"rank {rank}", "text"))
+        parts.append(
+            f'<rect class="lane" x="{LEFT}" y="{TOP + rank * LANE}" width="{WIDTH}" '
+            f'height="{LANE - 2}"/>'
+        )
+    for index, wave in enumerate(plan.waves):
+        for group in wave:
+            parts += _group(
+                plan,
+                group,
+                index,
+                LEFT + plan.starts[index][group.first] * scale,
+                group.us * scale,
+            )
+    parts += _legend(plan, bottom)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _group(plan: ContextPlan, group: RowGroup, wave: int, x: float, width: float) -> list[str]:
+    """The box of a group and in it its documents, in the order of their indices."""
+    y, height = TOP + group.first * LANE, group.size * LANE - 2
+    told = (
+        f"wave {wave}: {len(group.documents)} documents on {group.size} ranks from rank "
+        f"{group.first}, bucket of "
+        f"{group.bucket.tokens:,} tokens and {group.bucket.documents} documents, "
+        f"{group.us / 1000:.2f} ms"
+    )
+    inner = max(width - 1, 0.5)
+    parts = [
+        f'<g><title>{told}</title><rect x="{number(x)}" y="{y}" width="{number(inner)}" '
+        f'height="{height}" '
+        f'rx="2" fill="{_colour(plan, group.size, 0.88)}"/></g>'
+    ]
+    start = x
+    for place, document in enumerate(group.documents):
+        share = inner * plan.lengths[document] / group.bucket.tokens
+        shade = _colour(plan, group.size, 0.66 if place % 2 else 0.73)
+        shown = (
+            text(start + share / 2, y + height / 2 + 4, str(document), "block small middle")
+            if len(str(document)) * DIGIT < share
+            else ""
+        )
+        parts.append(
+            f"<g><title>document {document}: {plan.lengths[document]:,} tokens, {told}</title>"
+            f'<rect x="{number(start)}" y="{y}" width="{number(share)}" height="{height}" '
+            f'fill="{shade}"/>'
+            f"{shown}</g>"
+        )
+        start += share
+    return parts
+
+
+def _ruler(step_us: float, scale: float, bottom: float) -> list[str]:
+    """About ten marks of 1, 2 or 5 times a power of ten milliseconds."""
+    step = next(
+        (
+            unit * 10.0**power
+            for power in range(-3, 7)
+            for unit in (1, 2, 5)
+            if unit * 10.0**power * 12 >= step_us / 1000
+        ),
+        1e7,
+    )
+    marks = []
+    for mark in range(int(step_us / 1000 / step) + 1):
+        x = number(LEFT + mark * step * 1000 * scale)
+        marks.append(f'<line class="line" x1="{x}" x2="{x}" y1="{TOP - 6}" y2="{bottom}"/>')
+        marks.append(text(float(x), TOP - 10, f"{mark * step:g}", "quiet small middle"))
+    return marks
+
+
+def _legend(plan: ContextPlan, top: float) -> list[str]:
+    parts = []
+    for place, size in enumerate(plan.request.sizes):
+        x = 16 + place * 110
+        parts.append(
+            f'<rect x="{x}" y="{top + 14}" width="20" height="12" '
+            f'fill="{_colour(plan, size, 0.7)}"/>'
+        )
+        parts.append(text(x + 26, top + 24, f"cp {size}", "text"))
+    parts.append(
+        text(
+            16,
+            top + 46,
+            "a box: one row on its ranks, divided by the tokens of its documents (numbers); "
+            "pale: padding",
+            "quiet",
+        )
+    )
+    return parts
+
+
+def _colour(plan: ContextPlan, size: int, lightness: float) -> str:
+    """One hue per size."""
+    hue = (0.56 + plan.request.sizes.index(size) * 5 / 12) % 1
+    red, green, blue = colorsys.hls_to_rgb(hue, lightness, 0.55)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
-from packgraph.bench import pipeline_variant as pipeline_way
-from packgraph.bench.comparison import Check, Comparison, Sample, groups
-from packgraph.bench.compiled import CompiledStack, no_silent_eager
+from packgraph.bench import pipeline as bench_pipeline
+from packgraph.bench.baselines import CompiledStack, no_silent_eager
+from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, groups
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
-from packgraph.bench.pipeline import PipelineOptions, measure_pipeline
-from packgraph.bench.pipeline_variant import PipelineWay
-from packgraph.bench.ranks import BenchRanks
+from packgraph.bench.pipeline import PipelineOptions, PipelineWay, measure_pipeline
 from packgraph.bench.rows import Rows, facts, figures
 from packgraph.bench.timing import Deadline, rounds_in_turn
 from packgraph.bench.variants import Graphed
@@ -275,11 +273,11 @@ def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
         (["step", "--out", "/no/such/folder/x"], "does not exist"),
         (["step", "--ways", "eager", "eager"], "names a way twice"),
         (["step", "--together", "1"], "--together must be at least 2"),
-        (["step", "--attention", "naive"], "invalid choice"),
+        (["step", "--attention", "naive"], "--attention: expected own | sdpa"),
         (["step", "--tokens", "0"], "expected a whole number of at least 1"),
         (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),
         (["pipeline", "--chunks", "2", "--device", "cpu"], "would send to itself"),
-        (["unknown"], "invalid choice"),
+        (["unknown"], "no benchmark 'unknown'. Known: step, "),
     ],
 )
 def test_mistakes_are_refused(
@@ -326,7 +324,7 @@ def measured(mesh: Any, chosen: PipelineOptions, broken: str | None = None) -> l
 
     with (
         mock.patch.object(PipelineWay, "warm_alone", break_down),
-        mock.patch.object(pipeline_way, "CompiledStack", partial(CompiledStack, backend="eager")),
+        mock.patch.object(bench_pipeline, "CompiledStack", partial(CompiledStack, backend="eager")),
     ):
         measure_pipeline(chosen, CPU, make_links(mesh), BenchRanks(), rows, Deadline(None))
     return rows.all

@@ -12,15 +12,31 @@ from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 from packgraph import cli
-from packgraph.bench.bucket_choice import bucket_request, planned_buckets
-from packgraph.bench.busy import Busy, busy_time, device_intervals, union_length
-from packgraph.bench.distributions import DISTRIBUTIONS, lengths_like
-from packgraph.bench.flops import PEAK_TFLOPS, model_flops, peak_share
-from packgraph.bench.models import WINDOW, draw_batches, draw_lengths, refit, shape, zero_gradients
-from packgraph.bench.padding import PaddingOptions, bench_padding
-from packgraph.bench.parts import TimedPart, build_part
+from packgraph.bench.models import (
+    DISTRIBUTIONS,
+    PEAK_TFLOPS,
+    WINDOW,
+    TimedPart,
+    build_part,
+    draw_batches,
+    draw_lengths,
+    lengths_like,
+    model_flops,
+    peak_share,
+    refit,
+    shape,
+    zero_gradients,
+)
+from packgraph.bench.padding import PaddingOptions, bench_padding, bucket_request, planned_buckets
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.timing import Deadline, start_anew
+from packgraph.bench.timing import (
+    Busy,
+    Deadline,
+    busy_time,
+    device_intervals,
+    start_anew,
+    union_length,
+)
 from packgraph.packing.capacity import Capacity
 
 CPU = torch.device("cpu")

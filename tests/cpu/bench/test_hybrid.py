@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from packgraph import cli
-from packgraph.bench.graphed_callables import GraphedCallables
+from packgraph.bench.baselines import GraphedCallables, layers_of
 from packgraph.bench.models import (
     FreshModel,
+    TimedPart,
+    build_part,
     draw_batches,
     refit,
     shape,
     squared_gradients,
+    twin,
     zero_gradients,
 )
 from packgraph.bench.moe_variants import make_expert_way, partial_scope
-from packgraph.bench.parts import TimedPart, build_part, twin
-from packgraph.bench.torch_layers import layers_of
 from packgraph.bench.variants import Recorded, Setting, Way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
@@ -66,7 +67,7 @@ def results(
     found = []
     for batch in batches:
         zero_gradients([model])
-        with way.steady():
+        with way.frozen():
             found.append((work.score(way.run(batch)), squared_gradients([model]) ** 0.5))
     assert way.complaint() is None
     return found

@@ -3,10 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from packgraph.bench.models import shape, zero_gradients
+from packgraph.bench.models import build_part, shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _kept_bytes
-from packgraph.bench.parts import build_part
-from packgraph.bench.saved_bytes import kept_for_backward
+from packgraph.bench.offload_measures import kept_for_backward
 
 
 def test_saved_storages_count_once_while_they_live():

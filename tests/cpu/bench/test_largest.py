@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.bench.largest import HeldBytes, most_tokens, search
+from packgraph.bench.offload_measures import HeldBytes, most_tokens, search
 from packgraph.bench.timing import Deadline
 
 LOTS = HeldBytes(0.0, 2.0**60)

@@ -14,33 +14,33 @@ import torch
 from torch import Tensor
 
 from packgraph import cli
-from packgraph.bench.command import _parser, _problems
-from packgraph.bench.expert_memory import RoomyDispatcher
-from packgraph.bench.flops import model_flops
-from packgraph.bench.graphed_callables import GraphedCallables
+from packgraph.bench.baselines import GraphedCallables, WholeGraph, layers_of
+from packgraph.bench.command import read_bench
 from packgraph.bench.models import (
     SHAPES,
+    TimedPart,
+    build_part,
     draw_batches,
+    model_flops,
     refit,
     shape,
     squared_gradients,
+    twin,
     zero_gradients,
 )
 from packgraph.bench.moe_variants import (
     EXPERT_WAYS,
     MOE_WAYS,
+    RoomyDispatcher,
     Stashed,
     make_expert_way,
     partial_scope,
 )
-from packgraph.bench.parts import TimedPart, build_part, twin
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
-from packgraph.bench.torch_layers import layers_of
 from packgraph.bench.transformers_layers import their_layers
 from packgraph.bench.variants import STEP_WAYS, Graphed, Recorded, Setting, Way, room_for_code
-from packgraph.bench.whole_graph import WholeGraph
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
@@ -90,7 +90,7 @@ def results(
         way.prepare(batches)
         for batch in batches:
             zero_gradients([model])
-            with way.steady():
+            with way.frozen():
                 found.append((work.score(way.run(batch)), squared_gradients([model]) ** 0.5))
     assert way.complaint() is None
     return found
@@ -325,16 +325,13 @@ def test_the_script_for_a_gpu_tests_first_and_runs_ways_that_there_are(tmp_path:
         (SCRIPT.parents[1] / file).exists() for file in tests[-2:]
     )
     assert pieces[:3] == ["benchmarks/moe_experts.py", "--seconds", "25"]
-    asked = [_parser().parse_args(words[3:]) for words in benchmarks]
+    assert all(words[3] == "moe" for words in benchmarks)
+    asked = [read_bench(words[3:]) for words in benchmarks]
     assert all(
-        not _problems(one)
-        and one.benchmark == "moe"
-        and one.part == "layers"
-        and one.commit == "abc123"
-        and one.ways[0] == "host-splits"
+        one.part == "layers" and one.commit == "abc123" and one.ways[0] == "host-splits"
         for one in asked
     )
-    assert [one.tokens for one in asked[:3]] == [[1024], [4096], [16384]], (
+    assert [one.tokens for one in asked[:3]] == [(1024,), (4096,), (16384,)], (
         "the whole grid before anything else"
     )
     assert {way for one in asked for way in one.ways} == set(MOE_WAYS)

@@ -13,14 +13,13 @@ import torch
 
 from packgraph.bench.command import bench
 from packgraph.bench.comparison import attempt_alone
-from packgraph.bench.copies import copy_ceiling, copy_times, free_host_bytes
-from packgraph.bench.models import shape, zero_gradients
+from packgraph.bench.models import build_part, shape, zero_gradients
 from packgraph.bench.offload import OffloadOptions, _Run, _run_once
-from packgraph.bench.parts import build_part
+from packgraph.bench.offload_measures import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.timing import Deadline
+from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.host_sync import capturing
-from packgraph.graphs.memory.free import free_memory
+from packgraph.graphs.memory.allocator import free_memory
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.knobs import plan_by_knobs
 from packgraph.offloading.plan import CopySpeed
@@ -142,7 +141,7 @@ def test_a_prediction_changes_no_gradient_no_pool_and_no_plan():
                 (
                     run.way.facts()["pool_bytes"],
                     run.engine.plan.moves,
-                    run.engine.lanes.scope,
+                    run.engine.copy_streams.scope,
                     [parameter.grad.clone() for parameter in model.parameters()],
                 )
             )
@@ -185,7 +184,8 @@ def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypat
     def start_reload(group):
         if next(count) == at:
             pieces.extend(
-                weakref.ref(piece.untyped_storage()) for piece in group.lanes.memories.arenas.pieces
+                weakref.ref(piece.untyped_storage())
+                for piece in group.copy_streams.memories.arenas.pieces
             )
             pieces.append(capturing())
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from result_rows import markdown, newest, read_rows, step_kinds
 
-from packgraph.bench.command import _parser, _problems
+from packgraph.bench.command import read_bench
 from packgraph.bench.rows import median, quantile, value
 from packgraph.bench.variants import STEP_WAYS
 
@@ -235,9 +235,9 @@ def commands(out: Path, **environment: str) -> list[list[str]]:
 def test_the_script_for_a_gpu_runs_benchmarks_that_there_are(tmp_path: Path) -> None:
     own, flash = commands(tmp_path), commands(tmp_path, ATTENTION="flash", COMMIT="abc123")
     for words in (*own, *flash):
-        asked = _parser().parse_args(words)
-        assert _problems(asked) == [] and asked.device == "cuda" and asked.out is not None
-        assert asked.benchmark != "step" or (asked.part == "layers" and asked.ways[0] == "eager")
+        asked = read_bench(words)
+        assert asked.device == "cuda" and asked.out is not None
+        assert words[0] != "step" or (asked.part == "layers" and asked.ways[0] == "eager")
     sizes = [
         [words[words.index("--model") + 1], words[words.index("--tokens") + 1]] for words in own[:6]
     ]
@@ -250,9 +250,9 @@ def test_the_script_for_a_gpu_runs_benchmarks_that_there_are(tmp_path: Path) -> 
         ["qwen3-4b", "16384"],
     ], "the whole grid before anything else"
     assert {words[0] for words in own} == {"step", "attention", "memory", "capture"}
-    assert {
-        way for words in own if words[0] == "step" for way in _parser().parse_args(words).ways
-    } == set(STEP_WAYS)
+    assert {way for words in own if words[0] == "step" for way in read_bench(words).ways} == set(
+        STEP_WAYS
+    )
     assert {words[0] for words in flash} == {"step"}
     assert all(
         "--commit abc123" in " ".join(words) and "--attention flash" in " ".join(words)

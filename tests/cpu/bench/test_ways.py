@@ -18,17 +18,29 @@ from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
 from packgraph.bench import variants as ways
-from packgraph.bench.compiled import no_silent_eager
-from packgraph.bench.graphed_callables import GraphedCallables
-from packgraph.bench.memory import _ratios
-from packgraph.bench.models import draw_batches, refit, shape, squared_gradients, zero_gradients
-from packgraph.bench.parts import TimedPart, build_part, twin
+from packgraph.bench.banks import _ratios
+from packgraph.bench.baselines import (
+    GraphedCallables,
+    LayerStack,
+    WholeGraph,
+    compiled_layers,
+    layers_of,
+    no_silent_eager,
+)
+from packgraph.bench.models import (
+    TimedPart,
+    build_part,
+    draw_batches,
+    refit,
+    shape,
+    squared_gradients,
+    twin,
+    zero_gradients,
+)
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.step import StepOptions, bench_step
 from packgraph.bench.timing import Deadline
-from packgraph.bench.torch_layers import LayerStack, compiled_layers, layers_of
 from packgraph.bench.variants import Compiled, Graphed, Recorded, Setting, Way, make_way
-from packgraph.bench.whole_graph import WholeGraph
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention import api as attention_module
 from packgraph.packing.batch import PackedBatch
@@ -89,7 +101,7 @@ def results(
     found = []
     for batch in batches:
         zero_gradients([model])
-        with way.steady():
+        with way.frozen():
             score = work.score(way.run(batch))
         found.append((score, squared_gradients([model]) ** 0.5))
     assert way.complaint() is None
@@ -234,7 +246,9 @@ def test_own_attention_is_that_of_the_stack() -> None:
     assert set(own.values()) == {"auto", "varlen"}
 
 
-def read_shape(q: Tensor, k: Tensor, v: Tensor, meta: Any, scale: float | None) -> Tensor:
+def read_shape(
+    q: Tensor, k: Tensor, v: Tensor, meta: Any, scale: float | None, options: Any
+) -> Tensor:
     """Attention that, like kernels for documents, uses their number and the longest of them as
     numbers."""
     return q * (meta.cu_seqlens.shape[0] + meta.longest)
@@ -252,11 +266,11 @@ def test_compiled_layers_take_documents_as_they_are() -> None:
         assert len({(batch.capacity.documents, batch.capacity.longest) for batch in batches}) > 4
         way.prepare(batches)
         assert counter.frame_count == 2
-        with way.steady():
+        with way.frozen():
             for batch in batches:
                 assert torch.equal(way.run(batch), model(*setting.work.arguments(batch)))
         assert counter.frame_count == 2 and way.complaint() is None
-        with way.steady():
+        with way.frozen():
             way.run(PackedBatch.build([[1] * 20], Capacity(24, 6)))
     assert way.complaint() == "code was compiled 1 times while it was timed"
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from statekit import One
 
+from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.cuda import status
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
-from packgraph.graphs.state_kinds import assume_constant
 
 
 def is_in_a_capture():

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from packgraph.graphs.assumptions import page
+from packgraph.graphs.checks.assumptions import page
+from packgraph.graphs.checks.state_kinds import WATCHED
 from packgraph.graphs.fallback import REASONS
-from packgraph.graphs.state_kinds import WATCHED
 
 PAGE = Path(__file__).parents[3] / "docs" / "assumptions.md"
 
 
 def test_the_page_is_made_of_the_tables():
     assert PAGE.read_text() == page(), (
-        "python -m packgraph.graphs.assumptions > docs/assumptions.md"
+        "python -m packgraph.graphs.checks.assumptions > docs/assumptions.md"
     )
 
 

@@ -59,10 +59,10 @@ def test_slots_sharing_one_pool_are_wrong_and_the_order_test_sees_it(monkeypatch
     pools = []
 
     def acquire(self, key):
-        ticket = make(self, key)
-        pools.append(ticket.slot.pool)
-        ticket.slot.pool = pools[0]
-        return ticket
+        lease = make(self, key)
+        pools.append(lease.slot.pool)
+        lease.slot.pool = pools[0]
+        return lease
 
     options = {"steps": 5, "seed": 1, "sizes": (8,), "in_flight": 5}
     eager = train(make_toy(layers=2), **options)
@@ -77,7 +77,7 @@ def test_what_forwards_leave_must_not_be_brief_and_the_order_test_sees_it(monkey
     options = {"steps": 5, "seed": 1, "sizes": (8,), "in_flight": 5}
     eager = train(make_toy(layers=2), **options)
     monkeypatch.setattr(
-        RecorderWindow, "capture", lambda self, run, brief=False: capture(self, run, True)
+        RecorderWindow, "capture", lambda self, run, scratch=False: capture(self, run, True)
     )
     assert differences(eager, train(graph(make_toy(layers=2), warmup=1), **options)) != []
 
@@ -119,12 +119,12 @@ def test_modulo_slots_are_wrong_and_the_order_test_sees_it(monkeypatch):
     make = Slots.acquire
 
     def acquire(self, key):
-        ticket = make(self, key)
+        lease = make(self, key)
         slot = self.all[next(calls) % 2 % len(self.all)]
-        self._free = [s for s in [*self._free, ticket.slot] if s is not slot]
-        ticket.slot = slot
+        self._free = [s for s in [*self._free, lease.slot] if s is not slot]
+        lease.slot = slot
         monkeypatch.setattr(self, "release", lambda slot: None)
-        return ticket
+        return lease
 
     options = {"steps": 5, "seed": 1, "sizes": (8,), "in_flight": 5}
     eager = train(make_toy(layers=2), **options)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from packgraph.graphs.computed_reads import OWN_NAME, by_string
+from packgraph.graphs.checks.code_reads import OWN_NAME, by_string
 
 # Of an expression of `m`: the fields of what it reads that are not empty.
 READS = {

@@ -12,9 +12,9 @@ import torch
 from statekit import One, X, quietly, wheres
 from torch import nn
 
+from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.state_kinds import assume_constant
 
 
 def equal(function, calls=6, make=One):

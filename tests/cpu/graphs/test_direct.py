@@ -82,21 +82,21 @@ def train(module, direct, steps=6, slots=3):
             x, up = torch.randn(order.choice((4, 6)), WIDTH, requires_grad=True), None
             scale = torch.rand(())
             if direct:
-                claim = module.claim((x, scale), {})
-                out = claim.forward((x, scale), {})
+                handle = module.acquire((x, scale), {})
+                out = handle.forward((x, scale), {})
             else:
-                claim, out = None, module(x, scale)
+                handle, out = None, module(x, scale)
             trace.append(out.detach().clone())
             up = torch.randn_like(out)
-            flights.append((x, up, claim, out))
-        for x, up, claim, out in order.sample(flights, len(flights)):
+            flights.append((x, up, handle, out))
+        for x, up, handle, out in order.sample(flights, len(flights)):
             if direct:
                 for slot in module._slots._free:
                     slot.poison()
-                claim.ticket.kept = True
-                claim.backward(up)
-                trace.append(claim.input_gradient(0).clone())
-                claim.ticket.release()
+                handle.lease.kept = True
+                handle.backward(up)
+                trace.append(handle.input_gradient(0).clone())
+                handle.lease.release()
             else:
                 out.backward(up)
                 trace.append(x.grad.clone())
@@ -129,11 +129,11 @@ def test_gradients_in_a_larger_storage_are_added_to_inside_a_steady_block():
     ):
         parameter.grad = part.view_as(parameter)
     torch.manual_seed(5)
-    with graphed.steady():
+    with graphed.frozen():
         for _ in range(3):
-            claim = graphed.claim((x, scale), {})
-            claim.forward((x, scale), {})
-            claim.backward(up)
+            handle = graphed.acquire((x, scale), {})
+            handle.forward((x, scale), {})
+            handle.backward(up)
     torch.manual_seed(5)
     for _ in range(3):
         twin(x, scale).backward(up)
@@ -151,16 +151,16 @@ def test_gradients_in_a_larger_storage_are_added_to_inside_a_steady_block():
 )
 def test_what_autograd_has_to_do_is_not_replayed_directly(make, options):
     graphed = lending(make(), **options)
-    claim = graphed.claim((torch.randn(4, WIDTH, requires_grad=True), torch.ones(())), {})
-    assert isinstance(claim, ReplayHandle) and not claim.is_direct
+    handle = graphed.acquire((torch.randn(4, WIDTH, requires_grad=True), torch.ones(())), {})
+    assert isinstance(handle, ReplayHandle) and not handle.is_direct
 
 
 def test_gradients_that_nobody_keeps_are_not_lent():
     graphed = graph(make_chain(), warmup=0)
-    assert not graphed.claim(
+    assert not graphed.acquire(
         (torch.randn(4, WIDTH, requires_grad=True), torch.ones(())), {}
     ).is_direct
-    assert graphed.claim((torch.randn(4, WIDTH), torch.ones(())), {}).is_direct
+    assert graphed.acquire((torch.randn(4, WIDTH), torch.ones(())), {}).is_direct
 
 
 def test_a_hook_on_a_parameter_still_runs():
@@ -168,32 +168,32 @@ def test_a_hook_on_a_parameter_still_runs():
     seen = []
     chain.linears[0].weight.register_hook(lambda gradient: seen.append(1))
     graphed = lending(chain)
-    assert not graphed.claim((torch.randn(4, WIDTH), torch.ones(())), {}).is_direct
+    assert not graphed.acquire((torch.randn(4, WIDTH), torch.ones(())), {}).is_direct
 
 
 def test_a_second_backward_is_refused():
     graphed = lending(make_chain())
-    claim = graphed.claim((torch.randn(4, WIDTH), torch.ones(())), {})
-    claim.forward((torch.randn(4, WIDTH), torch.ones(())), {})
-    claim.ticket.kept = True
-    claim.backward(None)
+    handle = graphed.acquire((torch.randn(4, WIDTH), torch.ones(())), {})
+    handle.forward((torch.randn(4, WIDTH), torch.ones(())), {})
+    handle.lease.kept = True
+    handle.backward(None)
     with pytest.raises(RuntimeError, match="a second time"):
-        claim.backward(None)
+        handle.backward(None)
 
 
 def test_a_steady_block_begins_with_a_look_at_what_was_baked():
     chain = make_chain()
     graphed = lending(chain)
     x, scale = torch.randn(4, WIDTH), torch.ones(())
-    graphed.claim((x, scale), {}).ticket.release()
+    graphed.acquire((x, scale), {}).lease.release()
     chain.linears[0].weight.data = torch.zeros(WIDTH, WIDTH)
-    steady = graphed.steady()
+    frozen = graphed.frozen()
     with pytest.warns(UserWarning, match="storage of 'linears.0.weight' was replaced"):
-        steady.__enter__()
-    claim = graphed.claim((x, scale), {})
+        frozen.__enter__()
+    handle = graphed.acquire((x, scale), {})
     torch.manual_seed(3)
-    out = claim.forward((x, scale), {}).clone()
-    steady.__exit__(None, None, None)
+    out = handle.forward((x, scale), {}).clone()
+    frozen.__exit__(None, None, None)
     torch.manual_seed(3)
     assert torch.equal(out, chain(x, scale))
 
@@ -336,12 +336,12 @@ def test_a_lent_gradient_outlives_the_backwards_that_follow(slots, length):
             torch.rand(WIDTH, requires_grad=True),
             torch.rand(WIDTH),
         )
-        claim = graphed.claim((x, y), {})
-        claim.ticket.kept = True
-        claim.forward((x, y), {})
-        claim.backward(up)
+        handle = graphed.acquire((x, y), {})
+        handle.lease.kept = True
+        handle.forward((x, y), {})
+        handle.backward(up)
         twin(x, y).backward(up)
-        assert torch.equal(claim.input_gradient(0), x.grad) and torch.equal(
-            claim.input_gradient(1), y.grad
+        assert torch.equal(handle.input_gradient(0), x.grad) and torch.equal(
+            handle.input_gradient(1), y.grad
         )
-        claim.ticket.release()
+        handle.lease.release()

@@ -13,8 +13,8 @@ from trainkit import RandomPacks, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel
-from packgraph.train.executor import sample_batch
 from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.runner import sample_batch
 from packgraph.train.signals import StopRequest
 
 
@@ -45,7 +45,7 @@ def test_a_graphed_model_goes_with_its_last_reference(where, modules, closed):
         model,
         graphed,
         graphed.capture_backend,
-        graphed.capture_backend.lanes.memories,
+        graphed.capture_backend.copy_streams.memories,
         *model.parameters(),
         *(slot.pool for slot in graphed._slots.all),
     ]

@@ -15,9 +15,9 @@ from statekit import Staged, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.state_kinds import assume_constant
 
 AUX = []
 KEPT = types.SimpleNamespace()

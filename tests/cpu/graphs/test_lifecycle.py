@@ -13,11 +13,11 @@ from graphkit import differences, make_toy, toy_inputs, toy_loss, train
 from torch import nn
 
 from packgraph.graphs import build
-from packgraph.graphs import host_sync as guard
+from packgraph.graphs.checks import host_sync as guard
+from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderWindow
-from packgraph.graphs.state_kinds import assume_constant
 
 
 def quiet(call, *args):
@@ -56,7 +56,7 @@ def test_a_journal_that_does_not_restore_is_seen(monkeypatch):
     gradients twice."""
     eager = train(make_toy(), steps=4)
     monkeypatch.setattr(
-        "packgraph.graphs.host_sync.Journal.restore", lambda self: self._saved.clear()
+        "packgraph.graphs.checks.host_sync.Journal.restore", lambda self: self._saved.clear()
     )
     assert differences(eager, train(graph(make_toy(), warmup=1), steps=4)) != []
 
@@ -148,9 +148,9 @@ def test_too_few_slots_fall_back_and_stay_exact():
 
 def test_releasing_a_slot_twice_is_an_error():
     graphed = graph(make_toy(), warmup=0)
-    ticket = graphed._slots.acquire("key")
-    slot = ticket.slot
-    ticket.release()
+    lease = graphed._slots.acquire("key")
+    slot = lease.slot
+    lease.release()
     with pytest.raises(RuntimeError, match="released twice"):
         graphed._slots.release(slot)
 
@@ -171,9 +171,9 @@ def test_slots_tell_whether_a_microbatch_of_another_living_thread_has_one():
     other.join()
     assert not slots.in_flight_elsewhere(), "nobody will run that backward"
     held.pop().release()
-    ticket = slots.acquire("key")
+    lease = slots.acquire("key")
     assert not slots.in_flight_elsewhere()
-    ticket.release()
+    lease.release()
 
 
 def test_variants_share_the_slots_pool_largest_not_sum():

@@ -9,13 +9,13 @@ import torch
 from statekit import One, Staged, X, captured, train
 from torch import nn
 
-from packgraph.graphs import random_state
+from packgraph.graphs.checks import random_state
+from packgraph.graphs.checks.host_sync import refuse_unsafe
+from packgraph.graphs.checks.module_state import ModuleState
+from packgraph.graphs.checks.operations import operation_of
+from packgraph.graphs.checks.side_effects import SideEffects
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.host_sync import refuse_unsafe
-from packgraph.graphs.module_state import ModuleState
-from packgraph.graphs.operations import operation_of
-from packgraph.graphs.side_effects import SideEffects
 
 # ---- facts that change after the capture
 
@@ -242,7 +242,7 @@ def test_a_failed_capture_is_not_tried_again_because_eager_calls_assign():
     graphed = graph(One(counts, calls=0), warmup=0)
     for rows in (2, 3, 2, 3, 2):
         train(graphed, X[:rows])
-    assert graphed.module.calls == 5 and len(graphed._failed) == 2
+    assert graphed.module.calls == 5 and graphed.failures == 2
     assert graphed.stats.fallbacks["capture failed"] == 5
 
 

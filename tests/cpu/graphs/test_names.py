@@ -22,11 +22,11 @@ NAMES = [
     "device",
     "strict",
     "capacities",
-    "vote",
+    "consensus",
     "lends",
     "backend",
-    "steady",
-    "claim",
+    "frozen",
+    "acquire",
     "build",
     "close",
     "failures",
@@ -84,7 +84,7 @@ def test_the_modules_own_names_win(name, kind):
         delattr(graphed, name)
         assert name not in dict(module.named_parameters()) and name not in vars(module)
     control.close()
-    assert control.claim((X,), {}) == "closed"
+    assert control.acquire((X,), {}) == "closed"
 
 
 @pytest.mark.parametrize("name", ["strict", "stats", "scale", "lends"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packgraph.graphs.recorder.pool import RecordedStorage, RecorderPool
-from packgraph.graphs.regions import (
+from packgraph.graphs.stages import (
     GRANULARITIES,
     Run,
     cut_runs,

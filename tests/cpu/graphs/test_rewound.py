@@ -16,7 +16,7 @@ from autogradkit import Net, assert_same, gradients, sample, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from packgraph.graphs import random_state
+from packgraph.graphs.checks import random_state
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 

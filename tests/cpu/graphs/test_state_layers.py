@@ -1,13 +1,16 @@
 """What others put into classes of torch: compared where code can call it, and left alone
 elsewhere."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from statekit import One, X, quietly
 
+from packgraph.graphs.checks.state_layers import is_of_torch
+from packgraph.graphs.checks.state_walk import Walk
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.state_layers import is_of_torch
-from packgraph.graphs.state_walk import Walk
 
 SCALE = {0: 1.0}
 
@@ -83,3 +86,31 @@ def test_a_method_that_a_library_adds_to_all_modules_is_watched_where_code_names
         for _ in range(3):
             assert torch.equal(quietly(graphed, X), module(X))
     assert graphed.stats.recaptures["module changed"] == 1 and graphed.stats.replayed == 6
+
+
+def test_the_first_compilation_of_a_process_changes_nothing_about_a_module():
+    """torch replaces `nn.Module.__init__` then."""
+    program = """
+import warnings
+import torch
+import packgraph
+
+warnings.simplefilter("error", packgraph.PackgraphWarning)
+graphed = packgraph.graph(torch.nn.Linear(4, 4), warmup=1)
+before = torch.nn.Module.__init__
+for number in range(4):
+    if number == 3:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        assert torch.nn.Module.__init__ is not before
+    graphed(torch.ones(2, 4)).sum().backward()
+assert graphed.stats.captured == 1 and graphed.stats.replayed == 3, graphed.stats
+init = torch.nn.Module.__init__
+torch.nn.Module.__init__ = lambda self: init(self)
+warnings.simplefilter("default", packgraph.PackgraphWarning)
+graphed(torch.ones(2, 4)).sum().backward()
+assert graphed.stats.captured == 2, graphed.stats
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -24,11 +24,11 @@ from statekit import One, X, quietly
 from torch import nn
 
 import packgraph
+from packgraph.graphs.checks.state_kinds import ASSUMED, WATCHED, Treatment, row_of
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import HIDDEN_STATE
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
-from packgraph.graphs.state_kinds import ASSUMED, WATCHED, Treatment, row_of
 from packgraph.graphs.step import GraphedStep
 
 RNG = random.Random(3)

@@ -12,7 +12,7 @@ from statekit import One, X, captured, quietly
 from torch import nn
 from watchkit import CASES, Classy
 
-from packgraph.graphs import module_state, tensor_state
+from packgraph.graphs.checks import module_state, tensor_state
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
 
@@ -169,7 +169,7 @@ def test_autocast_in_turns_keeps_the_fast_test():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 out = graphed(X)
             out.float().square().sum().backward()
-    seal = graphed._fingerprint._seal
+    seal = graphed._capturer._state._seal
     for autocast in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             assert seal.holds()
@@ -201,3 +201,20 @@ def test_a_class_that_is_its_own_metaclass_is_walked_once():
     graphed = captured(One(lambda m, x: m.linear(x) * len(OwnKind.__name__)), X)
     graphed(X)
     assert graphed.stats.replayed == 3 and not graphed.stats.recaptures
+
+
+def test_an_object_of_a_tool_is_watched_though_the_tool_is_not():
+    """A module of TOOLS is taken as it is; what the user's module holds of it is not."""
+    packaging = pytest.importorskip("packaging.version", reason="comes with pytest")
+
+    class Scale:
+        def __init__(self):
+            self.settings = {"scale": 2.0}
+
+    Scale.__module__ = packaging.__name__
+    module = One(lambda m, x: m.linear(x) * m.held.settings["scale"], held=Scale())
+    graphed = graph(module, warmup=0)
+    graphed(X).sum().backward()
+    module.held.settings["scale"] = 3.0
+    with pytest.warns(PackgraphWarning, match="scale"):
+        assert torch.equal(graphed(X), module(X))

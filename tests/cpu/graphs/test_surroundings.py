@@ -181,7 +181,7 @@ def test_what_is_around_counts_in_a_steady_block_too(case):
     eager, graphed = made()
     expected = look(eager)
     train(graphed)
-    with packgraph.control(graphed).steady():
+    with packgraph.control(graphed).frozen():
         train(graphed, 2)
         found = quietly(look, graphed)
         train(graphed, 1)

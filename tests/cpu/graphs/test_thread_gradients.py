@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from packgraph.graphs import replay
+from packgraph.graphs.checks.random_state import Redraw
+from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.fallback import eager as run_eagerly
 from packgraph.graphs.gradients import SeparateGradients
 from packgraph.graphs.graphed import control, graph
-from packgraph.graphs.random_state import Redraw
 from packgraph.graphs.region import ParameterEdge
-from packgraph.graphs.state_kinds import assume_constant
 
 # ---- a second thread
 
@@ -153,7 +153,7 @@ def test_a_backward_that_has_begun_when_a_second_thread_comes(monkeypatch):
     go_on.set()
     first.join(60)
     assert not first.is_alive()
-    assert not any(buffer.is_grad() for buffer in control(graphed)._buffers_of_gradients.all())
+    assert not any(buffer.is_grad() for buffer in control(graphed)._capturer._buffers.all())
     for seed in (10, 11):
         eager(whole(4, seed, 8)).sum().backward()
     for name, gradient in gradients(eager).items():

@@ -15,14 +15,15 @@ from statekit import One, Staged, X, captured, quietly
 from threadkit import Wide, beside, gradients, together, whole
 from torch import nn
 
-from packgraph.graphs import exclusive, random_state
+from packgraph.graphs import exclusive
+from packgraph.graphs.checks import random_state
+from packgraph.graphs.checks.host_calls import watch_also
+from packgraph.graphs.checks.random_state import Draws
+from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import BUSY
 from packgraph.graphs.fallback import eager as run_eagerly
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.host_calls import watch_also
-from packgraph.graphs.random_state import Draws
-from packgraph.graphs.state_kinds import assume_constant
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from statekit import One, X, captured, quietly, train
 from torch import nn
 
 import packgraph
-from packgraph.graphs import fallback, retries
+from packgraph.graphs import cache, fallback
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.microbatch import forward_backward
@@ -318,8 +318,8 @@ def failing_captures(monkeypatch, errors, after=0):
     """Let captures of single graphs, from number `after` on, end in these errors, one each."""
     original, left, count = RecorderWindow.capture, list(errors), [0]
 
-    def capture(self, run, brief=False):
-        result = original(self, run, brief)
+    def capture(self, run, scratch=False):
+        result = original(self, run, scratch)
         count[0] += 1
         if left and count[0] > after:
             raise left.pop(0)
@@ -358,7 +358,7 @@ def test_memory_that_comes_back_lets_graphs_be_captured_later(monkeypatch, after
     failing_captures(
         monkeypatch, [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")], after
     )
-    monkeypatch.setattr(retries, "CALLS_BETWEEN", (3, 9))
+    monkeypatch.setattr(cache, "CALLS_BETWEEN", (3, 9))
     (said,) = told(lambda: same_steps(eager, graphed, 10))
     assert "no memory" in said and "OutOfMemoryError" in said and "free memory" in said
     assert graphed.stats.fallbacks == {fallback.NO_MEMORY: 4} and graphed.stats.replayed == 6
@@ -369,7 +369,7 @@ def test_a_capture_is_tried_again_at_growing_distance_and_not_for_ever(monkeypat
     module = Stateful()
     eager, graphed = copy.deepcopy(module), graph(module, warmup=0)
     failing_captures(monkeypatch, [torch.OutOfMemoryError("CUDA out of memory")] * 9)
-    monkeypatch.setattr(retries, "CALLS_BETWEEN", (2, 5))
+    monkeypatch.setattr(cache, "CALLS_BETWEEN", (2, 5))
     assert len(told(lambda: same_steps(eager, graphed, 20))) == 3
     assert graphed.stats.fallbacks == {fallback.NO_MEMORY: 1 + 2 + 1 + 5, "capture failed": 20 - 9}
     assert graphed.failures == 1 and graphed.stats.replayed == 0 and graphed._slots.in_flight() == 0
@@ -377,7 +377,7 @@ def test_a_capture_is_tried_again_at_growing_distance_and_not_for_ever(monkeypat
 
 def test_ranks_that_vote_do_not_try_again_one_by_one(monkeypatch):
     graphed = graph(Stateful(), warmup=0)
-    packgraph.control(graphed).vote = lambda what, error: error
+    packgraph.control(graphed).consensus = lambda what, error: error
     failing_captures(monkeypatch, [torch.OutOfMemoryError("CUDA out of memory")])
     assert len(told(lambda: [step(graphed) for _ in range(3)])) == 1
     assert graphed.stats.fallbacks == {"capture failed": 3}
@@ -393,7 +393,7 @@ def test_no_memory_is_an_error_in_strict_mode(monkeypatch):
 def test_another_error_of_a_capture_is_not_tried_again(monkeypatch):
     graphed = graph(Stateful(), warmup=0)
     failing_captures(monkeypatch, [RuntimeError("illegal")])
-    monkeypatch.setattr(retries, "CALLS_BETWEEN", (1, 1))
+    monkeypatch.setattr(cache, "CALLS_BETWEEN", (1, 1))
     quietly(lambda: [step(graphed) for _ in range(6)])
     assert graphed.stats.fallbacks == {"capture failed": 6}
 

@@ -132,7 +132,7 @@ def test_a_graphed_module_inside_another_runs_plainly_while_that_is_captured():
 def test_a_deleted_module_is_freed_at_once():
     graphed = captured(nn.Linear(4, 4), X)
     gone = weakref.ref(graphed)
-    program = weakref.ref(graphed._program)
+    program = weakref.ref(graphed._capturer.program)
     gc.collect()
     gc.disable()
     try:

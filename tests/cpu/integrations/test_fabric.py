@@ -10,8 +10,9 @@ import torch
 import packgraph
 
 pytest.importorskip("transformers", reason="the models are of this library")
-fabric_library = pytest.importorskip("lightning_fabric", reason="the loops are of this library")
+pytest.importorskip("lightning_fabric", reason="the loops are of this library")
 
+import lightning_fabric as fabric_library
 from lightning_utilities.core.apply_func import apply_to_collection
 from packed_families import CAPACITY, batch_of, build, random_batches
 

@@ -10,8 +10,9 @@ import packgraph
 
 pytest.importorskip("transformers", reason="the integration is of this library")
 pytest.importorskip("trl", reason="the integration is of this library")
-peft = pytest.importorskip("peft", reason="adapters are of this library")
+pytest.importorskip("peft", reason="adapters are of this library")
 
+import peft
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainer_runs import documents, logged, model, options, same, trained

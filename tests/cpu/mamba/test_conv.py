@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 from model_batches import hand_batch
 from ssmkit import NAN, conv_inputs, ids_of, with_gradients
 
-from packgraph.mamba.conv import conv_problems, naive_packed_causal_conv, packed_causal_conv
-from packgraph.mamba.documents import live_document_ids
+from packgraph.mamba.conv import (
+    conv_problems,
+    live_document_ids,
+    naive_packed_causal_conv,
+    packed_causal_conv,
+)
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 

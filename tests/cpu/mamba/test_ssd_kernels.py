@@ -22,7 +22,7 @@ def _interpreter(monkeypatch):
 
 
 def ssd_kernels(ids, chunk):
-    from packgraph.mamba.ssd_op import ssd_by_kernels
+    from packgraph.mamba.ssd import ssd_by_kernels
 
     return lambda *leaves: ssd_by_kernels(*leaves, ids, chunk)
 

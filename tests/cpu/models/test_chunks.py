@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packgraph
-from packgraph.models.branches import KINDS, layer_cost, token_weights
+from packgraph.models.branches import BALANCE, KINDS, BranchWork, layer_cost, token_weights
+from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderConfig, DecoderModel, stage_layers
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.work import BALANCE, BranchWork
 from packgraph.parallel.pipeline.chunks import split_layers
 from packgraph.train.presets import preset
 

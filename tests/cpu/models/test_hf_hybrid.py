@@ -12,8 +12,8 @@ from mambakit import MAMBA, hybrid
 from model_batches import hand_batch, random_documents
 from safetensors.torch import load_file, save_file
 
+from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.hf import WeightsError, load_pretrained, save_pretrained
 from packgraph.models.hf_config import config_from_json, config_to_json
 from packgraph.train.config import read_config

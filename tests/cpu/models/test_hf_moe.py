@@ -10,13 +10,16 @@ from hfkit import assert_close, compare_with_transformers, randomised, theirs_fr
 from model_batches import hand_batch, random_documents
 from safetensors.torch import load_file, save_file
 
-from packgraph.models.config import DecoderConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, RopeScaling
 from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.hf import WeightsError, fill_pretrained, load_pretrained, save_pretrained
+from packgraph.models.hf import (
+    WeightsError,
+    fill_pretrained,
+    load_pretrained,
+    save_pretrained,
+    split_experts,
+)
 from packgraph.models.hf_config import config_from_json, config_to_json
-from packgraph.models.hf_experts import split_experts
-from packgraph.models.latent_config import LatentConfig, RopeScaling
 from packgraph.parallel.pieces import expert_part
 from packgraph.train.config import read_config
 from packgraph.train.presets import preset

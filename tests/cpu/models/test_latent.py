@@ -11,16 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_batches import hand_batch, random_documents
 
-from packgraph.bench.flops import model_flops
+from packgraph.bench.models import model_flops
 from packgraph.graphs.graphed import graph
-from packgraph.models.branches import KINDS, token_weights
-from packgraph.models.config import DecoderConfig
+from packgraph.models.branches import KINDS, head_sizes, token_weights
+from packgraph.models.config import DecoderConfig, LatentConfig, RopeScaling
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import load_pretrained, save_pretrained
-from packgraph.models.latent_config import LatentConfig, RopeScaling
-from packgraph.models.layers.latent_attention import LatentAttention
-from packgraph.models.layers.rotary import RotaryEmbedding
-from packgraph.models.sizes import head_sizes
+from packgraph.models.layers.attention import LatentAttention, RotaryEmbedding
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.tensor import tensor_problems

@@ -14,7 +14,7 @@ from mambakit import CHUNK, EXPERTS, MAMBA, hybrid, naive_mixer, random_hybrid, 
 from model_batches import hand_batch, random_documents
 
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.regions import scope_errors
+from packgraph.graphs.stages import scope_errors
 from packgraph.models import stack
 from packgraph.models.decoder import DecoderModel, named_stages
 from packgraph.models.layers.mamba import FIRST_DECAY, FIRST_STEP, MambaMixer

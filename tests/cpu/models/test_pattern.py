@@ -7,13 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.bench.flops import model_flops
-from packgraph.models.branches import token_weights
-from packgraph.models.config import DecoderConfig
+from packgraph.bench.models import model_flops
+from packgraph.models.branches import BRANCHES, read_pattern, token_weights, write_pattern
+from packgraph.models.config import DecoderConfig, ExpertConfig, MambaConfig
 from packgraph.models.decoder import DecoderModel, named_stages, parts_without
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.mamba_config import MambaConfig
-from packgraph.models.pattern import BRANCHES, read_pattern, write_pattern
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.tensor import tensor_problems

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from moekit import Layer, by_module, ends_of, make, naive, poisoned, run, train
 
 from packgraph.graphs.graphed import graph
-from packgraph.moe.activation import activation
-from packgraph.moe.experts import Experts
+from packgraph.moe.experts import Experts, activation
 from packgraph.moe.grouped_gemm.products import grouped_mm, grouped_problems, naive_grouped_mm
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}

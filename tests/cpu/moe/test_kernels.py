@@ -5,8 +5,8 @@ import pytest
 import torch
 from interpreterkit import bounds_from_memory, inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.moe import activation as operations
-from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe import experts as operations
+from packgraph.moe.permute import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 
 pytestmark = needs_triton
 NAN = float("nan")
@@ -35,7 +35,7 @@ def routing(tokens: int, places: int, count: int, kind: str) -> torch.Tensor:
 )
 @pytest.mark.parametrize("kind", ["mixed", "padding", "one"])
 def test_plan_equals_the_operations(tokens, places, count, rows, kind):
-    from packgraph.moe.permute.kernel import plan
+    from packgraph.moe.permute_kernel import plan
 
     experts = routing(tokens, places, count, kind)
     for ours, theirs in zip(plan(experts, count, rows), plan_rows(experts, count, rows)):
@@ -45,7 +45,7 @@ def test_plan_equals_the_operations(tokens, places, count, rows, kind):
 @inside
 @pytest.mark.parametrize("illegal", [-7, 5, 64, 2**31 - 1, 2**32 + 1, -(2**40)])
 def test_what_is_no_expert_is_routed_nowhere(illegal):
-    from packgraph.moe.permute.kernel import plan
+    from packgraph.moe.permute_kernel import plan
 
     experts = torch.randint(-1, 5, (40, 3))
     experts[3, 1] = experts[17, 0] = -1
@@ -59,7 +59,7 @@ def test_what_is_no_expert_is_routed_nowhere(illegal):
 @pytest.mark.parametrize("illegal", [12, 4000, 2**31 - 1])
 def test_numbers_outside_a_map_are_not_followed(illegal):
     """The rows lie in a larger buffer, which an illegal number would read."""
-    from packgraph.moe.permute.kernel import combine, gather, pick
+    from packgraph.moe.permute_kernel import combine, gather, pick
 
     buffer = torch.randn(6000, 8)
     numbers = torch.tensor([3, -1, illegal, 0], dtype=torch.int32)
@@ -74,7 +74,7 @@ def test_numbers_outside_a_map_are_not_followed(illegal):
 
 @inside
 def test_plan_scans_more_blocks_than_one_tile(monkeypatch):
-    from packgraph.moe.permute import kernel as rows_kernel
+    from packgraph.moe import permute_kernel as rows_kernel
 
     monkeypatch.setattr(rows_kernel, "SCAN", 4)
     experts = routing(500, 3, 5, "mixed")
@@ -88,7 +88,7 @@ def test_plan_scans_more_blocks_than_one_tile(monkeypatch):
     ("places", "width", "rows"), [(1, 8, 20), (3, 1030, 40), (6, 96, 120)], ids=str
 )
 def test_moves_equal_the_operations(places, width, rows, dtype):
-    from packgraph.moe.permute.kernel import combine, gather, pick
+    from packgraph.moe.permute_kernel import combine, gather, pick
 
     plan = RowPlan(*plan_rows(torch.randint(-1, 5, (21, places)), 5, rows))
     x, y = torch.randn(21, width).to(dtype), torch.randn(rows, width + 8).to(dtype)[:, :width]
@@ -150,7 +150,7 @@ def test_activation_equals_the_operations(gated, ends, width, dtype):
 )
 @pytest.mark.parametrize(("of_left", "of_right"), [(40, 24), (130, 300)])
 def test_products_are_added_to_what_is_there(ends, of_left, of_right):
-    from packgraph.moe.grouped_gemm.pointers_kernel import add_products
+    from packgraph.moe.grouped_gemm.add_kernel import add_products
 
     offsets = torch.tensor(ends, dtype=torch.int32)
     left, right = torch.randn(210, of_left), torch.randn(210, of_right + 4)[:, :of_right]

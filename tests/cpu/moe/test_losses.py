@@ -9,14 +9,15 @@ from moekit import Settings
 from torch import Tensor, nn
 
 from packgraph.graphs.graphed import graph
-from packgraph.moe.balance import expert_counts, update_bias
-from packgraph.moe.losses import (
+from packgraph.moe.balance import (
     attach,
     document_loss,
+    expert_counts,
     load_loss,
     naive_document_loss,
     naive_load_loss,
     naive_z_loss,
+    update_bias,
     z_loss,
 )
 from packgraph.moe.routing import route

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import packgraph
-from packgraph.graphs.regions import scope_errors
-from packgraph.models.config import DecoderConfig
+from packgraph.graphs.stages import scope_errors
+from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel, named_stages
-from packgraph.models.expert_config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.batch import PackedBatch

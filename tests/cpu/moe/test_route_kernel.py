@@ -11,8 +11,7 @@ from moekit import Settings
 
 from packgraph.moe import routing
 from packgraph.moe.dispatch.dispatcher import Routing
-from packgraph.moe.route_op import route_in_one
-from packgraph.moe.routing import Scored, naive_route
+from packgraph.moe.routing import Scored, naive_route, route_in_one
 
 pytestmark = needs_triton
 NAN = float("nan")

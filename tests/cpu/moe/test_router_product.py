@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import packgraph
 from packgraph.graphs.compiled.products import AddingCode
 from packgraph.graphs.stages import Stage, run_stages
-from packgraph.models.config import DecoderConfig
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.layers.moe import Gate
 from packgraph.moe import router_product
 from packgraph.moe.router_product import (

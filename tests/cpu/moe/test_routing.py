@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.config import ExpertConfig
 from packgraph.moe.dispatch.dispatcher import Routing
 from packgraph.moe.routing import (
     RouterSettings,

@@ -166,7 +166,7 @@ def test_evaluation_between_steps_changes_nothing(dense):
     memory taken. What eager passes took goes to the captures."""
     model = DecoderModel(config(), seed=1)
     graphed = graph(model, capacities=CAPACITIES, warmup=2, strict=True)
-    engine = OffloadRuntime(DENSE, graphed.capture_backend.lanes, min_bytes=1)
+    engine = OffloadRuntime(DENSE, graphed.capture_backend.copy_streams, min_bytes=1)
     attach(engine, model)
     batch = PackedBatch.build([[1, 2, 3], [4, 5]], CAPACITIES[0])
     taken = []
@@ -178,7 +178,7 @@ def test_evaluation_between_steps_changes_nothing(dense):
         graphed(batch, torch.tensor(5))
         graphed(batch, torch.tensor(5)).backward()
         engine.end_step()
-        taken.append(engine.lanes.memories.arenas.nbytes())
+        taken.append(engine.copy_streams.memories.arenas.nbytes())
     assert taken[0] > 0 and taken[1:] == [0, 0, 0], "captured in the second step"
 
 
@@ -187,7 +187,7 @@ def test_captures_before_anything_was_traced_are_refused():
     graphed = graph(model, capacities=CAPACITIES, warmup=0, strict=True)
     attach(
         OffloadRuntime(
-            DENSE, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand(fraction=0.5)
+            DENSE, graphed.capture_backend.copy_streams, min_bytes=1, policy=by_hand(fraction=0.5)
         ),
         model,
     )
@@ -200,7 +200,7 @@ def test_another_engine_means_other_graphs():
     graphed = graph(model, capacities=CAPACITIES, warmup=0)
     batch = PackedBatch.build([[1, 2, 3]], CAPACITIES[0])
     graphed(batch, torch.tensor(3)).backward()
-    attach(OffloadRuntime(DENSE, graphed.capture_backend.lanes, min_bytes=1), model)
+    attach(OffloadRuntime(DENSE, graphed.capture_backend.copy_streams, min_bytes=1), model)
     with pytest.warns(UserWarning, match="offload"):
         graphed(batch, torch.tensor(3)).backward()
     assert graphed.stats.captured == 2 and graphed.stats.replayed == 2
@@ -223,9 +223,9 @@ def test_a_compiled_layer_is_one_group():
         )
         if modules:
             engine = OffloadRuntime(
-                modules, graphed.capture_backend.lanes, min_bytes=1, policy=by_hand()
+                modules, graphed.capture_backend.copy_streams, min_bytes=1, policy=by_hand()
             )
-            engine.lanes.queues.late.add("out")
+            engine.copy_streams.queues.late.add("out")
             attach(engine, model)
         torch.manual_seed(3)
         for _ in range(4):
@@ -244,9 +244,9 @@ def test_clocks_are_read_before_a_capture_begins(monkeypatch):
     monkeypatch.setattr(RecorderBackend, "warm_up", lambda backend, run, as_called=False: run())
     elapsed_us = EmulatedCopyStreams.elapsed_us
 
-    def outside(lanes, start, end):
+    def outside(copy_streams, start, end):
         assert captured_copy_streams() is None
-        return elapsed_us(lanes, start, end)
+        return elapsed_us(copy_streams, start, end)
 
     monkeypatch.setattr(EmulatedCopyStreams, "elapsed_us", outside)
     model = DecoderModel(config(), seed=1)

@@ -1,4 +1,5 @@
-"""What the lanes promise, and that the emulated ones notice when somebody does not keep to it."""
+"""What the copy streams promise, and that the emulated ones notice when somebody does not keep to
+it."""
 
 from collections import deque
 
@@ -29,29 +30,29 @@ def read(memory: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("late", [(), ("out",), ("back",), ("out", "back")])
 def test_a_reload_brings_what_was_copied_out(late):
-    lanes = EmulatedCopyStreams(set(late))
-    host = lanes.host(aligned(24))
-    lanes.out([numbers(1.0)], host)
+    copy_streams = EmulatedCopyStreams(set(late))
+    host = copy_streams.host(aligned(24))
+    copy_streams.out([numbers(1.0)], host)
     target = torch.empty(24, dtype=torch.uint8)
-    back = lanes.back(host, [target])
-    lanes.wait(back)
+    back = copy_streams.back(host, [target])
+    copy_streams.wait(back)
     assert read(target) == [1.0] * 6
 
 
-def reuse(lanes: EmulatedCopyStreams, forget: bool) -> list[float]:
+def reuse(copy_streams: EmulatedCopyStreams, forget: bool) -> list[float]:
     """Two groups one after another in the same host memory, while the first one's reload has not
     been waited for."""
     target = torch.empty(24, dtype=torch.uint8)
-    host = lanes.host(aligned(24))
-    lanes.out([numbers(1.0)], host)
-    first = lanes.back(host, [target])
-    lanes.give_back(host)
-    again = lanes.host(aligned(24))
+    host = copy_streams.host(aligned(24))
+    copy_streams.out([numbers(1.0)], host)
+    first = copy_streams.back(host, [target])
+    copy_streams.give_back(host)
+    again = copy_streams.host(aligned(24))
     assert again is host
     if forget:
         again.last = None
-    lanes.wait(lanes.out([numbers(2.0)], again))
-    lanes.wait(first)
+    copy_streams.wait(copy_streams.out([numbers(2.0)], again))
+    copy_streams.wait(first)
     return read(target)
 
 
@@ -61,37 +62,37 @@ def test_host_memory_is_written_again_after_its_reload_only():
 
 
 def test_memory_that_was_given_back_too_early_is_copied_as_nan():
-    lanes = EmulatedCopyStreams({"out"})
-    host, source = lanes.host(aligned(24)), numbers(1.0)
-    copy = lanes.out([source], host)
+    copy_streams = EmulatedCopyStreams({"out"})
+    host, source = copy_streams.host(aligned(24)), numbers(1.0)
+    copy = copy_streams.out([source], host)
     copy.held = []
     del source
-    lanes.wait(copy)
+    copy_streams.wait(copy)
     assert all(value != value for value in read(host.spans[0][:24]))
 
 
 def test_postponed_copies_copy_what_was_there_when_they_were_asked_for_at_the_next_launch():
-    lanes, queued = EmulatedCopyStreams(), deque[int]()
-    lanes.postpone(lambda: queued.append(1))
+    copy_streams, queued = EmulatedCopyStreams(), deque[int]()
+    copy_streams.postpone(lambda: queued.append(1))
     assert not queued
-    lanes.launched()
-    lanes.launched()
+    copy_streams.launched()
+    copy_streams.launched()
     assert list(queued) == [1]
 
 
 def test_who_is_under_way_when_a_capture_begins_keeps_its_host_memory():
-    lanes = EmulatedCopyStreams(late=("out", "back"))
-    host, source = lanes.host(64), torch.arange(64, dtype=torch.uint8)
-    lanes.out([source], host)
-    lanes.memories.let_go()
-    assert lanes.memories.arenas.nbytes() == 0
-    other = lanes.host(64)
-    lanes.wait(lanes.out([torch.zeros(64, dtype=torch.uint8)], other))
+    copy_streams = EmulatedCopyStreams(late=("out", "back"))
+    host, source = copy_streams.host(64), torch.arange(64, dtype=torch.uint8)
+    copy_streams.out([source], host)
+    copy_streams.memories.let_go()
+    assert copy_streams.memories.arenas.nbytes() == 0
+    other = copy_streams.host(64)
+    copy_streams.wait(copy_streams.out([torch.zeros(64, dtype=torch.uint8)], other))
     target = torch.empty_like(source)
-    lanes.wait(lanes.back(host, [target]))
+    copy_streams.wait(copy_streams.back(host, [target]))
     assert torch.equal(target, source)
-    lanes.give_back(host)
-    assert lanes.host(64) is host, "which is of use again"
+    copy_streams.give_back(host)
+    assert copy_streams.host(64) is host, "which is of use again"
 
 
 @pytest.fixture(scope="module")
@@ -102,29 +103,31 @@ def kept():
 def reload_without_waiting_for_the_copy_out(patch):
     add = Queues.add
     patch.setattr(
-        Queues, "add", lambda self, lane, number, after, run: add(self, lane, number, None, run)
+        Queues,
+        "add",
+        lambda self, copy_stream, number, after, run: add(self, copy_stream, number, None, run),
     )
     start = SavedGroup.start_reload
 
     def hasty(self):
         if self.copy_out is not None:
             self.copy_out.done = True
-            self.lanes.wait, wait = (lambda copy: None), self.lanes.wait
+            self.copy_streams.wait, wait = (lambda copy: None), self.copy_streams.wait
             try:
                 start(self)
             finally:
-                self.lanes.wait = wait
+                self.copy_streams.wait = wait
 
     patch.setattr(SavedGroup, "start_reload", hasty)
 
 
 def use_without_waiting_for_the_reload(patch):
-    for lanes in (EmulatedCopyStreams, RecordedCopyStreams):
-        wait = lanes.wait
+    for copy_streams in (EmulatedCopyStreams, RecordedCopyStreams):
+        wait = copy_streams.wait
         patch.setattr(
-            lanes,
+            copy_streams,
             "wait",
-            lambda self, copy, wait=wait: None if copy.lane == "back" else wait(self, copy),
+            lambda self, copy, wait=wait: None if copy.copy_stream == "back" else wait(self, copy),
         )
 
 
@@ -138,9 +141,9 @@ def give_back(copy):
 def give_memory_back_at_once(patch):
     queued = OffloadRuntime._queued
 
-    def hasty(self, lanes, copy):
+    def hasty(self, copy_streams, copy):
         give_back(copy)
-        queued(self, lanes, copy)
+        queued(self, copy_streams, copy)
 
     patch.setattr(OffloadRuntime, "_queued", hasty)
 

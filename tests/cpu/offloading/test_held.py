@@ -55,15 +55,17 @@ class Saving(nn.Module):
 
 def saving(who, late=(), **options):
     """(what stays of every group, by passes; copies to the host, by passes; gradient)"""
-    module, lanes = Saving(who), EmulatedCopyStreams(late)
-    engine = OffloadRuntime(MODULES, lanes, **{"min_bytes": 32} | options)
+    module, copy_streams = Saving(who), EmulatedCopyStreams(late)
+    engine = OffloadRuntime(MODULES, copy_streams, **{"min_bytes": 32} | options)
     attach(engine, module)
     stays, copies = [], []
     for _ in range(3):
-        before = lanes._count
+        before = copy_streams._count
         loss, held = module(INPUT)
         copies.append(
-            lanes._count - before if not options.get("postpones") else len(lanes._postponed)
+            copy_streams._count - before
+            if not options.get("postpones")
+            else len(copy_streams._postponed)
         )
         loss.backward()
         del loss, held

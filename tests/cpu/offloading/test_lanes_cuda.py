@@ -1,5 +1,5 @@
-"""The order that lanes on CUDA ask for, read off streams and events that only note what waits for
-what."""
+"""The order that copy streams on CUDA ask for, read off streams and events that only note what
+waits for what."""
 
 import contextlib
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 
 from packgraph.graphs.copy_streams import HostMemories
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, streams_beside
-from packgraph.graphs.memory import peak as peak_memory
+from packgraph.graphs.memory import allocator as peak_memory
 from packgraph.graphs.recorder.copy_streams import plain
 
 
@@ -96,70 +96,70 @@ def numbers():
 
 
 def test_every_copy_waits_for_main_and_for_the_last_copy_of_its_host_memory(made):
-    device, lanes = made
-    host = lanes.host(1024)
+    device, copy_streams = made
+    host = copy_streams.host(1024)
     device.launch()
-    out = lanes.out([numbers(), numbers()], host)
+    out = copy_streams.out([numbers(), numbers()], host)
     assert device.seen("out", "main") == 1 and device.begun["out"] == 2
     device.launch()
-    back = lanes.back(host, [numbers(), numbers()])
+    back = copy_streams.back(host, [numbers(), numbers()])
     assert device.seen("back", "out") == 2 and device.seen("back", "main") == 2
-    lanes.give_back(host)
-    again = lanes.host(1024)
+    copy_streams.give_back(host)
+    again = copy_streams.host(1024)
     assert again is host
-    lanes.out([numbers()], again)
+    copy_streams.out([numbers()], again)
     assert device.seen("out", "back") == 2
     assert device.seen("main", "out") == device.seen("main", "back") == 0, (
         "main has waited for nothing yet"
     )
     assert len(out.held) == 2
-    lanes.wait(out)
+    copy_streams.wait(out)
     assert device.seen("main", "out") == 2 and not out.held
-    lanes.wait(back)
+    copy_streams.wait(back)
     assert device.seen("main", "back") == 2
-    lanes.join()
+    copy_streams.join()
     assert device.seen("main", "out") == device.begun["out"] == 3
 
 
 def test_a_copy_from_an_earlier_point_does_not_wait_for_what_came_after(made):
-    device, lanes = made
+    device, copy_streams = made
     device.launch()
-    since, host = lanes.point(), lanes.host(64)
+    since, host = copy_streams.point(), copy_streams.host(64)
     device.launch()
     queued = []
-    lanes.postpone(lambda: queued.append(lanes.out([numbers()], host, since)))
+    copy_streams.postpone(lambda: queued.append(copy_streams.out([numbers()], host, since)))
     assert not queued and not device.begun["out"]
-    lanes.launched()
+    copy_streams.launched()
     assert device.seen("out", "main") == 1 and len(queued) == 1
 
 
 def test_no_event_of_one_capture_is_waited_for_in_another(made):
-    device, lanes = made
-    host = lanes.host(64)
+    device, copy_streams = made
+    host = copy_streams.host(64)
 
     def next_capture():
-        lanes.next_capture()
+        copy_streams.next_capture()
         device.scope += 1
 
     next_capture()
-    out = lanes.out([numbers()], host)
-    lanes.join()
+    out = copy_streams.out([numbers()], host)
+    copy_streams.join()
     assert device.seen("main", "out") == 1
     next_capture()
-    lanes.wait(out)
-    back = lanes.back(host, [numbers()])
-    lanes.wait(back)
-    lanes.join()
+    copy_streams.wait(out)
+    back = copy_streams.back(host, [numbers()])
+    copy_streams.wait(back)
+    copy_streams.join()
     next_capture()
-    lanes.out([numbers()], host)
-    lanes.join()
+    copy_streams.out([numbers()], host)
+    copy_streams.join()
     assert not device.illegal
     host.last.scope = 1  # as if it were of another capture: the check sees what is not legal
     device.scope += 1
-    lanes.wait(lanes.back(host, [numbers()]))
-    lanes.scope, host.last.scope, host.last.done = device.scope, device.scope, False
+    copy_streams.wait(copy_streams.back(host, [numbers()]))
+    copy_streams.scope, host.last.scope, host.last.done = device.scope, device.scope, False
     device.scope += 1
-    lanes.wait(host.last)
+    copy_streams.wait(host.last)
     assert device.illegal
 
 
@@ -190,5 +190,5 @@ def test_a_look_at_memory_begins_the_peak_anew(made, monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "reset_peak_memory_stats", lambda device: bytes_of.update(peak=5)
     )
-    _, lanes = made
-    assert lanes.memory() == (5, 9) and lanes.memory() == (5, 5)
+    _, copy_streams = made
+    assert copy_streams.memory() == (5, 9) and copy_streams.memory() == (5, 5)

@@ -98,7 +98,7 @@ PASSED_BY = "ignore:offloading passes:packgraph.graphs.errors.PackgraphWarning"
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_drops_and_computes_again_is_its_own(reentrant):
     engine = same_as_kept(lambda: Net(reentrant=reentrant))
-    assert engine.trace is None and engine.lanes.memories.arenas.nbytes() == 0
+    assert engine.trace is None and engine.copy_streams.memories.arenas.nbytes() == 0
 
 
 def test_blocks_that_are_passed_by_are_told_once_each():
@@ -324,8 +324,13 @@ def test_host_memory_does_not_grow_with_every_new_size():
         module = Net()
         attach(largest, module)
         module(sample(128)).sum().backward()
-        assert engine.lanes.memories.arenas.nbytes() == largest.lanes.memories.arenas.nbytes()
-        assert len(engine.lanes.memories._buffers) == len(largest.lanes.memories._buffers)
+        assert (
+            engine.copy_streams.memories.arenas.nbytes()
+            == largest.copy_streams.memories.arenas.nbytes()
+        )
+        assert len(engine.copy_streams.memories._buffers) == len(
+            largest.copy_streams.memories._buffers
+        )
 
 
 def test_nothing_is_kept_of_passes_that_no_step_ends():
@@ -344,7 +349,7 @@ def test_nothing_is_kept_of_passes_that_no_step_ends():
         counts.append(
             (
                 len(engine._waits.all),
-                sum(len(copy.held) for copy in engine.lanes._under_way.values()),
+                sum(len(copy.held) for copy in engine.copy_streams._under_way.values()),
             )
         )
     assert counts[-1][0] == counts[2 * LOOKS][0], "clocks"

@@ -1,5 +1,5 @@
 """Any legal plan is followed, and changes no bit: random sets, reloads, copies under way and
-lanes."""
+copy streams."""
 
 from functools import cache
 

@@ -67,7 +67,9 @@ def test_what_a_rehearsal_had_on_the_host_is_free_when_its_capture_begins(monkey
     """The dry run reads it, but no graph does; kept, it would be pinned twice."""
     monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run, as_called=False: run())
     graphed, engine, arguments = warmed(config(), DENSE)
-    pinned = [weakref.ref(piece.untyped_storage()) for piece in engine.lanes.memories.arenas.pieces]
+    pinned = [
+        weakref.ref(piece.untyped_storage()) for piece in engine.copy_streams.memories.arenas.pieces
+    ]
     alive, window = [], RecorderBackend.window
     monkeypatch.setattr(
         RecorderBackend,
@@ -87,18 +89,21 @@ def test_a_capture_that_is_thrown_away_keeps_no_host_memory(monkeypatch):
     monkeypatch.setattr(
         RecorderWindow,
         "close",
-        lambda self: taken.append((self.lanes, self.lanes.memories.arenas.nbytes())) or close(self),
+        lambda self: (
+            taken.append((self.copy_streams, self.copy_streams.memories.arenas.nbytes()))
+            or close(self)
+        ),
     )
     trial_memory(graphed, [arguments], 1)
-    ((lanes, before),) = taken
-    assert before > 0 and lanes.memories.arenas.nbytes() == 0 and lanes.trial
+    ((copy_streams, before),) = taken
+    assert before > 0 and copy_streams.memories.arenas.nbytes() == 0 and copy_streams.trial
     graphed.close()
 
 
 def test_a_capture_of_a_step_gets_what_eager_work_of_all_chunks_had():
     eager = [EmulatedCopyStreams(), EmulatedCopyStreams()]
-    for lanes in eager:
-        lanes.give_back(lanes.host(64))
+    for copy_streams in eager:
+        copy_streams.give_back(copy_streams.host(64))
     model = torch.nn.Linear(4, 1)
     model(torch.ones(1, 4)).sum().backward()
 
@@ -107,10 +112,12 @@ def test_a_capture_of_a_step_gets_what_eager_work_of_all_chunks_had():
         loss.backward()
         return loss.detach()
 
-    step = GraphedStep([model], run, RecorderBackend(), torch.device("cpu"), lanes=eager)
+    step = GraphedStep([model], run, RecorderBackend(), torch.device("cpu"), copy_streams=eager)
     for _ in range(2):
         step(torch.ones(2, 4))
-    assert step.stats.captured == 1 and [lanes.memories.arenas.nbytes() for lanes in eager] == [
+    assert step.stats.captured == 1 and [
+        copy_streams.memories.arenas.nbytes() for copy_streams in eager
+    ] == [
         0,
         0,
     ]
@@ -127,17 +134,19 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
             config(), DENSE, policy=POLICIES[way], times_graphs=times_graphs, late=("out", "back")
         )
         passes, seen, trace = engine._looks, engine._times, engine.trace
-        memory = engine.lanes.memories.arenas.nbytes()
+        memory = engine.copy_streams.memories.arenas.nbytes()
         for _ in range(traces):
             trial_memory(graphed, [arguments], 1)
         assert engine._captured == [], (
             "nobody will ask for times of graphs that are gone, whose host memory they hold"
         )
         assert (
-            engine.lanes.scope == 0 and engine.lanes.timed is None and not engine.lanes._under_way
+            engine.copy_streams.scope == 0
+            and engine.copy_streams.timed is None
+            and not engine.copy_streams._under_way
         )
         assert engine._looks == passes and engine._times is seen and engine.trace == trace
-        assert engine.lanes.memories.arenas.nbytes() == (0 if traces else memory), (
+        assert engine.copy_streams.memories.arenas.nbytes() == (0 if traces else memory), (
             "it is the next capture's"
         )
         assert engine.times_graphs == times_graphs
@@ -160,7 +169,7 @@ def test_a_trace_that_has_no_room_leaves_no_copy_under_way(monkeypatch):
 
     def full(self, tensor):
         own(self, tensor)
-        under_way.append(len(self.lanes._under_way))
+        under_way.append(len(self.copy_streams._under_way))
         windows.append(self)
         if under_way[-1]:
             raise torch.OutOfMemoryError("no room")
@@ -168,7 +177,11 @@ def test_a_trace_that_has_no_room_leaves_no_copy_under_way(monkeypatch):
     monkeypatch.setattr(RecorderWindow, "own", full)
     with pytest.raises(CaptureError, match="no room"):
         trial_memory(graphed, [arguments], 1)
-    assert under_way[-1] and not windows[-1].lanes._under_way and not engine.lanes._under_way
+    assert (
+        under_way[-1]
+        and not windows[-1].copy_streams._under_way
+        and not engine.copy_streams._under_way
+    )
     monkeypatch.undo()
     fresh, _, same_arguments = warmed(config(), DENSE, late=("out", "back"))
     assert trial_memory(graphed, [arguments], 1) == trial_memory(fresh, [same_arguments], 1)

@@ -36,10 +36,10 @@ class Clock:
         monkeypatch.setattr(recorder_lanes.time, "perf_counter", lambda: self.now)
         wait = RecordedCopyStreams.wait
 
-        def slow_wait(lanes, copy):
-            if not copy.done and copy.scope == lanes.scope:
-                lanes._window.note(lambda: self.tick(WAIT), [])
-            wait(lanes, copy)
+        def slow_wait(copy_streams, copy):
+            if not copy.done and copy.scope == copy_streams.scope:
+                copy_streams._window.note(lambda: self.tick(WAIT), [])
+            wait(copy_streams, copy)
 
         monkeypatch.setattr(RecordedCopyStreams, "wait", slow_wait)
         for name in ("_commit", "_reached"):
@@ -50,10 +50,10 @@ class Clock:
 
     def working(self, call):
         def work(*given):
-            lanes = captured_copy_streams()
+            copy_streams = captured_copy_streams()
             self.tick(EAGER)
-            if isinstance(lanes, RecordedCopyStreams):
-                lanes._window.note(lambda: self.tick(REPLAYED), [])
+            if isinstance(copy_streams, RecordedCopyStreams):
+                copy_streams._window.note(lambda: self.tick(REPLAYED), [])
             call(*given)
 
         return work
@@ -83,7 +83,7 @@ def replayed(
     )
     engine = OffloadRuntime(
         modules,
-        graphed.capture_backend.lanes,
+        graphed.capture_backend.copy_streams,
         min_bytes=1,
         policy=policy,
         times_graphs=times_graphs,
@@ -93,7 +93,7 @@ def replayed(
     eager = engine.trace
     graphed.build([(batch, tokens)])
     assert engine.replayed(CopySpeed()) is None, "nothing has run"
-    with graphed.steady():
+    with graphed.frozen():
         for _ in range(2):
             forward_backward(graphed, batch, tokens)
     found = engine.replayed(CopySpeed())

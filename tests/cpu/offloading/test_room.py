@@ -16,8 +16,8 @@ from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
 from packgraph.offloading import runtime as engine
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed
-from packgraph.offloading.room import Headroom
 from packgraph.offloading.runtime import OffloadRuntime
+from packgraph.offloading.timing import Headroom
 
 
 class Told(EmulatedCopyStreams):
@@ -135,9 +135,9 @@ def test_a_forward_may_be_what_takes_most():
 
 @pytest.mark.parametrize(("policy", "looks"), [(False, engine.LOOKS), (True, engine.LOOKS + 4)])
 def test_passes_are_traced_for_good_only_where_a_plan_will_end_it(policy, looks):
-    lanes = EmulatedCopyStreams()
-    made = engine.OffloadRuntime([], lanes, policy=(lambda trace: None) if policy else None)
-    traced = [made._begin(lanes).times is not None for _ in range(engine.LOOKS + 4)]
+    copy_streams = EmulatedCopyStreams()
+    made = engine.OffloadRuntime([], copy_streams, policy=(lambda trace: None) if policy else None)
+    traced = [made._begin(copy_streams).times is not None for _ in range(engine.LOOKS + 4)]
     assert sum(traced) == looks and traced[0]
 
 
@@ -227,8 +227,8 @@ def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(
 
     def watched(self, now, place):
         release(self, now, place)
-        if self.plan is not None and now.lanes in self._under_way:
-            left.append((place, sum(not copy.done for copy in self._under_way[now.lanes])))
+        if self.plan is not None and now.copy_streams in self._under_way:
+            left.append((place, sum(not copy.done for copy in self._under_way[now.copy_streams])))
 
     monkeypatch.setattr(OffloadRuntime, "_release", watched)
     found, engine, _ = train(
@@ -246,8 +246,8 @@ def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(
     )
 
 
-def on_their_way(engine, lanes):
-    return sum(not copy.done for copy in engine._under_way.get(lanes, ()))
+def on_their_way(engine, copy_streams):
+    return sum(not copy.done for copy in engine._under_way.get(copy_streams, ()))
 
 
 def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch):
@@ -257,8 +257,8 @@ def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch)
     def launching(self, now, group, *rest):
         commit(self, now, group, *rest)
         if self.plan is not None:
-            left.append(on_their_way(self, now.lanes))
-            self.lanes.launched()
+            left.append(on_their_way(self, now.copy_streams))
+            self.copy_streams.launched()
 
     monkeypatch.setattr(OffloadRuntime, "_commit", launching)
     found, engine, _ = train(
@@ -280,7 +280,7 @@ def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_t
 
     def watched(self, now, group, *rest):
         commit(self, now, group, *rest)
-        left.append((group.order, on_their_way(self, now.lanes)))
+        left.append((group.order, on_their_way(self, now.copy_streams)))
 
     monkeypatch.setattr(OffloadRuntime, "follow", without_the_fourth)
     monkeypatch.setattr(OffloadRuntime, "_commit", watched)
@@ -297,14 +297,14 @@ def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypat
     backward."""
     begin, reached, left = OffloadRuntime._begin, OffloadRuntime._reached, []
 
-    def beginning(self, lanes):
-        found = begin(self, lanes)
-        left.append(on_their_way(self, lanes) if self.plan is not None else 0)
+    def beginning(self, copy_streams):
+        found = begin(self, copy_streams)
+        left.append(on_their_way(self, copy_streams) if self.plan is not None else 0)
         return found
 
     def reaching(self, now, group):
         reached(self, now, group)
-        left.append(on_their_way(self, now.lanes) if self.plan is not None else 0)
+        left.append(on_their_way(self, now.copy_streams) if self.plan is not None else 0)
 
     monkeypatch.setattr(OffloadRuntime, "_begin", beginning)
     monkeypatch.setattr(OffloadRuntime, "_reached", reaching)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offloadtraces import compiled_trace, decoder_trace, make_trace, small_traces, speeds
 
-from packgraph.graphs.regions import Run, cut_runs
-from packgraph.graphs.stages import Stage
+from packgraph.graphs.stages import Run, Stage, cut_runs
 from packgraph.offloading.knobs import OffloadKnobs, knob_moves, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadTrace, plan_errors
 from packgraph.offloading.rules import MODULES, why_not

@@ -165,7 +165,7 @@ def test_a_forward_without_backward_gives_its_host_memory_back_at_once(no_collec
     for _ in range(20):
         module(torch.randn(32, 32))
         engine.end_step()
-    assert len(engine.lanes.memories._buffers) == 1
+    assert len(engine.copy_streams.memories._buffers) == 1
 
 
 def test_what_came_back_for_an_output_that_nobody_used_is_freed_with_it(

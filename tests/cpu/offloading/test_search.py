@@ -19,8 +19,7 @@ from offloadtraces import (
 )
 
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
-from packgraph.offloading.search import least_peak_bytes, plan_for_bytes, plan_for_time
-from packgraph.offloading.sets import candidates
+from packgraph.offloading.search import candidates, least_peak_bytes, plan_for_bytes, plan_for_time
 from packgraph.offloading.simulate import predicted, simulate_offload, with_releases
 
 H200 = CopySpeed(50_000.0, 52_000.0, 10.0)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from offloadcheck import timeline_errors
 from offloadtraces import make_trace, small_traces, speeds
 
-from packgraph.offloading.passes import Passes
 from packgraph.offloading.plan import (
     KEPT,
     CopySpeed,
@@ -22,6 +21,7 @@ from packgraph.offloading.plan import (
 from packgraph.offloading.search import plan_for_time
 from packgraph.offloading.simulate import (
     OffloadTimeline,
+    Passes,
     PlannedCopy,
     Wait,
     predicted,

@@ -11,7 +11,7 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.offloading.attach import attach
 from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
-from packgraph.offloading.speed import copy_speed
+from packgraph.offloading.timing import copy_speed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
@@ -40,21 +40,23 @@ class CountedLanes(EmulatedCopyStreams):
 
 def traced(measures, modules=DENSE, in_flight=1):
     """The trace of an eager pass, and how often main waited. measures: nothing moves."""
-    model, lanes = DecoderModel(config(layers=3), seed=1), CountedLanes()
+    model, copy_streams = DecoderModel(config(layers=3), seed=1), CountedLanes()
 
     def work(*_):
-        lanes.now += COMPUTE
+        copy_streams.now += COMPUTE
 
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(work)
             module.register_full_backward_pre_hook(work)
-    engine = OffloadRuntime(modules, lanes, min_bytes=1, in_flight=in_flight, measures=measures)
+    engine = OffloadRuntime(
+        modules, copy_streams, min_bytes=1, in_flight=in_flight, measures=measures
+    )
     attach(engine, model)
     for _ in range(2):
         model(PackedBatch.build([[1, 2, 3], [4, 5]], Capacity(24, 4))).backward()
     engine.end_step()
-    return engine.trace, lanes.waits
+    return engine.trace, copy_streams.waits
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 3])

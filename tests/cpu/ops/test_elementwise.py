@@ -5,14 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packgraph.ops.norm import naive_rms_norm, rms_norm
-from packgraph.ops.rotary import (
+from packgraph.ops.elementwise import (
     apply_rotary,
     inverse_frequencies,
     naive_apply_rotary,
+    naive_rms_norm,
+    naive_swiglu,
+    rms_norm,
     rotary_tables,
+    swiglu,
 )
-from packgraph.ops.swiglu import naive_swiglu, swiglu
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from packgraph.packing.batch import PackedBatch
+from packgraph.packing.batch import PackedBatch, layout_of
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.layout import layout_of
 
 CAPACITY = Capacity(12, 4)
 FIELDS = (

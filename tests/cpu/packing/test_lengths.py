@@ -2,9 +2,9 @@
 
 import pytest
 
+from packgraph.packing.bins import WaitingLengths, pack_lengths
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.pack import pack
-from packgraph.packing.waiting import WaitingLengths, pack_lengths
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, strategies

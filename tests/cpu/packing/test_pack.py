@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from packgraph.packing.bins import best_fit_decreasing
 from packgraph.packing.capacity import Capacity, CapacitySet, read_capacities
-from packgraph.packing.fit import best_fit_decreasing
-from packgraph.packing.pack import pack, pack_stream
-from packgraph.packing.report import PackReport
+from packgraph.packing.pack import PackReport, pack, pack_stream
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings, strategies

@@ -3,11 +3,9 @@ padding gone."""
 
 import pytest
 
+from packgraph.packing.bins import best_fit, best_fit_decreasing, tightened
 from packgraph.packing.capacity import Capacity, CapacitySet
-from packgraph.packing.fit import best_fit_decreasing
-from packgraph.packing.pack import pack
-from packgraph.packing.report import PackReport
-from packgraph.packing.tighten import best_fit, tightened
+from packgraph.packing.pack import PackReport, pack
 
 pytest.importorskip("hypothesis")
 from hypothesis import example, given, strategies

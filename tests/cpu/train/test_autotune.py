@@ -23,9 +23,10 @@ from packgraph.train.autotune import ATTEMPTS, FASTER, TIMED, Autotune, Clock
 from packgraph.train.build import build_model
 from packgraph.train.choice import EAGER, REPLAY, SAMPLES, Choice, Timing
 from packgraph.train.config_values import render
-from packgraph.train.executor import Executor, sample_batch
+from packgraph.train.executor import Executor
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.options import GraphConfig
+from packgraph.train.runner import MicrobatchRunner, sample_batch
 from packgraph.train.signals import StopRequest
 from packgraph.verification.verify import verify
 
@@ -82,10 +83,10 @@ class Hands:
 
     def __init__(self, monkeypatch, eager, replay) -> None:
         self.seconds = 0.0
-        claim, step = Control.claim, GraphedStep.__call__
+        acquire, step = Control.acquire, GraphedStep.__call__
 
-        def claiming(module, args, kwargs):
-            result = claim(module, args, kwargs)
+        def acquiring(module, args, kwargs):
+            result = acquire(module, args, kwargs)
             took = replay if isinstance(result, ReplayHandle) else eager
             self.seconds += took(args[0].capacity) / 1000
             return result
@@ -94,7 +95,7 @@ class Hands:
             self.seconds += sum(replay(batch.capacity) for batch in batches) / 1000
             return step(whole, tokens_in_step, *batches)
 
-        monkeypatch.setattr(Control, "claim", claiming)
+        monkeypatch.setattr(Control, "acquire", acquiring)
         monkeypatch.setattr(GraphedStep, "__call__", stepping)
 
     def read(self) -> float:
@@ -125,7 +126,7 @@ def train(folder, settings, hands=None):
     summary = run.run(StopRequest())
     state = state_of(run)
     log = (folder.parent / "log").read_text()
-    stats = run.executor._graphed[0].stats if settings.graph.enabled else None
+    stats = run.executor.runner.graphed[0].stats if settings.graph.enabled else None
     run.close()
     return (
         state,
@@ -257,7 +258,7 @@ def test_whole_steps_are_given_up_as_one(ways, untimed, tmp_path, monkeypatch):
 def test_the_device_is_waited_for_between_steps_only(tmp_path, monkeypatch):
     """R13, and the negative control: the waits are there."""
     inside, waits = [], []
-    run_step, wait = Executor.run_step, Clock.wait
+    run_step, wait = MicrobatchRunner.run_step, Clock.wait
 
     def stepping(self, *args):
         inside.append(True)
@@ -265,7 +266,7 @@ def test_the_device_is_waited_for_between_steps_only(tmp_path, monkeypatch):
         inside.pop()
         return result
 
-    monkeypatch.setattr(Executor, "run_step", stepping)
+    monkeypatch.setattr(MicrobatchRunner, "run_step", stepping)
     monkeypatch.setattr(Clock, "wait", lambda self: waits.append(bool(inside)) or wait(self))
     train(tmp_path / "tuned", config())
     assert waits and not any(waits)
@@ -366,7 +367,7 @@ def test_after_a_rebuild_there_are_no_graphs_of_what_runs_eagerly(tmp_path):
     run.run(StopRequest())
     run.executor.autotune.choices[CAPACITIES[1]] = Choice(EAGER, Timing(), Timing())
     run.executor.rebuild()
-    (slot,) = run.executor._graphed[0]._slots.all
+    (slot,) = run.executor.runner.graphed[0]._slots.all
     assert len(slot.variants) == len(CAPACITIES) - 1
     run.close()
 

@@ -18,10 +18,10 @@ from packgraph.train.choice import (
     WAYS,
     Choice,
     Timing,
+    Turns,
     Vote,
     choose,
 )
-from packgraph.train.timing_turns import Turns
 
 MILLISECONDS = st.floats(0.01, 1000.0)
 SOME = st.lists(MILLISECONDS, min_size=FEWEST_SAMPLES, max_size=12)

@@ -39,7 +39,7 @@ def train(folder, **options):
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "packgraph.train.executor.graph",
+            "packgraph.train.runner.graph",
             lambda *args, compile, **options: graph(
                 *args, compile="aot_eager" if compile else False, **options
             ),

@@ -5,7 +5,7 @@ import json
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity
-from packgraph.train.command_line import all_options, options_help, split_overrides
+from packgraph.train.command_line import all_options, options_help, parse_arguments
 from packgraph.train.config import (
     ConfigError,
     ConfigLayer,
@@ -22,7 +22,15 @@ from packgraph.train.config import (
     read_config,
     to_dict,
 )
-from packgraph.train.config_values import ValueProblem, convert, plain, render
+from packgraph.train.config_values import (
+    CommandArguments,
+    Count,
+    ValueProblem,
+    convert,
+    option,
+    plain,
+    render,
+)
 from packgraph.train.presets import preset
 
 
@@ -56,10 +64,25 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Command(CommandArguments):
+    """Options of a command with arguments by place."""
+
+    preset: str | None = option(None, "the run", positional=True)
+    file: Path | None = option(None, "values", metavar="FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(CommandArguments):
+    """Options of a command without arguments by place."""
+
+    tokens: tuple[Count, ...] = option((), "of a microbatch", metavar="T ...")
+    ways: tuple[Annotated[str, ("layer", "chunk")], ...] = option(("layer",), "what is timed")
+    seconds: float = option(1.0, "of {own.ways}", required=True)
+
+
 def from_words(*words: str) -> Outer:
-    layer, rest = split_overrides(words, Outer(), ("--config",))
-    assert rest == []
-    return read_config(Outer(), [layer])
+    return read_config(Outer(), [parse_arguments(words, CommandArguments(), Outer()).overrides])
 
 
 def problems_of(*layers: ConfigLayer) -> tuple[str, ...]:
@@ -106,10 +129,11 @@ def test_options_of_every_type() -> None:
 
 
 def test_flags_take_a_value_only_when_it_fits() -> None:
-    words = ["--on", "preset", "--inner.cap", "word", "--config", "f.toml"]
-    layer, rest = split_overrides(words, Outer(), ("--config",))
-    assert rest == ["preset", "word", "--config", "f.toml"]
-    assert read_config(Outer(), [layer]) == Outer(on=True, inner=Inner(cap=50))
+    words = ["--on", "preset", "--inner.cap", "--file", "f.toml"]
+    asked = parse_arguments(words, Command(), Outer())
+    assert asked.own == Command(preset="preset", file=Path("f.toml"))
+    assert asked.given == {"preset", "file"}
+    assert read_config(Outer(), [asked.overrides]) == Outer(on=True, inner=Inner(cap=50))
     assert from_words("--inner.cap", "7").inner.cap == 7
     assert from_words("--inner.cap", "off").inner.cap is None
     assert from_words("--on", "--no-on").on is False
@@ -168,7 +192,7 @@ def test_a_section_that_refuses_its_values_is_a_problem_among_others() -> None:
 def test_an_unknown_option_names_the_nearest(words: list[str], near: str) -> None:
     base = preset("qwen3-tiny")
     with pytest.raises(ConfigError) as caught:
-        read_config(base, [split_overrides(words, base, ())[0]])
+        read_config(base, [parse_arguments(words, CommandArguments(), base).overrides])
     assert near in caught.value.problems[0] and len(caught.value.problems) == 1
 
 
@@ -186,8 +210,39 @@ def test_a_section_set_as_a_value_and_a_missing_value() -> None:
         "this is a section; set one of its keys, such as f.json: inner.rate"
         in problems_of(ConfigLayer("f.json", {"inner": 3}))[0]
     )
-    with pytest.raises(ConfigError, match=r"--inner\.rate: expected a number, got ''"):
+    with pytest.raises(ConfigError, match=r"--inner\.rate: expected a number, got no value"):
         from_words("--inner.rate", "--on")
+    with pytest.raises(ConfigError, match=r"--title: expected text, got no value"):
+        from_words("--title")
+    assert from_words("--title=").title == ""
+
+
+def test_mistakes_in_options_of_the_command_and_of_the_run_come_at_once() -> None:
+    words = ["a", "b", "--file", "--count", "x", "--fille", "f", "--on", "no"]
+    with pytest.raises(ConfigError) as caught:
+        read_config(Outer(), [parse_arguments(words, Command(), Outer()).overrides])
+    assert caught.value.problems == (
+        "'b': not expected here; see --help",
+        "--file: expected a path or none, got no value",
+        "--count: expected a whole number, got 'x'",
+        "--fille: unknown key, did you mean --file?",
+    )
+
+
+def test_a_command_of_options_alone_takes_several_words() -> None:
+    asked = parse_arguments(["--tokens", "8", "16", "--ways", "chunk", "--seconds", "2"], Bench())
+    assert asked.own == Bench(tokens=(8, 16), ways=("chunk",), seconds=2.0)
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(["--tokens", "0", "--ways", "all", "--token", "1"], Bench())
+    assert caught.value.problems == (
+        "--seconds: required",
+        "--tokens: expected a whole number of at least 1, got '0'",
+        "--ways: expected layer | chunk, got 'all'",
+        "--token: unknown key, did you mean --tokens?",
+    )
+    text = options_help(Bench())
+    assert "  --ways layer | chunk, ...\n      what is timed (default: layer)" in text
+    assert "of ('layer',) (required)" in text and text.endswith("explain this command")
 
 
 @pytest.mark.parametrize("value", [True, "3", 3.0, None, float("nan")])

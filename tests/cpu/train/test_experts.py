@@ -9,17 +9,15 @@ import torch
 from trainkit import CPU, tiny, trainer
 
 from packgraph.graphs.graphed import graph
-from packgraph.models.expert_config import ExpertConfig
-from packgraph.models.latent_config import LatentConfig
+from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.layers.moe import moe_blocks
-from packgraph.moe.dispatch.padded import PaddedDispatcher
+from packgraph.moe.dispatch.all_to_all import PaddedDispatcher
 from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.train.build import build_chunks
-from packgraph.train.expert_room import restore_room, room_of_experts
-from packgraph.train.expert_stash import make_stash, planned_pages, share
+from packgraph.train.experts import make_stash, planned_pages, restore_room, room_of_experts, share
 from packgraph.train.offload_options import OffloadConfig
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
@@ -100,7 +98,7 @@ def traced(monkeypatch):
     """torch's tracing compiler instead of the one that generates code."""
     torch._dynamo.reset()
     monkeypatch.setattr(
-        "packgraph.train.executor.graph",
+        "packgraph.train.runner.graph",
         lambda *args, compile, **options: graph(
             *args, compile="aot_eager" if compile else False, **options
         ),

@@ -230,9 +230,9 @@ def words(name: str, *given: str, says: str) -> Case:
 
 @cases(
     words("no such command", "tarin", says="did you mean train"),
-    words("command with NUL", "tr\0ain", says="did you mean|invalid choice"),
-    words("command that steers a terminal", "\x1b[2Jtrain", says="did you mean|invalid choice"),
-    words("long command", "x" * 10_000, says="invalid choice"),
+    words("command with NUL", "tr\0ain", says="no command"),
+    words("command that steers a terminal", "\x1b[2Jtrain", says="no command"),
+    words("long command", "x" * 10_000, says="no command .*10,002"),
     words("preset with NUL", "train", "qwen\0", says="argument 1, .*control"),
     words("preset that steers", "train", "\x1b[31mqwen3-tiny", says="argument 1, .*control"),
     words("preset of surrogates", "train", "\udcff\udcfe", says="argument 1, .*Unicode"),
@@ -254,7 +254,7 @@ def words(name: str, *given: str, says: str) -> Case:
     words("apart", *TRAIN, "--apart", says="packgraph verify"),
     words("resume of nothing", *TRAIN, "--resume", says="there is no run"),
     words("resume of a name", *TRAIN, "--resume", "--run.name", "absent", says="there is no run"),
-    words("resume of a word", *TRAIN, "--resume=perhaps", says="invalid choice"),
+    words("resume of a word", *TRAIN, "--resume=perhaps", says="--resume: expected true"),
     words("no preset", "train", says="which preset"),
     words(
         "verify steps word",
@@ -262,7 +262,7 @@ def words(name: str, *given: str, says: str) -> Case:
         "qwen3-tiny",
         "--steps",
         "many",
-        says="invalid int value|--steps",
+        says="--steps: expected a whole number",
     ),
     words("verify steps 0", "verify", "qwen3-tiny", *SMALL, "--steps", "0", says="steps"),
     words("verify steps many", "verify", "qwen3-tiny", "--steps", DIGITS, says="longer than 4,000"),
@@ -332,7 +332,7 @@ def words(name: str, *given: str, says: str) -> Case:
         "2",
         "--capacities",
         "a,b",
-        says="whole numbers",
+        says="--capacities: expected a whole number",
     ),
     words(
         "plan buckets",
@@ -411,7 +411,7 @@ def words(name: str, *given: str, says: str) -> Case:
         "2",
         "--svg",
         LONG,
-        says="File name too long",
+        says="300 bytes",
     ),
     words(
         "plan csv NUL",
@@ -434,7 +434,7 @@ def words(name: str, *given: str, says: str) -> Case:
     words("plan world 0", "plan", "stdlib", "--world", "0", says="world"),
     words("plan world word", "plan", "stdlib", "--world", "many", says="world"),
     words("plan resume", "plan", "stdlib", "--resume", says="no option of"),
-    words("bench nothing", "bench", "nope", says="invalid choice"),
+    words("bench nothing", "bench", "nope", says="no benchmark .nope"),
     words("bench tokens", "bench", "step", "--tokens", "-1", says="tokens"),
     words("bench seed", "bench", "step", "--seed", "x", says="seed"),
     words("bench seed digits", "bench", "step", "--seed", DIGITS, says="argument 3, .*longer"),
@@ -468,7 +468,7 @@ def words(name: str, *given: str, says: str) -> Case:
     words("export NUL", "export", "a\0b", "{dir}/new", says="argument 1, .*control character"),
     words("export long", "export", LONG, "{dir}/new", says="300 bytes"),
     words("export to NUL", "export", "{dir}", "a\0b", says="argument [0-9], .*control character"),
-    words("export three", "export", "a", "b", "c", says="unrecognized"),
+    words("export three", "export", "a", "b", "c", says="not expected here"),
     words("presets with words", "presets", "x\x1b[31m", says="argument 1, .*control"),
     words("config absent", "train", "--config", "{dir}/absent.toml", says="cannot be read"),
     words("config NUL", "train", "--config", "a\0.toml", says="argument 2, .*control character"),
@@ -477,7 +477,12 @@ def words(name: str, *given: str, says: str) -> Case:
         "config of another kind", "train", "--config", "{dir}/a.yaml", says="ends in .toml or .json"
     ),
     words("config folder", "train", "--config", "{dir}", says="ends in .toml or .json"),
-    words("config without a value", "train", "--config", says="expected one argument"),
+    words(
+        "config without a value",
+        "train",
+        "--config",
+        says="--config: expected a path or none, got no value",
+    ),
 )
 def test_words_that_make_no_sense_are_refused(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -12,19 +12,19 @@ import torch
 from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
 
 from packgraph.graphs.capture import explained
-from packgraph.graphs.captured_capacities import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.memory import trial as memory_trial
 from packgraph.graphs.memory.budget import budget_bytes, shown
+from packgraph.graphs.signature import OVER_BUDGET, CapturedCapacities
 from packgraph.packing.capacity import Capacity
 from packgraph.train import memory_budget
 from packgraph.train.auto_capacities import bucket_request
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.build import build_model
-from packgraph.train.executor import sample_batch
 from packgraph.train.memory_budget import plan_memory
 from packgraph.train.options import TrainConfig
+from packgraph.train.runner import sample_batch
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
@@ -161,7 +161,7 @@ def test_another_rank_without_room_decides_for_all():
     plan = plan_memory([graphed], arguments, [1], CAPACITIES, budget=2**40, agree=agree)
     assert plan.dropped == CAPACITIES[2:] and plan.kept == CAPACITIES[:2] and asked == [True, True]
     assert any("another rank" in note for note in plan.notes)
-    assert graphed.claim(arguments(0, CAPACITIES[2]), {}) == OVER_BUDGET
+    assert graphed.acquire(arguments(0, CAPACITIES[2]), {}) == OVER_BUDGET
 
 
 def test_graphs_without_room_are_over_any_budget(monkeypatch):
@@ -226,7 +226,7 @@ def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
     failed."""
     chunks, traced, asked = [graphed_model() for _ in range(3)], [], []
     for chunk in chunks:
-        chunk._coded.add("a key that all ranks have compiled")
+        chunk._capturer._compiled.add("a key that all ranks have compiled")
     trial = memory_trial.trial_memory
 
     def noted(graphed: Any, samples: list[Any], slots: int) -> Any:
@@ -242,7 +242,7 @@ def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
     assert (
         traced == [0, 1] and asked == [None, None] and not plan.banks and "no room" in plan.notes[0]
     )
-    assert not any(chunk._coded or chunk._rehearsed for chunk in chunks), (
+    assert not any(chunk._capturer._compiled or chunk._capturer._dry_runs for chunk in chunks), (
         "all ranks begin at the same point again"
     )
 
@@ -253,9 +253,9 @@ def test_dropped_capacities_are_no_undeclared_ones():
     assert list(CapturedCapacities(CAPACITIES[::-1], {})) == list(CAPACITIES)
     graphed = graphed_model()
     control(graphed).capacities = kept
-    assert graphed.claim(arguments(0, CAPACITIES[0]), {}) == OVER_BUDGET
-    assert graphed.claim(arguments(0, Capacity(16, 1)), {}) == "capacity not declared"
-    assert graphed.claim(arguments(0, Capacity(16, 3)), {}) == "more documents than any capacity"
+    assert graphed.acquire(arguments(0, CAPACITIES[0]), {}) == OVER_BUDGET
+    assert graphed.acquire(arguments(0, Capacity(16, 1)), {}) == "capacity not declared"
+    assert graphed.acquire(arguments(0, Capacity(16, 3)), {}) == "more documents than any capacity"
 
 
 def test_the_budget_of_graphs_limits_what_is_chosen():

@@ -10,10 +10,9 @@ import torch
 
 from packgraph.cli import main
 from packgraph.models.decoder import DecoderModel
-from packgraph.train import launch, machine_memory
+from packgraph.train import launch, memory_need
 from packgraph.train.config import ConfigError, ConfigLayer, read_config
-from packgraph.train.machine_memory import available_memory
-from packgraph.train.memory_need import check_memory, need_of
+from packgraph.train.memory_need import available_memory, check_memory, need_of
 from packgraph.train.presets import PRESETS, preset
 
 CPU = torch.device("cpu")
@@ -203,7 +202,7 @@ def test_a_system_that_does_not_say_refuses_nothing(tmp_path):
 
 def test_the_memory_of_this_machine_is_read():
     found = available_memory(CPU)
-    assert found is None or 2**26 < found < machine_memory.UNLIMITED
+    assert found is None or 2**26 < found < memory_need.UNLIMITED
 
 
 PEAK = """

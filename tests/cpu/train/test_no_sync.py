@@ -5,8 +5,8 @@ import pytest
 import torch
 from trainkit import tiny, trainer
 
+from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck, Journal
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.host_sync import CaptureChecker, HostSyncCheck, Journal
 from packgraph.train.signals import StopRequest
 
 
@@ -26,7 +26,7 @@ def watch_steps(run, monkeypatch, spoil=None):
         monkeypatch.setattr(owner, name, watched)
 
     for owner, name in (
-        (run.executor, "run_step"),
+        (run.executor.runner, "run_step"),
         (run.optimizer, "zero_grad"),
         (run.optimizer, "step"),
         (run, "_numbers"),

@@ -9,11 +9,11 @@ import torch
 from trainkit import CPU, RandomPacks, state_of, tiny, trainer
 
 from packgraph.offloading.plan import KEPT
-from packgraph.offloading.room import Headroom
+from packgraph.offloading.timing import Headroom
 from packgraph.parallel.mesh import single_process
 from packgraph.train.config import ConfigError
 from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.offload_report import report_offloading
+from packgraph.train.offloading import report_offloading
 from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate

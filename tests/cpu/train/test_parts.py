@@ -17,9 +17,8 @@ from torch import nn
 from packgraph.packing.capacity import Capacity
 from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.config import ConfigError, to_dict
-from packgraph.train.learning_rate import learning_rate_at
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
-from packgraph.train.optimizer import Optimizer
+from packgraph.train.optimizer import Optimizer, learning_rate_at
 from packgraph.train.options import (
     GraphConfig,
     OptimizerConfig,

@@ -12,14 +12,14 @@ from trainkit import tiny
 from packgraph import cli
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.context.cost import COEFFICIENTS, ContextCost
 from packgraph.parallel.context.plan import plan_context
-from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.context.request import COEFFICIENTS, ContextCost, ContextRequest
 from packgraph.train.data import DataConfig, PlannedSteps
 from packgraph.train.executor import Executor
 from packgraph.train.options import GraphConfig
 from packgraph.train.random_state import random_states
 from packgraph.train.row_timing import is_wanted, measured_cost, put_back, sample_rows, time_row
+from packgraph.train.runner import MicrobatchRunner
 
 CPU = torch.device("cpu")
 PRIOR = ContextCost(
@@ -111,9 +111,8 @@ def test_timing_leaves_nothing_behind_but_gradients(enabled):
     if not enabled:  # graphs refuse hooks
         model.register_forward_pre_hook(lambda module, _: [module.seen.add_(1)][1:] or None)
     capacity = Capacity(32, 4)
-    executor = Executor(
-        model, GraphConfig(enabled=enabled, capacities=(capacity,), warmup=1, autotune=False), CPU
-    )
+    options = GraphConfig(enabled=enabled, capacities=(capacity,), warmup=1, autotune=False)
+    executor = Executor(MicrobatchRunner(model, options, CPU), options, CPU)
     request = ContextRequest(world=1, tokens=32, places=(4,), cost=PRIOR)
     (_, row), *_ = sample_rows(request, shape.vocab_size)
     executor.run_step([row], 1)

@@ -22,7 +22,7 @@ from packgraph.train.data import (
     open_documents,
     open_microbatches,
 )
-from packgraph.train.data.errors import DataChangedError
+from packgraph.train.data.source import DataChangedError
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 from packgraph.train.signals import StopRequest

@@ -31,17 +31,18 @@ def config(policy: str, graph: bool = False, **run: object) -> TrainConfig:
 
 def poisoned(run: Trainer, factor: float, bad: range = range(BAD, BAD + 1)) -> Trainer:
     """Let the steps that hold these packs have `factor` times their loss and gradients."""
-    original, packs = run.executor.run_step, run.microbatches
+    runner, packs = run.executor.runner, run.microbatches
+    original = runner.run_step
 
-    def run_step(batches, loss_tokens, before_last=None):
-        loss = original(batches, loss_tokens, before_last)
+    def run_step(batches, *others):
+        loss = original(batches, *others)
         if any(packs.position - len(batches) <= number < packs.position for number in bad):
             for gradient in run.optimizer.gradients().values():
                 gradient.mul_(factor)
             loss = loss * abs(factor)
         return loss
 
-    run.executor.run_step = run_step
+    runner.run_step = run_step
     return run
 
 

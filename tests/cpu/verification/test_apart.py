@@ -15,16 +15,14 @@ from verifykit import BROKEN, break_gradient, break_random_state
 
 from packgraph import cli
 from packgraph.train.executor import Executor
-from packgraph.train.expert_balance import ExpertBalance
+from packgraph.train.experts import ExpertBalance, Overflow
 from packgraph.train.options import ParallelConfig, TrainConfig
-from packgraph.train.overflow import Overflow
 from packgraph.train.presets import preset
 from packgraph.verification import compared_run as side
 from packgraph.verification import sequential as apart
 from packgraph.verification.command import verify_problems
-from packgraph.verification.digest import DIFFERS
 from packgraph.verification.matrix import budget_of, random_packs, tiny_config, tiny_experts_config
-from packgraph.verification.sequential import SequentialRuns, verify_sequential
+from packgraph.verification.sequential import DIFFERS, SequentialRuns, verify_sequential
 from packgraph.verification.verify import VerifyReport, verify
 
 CPU = torch.device("cpu")

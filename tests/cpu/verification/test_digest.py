@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from packgraph.verification.digest import DIFFERS, Digest, Digester, first_digest_difference
+from packgraph.verification.sequential import DIFFERS, Digest, Digester, first_digest_difference
 
 CPU = torch.device("cpu")
 DTYPES = (

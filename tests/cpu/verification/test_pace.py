@@ -11,9 +11,8 @@ import torch
 from packgraph import cli
 from packgraph.verification import command
 from packgraph.verification.matrix import random_packs, tiny_config
-from packgraph.verification.progress import SILENT, VerificationProgress
 from packgraph.verification.sequential import verify_sequential
-from packgraph.verification.verify import verify
+from packgraph.verification.verify import SILENT, VerificationProgress, verify
 
 CPU = torch.device("cpu")
 

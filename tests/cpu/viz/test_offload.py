@@ -15,17 +15,17 @@ from offloadtraces import decoder_trace, make_trace, small_traces, speeds
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
-from packgraph.viz.offload_chrome import chrome_trace
-from packgraph.viz.offload_picture import (
+from packgraph.viz.offload import (
     COMPUTE,
     COPY,
     LANES,
     WAIT,
+    chrome_trace,
+    draw_offload_svg,
     offload_blocks,
     offload_figures,
+    offload_table,
 )
-from packgraph.viz.offload_svg import draw_offload_svg
-from packgraph.viz.offload_text import offload_table
 
 SVG = "{http://www.w3.org/2000/svg}"
 EMPTY = OffloadTrace((), 0.0, 0.0)

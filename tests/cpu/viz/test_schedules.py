@@ -10,13 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packgraph import cli
-from packgraph.parallel.pipeline.csv import from_csv
-from packgraph.parallel.pipeline.schedule import make_schedule
-from packgraph.parallel.pipeline.slots import slot_counts
-from packgraph.viz.picture import chunk_name, make_picture
-from packgraph.viz.summary import summarize, title
-from packgraph.viz.svg import draw_svg
-from packgraph.viz.text import draw_text
+from packgraph.parallel.pipeline.schedule import from_csv, make_schedule, slot_counts
+from packgraph.viz.schedule import chunk_name, draw_svg, draw_text, make_picture, summarize, title
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -146,7 +141,7 @@ def test_the_command_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "4"], "required: --microbatches"),
+        (["--ranks", "4"], "--microbatches: required"),
         (
             ["--ranks", "0", "--microbatches", "2", "--buckets", "1"],
             "ranks must be .*\n  buckets are indices of capac",
@@ -157,7 +152,7 @@ def test_the_command_draws_and_writes(capsys: pytest.CaptureFixture[str], tmp_pa
         ),
         (
             ["--ranks", "2", "--microbatches", "2", "--capacities", "8,x"],
-            "expected whole numbers such as 1,2,3, got '8,x'",
+            "--capacities: expected a whole number, got 'x'",
         ),
         (
             ["--ranks", "2", "--microbatches", "2", "--svg", "/nowhere/x.svg"],

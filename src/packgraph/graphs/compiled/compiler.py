@@ -30,17 +30,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._pytree import tree_flatten
 
-from packgraph.graphs.compile_units import CompileUnit, saving
+from packgraph.graphs.checks.host_sync import all_is_compiled
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.host_sync import all_is_compiled
 from packgraph.graphs.signature import CONSTANTS
-from packgraph.graphs.stages import State
-from packgraph.packing.batch import PackedBatch
-from packgraph.packing.layout import Field, layout_of
+from packgraph.graphs.stages import CompileUnit, State, saving
+from packgraph.packing.batch import Field, PackedBatch, layout_of
 
 BACKENDS = ("inductor", "aot_eager")
 NEVER_CUDAGRAPHS = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}

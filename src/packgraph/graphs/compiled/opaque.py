@@ -1,7 +1,7 @@
 """Compiled code as everybody else sees it: one operation without an inside.
 
 A compiler turns the operations of some stages into two functions, a forward and a backward, that
-launch kernels of their own. Whoever watches operations (the recorder, the watch of a rehearsal)
+launch kernels of their own. Whoever watches operations (the recorder, the watch of a dry run)
 cannot look into them. So compiled code presents itself to the watching dispatch mode as one
 operation of torch would: by a schema that says what it changes in place, and a call on tensors.
 Without a watcher nothing stands between autograd and the code: a CUDA capture, a replay and an
@@ -20,7 +20,7 @@ import torch
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _python_dispatch
 
-from packgraph.graphs.host_sync import CodeWatcher, FunctionWatcher
+from packgraph.graphs.checks.host_sync import CodeWatcher, FunctionWatcher
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, way_out
+from packgraph.graphs.checks.operations import DATA_DEPENDENT
 from packgraph.graphs.errors import CaptureError, traced_line
-from packgraph.graphs.host_sync import LEAVE_OUT, way_out
-from packgraph.graphs.operations import DATA_DEPENDENT
 
 
 def written_inputs(graph: torch.fx.GraphModule) -> frozenset[int]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from packgraph.graphs.backend import Result
+from packgraph.graphs.checks.host_calls import unwatched_calls
+from packgraph.graphs.checks.host_sync import Journal
 from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, pinned, streams_beside
 from packgraph.graphs.cuda.status import told_as_in_eager_calls
 from packgraph.graphs.cuda.workspaces import CublasWorkspaces
-from packgraph.graphs.host_calls import unwatched_calls
-from packgraph.graphs.host_sync import Journal
 from packgraph.graphs.strides import with_bits
 
 
@@ -90,15 +90,15 @@ class CudaGraph:
             pool,
             window.pool.host,
         )  # host memory that the graph knows by its address only
-        self.lanes, self.scope = window.lanes, window.lanes.scope  # and clocks
-        self.launched = window.backend.lanes.launched
+        self.copy_streams, self.scope = window.copy_streams, window.copy_streams.scope  # and clocks
+        self.launched = window.backend.copy_streams.launched
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
         if self.graph is None:
             raise RuntimeError("this graph was reset")
         self.graph.replay()
-        self.lanes.replayed.add(self.scope)
+        self.copy_streams.replayed.add(self.scope)
         self.launched()
 
     def reset(self) -> None:
@@ -116,22 +116,22 @@ class CudaGraph:
 class CudaWindow:
     """The capture of one variant."""
 
-    def __init__(self, backend: "CudaBackend", pool: CudaPool, brief: CudaPool) -> None:
-        self.backend, self.pool, self.brief = backend, pool, brief
-        self.lanes = CudaCopyStreams(
+    def __init__(self, backend: "CudaBackend", pool: CudaPool, scratch: CudaPool) -> None:
+        self.backend, self.pool, self.scratch = backend, pool, scratch
+        self.copy_streams = CudaCopyStreams(
             backend.device, backend.out_stream, backend.back_stream, pool.host
         )
         self.graphs: list[CudaGraph] = []
         self._waiting: list[CudaGraph] = []
 
-    def capture(self, run: Callable[[], Result], brief: bool = False) -> tuple[CudaGraph, Result]:
+    def capture(self, run: Callable[[], Result], scratch: bool = False) -> tuple[CudaGraph, Result]:
         """Capture the work that `run` launches; nothing executes."""
-        graph, pool = self._new_graph(), self.brief if brief else self.pool
-        self.lanes.next_capture()
+        graph, pool = self._new_graph(), self.scratch if scratch else self.pool
+        self.copy_streams.next_capture()
         # What the code calls was seen in the dry run.
         with (
             torch.cuda.stream(self.backend.stream),
-            capturing_copy_streams(self.lanes),
+            capturing_copy_streams(self.copy_streams),
             unwatched_calls(),
             told_as_in_eager_calls(),
         ):
@@ -139,7 +139,7 @@ class CudaWindow:
             ended = False
             try:
                 result = run()
-                self.lanes.join()
+                self.copy_streams.join()
                 graph.capture_end()
                 ended = True
             finally:
@@ -159,7 +159,7 @@ class CudaWindow:
         first is said here; the second a small capture that succeeds does on the way.
         """
         with contextlib.suppress(RuntimeError):  # of a capture that the driver has voided already
-            self.lanes.join()
+            self.copy_streams.join()
         try:
             graph.capture_end()
         except RuntimeError:
@@ -220,7 +220,7 @@ class CudaBackend:
         self.stream = self.workspaces.stream
         # Copies beside the captured work, and beside eager work.
         self.out_stream, self.back_stream, eager_out, eager_back = streams_beside(self.stream, 4)
-        self.lanes = CudaCopyStreams(self.device, eager_out, eager_back)
+        self.copy_streams = CudaCopyStreams(self.device, eager_out, eager_back)
         self.spare = torch.zeros(1, device=self.device)
         self.extra_generators = list(extra_generators)
 
@@ -230,12 +230,12 @@ class CudaBackend:
 
     @contextlib.contextmanager
     def window(
-        self, pool: CudaPool, brief: CudaPool, journal: Journal, trial: bool = False
+        self, pool: CudaPool, scratch: CudaPool, journal: Journal, trial: bool = False
     ) -> Iterator[CudaWindow]:
         """See Backend; on an error the window's graphs are freed."""
         self.workspaces.ensure()
-        window = CudaWindow(self, pool, brief)
-        window.lanes.trial = trial
+        window = CudaWindow(self, pool, scratch)
+        window.copy_streams.trial = trial
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         done = False
         try:

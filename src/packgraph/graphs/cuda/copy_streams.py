@@ -1,9 +1,9 @@
-"""The lanes on CUDA: one stream for each direction, events between them, pinned host memory.
+"""The copy streams on CUDA: one stream for each direction, events between them, pinned host memory.
 
-Inside a capture the same calls become nodes of the graph: the lanes fork from the capture stream at
-their first copy and are joined before the capture ends. Waiting for an event of another capture
-would be illegal, and is not needed: the graph that recorded it has ended before this one begins, on
-the same stream.
+Inside a capture the same calls become nodes of the graph: the copy streams fork from the capture
+stream at their first copy and are joined before the capture ends. Waiting for an event of another
+capture would be illegal, and is not needed: the graph that recorded it has ended before this one
+begins, on the same stream.
 
 Sources are kept by reference until main has waited, not by `record_stream`: that has no effect on
 private pools, and elsewhere it gives memory back at times that nobody can plan.
@@ -25,7 +25,7 @@ from packgraph.graphs.copy_streams import (
     TimedCopy,
     placed,
 )
-from packgraph.graphs.memory.peak import look
+from packgraph.graphs.memory.allocator import look
 
 
 def pinned(nbytes: int) -> torch.Tensor:
@@ -60,7 +60,8 @@ def streams_beside(stream: torch.cuda.Stream, count: int) -> list[torch.cuda.Str
 
 
 class CudaCopyStreams:
-    """The lanes of eager work, or, with `memories` of a slot, of the captures of one window."""
+    """The copy streams of eager work, or, with `memories` of a slot, of the captures of one
+    window."""
 
     def __init__(
         self,
@@ -110,14 +111,14 @@ class CudaCopyStreams:
 
     def _queue(
         self,
-        lane: str,
+        copy_stream: str,
         targets: list[torch.Tensor],
         sources: list[torch.Tensor],
         host: HostMemory,
         since: Any,
         held: list[torch.Tensor],
     ) -> Copy:
-        stream = self._streams[lane]
+        stream = self._streams[copy_stream]
         stream.wait_event(since or self.point())
         if host.last is not None and host.last.scope == self.scope:
             stream.wait_event(host.last.native)
@@ -127,10 +128,12 @@ class CudaCopyStreams:
                 target.copy_(source, non_blocking=True)
         if self.timed is not None:
             nbytes = sum(target.numel() for target in targets)
-            self.timed.append(TimedCopy(lane, nbytes, len(targets), began, self._clock(stream)))
+            self.timed.append(
+                TimedCopy(copy_stream, nbytes, len(targets), began, self._clock(stream))
+            )
         event = torch.cuda.Event()
         event.record(stream)
-        host.last = Copy(lane, self.scope, held, event)
+        host.last = Copy(copy_stream, self.scope, held, event)
         self._under_way.append(host.last)
         return host.last
 

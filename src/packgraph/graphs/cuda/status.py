@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 import torch.cuda.graphs
 
+from packgraph.graphs.errors import PACKAGE
+
 _KNOWING = tuple(
     f"{folder}{os.sep}"
     for folder in (
         Path(torch.__file__).parent,
-        Path(__file__).parents[1],
-        Path(__file__).parents[2] / "moe",
+        PACKAGE / "graphs",
+        PACKAGE / "moe",
     )
 )
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
-from packgraph.graphs.capture import capture_variant, dry_run
+from packgraph.graphs.capture import capture_variant
+from packgraph.graphs.dry_run import dry_run
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, with_local
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.parameters import local_tensor

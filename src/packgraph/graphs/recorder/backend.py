@@ -25,10 +25,8 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.backend import Result
-from packgraph.graphs.copy_streams import capturing_copy_streams
-from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.host_calls import Unseen, watched_calls
-from packgraph.graphs.host_sync import (
+from packgraph.graphs.checks.host_calls import Unseen, watched_calls
+from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     CodeWatcher,
     HostSyncCheck,
@@ -36,7 +34,7 @@ from packgraph.graphs.host_sync import (
     refuse_unsafe,
     shapes_only,
 )
-from packgraph.graphs.operations import (
+from packgraph.graphs.checks.operations import (
     PLAIN_TENSORS,
     Operation,
     flat,
@@ -44,6 +42,8 @@ from packgraph.graphs.operations import (
     operation_of,
     storages,
 )
+from packgraph.graphs.copy_streams import capturing_copy_streams
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
 from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
 from packgraph.graphs.recorder.pool import POISON, RecordedStorage, RecorderPool
@@ -251,12 +251,16 @@ class RecorderWindow:
     """The capture of one variant: all its graphs share one clock of births and deaths."""
 
     def __init__(
-        self, pool: RecorderPool, brief: RecorderPool, journal: Journal, lanes: EmulatedCopyStreams
+        self,
+        pool: RecorderPool,
+        scratch: RecorderPool,
+        journal: Journal,
+        copy_streams: EmulatedCopyStreams,
     ) -> None:
-        """lanes: of the backend's eager work."""
-        self.pool, self.brief, self.journal = pool, brief, journal
-        self.lanes = RecordedCopyStreams(self, pool.host, lanes.queues.late)
-        self._launched = lanes.launched
+        """copy_streams: of the backend's eager work."""
+        self.pool, self.scratch, self.journal = pool, scratch, journal
+        self.copy_streams = RecordedCopyStreams(self, pool.host, copy_streams.queues.late)
+        self._launched = copy_streams.launched
         self._nodes: list[_Node] = []
         self._is_brief = False
         self.clock = 0
@@ -280,7 +284,7 @@ class RecorderWindow:
 
         self.blocks.append(
             RecordedStorage(
-                storage.nbytes(), self.clock, weakref.ref(storage, died), brief=self._is_brief
+                storage.nbytes(), self.clock, weakref.ref(storage, died), scratch=self._is_brief
             )
         )
         self.block_of[cdata] = number
@@ -359,13 +363,13 @@ class RecorderWindow:
         return tensor
 
     def capture(
-        self, run: Callable[[], Result], brief: bool = False
+        self, run: Callable[[], Result], scratch: bool = False
     ) -> tuple[RecorderGraph, Result]:
         """Run and record `run`. Raises CaptureError at the user's line for what a graph cannot
         hold."""
         nodes = self._nodes = list[_Node]()
-        self._is_brief = brief
-        self.lanes.scope += 1
+        self._is_brief = scratch
+        self.copy_streams.scope += 1
 
         def step(effect: Callable[[], Any]) -> None:
             nodes.append(_Node(effect, None, [], []))
@@ -374,20 +378,20 @@ class RecorderWindow:
             nodes.append(_Node(_Wait(self.number_of(work)), None, [], []))
 
         with (
-            capturing_copy_streams(self.lanes),
+            capturing_copy_streams(self.copy_streams),
             recorded_host(step, waited),
             HostSyncCheck(None),
             _Recording(self, nodes),
             contextlib.ExitStack() as at_end,
         ):
             at_end.callback(
-                self.lanes.join
+                self.copy_streams.join
             )  # also on errors: sources of copies under way are held until then
             result = run()
         self._is_brief = False
 
-        def launched(scope: int = self.lanes.scope) -> None:
-            self.lanes.replayed.add(scope)
+        def launched(scope: int = self.copy_streams.scope) -> None:
+            self.copy_streams.replayed.add(scope)
             self._launched()
 
         graph = RecorderGraph(nodes, launched)
@@ -405,10 +409,10 @@ class RecorderWindow:
             if storage is None and block.death is None:
                 block.death = self.clock
         places: list[Any] = [None] * len(self.blocks)
-        pool_of = {True: self.brief, False: self.pool}
-        for pool in dict.fromkeys((self.pool, self.brief)):
+        pool_of = {True: self.scratch, False: self.pool}
+        for pool in dict.fromkeys((self.pool, self.scratch)):
             numbers = [
-                number for number, block in enumerate(self.blocks) if pool_of[block.brief] is pool
+                number for number, block in enumerate(self.blocks) if pool_of[block.scratch] is pool
             ]
             for number, found in zip(
                 numbers, pool.place([self.blocks[n] for n in numbers]), strict=True
@@ -433,7 +437,7 @@ class RecorderBackend:
 
     def __init__(self, extra_generators: Sequence[torch.Generator] = ()) -> None:
         self.extra_generators = list(extra_generators)
-        self.lanes = EmulatedCopyStreams(set[str]())
+        self.copy_streams = EmulatedCopyStreams(set[str]())
 
     def new_pool(self) -> RecorderPool:
         """An empty pool."""
@@ -441,11 +445,11 @@ class RecorderBackend:
 
     @contextlib.contextmanager
     def window(
-        self, pool: RecorderPool, brief: RecorderPool, journal: Journal, trial: bool = False
+        self, pool: RecorderPool, scratch: RecorderPool, journal: Journal, trial: bool = False
     ) -> Iterator[RecorderWindow]:
         """See Backend."""
-        window = RecorderWindow(pool, brief, journal, self.lanes)
-        window.lanes.trial = trial
+        window = RecorderWindow(pool, scratch, journal, self.copy_streams)
+        window.copy_streams.trial = trial
         yield window
         window.close()
 

@@ -1,10 +1,11 @@
-"""The lanes on the CPU: queues of copies that run when they must, or at once.
+"""The copy streams on the CPU: queues of copies that run when they must, or at once.
 
-A copy on a real lane may happen at any time between two moments: when it is queued and what it
-waits for is done, and when main waits for it. Tests run both extremes. A lane that is `late` runs a
-copy only when main waits for it, or when a copy of the other lane waits for it. A wait that is
-missing is then a wrong number: a late copy out reads memory that has been reused, a late reload
-leaves NaN where main reads, an early reload reads host memory that nobody has written.
+A copy on a real copy stream may happen at any time between two moments: when it is queued and what
+it waits for is done, and when main waits for it. Tests run both extremes. A copy stream that is
+`late` runs a copy only when main waits for it, or when a copy of the other copy stream waits for
+it. A wait that is missing is then a wrong number: a late copy out reads memory that has been
+reused, a late reload leaves NaN where main reads, an early reload reads host memory that nobody has
+written.
 
     eager work      EmulatedLanes   queues as the program goes
     recorder        RecordedLanes   puts `queue` and `wait` into the recorded program; every replay
@@ -42,7 +43,8 @@ def plain(nbytes: int) -> torch.Tensor:
 
 
 class Queues:
-    """Copies that have been queued and not run. late: lanes whose copies wait until they must."""
+    """Copies that have been queued and not run. late: copy streams whose copies wait until they
+    must."""
 
     def __init__(self, late: Collection[str]) -> None:
         self.late = late
@@ -51,10 +53,12 @@ class Queues:
             "back": deque(),
         }
 
-    def add(self, lane: str, number: int, after: int | None, run: Callable[[], None]) -> None:
+    def add(
+        self, copy_stream: str, number: int, after: int | None, run: Callable[[], None]
+    ) -> None:
         """Queue copy `number`, which waits for copy `after`."""
-        self._queues[lane].append((number, after, run))
-        if lane not in self.late:
+        self._queues[copy_stream].append((number, after, run))
+        if copy_stream not in self.late:
             self.finish(number)
 
     def finish(self, number: int) -> None:
@@ -108,8 +112,8 @@ class _Weak:
 
 
 class EmulatedCopyStreams:
-    """The lanes of eager work on the CPU. late: lanes whose copies run as late as they may, of
-    `out` and `back`."""
+    """The copy streams of eager work on the CPU. late: copy streams whose copies run as late as
+    they may, of `out` and `back`."""
 
     def __init__(self, late: Collection[str] = ()) -> None:
         self.queues = Queues(late)
@@ -148,12 +152,14 @@ class EmulatedCopyStreams:
         return self._queue("back", host, [], lambda: copy_back([w.tensor() for w in weak], places))
 
     def _queue(
-        self, lane: str, host: HostMemory, held: list[torch.Tensor], run: Callable[[], None]
+        self, copy_stream: str, host: HostMemory, held: list[torch.Tensor], run: Callable[[], None]
     ) -> Copy:
         self._count += 1
-        after, host.last = host.last, Copy(lane, self.scope, held, self._count)
+        after, host.last = host.last, Copy(copy_stream, self.scope, held, self._count)
         self._under_way[self._count] = host.last
-        self.queues.add(lane, self._count, None if after is None else after.native, _unseen(run))
+        self.queues.add(
+            copy_stream, self._count, None if after is None else after.native, _unseen(run)
+        )
         return host.last
 
     def wait(self, copy: Copy) -> None:
@@ -191,7 +197,7 @@ class EmulatedCopyStreams:
 
 
 def _unseen(run: Callable[[], Any]) -> Callable[[], None]:
-    """`run`, which nobody watches: a copy on a lane is no operation of the program."""
+    """`run`, which nobody watches: a copy on a copy stream is no operation of the program."""
 
     def unseen() -> None:
         with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
@@ -201,7 +207,7 @@ def _unseen(run: Callable[[], Any]) -> Callable[[], None]:
 
 
 class Recorder(Protocol):
-    """What lanes need of a recorder's window."""
+    """What copy streams need of a recorder's window."""
 
     def note(self, step: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
         """Put `step` into the program: it is called with the memory of `tensors` at every
@@ -209,8 +215,8 @@ class Recorder(Protocol):
 
 
 class RecordedCopyStreams(EmulatedCopyStreams):
-    """The lanes of the captures of one window: they run at once while the program is recorded, and
-    as told in replays.
+    """The copy streams of the captures of one window: they run at once while the program is
+    recorded, and as told in replays.
 
     late: as above, looked at in every replay.
     """
@@ -221,7 +227,7 @@ class RecordedCopyStreams(EmulatedCopyStreams):
         self._window, self._replays = (
             weakref.proxy(window),
             Queues(late),
-        )  # the window has its lanes
+        )  # the window has its copy streams
 
     def out(self, sources: Sequence[torch.Tensor], host: HostMemory, since: Any = None) -> Copy:
         """See CopyStreams."""
@@ -253,9 +259,9 @@ class RecordedCopyStreams(EmulatedCopyStreams):
         after = None if before is None or before.scope != self.scope else before.native
 
         def queue(*given: torch.Tensor) -> None:
-            for target in given if copy.lane == "back" else ():
+            for target in given if copy.copy_stream == "back" else ():
                 target.fill_(POISON)
-            self._replays.add(copy.lane, copy.native, after, lambda: run(given))
+            self._replays.add(copy.copy_stream, copy.native, after, lambda: run(given))
 
         self._window.note(queue, tensors)
 

@@ -5,10 +5,10 @@ Recomputation moves the default generator back and forth by `torch.get_rng_state
 replay, at their place. Resizing a storage, or moving a generator in another way, cannot be recorded
 and is refused.
 
-Calls are seen in the recording thread alone (graphs/host_calls.py). The wait of a transfer is the
-exception: what Python tells of a call is the function and not the object. `dist.Work.wait` is
-therefore replaced, once and for good when a transfer is first recorded, by a function that passes
-everything on, unless its thread is recording.
+Calls are seen in the recording thread alone (graphs/checks/host_calls.py). The wait of a transfer
+is the exception: what Python tells of a call is the function and not the object. `dist.Work.wait`
+is therefore replaced, once and for good when a transfer is first recorded, by a function that
+passes everything on, unless its thread is recording.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from packgraph.graphs.checks.host_calls import SeesBuiltin, SeesFunction, Watcher, watched_calls
+from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
-from packgraph.graphs.host_calls import SeesBuiltin, SeesFunction, Watcher, watched_calls
-from packgraph.graphs.host_sync import LEAVE_OUT
 
 _BY_FUNCTIONS = (
     "move the default generator by torch.get_rng_state and torch.set_rng_state. " + LEAVE_OUT

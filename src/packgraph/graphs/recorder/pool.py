@@ -23,14 +23,14 @@ POISON = 0xFF
 class RecordedStorage:
     """One storage. birth, death: ticks of the window's clock (death None = still referenced).
 
-    brief: made by a capture after which nothing reads it.
+    scratch: made by a capture after which nothing reads it.
     """
 
     nbytes: int
     birth: int
     storage: "weakref.ref[torch.UntypedStorage]"
     death: int | None = None
-    brief: bool = False
+    scratch: bool = False
 
 
 class RecorderPool:

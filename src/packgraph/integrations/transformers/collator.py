@@ -14,9 +14,7 @@ import numpy as np
 
 from packgraph.packing.capacity import Capacity, read_capacities
 from packgraph.packing.document import MASKS, read_documents
-from packgraph.packing.overlong import Overlong, check_choice
-from packgraph.packing.pack import pack
-from packgraph.packing.report import PackReport
+from packgraph.packing.pack import Overlong, PackReport, check_choice, pack
 
 PACKS, REPORT = "packs", "report"
 # What packing reads of an example.

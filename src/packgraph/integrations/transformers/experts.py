@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from packgraph.moe.experts import activate_and_multiply
 from packgraph.moe.grouped_gemm.products import autocast, product
-from packgraph.moe.permute.api import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.moe.permute import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
 
 
 def run_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

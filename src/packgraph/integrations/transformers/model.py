@@ -29,7 +29,7 @@ from packgraph.integrations.transformers.checks import (
 )
 from packgraph.integrations.transformers.families import PackedFamily
 from packgraph.offloading.marks import offload_block
-from packgraph.ops.loss.api import (
+from packgraph.ops.loss import (
     IGNORED,
     is_word,
     linear_cross_entropy,

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packgraph.mamba.conv import packed_causal_conv
-from packgraph.mamba.documents import live_document_ids
+from packgraph.mamba.conv import live_document_ids, packed_causal_conv
 from packgraph.mamba.gated_delta import gated_delta
 from packgraph.mamba.ssd import ssd
 from packgraph.packing.batch import PackedBatch

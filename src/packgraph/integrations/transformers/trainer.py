@@ -29,8 +29,7 @@ from packgraph.integrations.transformers.collator import (
 from packgraph.integrations.transformers.model import PackedModel, packed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.packing.overlong import Overlong
-from packgraph.packing.report import PackReport
+from packgraph.packing.pack import Overlong, PackReport
 
 LOGGED = "packgraph"  # before every name in logs
 _Trainer: Any = object  # what the class is mixed into

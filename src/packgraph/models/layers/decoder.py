@@ -18,12 +18,10 @@ from torch import Tensor, nn
 
 from packgraph.graphs.stages import Stage, State
 from packgraph.models.config import DecoderConfig
-from packgraph.models.layers.attention import GroupedQueryAttention
-from packgraph.models.layers.latent_attention import LatentAttention
+from packgraph.models.layers.attention import GroupedQueryAttention, LatentAttention
 from packgraph.models.layers.mamba import MambaMixer
-from packgraph.models.layers.mlp import feed_forward
+from packgraph.models.layers.mlp import RMSNorm, feed_forward
 from packgraph.models.layers.moe import MoEBlock
-from packgraph.models.layers.norm import RMSNorm
 from packgraph.offloading.marks import Mark, offload_block
 
 Mixer = GroupedQueryAttention | LatentAttention | MambaMixer

@@ -1,11 +1,28 @@
-"""Feed-forward layers: SwiGLU, and one without a gate."""
+"""Feed-forward layers, SwiGLU and one without a gate, and the RMSNorm that stands before them.
 
+Weights are named as in Hugging Face checkpoints.
+"""
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packgraph.models.config import DecoderConfig
 from packgraph.offloading.marks import Mark, offload_block
-from packgraph.ops.swiglu import swiglu
+from packgraph.ops.elementwise import rms_norm, swiglu
+
+
+class RMSNorm(nn.Module):
+    """Normalise the last dimension ([..., size]) by its root mean square and scale it by
+    `weight`."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):

@@ -21,20 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs.stages import State
+from packgraph.models.branches import routed_width
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.mlp import feed_forward
-from packgraph.models.sizes import routed_width
-from packgraph.moe.balance import expert_counts
+from packgraph.moe.balance import attach, document_loss, expert_counts, load_loss, z_loss
 from packgraph.moe.dispatch.dispatcher import Dispatcher, ExpertRows, LocalDispatcher
 from packgraph.moe.experts import Experts
-from packgraph.moe.losses import attach, document_loss, load_loss, z_loss
 from packgraph.moe.router_product import router_logits
 from packgraph.moe.routing import drop_beyond, route
 from packgraph.moe.stash.experts import stashed_experts
 from packgraph.moe.stash.stash import Stash
 from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.attention.zigzag import rank_rows
-from packgraph.ops.loss.api import token_count
+from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
 
 BETWEEN = ("moe_input", "moe_routing", "moe_shared", "moe_plan", "moe_rows", "moe_made")

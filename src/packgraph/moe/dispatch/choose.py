@@ -6,9 +6,8 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
+from packgraph.moe.dispatch.all_to_all import HostSplitsDispatcher, PaddedDispatcher
 from packgraph.moe.dispatch.dispatcher import Dispatcher, LocalDispatcher
-from packgraph.moe.dispatch.host_splits import HostSplitsDispatcher
-from packgraph.moe.dispatch.padded import PaddedDispatcher
 from packgraph.moe.dispatch.symmetric import SymmetricDispatcher
 from packgraph.moe.peer_read.buffers import Buffers
 

@@ -1,7 +1,7 @@
 """Tokens to experts over memory that ranks read from each other: exactly the rows that are routed,
 and no host.
 
-    preprocess   all-gather of the chosen experts --> every rank knows the row of every pair       moe/peer_read/plan.py
+    preprocess   all-gather of the chosen experts --> every rank knows the row of every pair       moe/peer_read/api.py
     dispatch     publish tokens and weights, pull each token that has rows here into all of them   moe/peer_read/api.py
     combine      publish rows, pull each token's k rows and sum them
 
@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packgraph.moe.dispatch.assignment import ExpertAssignment
-from packgraph.moe.dispatch.dispatcher import ExpertRows, Routing
-from packgraph.moe.peer_read.api import from_experts, to_experts
+from packgraph.moe.dispatch.dispatcher import ExpertAssignment, ExpertRows, Routing
+from packgraph.moe.peer_read.api import PeerReadPlan, from_experts, plan_peer_read, to_experts
 from packgraph.moe.peer_read.buffers import Buffers, rows_for
-from packgraph.moe.peer_read.plan import PeerReadPlan, plan_peer_read
 
 
 class SymmetricDispatcher:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
 
 HOPPER = (9, 0)  # with 9 alone descriptors were tried, and their tiles fit into shared memory
 ALIGNMENT = 16  # bytes, of what a descriptor begins with and of its strides
 
 
 class Added(NamedTuple):
-    """How `total += left^T @ right` per expert is made: moe/grouped_gemm/pointers_kernel.py.
+    """How `total += left^T @ right` per expert is made: moe/grouped_gemm/add_kernel.py.
 
     kernel: "pointers" or "descriptors". rows: summed over in one step. left, right: the tile of the
     result. programs: per multiprocessor ("descriptors" only, as all that follow). parts: pieces
@@ -43,9 +43,9 @@ class Added(NamedTuple):
 
 
 class Multiplied(NamedTuple):
-    """How `a @ matrix` per expert is made: moe/grouped_gemm/forward_kernel.py, or by torch.
+    """How `a @ matrix` per expert is made: moe/grouped_gemm/multiply_kernel.py, or by torch.
 
-    kernel: "torch", "descriptors", or "pointers" (anywhere_kernel.py). rows, columns: the tile of
+    kernel: "torch", "descriptors", or "pointers" (multiply_kernel.py). rows, columns: the tile of
         the result.
     inner: summed over in one step. programs: per multiprocessor ("descriptors" only).
     """

@@ -34,7 +34,7 @@ from packgraph.moe.grouped_gemm.configs import (
     multiplied_way,
     programs_at_once,
 )
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -93,12 +93,12 @@ def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> T
         way = multiplied_way(a, matrices)
         if way.kernel == "torch":
             return F.grouped_mm(a, b, offs=offsets)
-        from packgraph.moe.grouped_gemm.forward_kernel import multiply_by_descriptors
+        from packgraph.moe.grouped_gemm.multiply_kernel import multiply_by_descriptors
 
         programs = programs_at_once(a.device, way.programs)
         return multiply_by_descriptors(a, matrices, offsets.contiguous(), transposed, way, programs)
     if _by_kernel(a):
-        from packgraph.moe.grouped_gemm.anywhere_kernel import multiply_by_pointers
+        from packgraph.moe.grouped_gemm.multiply_kernel import multiply_by_pointers
 
         matrices = b.mT if transposed else b
         return multiply_by_pointers(
@@ -119,7 +119,7 @@ def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
     if _by_torch(a, left.shape[1], right.shape[1]):
         return F.grouped_mm(left.mT, right, offs=offsets)
     if _by_kernel(left):
-        from packgraph.moe.grouped_gemm.pointers_kernel import add_products
+        from packgraph.moe.grouped_gemm.add_kernel import add_products
 
         total = left.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
         add_products(total, left, right, offsets)
@@ -146,7 +146,7 @@ def add_matrices_gradient(
     goes through twice as much.
     """
     if total.is_contiguous() and _by_kernel(total):
-        from packgraph.moe.grouped_gemm.pointers_kernel import add_products
+        from packgraph.moe.grouped_gemm.add_kernel import add_products
 
         add_products(total, *((grad, a) if transposed else (a, grad)), offsets)
     else:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packgraph.ops.loss.api import HAS_TRITON
+from packgraph.ops.loss import HAS_TRITON
 
 MOST_RANKS = 8
 MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products like

@@ -24,13 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packgraph.moe.activation import activation, activation_backward
-from packgraph.moe.experts import Experts
+from packgraph.moe.experts import Experts, activation, activation_backward
 from packgraph.moe.grouped_gemm.products import autocast, matrices_gradient, product
-from packgraph.moe.stash.ops import keep, take
-from packgraph.moe.stash.pages import record_size
-from packgraph.moe.stash.saving import Column
-from packgraph.moe.stash.stash import Stash
+from packgraph.moe.stash.pages import keep, record_size, take
+from packgraph.moe.stash.stash import Column, Stash
 
 AGAIN = (
     "backward through stashed experts a second time: their pages went back to the pool after the "

@@ -3,7 +3,7 @@
     documents   |--- A ---|-- B --|- C -|..padding..|   a row sees the earlier rows of its own
     document only
 
-A backend is a function (q, k, v, meta, scale, options) -> out in a file of its own; BACKENDS names them.
+A backend is a function (q, k, v, meta, scale, options) -> out; BACKENDS names them.
 `naive` is the specification and reads boundaries on the host; the others can be captured, and
 torch.compile sees one graph around each. All give exact zeros in padding, in the output and in the
 gradients, whatever the padding rows of q, k and v held.
@@ -13,23 +13,27 @@ gradients, whatever the padding rows of q, k and v held.
     sdpa     torch's SDPA with a [T, T] mask                                            everywhere
 
 Of the options (options.py) flash and varlen know windows and sinks, sdpa all.
+
+`packed_attention` is the same for modules of users, from a PackedBatch.
 """  # noqa: E501
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from packgraph.ops.attention.context import own_heads_back, whole_rows
 from packgraph.ops.attention.flash import flash_attention, flash_problems
 from packgraph.ops.attention.metadata import AttentionMetadata, attention_metadata
-from packgraph.ops.attention.naive import naive_attention
 from packgraph.ops.attention.options import PLAIN, ScoreOptions
-from packgraph.ops.attention.sdpa import sdpa_attention
 from packgraph.ops.attention.varlen import varlen_attention, varlen_problems
 from packgraph.ops.attention.zigzag_attention import zigzag_attention
+from packgraph.packing.batch import PackedBatch
 
 __all__ = [
     "BACKENDS",
@@ -39,9 +43,119 @@ __all__ = [
     "attention",
     "attention_metadata",
     "choose_backend",
+    "packed_attention",
 ]
-
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float | None, ScoreOptions], Tensor]
+
+
+def naive_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: AttentionMetadata,
+    scale: float | None,
+    options: ScoreOptions = PLAIN,
+) -> Tensor:
+    """Softmax(q k^T * scale) v for each document alone; zeros in padding. Shapes as in
+    `attention`. Raises ValueError for dropout, which has no textbook numbers."""
+    if options.dropout:
+        raise ValueError("attention backend 'naive' has no dropout; use 'sdpa'")
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    boundaries = meta.cu_seqlens.tolist()
+    outputs = []
+    for queries, keys in zip(
+        itertools.pairwise(boundaries), itertools.pairwise(meta.cu_keys.tolist()), strict=True
+    ):
+        parts = q[slice(*queries)], k[slice(*keys)], v[slice(*keys)]
+        outputs.append(_one_document(*parts, scale, options))
+    outputs.append(q.new_zeros(q.shape[0] - boundaries[-1], q.shape[1], v.shape[2]))
+    return torch.cat(outputs)
+
+
+def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float, options: ScoreOptions) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    ahead = k.shape[0] - q.shape[0]
+    everything = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device)
+    hidden = everything.triu(1 + ahead)
+    if options.window is not None:
+        hidden = hidden | everything.tril(ahead - options.window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype)[:, None, None].expand(-1, q.shape[0], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    probabilities = scores.softmax(dim=-1)[..., : k.shape[0]]
+    return torch.einsum("hqk,khd->qhd", probabilities, v)
+
+
+def sdpa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: AttentionMetadata,
+    scale: float | None,
+    options: ScoreOptions = PLAIN,
+) -> Tensor:
+    """Attention by mask. Shapes and dtypes as in `packgraph.ops.attention.api.attention`."""
+    padding, tail = meta.padding_mask[:, None, None], meta.key_tail[:, None, None]
+    q, k, v = (
+        x.masked_fill(mask, 0.0).transpose(0, 1) for x, mask in ((q, padding), (k, tail), (v, tail))
+    )
+    mask = meta.mask
+    assert mask is not None
+    if options.window is not None:
+        mask = mask & in_window(mask.shape[0], options.window, mask.device)
+    if options.softcap or options.sinks is not None:
+        out = _by_operations(q, k, v, mask, scale, options)
+    else:
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(0),
+            k.unsqueeze(0),
+            v.unsqueeze(0),
+            attn_mask=mask,
+            dropout_p=options.dropout,
+            scale=scale,
+            enable_gqa=q.shape[0] != k.shape[0],
+        ).squeeze(0)
+    return out.transpose(0, 1).masked_fill(padding, 0.0)
+
+
+def in_window(tokens: int, window: int, device: torch.device) -> Tensor:
+    """bool [T, T]: whether a column is less than `window` before a row."""
+    index = torch.arange(tokens, device=device)
+    return index[:, None] - index[None, :] < window
+
+
+def _by_operations(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    options: ScoreOptions,
+) -> Tensor:
+    """q: [Hq, T, D]; k, v: [Hkv, T, D]; mask: bool [T, T]. Returns [Hq, T, Dv]."""
+    group = q.shape[0] // k.shape[0]
+    k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if options.softcap:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        probabilities = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        probabilities = scores.softmax(dim=-1)
+    probabilities = probabilities.to(q.dtype)
+    if options.dropout:
+        probabilities = F.dropout(probabilities, options.dropout)
+    return probabilities @ v
+
+
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         "naive": naive_attention,
@@ -133,3 +247,50 @@ def attention(
     if meta.keys is not None:
         return zigzag_attention(q, k, v, meta, scale, backend)
     return own_heads_back(backend(*whole_rows(q, k, v, context), meta, scale, PLAIN), context)
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PackedBatch,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal attention in which tokens see earlier tokens of their own document only.
+
+    Can be captured: boundaries of documents are read on the device. Padding gives exact zeros, in
+    the output and in the gradients, whatever its rows hold.
+
+    Args:
+        q: [T, Hq, D], floating point.
+        k: [T, Hkv, D], where Hq is a multiple of Hkv; query head h reads key head
+            h // (Hq / Hkv).
+        v: [T, Hkv, Dv].
+        batch: The packed batch that the rows belong to, on their device.
+        scale: Factor on the scores. Defaults to D ** -0.5.
+        backend: `flash` (flash-attn-4), `varlen` (torch's kernel for CUDA), `sdpa` or `naive`.
+            `auto` takes the fastest that supports the device, dtype and sizes.
+
+    Returns:
+        [T, Hq, Dv].
+
+    Raises:
+        ValueError: If shapes do not fit together, or the backend is unknown or does not support
+            them.
+
+    Example:
+        >>> batch, = packgraph.pack([[5, 6, 7], [8, 9]], [packgraph.Capacity(8, 2)])
+        >>> q = k = v = torch.randn(8, 2, 16)
+        >>> out = packgraph.packed_attention(q, k, v, batch)
+        >>> torch.equal(out[3], v[3]), out[5:].abs().sum().item()
+        (True, 0.0)
+    """
+    if backend == "auto":
+        backend = choose_backend(q.device, q.dtype, q.shape[-1], v.shape[-1]).name
+    elif backend not in BACKENDS:
+        raise ValueError(
+            f"unknown attention backend {backend!r}: use auto or one of {', '.join(BACKENDS)}"
+        )
+    return attention(q, k, v, attention_metadata(batch, backend), scale=scale)

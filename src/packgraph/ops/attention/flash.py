@@ -19,7 +19,7 @@ afterwards.
 The kernels are two custom operations with shapes known beforehand, so that torch.compile sees one
 graph around them. All that varies is on the device; `longest` is a host bound and `cu_seqlens` has
 the capacity's length. The library compiles a kernel for each set of head sizes, dtype and flags
-when it is first called (seconds): a call before a capture (a warm-up step, a rehearsal) does that.
+when it is first called (seconds): a call before a capture (a warm-up step, a dry run) does that.
 
 Interface: flash-attn-4 4.0.0b36, https://github.com/Dao-AILab/flash-attention (BSD-3). Its autograd
 function is not used, since torch.compile cannot look into it; the functions below it are called

@@ -18,12 +18,13 @@ which is T + T / 2c places together, on every rank. Padding inside a document co
 tokens, so no token attends to it.
 
 Actual boundaries say what is a token, padded ones where it stands; both are device data and all
-shapes follow from the capacity. The definition in lists of Python is ops/attention/zigzag_naive.py.
+shapes follow from the capacity. The definition in lists of Python is ops/attention/zigzag.py.
 The cut is that of zigzag ring attention (Zhu 2024,
 https://github.com/zhuzilin/ring-flash-attention, issue 2; also Llama 3, arXiv:2407.21783, section
 3.3.2, for the gathering of keys and values).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ from torch import Tensor
 
 from packgraph.ops.attention.context import ContextGroup, own_rows
 from packgraph.packing.batch import PackedBatch
+
+Token = tuple[int, int] | None  # document and position in it; None is padding
 
 
 class RankRows(NamedTuple):
@@ -182,3 +185,39 @@ def _interleaved(boundaries: Tensor, firsts: Tensor) -> Tensor:
     it."""
     inner = torch.stack((boundaries[:-1], boundaries[:-1] + firsts), dim=1)
     return torch.cat((inner.flatten(), boundaries[-1:]))
+
+
+def naive_rows(lengths: Sequence[int], tokens: int, size: int, place: int) -> list[Token]:
+    """What stands in each of the tokens / size rows of rank `place` of `size`.
+
+    Raises ValueError where the padded documents do not fit in `tokens`.
+    """
+    rows: list[Token] = []
+    for document, length in enumerate(lengths):
+        parts = _parts(document, length, size)
+        rows += parts[place] + parts[2 * size - 1 - place]
+    return _filled(rows, tokens // size)
+
+
+def naive_prefixes(lengths: Sequence[int], tokens: int, size: int, place: int) -> list[Token]:
+    """What stands in each of the tokens + tokens / (2 size) places of keys of rank `place` of
+    `size`."""
+    keys: list[Token] = []
+    for document, length in enumerate(lengths):
+        parts = _parts(document, length, size)
+        for last in (place, 2 * size - 1 - place):
+            keys += [token for part in parts[: last + 1] for token in part]
+    return _filled(keys, tokens + tokens // (2 * size))
+
+
+def _parts(document: int, length: int, size: int) -> list[list[Token]]:
+    width = -(-length // (2 * size))
+    padded: list[Token] = [(document, position) for position in range(length)]
+    padded += [None] * (2 * size * width - length)
+    return [padded[part * width : (part + 1) * width] for part in range(2 * size)]
+
+
+def _filled(found: list[Token], room: int) -> list[Token]:
+    if len(found) > room:
+        raise ValueError(f"{len(found)} places do not fit in {room}")
+    return found + [None] * (room - len(found))

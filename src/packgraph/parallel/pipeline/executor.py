@@ -1,7 +1,7 @@
 """The pipeline executor: runs one rank's actions of a schedule, by replay or eagerly, for any
 number of microbatches.
 
-    RECV_F: claim a slot, receive into it       F: replay       SEND_F: send from it
+    RECV_F: lease a slot, receive into it       F: replay       SEND_F: send from it
     RECV_B: receive the gradient                B: replay       SEND_B: send; the slot is free when
                                                                 its sends are done
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from packgraph.graphs import fallback
-from packgraph.graphs.consensus import Vote
+from packgraph.graphs.cache import Consensus
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import Control, GraphedModule, control
@@ -33,15 +33,89 @@ from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.pipeline.in_flight import Arrival, InFlight
-from packgraph.parallel.pipeline.links import Links
+from packgraph.parallel.pipeline.links import Links, Transfer
 from packgraph.parallel.pipeline.rendezvous import Op, make_rows
-from packgraph.parallel.pipeline.schedule import Action, make_schedule
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import Action, make_schedule, slot_counts
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
 HIDDEN = 2  # a chunk's tensors: the batch, the tokens in the step, hidden states
+
+
+class InFlight:
+    """A microbatch in a chunk. Replayed flights use the slot's static memory, eager ones memory of
+    their own.
+
+    hidden: activations received from the stage before. out: what the chunk made. gradient: received
+        gradient of `out`.
+    input_gradient: gradient of `hidden`, to be sent. direct: the handle, if it is replayed without
+        autograd.
+    """
+
+    def __init__(self, handle: ReplayHandle | None, lease: Any, direct: bool = False) -> None:
+        self.handle, self.lease = handle, lease
+        self.direct = handle if handle is not None and direct and handle.is_direct else None
+        self.hidden: torch.Tensor | None = None
+        self.out: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None
+        self.input_gradient: torch.Tensor | None = None
+        self.receiving: dict[str, Transfer] = {}
+        self._sending: list[tuple[Transfer, torch.Tensor]] = []
+
+    def activation_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Where to receive activations of `like`'s shape: the slot's own input memory when a graph
+        reads it there."""
+        buffer = self.handle.buffer("hidden") if self.handle is not None else None
+        self.hidden = (
+            torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            if buffer is None
+            else buffer
+        )
+        return self.hidden
+
+    def gradient_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Where to receive the gradient of `out`."""
+        buffer = self.handle.gradient_buffer() if self.handle is not None else None
+        self.gradient = (
+            torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            if buffer is None
+            else buffer
+        )
+        return self.gradient
+
+    def sent(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+        """Keep `tensor` until `transfer` is done."""
+        self._sending.append((transfer, tensor))
+
+    def delivered(self) -> bool:
+        """Whether all sends are done."""
+        return all(transfer.is_completed() for transfer, _ in self._sending)
+
+    def finish(self) -> None:
+        """Wait for the sends (on CUDA: make the stream wait) and give the slot back."""
+        for transfer, _ in self._sending:
+            transfer.wait()
+        self._sending = []
+        if self.lease is not None:
+            self.lease.release()
+        self.out = self.gradient = self.input_gradient = self.hidden = None
+
+
+class Arrival(torch.autograd.Function):
+    """Starts a chunk's autograd graph at received activations, and catches the gradient that goes
+    back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, flight: InFlight, received: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.flight = flight
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.flight.input_gradient = gradient
+        return None, None, None
 
 
 class PipelineError(RuntimeError):
@@ -110,7 +184,7 @@ class Pipeline:
                 self.chunks[0].capture_backend,
                 device,
                 compiled=any(chunk.compiles for chunk in self.chunks),
-                lanes=[chunk.capture_backend.lanes for chunk in self.chunks],
+                copy_streams=[chunk.capture_backend.copy_streams for chunk in self.chunks],
             )
 
     @property
@@ -134,10 +208,10 @@ class Pipeline:
             self._reason = fallback.CAPTURE_FAILED
         return self._reason is None
 
-    def vote_on_steps(self, vote: Vote) -> None:
-        """Ask `vote` after every capture of a whole step."""
+    def agree_on_steps(self, consensus: Consensus) -> None:
+        """Asks `consensus` after every capture of a whole step."""
         if self._whole is not None:
-            self._whole.vote = vote
+            self._whole.consensus = consensus
 
     def sample_arguments(self, chunk: int, batch: PackedBatch) -> tuple[object, ...]:
         """The arguments of a call of this rank's chunk number `chunk`, to capture it with: shapes,
@@ -166,9 +240,9 @@ class Pipeline:
         whole = self._whole if fallback.bypass_reason() is None else None
         if whole is not None and self._whole_step_is_ready(batches, tokens_in_step):
             return whole(tokens_in_step, *batches)
-        with contextlib.ExitStack() as steady:
+        with contextlib.ExitStack() as frozen:
             for chunk in self._alone:
-                steady.enter_context(chunk.steady())
+                frozen.enter_context(chunk.frozen())
             return self._run(batches, tokens_in_step, before_last)
 
     def _whole_step_is_ready(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> bool:
@@ -322,17 +396,17 @@ class Pipeline:
             raise PipelineError(
                 f"stage {action.stage} has no free slot: the schedule needs more than were planned"
             )
-        claim = (
-            chunk.claim(self._arguments(action.stage, batch, tokens), {})
+        handle = (
+            chunk.acquire(self._arguments(action.stage, batch, tokens), {})
             if self._reason is None
             else self._reason
         )
-        if isinstance(claim, ReplayHandle):
-            claim.ticket.kept = True
-            return InFlight(claim, claim.ticket, direct=action.microbatch != self._watched)
-        chunk.stats.fell_back(claim)
-        ticket = chunk.hold_slot()
-        return InFlight(None, ticket)
+        if isinstance(handle, ReplayHandle):
+            handle.lease.kept = True
+            return InFlight(handle, handle.lease, direct=action.microbatch != self._watched)
+        chunk.stats.fell_back(handle)
+        lease = chunk.hold_slot()
+        return InFlight(None, lease)
 
     def _receive(self, action: Action, batch: PackedBatch, tokens: torch.Tensor) -> None:
         """Start to receive what `action` needs; a forward gets its slot here."""
@@ -375,12 +449,12 @@ class Pipeline:
                 else Arrival.apply(self._anchor, flight, flight.hidden)
             )
             arguments = (batch, tokens, hidden)
-        if flight.claim is None:
+        if flight.handle is None:
             flight.out = chunk.run_eagerly(*arguments)
         elif flight.direct is not None:
             flight.out = flight.direct.forward(arguments, {})
         else:
-            flight.out = flight.claim.run(arguments, {})
+            flight.out = flight.handle.run(arguments, {})
         assert flight.out is not None
         if action.stage == self.num_stages - 1:
             loss += flight.out.detach()
@@ -410,8 +484,8 @@ class Pipeline:
             *self._flights.values(),
             *(flight for leaving in self._leaving.values() for flight in leaving),
         ]:
-            if flight.ticket is not None:
-                flight.ticket.release()
+            if flight.lease is not None:
+                flight.lease.release()
         self._flights.clear()
         for leaving in self._leaving.values():
             leaving.clear()

@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from packgraph.parallel.pipeline.schedule import Action, Schedule
-from packgraph.parallel.pipeline.simulate import needed
+from packgraph.parallel.pipeline.schedule import Action, Schedule, needed
 
 What = Literal["RUN", "SEND", "RECV"]
 Rows = tuple[tuple["Op", ...], ...]

@@ -19,11 +19,15 @@ source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ wind
 """
 
 from packgraph.train.data.config import DataConfig
-from packgraph.train.data.errors import DataError, MissingPackageError
+from packgraph.train.data.formats import open_documents
 from packgraph.train.data.microbatches import Microbatches, open_microbatches
-from packgraph.train.data.open_source import open_documents
 from packgraph.train.data.planned_steps import PlannedSteps
-from packgraph.train.data.source import DocumentSource, SourceDocument
+from packgraph.train.data.source import (
+    DataError,
+    DocumentSource,
+    MissingPackageError,
+    SourceDocument,
+)
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = [

@@ -12,9 +12,9 @@ NEEDS_PATH = ("jsonl", "text", "parquet")
 class DataConfig:
     """Where documents come from, how they become tokens and how they are packed.
 
-    source: stdlib = the source code of Python's own library (no download), jsonl = one JSON object
-        a line with text or chat messages, text = a folder of text files, parquet = tables with the
-        same columns as jsonl.
+    source: where documents come from; stdlib = the source code of Python's own library (no
+        download), jsonl = one JSON object a line with text or chat messages, text = a folder of
+        text files, parquet = tables with the same columns as jsonl.
     path: file or folder of the source (not for stdlib).
     suffixes: endings of the files that count in a folder of text files.
     text_column: name of the column that holds the text in jsonl and parquet.

@@ -1,9 +1,18 @@
-"""Finding the files of a source."""
+"""The files of a source: which they are, and whether one is still that which was opened at the
+start of a run.
 
-from collections.abc import Sequence
+A stamp is compared with the handle that was read from, after reading: so what was read is what the
+stamp belongs to, whether the file was replaced by another or written to in place. Contents are
+compared when a run is resumed (`DocumentSource.fingerprint`); a stamp costs one system call a
+document.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from packgraph.train.data.errors import DataError
+from packgraph.train.data.source import DataChangedError, DataError
 
 
 def files_of(path: str, suffixes: Sequence[str]) -> list[Path]:
@@ -29,3 +38,61 @@ def files_of(path: str, suffixes: Sequence[str]) -> list[Path]:
             f"{path}: no files ending in {', '.join(suffixes)} below this folder (data.path)"
         )
     return found
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """Size in bytes, time of the last change in nanoseconds, and inode of a file."""
+
+    size: int
+    changed_ns: int
+    inode: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> "FileStamp":
+        """The stamp in what `os.stat` or `os.fstat` says."""
+        return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def check(self, status: os.stat_result, file: Path) -> None:
+        """Raise DataChangedError naming `file` if `status` is not that of this stamp."""
+        now = FileStamp.of(status)
+        if now == self:
+            return
+        what = (
+            f"its size was {self.size:,} bytes and is {now.size:,}"
+            if now.size != self.size
+            else "another file has taken its place"
+            if now.inode != self.inode
+            else "it was written to"
+        )
+        raise changed(file, what)
+
+
+def changed(file: Path, what: str) -> DataChangedError:
+    """The error for a file that is not what it was. what: how it differs."""
+    return DataChangedError(
+        f"{file}: changed since the run opened it ({what}), so what the run trains on is no longer "
+        "what it began with; put the file back and resume the run, or start a new one"
+    )
+
+
+def read_unchanged(file: Path, stamp: FileStamp, offset: int = 0, *, line: bool = False) -> bytes:
+    """The bytes of `file` from `offset` on, or one line. Raises DataChangedError if it is not that
+    of `stamp`."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            content = stream.readline() if line else stream.read()
+            stamp.check(os.fstat(stream.fileno()), file)
+    except FileNotFoundError as error:
+        raise changed(file, "it is gone") from error
+    return content
+
+
+def check_all(stamped: Iterable[tuple[Path, FileStamp]]) -> None:
+    """Raise DataChangedError naming the first file that is not that of its stamp."""
+    for file, stamp in stamped:
+        try:
+            stamp.check(file.stat(), file)
+        except FileNotFoundError as error:
+            raise changed(file, "it is gone") from error

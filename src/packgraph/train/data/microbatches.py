@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.document import Document
-from packgraph.packing.overlong import fitting_parts
-from packgraph.packing.report import PackReport
-from packgraph.packing.window import PackingWindow
+from packgraph.packing.pack import PackingWindow, PackReport, fitting_parts
 from packgraph.train.config_values import shown
-from packgraph.train.data.bad_documents import BadDocuments
 from packgraph.train.data.config import DataConfig
-from packgraph.train.data.errors import BadDocumentError, DataError
-from packgraph.train.data.source import DocumentSource, SourceDocument
-from packgraph.train.data.tokenized_row import check_largest
-from packgraph.train.data.tokenizer import Tokenizer
+from packgraph.train.data.source import (
+    BadDocumentError,
+    BadDocuments,
+    DataError,
+    DocumentSource,
+    SourceDocument,
+)
+from packgraph.train.data.tokenizer import Tokenizer, check_largest
 
 VERSION = 2
 LARGEST = 2**53  # of any count in a state

@@ -20,9 +20,8 @@ from typing import Any
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import Document
-from packgraph.parallel.context.cost import ContextCost
 from packgraph.parallel.context.plan import ContextPlan, plan_context
-from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.context.request import ContextCost, ContextRequest
 from packgraph.train.data.config import DataConfig
 from packgraph.train.data.microbatches import Microbatches
 from packgraph.train.data.source import DocumentSource

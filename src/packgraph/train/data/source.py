@@ -1,19 +1,65 @@
-"""What a source of documents is: a finite list with access by index.
+"""What a source of documents is: a finite list with access by index; and the errors of data.
 
 Access by index is what makes a run resumable: the position of a run in its data is a handful of
 integers, whatever the source. Nothing is tokenized here.
+
+The message of an error is all a user needs: where (file:line), what, and what to do. Bad documents
+that are left out are counted, with the places of the first ones (`BadDocuments`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from packgraph.train.config_values import SHOWN, shown
-from packgraph.train.data.bad_documents import BadDocuments
-from packgraph.train.data.errors import BadDocumentError
 
+PLACES_KEPT = 5
 MOST_NAMED = 8  # columns in one message
 ROLES = ("system", "user", "assistant", "tool")
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on: malformed, empty, missing, or not those a checkpoint was
+    written with."""
+
+
+class BadDocumentError(DataError):
+    """One document that cannot be trained on, whatever the options say; `data.on_bad = skip` leaves
+    it out."""
+
+
+class DataChangedError(DataError):
+    """A file of the run's data was replaced, written to or removed since it was opened."""
+
+
+class MissingPackageError(DataError, ImportError):
+    """A source or tokenizer that needs an optional package which is not installed."""
+
+
+@dataclass
+class BadDocuments:
+    """A count of bad documents. first: what is wrong with the first PLACES_KEPT of them, with file
+    and line."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, error: BadDocumentError) -> None:
+        """Count the document that `error` is about."""
+        self.count += 1
+        if len(self.first) < PLACES_KEPT:
+            self.first.append(str(error))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count and the places, JSON-able."""
+        return {"count": self.count, "first": list(self.first)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from `state`."""
+        self.count, self.first = state["count"], list(state["first"])
+
+    def __add__(self, other: "BadDocuments") -> "BadDocuments":
+        return BadDocuments(self.count + other.count, [*self.first, *other.first][:PLACES_KEPT])
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,263 @@
-"""Tokenizers: what they are, and the one a configuration names."""
+"""Tokenizers: what they are, and the one a configuration names. Rows may hold tokens already.
 
-from typing import Protocol
+The default (`ByteTokenizer`) needs no file and loses nothing: one token a byte of UTF-8, and a few
+ids above for structure.
 
-from packgraph.packing.document import Document
-from packgraph.train.data.byte_tokenizer import ByteTokenizer
+    text  <begin> bytes <end>
+    chat  <begin> <user> bytes <turn end> <assistant> bytes <turn end> ...
+
+In a chat only the assistant's bytes and ends of turn are predicted.
+
+`FileTokenizer` is any tokenizer.json, through the package `tokenizers` (data only: nothing in the
+file is executed).
+
+Text ends with the end token, which a tokenizer.json does not name: it is read from a
+tokenizer_config.json beside the file, else the first of the usual names that the vocabulary has.
+Chats are written as ChatML, which is what Qwen models use; they are tokenized as one text, since
+tokens may span a turn's border, and offsets say which tokens are the assistant's words.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from packgraph.packing.document import IGNORED, Document, Ids, read_item
+from packgraph.train.config_values import shown
 from packgraph.train.data.config import DataConfig
-from packgraph.train.data.file_tokenizer import FileTokenizer
-from packgraph.train.data.source import SourceDocument
+from packgraph.train.data.source import (
+    ROLES,
+    BadDocumentError,
+    DataError,
+    Message,
+    MissingPackageError,
+    SourceDocument,
+)
+from packgraph.train.run_files import parse_json
+
+BEGIN, END, PAD, TURN_END = 256, 257, 258, 259
+FIRST_ROLE = 260
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+
+
+def read_row(row: Mapping[str, Any], where: str) -> list[Document]:
+    """The documents of a tokenized row. Raises BadDocumentError for bad ids, labels, masks or
+    boundaries."""
+    try:
+        return list(read_item(row, where))
+    except ValueError as error:
+        raise BadDocumentError(str(error)) from error
+
+
+def documents_of_row(row: Mapping[str, Any], where: str, vocab_size: int) -> list[Document]:
+    """As `read_row`, and raises BadDocumentError for ids and labels that the tokenizer does not
+    have."""
+    documents = read_row(row, where)
+    check_largest(largest_id(documents), where, vocab_size)
+    return documents
+
+
+def largest_id(documents: list[Document]) -> int:
+    """The largest token id or label of documents, -1 without any."""
+    found = [
+        ids
+        for document in documents
+        for ids in (document.tokens, document.targets)
+        if ids is not None
+    ]
+    return max((int(ids.max()) for ids in found), default=-1)
+
+
+def check_largest(largest: int, where: str, vocab_size: int) -> None:
+    """Raise BadDocumentError if a token id or label is no word of a vocabulary of `vocab_size`
+    words."""
+    if largest >= vocab_size:
+        raise BadDocumentError(
+            f"{where}: token id {largest}, but the tokenizer has {vocab_size} ids; set "
+            "data.tokenizer to the "
+            "tokenizer.json that these tokens and labels were made with"
+        )
+
+
+class ByteTokenizer:
+    """256 bytes, begin, end, padding, end of turn, and one id for each role of a chat."""
+
+    vocab_size = FIRST_ROLE + len(ROLES)
+    fingerprint = "bytes"
+
+    def encode(self, document: SourceDocument) -> list[Document]:
+        """See `Tokenizer.encode`."""
+        if document.row is not None:
+            return documents_of_row(document.row, document.where, self.vocab_size)
+        if document.messages is not None:
+            return [self._chat(document)]
+        if not document.text:
+            return []
+        return [Document(np.concatenate([[BEGIN], _bytes(document.text), [END]]))]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids` without structure; bytes that are no UTF-8 become U+FFFD."""
+        return bytes(value for value in ids if value < BEGIN).decode("utf-8", errors="replace")
+
+    def _chat(self, document: SourceDocument) -> Document:
+        tokens = [np.array([BEGIN])]
+        targets = [np.array([IGNORED])]
+        for message in document.messages or ():
+            said = np.concatenate([_bytes(message.content), [TURN_END]])
+            tokens += [np.array([FIRST_ROLE + ROLES.index(message.role)]), said]
+            targets += [
+                np.array([IGNORED]),
+                said if message.role == "assistant" else np.full_like(said, IGNORED),
+            ]
+        return Document(np.concatenate(tokens), np.concatenate(targets))
+
+
+def _bytes(text: str) -> Ids:
+    return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+
+class FileTokenizer:
+    """The tokenizer of a tokenizer.json (or of a folder that holds one)."""
+
+    def __init__(self, path: str) -> None:
+        """Raises DataError for a missing or foreign file, MissingPackageError without
+        `tokenizers`."""
+        file = Path(path).expanduser()
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise DataError(
+                f"{file}: no such file; data.tokenizer must be `bytes` or the path of a "
+                "tokenizer.json"
+            )
+        self._name = str(file)
+        self._tokenizer = _load(file)
+        self._end = self._end_token(file.parent / "tokenizer_config.json")
+        self.vocab_size = 1 + max(
+            self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
+        )
+        self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+    def encode(self, document: SourceDocument) -> list[Document]:
+        """See `Tokenizer.encode`."""
+        if document.row is not None:
+            return documents_of_row(document.row, document.where, self.vocab_size)
+        if document.messages is not None:
+            return [self._chat(document.messages, document.where)]
+        if not document.text:
+            return []
+        with self._named(document.where):
+            ids = self._tokenizer.encode(document.text).ids
+        if self._end is not None and ids[-1:] != [self._end]:
+            ids = [*ids, self._end]
+        return [Document(np.array(ids, dtype=np.int64))] if ids else []
+
+    def _named(self, where: str) -> "_NamedErrors":
+        """For tokenizing the document at `where`."""
+        return _NamedErrors(f"{where}: {self._name} cannot tokenize it", BadDocumentError)
+
+    def _chat(self, messages: tuple[Message, ...], where: str) -> Document:
+        for token in (IM_START, IM_END):
+            if self._tokenizer.token_to_id(token) is None:
+                raise DataError(
+                    f"{where}: chat messages are written as ChatML, but {self._name} has no token "
+                    f"{token}; "
+                    "give `text`, or `input_ids` with `labels`, made with the chat template of "
+                    "your model"
+                )
+        text = ""
+        spans: list[tuple[int, int]] = []
+        for message in messages:
+            text += f"{IM_START}{message.role}\n"
+            start = len(text)
+            text += message.content + IM_END
+            if message.role == "assistant":
+                spans.append((start, len(text)))
+            text += "\n"
+        with self._named(where):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = np.array(encoding.ids, dtype=np.int64)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        said = np.zeros(len(tokens), dtype=bool)
+        for start, stop in spans:
+            # A token that also covers the border before the words is predicted from the role alone:
+            # it counts.
+            said |= (offsets[:, 1] > start) & (offsets[:, 1] <= stop)
+        return Document(tokens, np.where(said, tokens, IGNORED))
+
+    def _end_token(self, config: Path) -> int | None:
+        names: list[Any] = list(END_NAMES)
+        if config.is_file():
+            try:
+                named = parse_json(config.read_text(encoding="utf-8")).get("eos_token")
+            except (ValueError, AttributeError) as error:
+                raise DataError(
+                    f"{config}: not a JSON object ({error}); it stands beside the tokenizer: "
+                    "repair it or "
+                    "remove it"
+                ) from error
+            end = named.get("content") if isinstance(named, dict) else named
+            if end is not None and (
+                not isinstance(end, str) or self._tokenizer.token_to_id(end) is None
+            ):
+                raise DataError(
+                    f"{config}: its eos_token is {shown(end)}, which is no token of {self._name}; "
+                    "repair "
+                    "it or remove it"
+                )
+            names.insert(0, end)
+        known = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
+        return next((number for number in known if number is not None), None)
+
+
+def _load(file: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{file}: needs the package `tokenizers`: pip install tokenizers"
+        ) from error
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(
+            f"{file}: not JSON ({error}); data.tokenizer must be a tokenizer.json"
+        ) from error
+    if not isinstance(content, dict) or "model" not in content:
+        raise DataError(f"{file}: not a tokenizer.json (it has no `model`)")
+    with _NamedErrors(
+        f"{file}: not a tokenizer.json that `tokenizers` {tokenizers.__version__} reads", DataError
+    ):
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    if unknown is not None and tokenizer.token_to_id(unknown) is None:
+        raise DataError(
+            f"{file}: its unk_token is {shown(unknown)}, which is not in its vocabulary, so words "
+            "that are "
+            "not there either cannot be tokenized; add it to the vocabulary"
+        )
+    # Padding and truncation may be stored in the file; packing needs documents as they are.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+class _NamedErrors:
+    """Name the file in errors of the package, which are of the bare class Exception (subclasses
+    pass untouched), and in panics of its Rust code, whose class has no public name."""
+
+    def __init__(self, text: str, kind: type[DataError]) -> None:
+        self._text, self._kind = text, kind
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
+        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
+            raise self._kind(f"{self._text} ({error})") from error
 
 
 class Tokenizer(Protocol):

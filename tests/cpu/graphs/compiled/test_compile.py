@@ -138,7 +138,7 @@ def test_a_replay_does_not_come_by_python():
     graphed = packgraph.graph(Packed(), capacities=[SMALL], warmup=0, strict=True, compile=TRACED)
     first, second = packs(SMALL, 2)
     graphed(first).backward()
-    graphed._program.compiler.run = None
+    graphed._capturer.program.compiler.run = None
     graphed(second).backward()
     assert graphed.stats.replayed == 2
 

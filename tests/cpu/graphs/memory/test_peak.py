@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from packgraph.graphs.memory import peak as peak_memory
+from packgraph.graphs.memory import allocator as peak_memory
 
 DEVICE = torch.device("cuda", 0)
 

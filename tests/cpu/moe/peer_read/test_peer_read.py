@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 from pullkit import NAN, Peers, draw_experts
 
+from packgraph.moe.peer_read.api import locate, naive_from_experts, naive_plans, naive_to_experts
 from packgraph.moe.peer_read.buffers import bytes_for, rows_for, weights_start
-from packgraph.moe.peer_read.naive import naive_from_experts, naive_plans, naive_to_experts
-from packgraph.moe.peer_read.plan import locate
-from packgraph.moe.permute.api import plan_rows
+from packgraph.moe.permute import plan_rows
 
 
 def same(ours, theirs):

@@ -10,15 +10,13 @@ from stashkit import poison_pages
 import packgraph
 import packgraph.moe.stash.experts as stashed
 from packgraph.bench.models import draw_batches
-from packgraph.models.chunks import ModelChunks
-from packgraph.models.config import DecoderConfig
-from packgraph.models.decoder import DecoderModel
-from packgraph.models.expert_config import ExpertConfig
+from packgraph.models.config import DecoderConfig, ExpertConfig
+from packgraph.models.decoder import DecoderModel, ModelChunks
 from packgraph.moe.experts import Experts
 from packgraph.moe.stash.experts import columns_of, stashed_experts
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
-from packgraph.train.expert_stash import share
+from packgraph.train.experts import share
 
 PAGE, CAPACITY = 16, Capacity(32, 4)
 CONFIG = DecoderConfig(

@@ -13,8 +13,18 @@ from torch import nn
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
 from packgraph.graphs.step import GraphedStep
-from packgraph.moe.stash.ops import put, reserve, take
-from packgraph.moe.stash.pages import DEMAND, HEAD, HEADER, NEED_HI, OVERFLOW, Pages, naive_reserve
+from packgraph.moe.stash.pages import (
+    DEMAND,
+    HEAD,
+    HEADER,
+    NEED_HI,
+    OVERFLOW,
+    Pages,
+    naive_reserve,
+    put,
+    reserve,
+    take,
+)
 from packgraph.moe.stash.stash import Stash
 from packgraph.parallel.pipeline.schedule import make_schedule
 
@@ -299,7 +309,7 @@ def test_pages_given_out_twice_are_seen(plain, monkeypatch):
         state.data[HEAD] -= record[2]
         return record
 
-    monkeypatch.setattr("packgraph.moe.stash.ops.naive_reserve", forgetful)
+    monkeypatch.setattr("packgraph.moe.stash.pages.naive_reserve", forgetful)
     assert differences(plain, train(make_expert_toy(stashed()), steps=4)) != []
 
 

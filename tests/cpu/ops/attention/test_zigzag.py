@@ -14,13 +14,11 @@ from packgraph.ops.attention.kind import (
     row_places,
     row_problems,
 )
-from packgraph.ops.attention.zigzag import tables_of
-from packgraph.ops.attention.zigzag_naive import naive_prefixes, naive_rows
+from packgraph.ops.attention.zigzag import naive_prefixes, naive_rows, tables_of
+from packgraph.packing.bins import pack_lengths
 from packgraph.packing.capacity import Capacity, CapacitySet, places
-from packgraph.packing.pack import pack
-from packgraph.packing.report import PackReport
-from packgraph.packing.waiting import pack_lengths
-from packgraph.train.executor import sample_batch
+from packgraph.packing.pack import PackReport, pack
+from packgraph.train.runner import sample_batch
 
 
 @st.composite

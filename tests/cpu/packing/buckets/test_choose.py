@@ -11,17 +11,20 @@ from math import log
 import numpy as np
 import pytest
 
-from packgraph.packing.buckets.choose import choose_buckets, measure
 from packgraph.packing.buckets.cost import FLASH4, CostModel, LinearMemory
-from packgraph.packing.buckets.cover import covering_places, covering_sizes
-from packgraph.packing.buckets.lengths import LengthHistogram
-from packgraph.packing.buckets.packing import PackingPolicy, pack_sample
-from packgraph.packing.buckets.proposals import Judge, proposals
-from packgraph.packing.buckets.request import BucketRequest, within_budget
+from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy, pack_sample
+from packgraph.packing.buckets.planner import (
+    BucketRequest,
+    Judge,
+    choose_buckets,
+    measure,
+    proposals,
+    within_budget,
+)
+from packgraph.packing.buckets.sets import covering_places, covering_sizes
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import Document
-from packgraph.packing.pack import pack, pack_stream
-from packgraph.packing.report import PackReport
+from packgraph.packing.pack import PackReport, pack, pack_stream
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings, strategies

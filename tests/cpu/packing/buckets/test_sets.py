@@ -6,14 +6,7 @@ import random
 import pytest
 
 from packgraph.packing.buckets.cost import CostModel
-from packgraph.packing.buckets.sets import (
-    Grid,
-    best_set,
-    cost_of,
-    grid_of,
-    quantiles,
-    tight_cost,
-)
+from packgraph.packing.buckets.sets import Grid, best_set, cost_of, grid_of, quantiles, tight_cost
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings, strategies

@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 
 from packgraph.packing.buckets.cost import FLASH4
-from packgraph.parallel.context.cost import COEFFICIENTS, ContextCost, RowTiming, fit
 from packgraph.parallel.context.plan import plan_context
-from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.context.request import (
+    COEFFICIENTS,
+    ContextCost,
+    ContextRequest,
+    RowTiming,
+    fit,
+)
 
 FLASH = ContextCost.of(FLASH4)
 PLAIN = ContextCost(

@@ -11,14 +11,11 @@ from pathlib import Path
 import pytest
 
 from packgraph import cli
-from packgraph.bench.distributions import DISTRIBUTIONS, lengths_like
+from packgraph.bench.models import DISTRIBUTIONS, lengths_like
 from packgraph.packing.buckets.cost import FLASH4, CostModel
-from packgraph.parallel.context.bound import _share, lower_bound
-from packgraph.parallel.context.cost import ContextCost, fit
-from packgraph.parallel.context.plan import ContextPlan, plan_context
-from packgraph.parallel.context.request import ContextRequest, powers_of_two
-from packgraph.viz.context import context_values, describe_context
-from packgraph.viz.context_svg import draw_context_svg
+from packgraph.parallel.context.plan import ContextPlan, _share, lower_bound, plan_context
+from packgraph.parallel.context.request import ContextCost, ContextRequest, fit, powers_of_two
+from packgraph.viz.context import context_values, describe_context, draw_context_svg
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings, strategies
@@ -465,8 +462,8 @@ def test_the_command_needs_data_wherever_it_stands(
             "a row of 510 tokens cannot be cut into the 4 parts that zigzag needs",
         ),
         (["--world", "0"], "world must be at least 1, got 0"),
-        (["--world", "x"], "invalid int value: 'x'"),
-        (["--world", "4", "--places", "a"], "expected whole numbers such as 1,2,4, got 'a'"),
+        (["--world", "x"], "--world: expected a whole number, got 'x'"),
+        (["--world", "4", "--places", "a"], "--places: expected a whole number, got 'a'"),
         (["--world", "4", "--batch", "2"], "give one of them"),
         (["--world", "4", "--svg", "nowhere/plan.svg"], "nowhere/plan.svg: cannot be written"),
         (

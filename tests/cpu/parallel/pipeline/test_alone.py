@@ -119,21 +119,21 @@ class Scored(nn.Module):
 
 
 def test_what_two_graphed_modules_add_to_a_shared_gradient_is_never_lost():
-    """Why such chunks are left out of steady blocks: each module has a buffer of its own for the
+    """Why such chunks are left out of frozen blocks: each module has a buffer of its own for the
     shared gradient."""
     lost = []
-    for steady in (False, True):
+    for frozen in (False, True):
         layer, x = nn.Linear(4, 4), torch.randn(3, 4)
         modules = [graph(Scored(layer), warmup=0) for _ in range(2)]
         for module in modules:
             module.build([(x,)])
-        blocks = [module.steady() for module in modules] if steady else []
+        blocks = [module.frozen() for module in modules] if frozen else []
         for block in blocks:
             block.__enter__()
         for module in modules * 2:
-            claim = module.claim((x,), {})
-            claim.forward((x,), {})
-            claim.backward()
+            handle = module.acquire((x,), {})
+            handle.forward((x,), {})
+            handle.backward()
         for block in blocks:
             block.__exit__(None, None, None)
         found = layer.weight.grad.clone()

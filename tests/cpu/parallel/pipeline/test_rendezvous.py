@@ -6,9 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packgraph.parallel.pipeline.rendezvous import Op, make_rows, receiver_of
-from packgraph.parallel.pipeline.schedule import Action, Schedule, make_schedule
-from packgraph.parallel.pipeline.simulate import needed, simulate
-from packgraph.parallel.pipeline.slots import slot_counts
+from packgraph.parallel.pipeline.schedule import (
+    Action,
+    Schedule,
+    make_schedule,
+    needed,
+    simulate,
+    slot_counts,
+)
 
 
 def blocking_run(schedule, rows):

@@ -10,16 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from packgraph.parallel.pipeline.csv import from_csv, to_csv
 from packgraph.parallel.pipeline.schedule import (
     Action,
     Schedule,
+    from_csv,
     legal_microbatches,
     make_schedule,
+    peak_in_flight,
     schedule_errors,
+    simulate,
+    to_csv,
 )
-from packgraph.parallel.pipeline.simulate import simulate
-from packgraph.parallel.pipeline.slots import peak_in_flight
 
 
 def needs_torch(*names: str) -> None:

@@ -5,9 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.parallel.pipeline.csv import from_csv
-from packgraph.parallel.pipeline.schedule import Action, Schedule, make_schedule
-from packgraph.parallel.pipeline.simulate import needed, simulate
+from packgraph.parallel.pipeline.schedule import (
+    Action,
+    Schedule,
+    from_csv,
+    make_schedule,
+    needed,
+    simulate,
+)
 
 
 @given(st.integers(1, 6), st.integers(1, 20))

@@ -5,9 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.parallel.pipeline.schedule import Action, Schedule, make_schedule
-from packgraph.parallel.pipeline.simulate import simulate
-from packgraph.parallel.pipeline.slots import assign_slots, peak_in_flight, slot_counts
+from packgraph.parallel.pipeline.schedule import (
+    Action,
+    Schedule,
+    assign_slots,
+    make_schedule,
+    peak_in_flight,
+    simulate,
+    slot_counts,
+)
 
 Counts = tuple[tuple[int, ...], ...]
 

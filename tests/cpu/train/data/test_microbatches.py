@@ -17,7 +17,7 @@ from packgraph.train.data import (
     open_documents,
     open_microbatches,
 )
-from packgraph.train.data.bad_documents import BadDocuments
+from packgraph.train.data.source import BadDocuments
 
 CAPACITIES = [Capacity(64, 6), Capacity(128, 12), Capacity(128, 40)]
 

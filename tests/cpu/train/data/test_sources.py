@@ -11,10 +11,10 @@ from packgraph.train.data import (
     DataConfig,
     DataError,
     MissingPackageError,
+    formats,
     open_documents,
-    parquet_source,
 )
-from packgraph.train.data.stdlib_source import StandardLibrarySource
+from packgraph.train.data.formats import StandardLibrarySource
 
 MODULE = '''"""What the module is for, in a line that is long enough."""
 import os
@@ -218,8 +218,8 @@ def test_parquet_rows_are_read_through_datasets(tmp_path, monkeypatch):
 def test_the_fingerprint_of_parquet_follows_contents_not_names(tmp_path, monkeypatch, whole):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(parquet_source, "WHOLE", whole)
-    monkeypatch.setattr(parquet_source, "SAMPLE", 512)
+    monkeypatch.setattr(formats, "WHOLE", whole)
+    monkeypatch.setattr(formats, "SAMPLE", 512)
 
     def fingerprint(name, rows):
         datasets.Dataset.from_dict({"text": rows}).to_parquet(str(tmp_path / name))

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from packgraph.train.data import DataConfig, DataError, SourceDocument, build_tokenizer
-from packgraph.train.data.byte_tokenizer import BEGIN, END, FIRST_ROLE, TURN_END
 from packgraph.train.data.source import Message
+from packgraph.train.data.tokenizer import BEGIN, END, FIRST_ROLE, TURN_END
 
 CHAT = (
     Message("user", "add one"),

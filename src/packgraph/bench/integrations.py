@@ -1,0 +1,341 @@
+"""`packgraph bench integrations`: whole training steps of a model of transformers, by transformers
+alone and through graphs.
+
+    transformers           its own forward, loss and autograd; documents are kept apart by
+                           packgraph's attention, registered by hand, without a mask
+    transformers+compile   the same, every layer through torch.compile
+    live                   packgraph.graph(packed(model))
+    live+compile           the same with compile=True
+    own                    packgraph's decoder of the same shape and values, through graphs
+    own+compile            the same with compile=True
+
+A step is forward and backward of microbatches with a number of tokens in all, then fused AdamW. All
+ways train on the same documents. Each way is built, timed and freed by itself, since several models
+with their optimizers do not fit side by side; every way starts from the same values.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packgraph.bench.models import SHAPES, draw_batches, dtype_on
+from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, gibibytes, median, value, why
+from packgraph.bench.timing import Deadline, peak_bytes, start_anew, time_calls
+from packgraph.graphs.graphed import GraphedModule, graph
+from packgraph.models.decoder import DecoderModel
+from packgraph.models.hf_config import config_from_json, config_to_json
+from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+
+ATTENTION = "packgraph_bench"
+STEPS_AHEAD = 3  # eager calls, captures and compiling
+
+COLUMNS: list[Column] = [
+    ("row", value("tokens")),
+    ("way", value("way")),
+    ("tokens / s", value("tokens_per_second", ",.0f")),
+    ("ratio", value("ratio", ".2f")),
+    ("step ms", median("step_ms", 1)),
+    ("host ms", median("host_ms", 1)),
+    ("peak GiB", gibibytes("peak_bytes")),
+    ("prepare s", value("prepare_seconds", ".1f")),
+    ("replayed", value("replayed")),
+    ("loss", value("loss", ".4f")),
+]
+
+
+class ModelError(ValueError):
+    """The model is neither a known shape nor a config.json."""
+
+
+@dataclass(frozen=True)
+class IntegrationOptions:
+    """What to measure.
+
+    model: name of a shape, or a config.json of transformers. layers: another number of them.
+    tokens: rows of the table, tokens of a microbatch. step_tokens: tokens of a step. steps: that
+    are timed. mean, sigma: of document lengths. documents: places of a microbatch.
+    """
+
+    model: str
+    layers: int | None
+    tokens: tuple[int, ...]
+    ways: tuple[str, ...]
+    step_tokens: int = 32 * 1024
+    steps: int = 8
+    mean: float = 1024.0
+    sigma: float = 1.0
+    documents: int = 64
+    seed: int = 0
+
+
+Loss = Callable[[PackedBatch, Tensor], Tensor]
+
+
+@dataclass
+class _Way:
+    """A model and what makes a loss of it. graphed: whose counts are told."""
+
+    model: nn.Module
+    loss: Loss
+    graphed: GraphedModule | None = None
+
+
+def bench_integrations(
+    options: IntegrationOptions, device: torch.device, rows: Rows, deadline: Deadline
+) -> None:
+    """Measures everything in `options`; one row per number of tokens and way.
+
+    Raises:
+        ImportError: Without transformers.
+        ModelError: If the model is unknown.
+    """
+    config = _config_of(options)
+    for tokens in options.tokens:
+        bench = _Bench(options, config, tokens, device)
+        first: float | None = None
+        for name in options.ways:
+            if deadline.passed():
+                row = bench.row(name) | {"reason": deadline.reason}
+            else:
+                row = bench.measure(name)
+            if row["tokens_per_second"] is not None:
+                first = first or row["tokens_per_second"]
+                row["ratio"] = round(row["tokens_per_second"] / first, 4)
+            rows.add(row)
+            start_anew(device)
+
+
+def _config_of(options: IntegrationOptions) -> dict[str, Any]:
+    """The config.json of the model."""
+    if options.model in SHAPES:
+        content = config_to_json(SHAPES[options.model], torch.bfloat16)
+    else:
+        file = Path(options.model)
+        if not file.is_file():
+            raise ModelError(
+                f"--model {options.model!r} is neither a config.json nor one of {', '.join(SHAPES)}"
+            )
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"--model {options.model!r} cannot be read: {error}") from error
+        if not isinstance(content, dict) or "model_type" not in content:
+            raise ModelError(f"--model {options.model!r} names no model_type")
+    if options.layers is not None:
+        content["num_hidden_layers"] = options.layers
+        if "layer_types" in content:
+            content["layer_types"] = content["layer_types"][: options.layers]
+    return content
+
+
+class _Bench:
+    """All ways at one number of tokens."""
+
+    def __init__(
+        self,
+        options: IntegrationOptions,
+        config: dict[str, Any],
+        tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.options, self.config, self.tokens, self.device = options, config, tokens, device
+        self.capacity = Capacity(tokens, options.documents)
+        self.per_step = max(1, options.step_tokens // tokens)
+        packs = draw_batches(
+            self.capacity,
+            self.per_step * (STEPS_AHEAD + options.steps + 1),
+            config["vocab_size"],
+            mean=options.mean,
+            sigma=options.sigma,
+            seed=options.seed,
+        )
+        self.steps = [
+            [pack.to(device) for pack in packs[start : start + self.per_step]]
+            for start in range(0, len(packs), self.per_step)
+        ]
+
+    def row(self, name: str) -> Row:
+        """What a row says of a way before it was measured."""
+        return {
+            "benchmark": "integrations",
+            "way": name,
+            "model": self.options.model,
+            "family": self.config["model_type"],
+            "layers": self.config["num_hidden_layers"],
+            "dtype": str(dtype_on(self.device)).removeprefix("torch."),
+            "tokens": self.tokens,
+            "documents": self.options.documents,
+            "microbatches": self.per_step,
+            "mean": self.options.mean,
+            "sigma": self.options.sigma,
+            "seed": self.options.seed,
+            "figures": {},
+            "tokens_per_second": None,
+            "ratio": None,
+            "peak_bytes": None,
+            "prepare_seconds": None,
+            "replayed": None,
+            "fallbacks": None,
+            "loss": None,
+            "reason": None,
+        }
+
+    def measure(self, name: str) -> Row:
+        """Builds a way, times its steps and frees it."""
+        row = self.row(name)
+        try:
+            way = WAYS[name](self)
+            row |= self._timed(way)
+        except FAILURES as error:
+            row["reason"] = why(error)
+            return row
+        if way.graphed is not None:
+            row["replayed"] = way.graphed.stats.replayed
+            row["fallbacks"] = dict(way.graphed.stats.fallbacks)
+            way.graphed.close()
+        return row
+
+    def _timed(self, way: _Way) -> Row:
+        optimizer = torch.optim.AdamW(
+            way.model.parameters(), lr=1e-4, fused=self.device.type == "cuda"
+        )
+
+        def step(batches: list[PackedBatch]) -> Tensor:
+            counted = torch.stack([(batch.labels != -100).sum() for batch in batches]).sum()
+            total = torch.zeros((), device=self.device)
+            for batch in batches:
+                loss = way.loss(batch, counted)
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=way.graphed is None)
+            return total
+
+        losses: list[Tensor] = []
+        ahead, timed = self.steps[:STEPS_AHEAD], self.steps[STEPS_AHEAD:-1]
+
+        def run(steps: list[list[PackedBatch]], mark: Callable[[], None]) -> None:
+            for batches in steps:
+                losses.append(step(batches))
+                mark()
+
+        laps, _ = time_calls(self.device, lambda mark: run(ahead, mark))
+        times, host = time_calls(
+            self.device, lambda mark: run(timed, mark), lambda: step(self.steps[-1])
+        )
+        peak = peak_bytes(self.device, lambda: step(self.steps[-1]))
+        real = [sum(batch.num_tokens for batch in batches) for batches in timed]
+        rates = figures([1000 * count / lap for count, lap in zip(real, times, strict=True)])
+        return {
+            "figures": {
+                "step_ms": figures(times),
+                "host_ms": figures([host / len(timed)]),
+                "tokens_per_second": rates,
+            },
+            "tokens_per_second": rates["median"],
+            "peak_bytes": peak,
+            "prepare_seconds": round(sum(laps) / 1000, 2),
+            "loss": float(losses[0]),
+        }
+
+    def theirs(self) -> Any:
+        """The model by transformers, the same values for a seed."""
+        transformers = importlib.import_module("transformers")
+        content = {key: entry for key, entry in self.config.items() if key != "architectures"}
+        config = transformers.AutoConfig.for_model(**content)
+        torch.manual_seed(self.options.seed)
+        with torch.device(self.device):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        return model.to(dtype_on(self.device)).train()
+
+    def ours(self) -> DecoderModel:
+        """packgraph's decoder of the same shape and values."""
+        made = DecoderModel(
+            config_from_json(self.config), device=self.device, dtype=dtype_on(self.device)
+        ).train()
+        values = {
+            key.removeprefix("model."): tensor for key, tensor in self.theirs().state_dict().items()
+        }
+        own = made.state_dict()
+        missing = sorted(own.keys() - values.keys())
+        if missing:
+            raise ValueError(f"transformers' model has no {', '.join(missing[:3])}")
+        made.load_state_dict({key: values[key] for key in own})
+        return made
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    packed: PackedBatch,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """An implementation of attention for transformers, for a model without windows, soft caps and
+    sinks."""
+    q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    choice = choose_backend(q.device, q.dtype, q.shape[-1], v.shape[-1])
+    return attention(q, k, v, attention_metadata(packed, choice.name), scale=scaling)[None], None
+
+
+def _transformers(bench: _Bench, *, compile: bool) -> _Way:
+    model = bench.theirs()
+    importlib.import_module("transformers").AttentionInterface.register(ATTENTION, _attend)
+    model.set_attn_implementation(ATTENTION)  # no mask function of that name: no mask is made
+    if compile:
+        for layer in model.base_model.layers:
+            layer.compile()
+
+    def loss(batch: PackedBatch, counted: Tensor) -> Tensor:
+        found: Tensor = model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.position_ids[None],
+            labels=batch.labels[None],
+            shift_labels=batch.labels[None],
+            num_items_in_batch=counted,
+            use_cache=False,
+            packed=batch,
+        ).loss
+        return found
+
+    return _Way(model, loss)
+
+
+def _live(bench: _Bench, *, compile: bool) -> _Way:
+    packed = importlib.import_module("packgraph.integrations.transformers").packed
+    model = packed(bench.theirs())
+    return _graphed(bench, model, compile=compile)
+
+
+def _own(bench: _Bench, *, compile: bool) -> _Way:
+    return _graphed(bench, bench.ours(), compile=compile)
+
+
+def _graphed(bench: _Bench, model: nn.Module, *, compile: bool) -> _Way:
+    graphed = graph(model, capacities=[bench.capacity], warmup=1, slots=1, compile=compile)
+    return _Way(model, graphed, graphed)
+
+
+WAYS: MappingProxyType[str, Callable[[_Bench], _Way]] = MappingProxyType(
+    {
+        "transformers": lambda bench: _transformers(bench, compile=False),
+        "transformers+compile": lambda bench: _transformers(bench, compile=True),
+        "live": lambda bench: _live(bench, compile=False),
+        "live+compile": lambda bench: _live(bench, compile=True),
+        "own": lambda bench: _own(bench, compile=False),
+        "own+compile": lambda bench: _own(bench, compile=True),
+    }
+)

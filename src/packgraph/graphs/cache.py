@@ -1,0 +1,216 @@
+"""Cache of captured graphs by slot and key, shared by graphed modules and graphed steps.
+
+A slot excludes its captures from each other, so the cache evicts by slot: a larger call makes room
+by dropping smaller ones. Keys whose capture failed are remembered. A capture that found no memory
+is tried again a few times, each time after more calls, because memory comes back: a data loader
+lets go of its own, another model is freed, a slot is given back. Other failures are forgotten when
+the module changes, unless they repeat: calls may change the module themselves, by hooks or in their
+backward.
+
+Ranks that share rows, matrices or experts must run a call the same way. Whoever captures with
+others asks for consensus after each capture, before anything relies on it;
+`parallel/consensus.py` knows how ranks ask each other.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from packgraph.graphs import fallback
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.memory.allocator import free_memory
+from packgraph.graphs.signature import Signature
+from packgraph.graphs.slots import Slot
+from packgraph.packing.batch import PackedBatch
+
+CALLS_BETWEEN = (8, 64)  # eager calls of the same key between one try and the next
+MAX_TRIES = 3  # of a capture that fails with the same words, though the module has changed
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+FREE_MEMORY = (
+    "free memory, or declare fewer or smaller capacities, or fewer slots: graphs keep their "
+    "activations"
+)
+# what was captured, for people; why that failed here, or None -> why it failed on any rank, or None
+Consensus = Callable[[str, CaptureError | None], CaptureError | None]
+
+
+def alone(what: str, error: CaptureError | None) -> CaptureError | None:
+    """The consensus of a process that exchanges nothing."""
+    return error
+
+
+def call_name(module: nn.Module, args: tuple[Any, ...]) -> str:
+    """A call of `module` with these arguments in words, for messages."""
+    shapes = [str(arg.capacity) for arg in args if isinstance(arg, PackedBatch)]
+    return f"{type(module).__name__} for {', '.join(shapes) or 'these arguments'}"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the allocator, or the driver itself, had no memory."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, torch.AcceleratorError)
+        and getattr(error, "error_code", None) == _OUT_OF_MEMORY
+    )
+
+
+class Captured(Protocol):
+    """The graphs of one key in one slot."""
+
+    @property
+    def segments(self) -> int:
+        """Number of captured segments."""
+
+    def reset(self) -> None:
+        """Frees the graphs."""
+
+
+AnyCaptured = TypeVar("AnyCaptured", bound=Captured)
+
+
+class GraphCache:
+    """Captured graphs by slot and key, and the keys that could not be captured.
+
+    Attributes:
+        consensus: Asked by `agree` after every capture that other ranks make, too.
+    """
+
+    def __init__(self, stats: Stats, device: torch.device) -> None:
+        self.consensus: Consensus = alone
+        self._stats, self._device = stats, device
+        self._failed: set[Hashable] = set()
+        self._retries = _Retries()
+
+    @property
+    def failures(self) -> int:
+        """Number of keys that could not be captured."""
+        return len(self._failed)
+
+    def has_failed(self, key: Hashable) -> bool:
+        """Whether a capture of `key` has failed, other than for want of memory."""
+        return key in self._failed
+
+    def is_hopeless(self, key: Hashable) -> bool:
+        """Whether a capture of `key` has failed too often in one way to be tried again."""
+        return self._retries.is_hopeless(key)
+
+    def must_wait(self, key: Hashable) -> bool:
+        """Whether it is too early to capture `key` again, which found no memory; asked once per
+        call."""
+        return self._retries.must_wait(key)
+
+    def fail(self, key: Hashable) -> None:
+        """Notes that a capture of `key` failed."""
+        self._failed.add(key)
+
+    def give_up(self, key: Hashable, error: CaptureError) -> tuple[str, bool]:
+        """Notes that a capture of `key` failed with `error`: for good, or until there is more
+        memory.
+
+        Other ranks would not try again with this one, so with consensus it is for good.
+
+        Returns:
+            The reason to run such calls eagerly, and whether it is news to the user.
+        """
+        if (
+            self.consensus is alone
+            and is_out_of_memory(error.__cause__)
+            and self._retries.wait(key)
+        ):
+            return fallback.NO_MEMORY, True
+        self._failed.add(key)
+        return fallback.CAPTURE_FAILED, self._retries.is_news(key, error)
+
+    def forgive(self) -> None:
+        """Lets failed keys be captured again, except for those that always fail in one way."""
+        self._failed = set(filter(self._retries.is_hopeless, self._failed))
+
+    def capture(
+        self, call: Signature, slot: Slot, capture: Callable[[], AnyCaptured]
+    ) -> AnyCaptured:
+        """Captures a call into a slot; what is larger than the slot drops its other graphs.
+
+        Raises:
+            CaptureError: As `capture` does.
+        """
+        started = time.perf_counter()
+        if self._retries.found_no_memory(call.key):
+            free_memory(self._device)
+        self._stats.dropped(_LARGER, slot.make_room(call.nbytes))
+        made = capture()
+        slot.variants[call.key] = made
+        self._stats.dropped(_LARGER, slot.forget_smaller(call.key))
+        self._stats.captured += made.segments
+        self._stats.capture_seconds += time.perf_counter() - started
+        return made
+
+    def evict(self, key: Hashable, slot: Slot, reason: str) -> None:
+        """Frees the graphs of `key` in `slot`, if there are any, counted under `reason`."""
+        if key in slot.variants:
+            slot.variants.pop(key).reset()
+            self._stats.dropped(reason, 1)
+
+    def agree(
+        self, what: str, key: Hashable, slot: Slot, error: CaptureError | None
+    ) -> CaptureError | None:
+        """Asks the other ranks whether their capture went well, too.
+
+        Args:
+            what: The captured call in words.
+            key: Its key.
+            slot: The slot that it was captured into.
+            error: Why the capture failed on this rank, or None.
+
+        Returns:
+            Why the capture failed on any rank, or None; the graphs are freed and the key has failed
+            then.
+        """
+        failed = self.consensus(what, error)
+        if failed is not None:
+            self._failed.add(key)
+            if key in slot.variants:  # it is another rank that failed
+                slot.variants.pop(key).reset()
+        return failed
+
+
+_LARGER = "a larger variant took the slot"
+
+
+class _Retries:
+    """How often captures failed, and how many calls to wait before the next try."""
+
+    def __init__(self) -> None:
+        self._failures: Counter[tuple[Hashable, str]] = Counter()
+        self._tries: dict[Hashable, int] = {}
+        self._left: dict[Hashable, int] = {}
+
+    def is_news(self, key: Hashable, error: Exception) -> bool:
+        """Notes that a capture failed; whether it did so for the first time with these words."""
+        self._failures[key, str(error)] += 1
+        return self._failures[key, str(error)] == 1
+
+    def is_hopeless(self, key: Hashable) -> bool:
+        return any(
+            known == key and tries >= MAX_TRIES for (known, _), tries in self._failures.items()
+        )
+
+    def wait(self, key: Hashable) -> bool:
+        """Notes that a capture found no memory; whether it may be tried again."""
+        tries = self._tries[key] = self._tries.get(key, 0) + 1
+        if tries > len(CALLS_BETWEEN):
+            return False
+        self._left[key] = CALLS_BETWEEN[tries - 1]
+        return True
+
+    def found_no_memory(self, key: Hashable) -> bool:
+        return key in self._tries
+
+    def must_wait(self, key: Hashable) -> bool:
+        if not self._left.get(key):
+            return False
+        self._left[key] -= 1
+        return True

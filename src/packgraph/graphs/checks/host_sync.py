@@ -1,0 +1,443 @@
+"""What a captured region must not do, found while its code runs.
+
+Two modes watch the code of a region. The dispatch mode sees every tensor operation: those whose
+result or shape depends on data (they wait for the device), boolean masks, resized storages. The
+function mode sees host reads that never reach the dispatcher for CPU tensors (`float(t)`,
+`t.tolist()`, `if t:`). Both raise at the user's line, before the operation runs. The dispatch mode
+also keeps a journal: the old contents of every tensor that existed before and is written to, so
+that running a region for capture can be undone. Random generators are a fact of the capture too:
+those that it knows are advanced by replays; drawing from any other is refused.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from packgraph.graphs.checks.host_calls import Unseen
+from packgraph.graphs.checks.operations import (
+    PLAIN_TENSORS,
+    Operation,
+    flat,
+    operands_of,
+    operation_of,
+    storages,
+    tensors_of,
+)
+from packgraph.graphs.checks.random_state import Draws
+from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.memory.allocator import most_allocated
+
+_BOOLEAN = (torch.bool, torch.uint8)
+
+
+def shapes_only(types: Iterable[type]) -> bool:
+    """Whether an operation on tensors of these types computes shapes and no numbers, so that nobody
+    need see it.
+
+    DTensor runs an operation that is new to it on fake tensors once, to learn the shape of the
+    result.
+    """
+    for kind in types:  # noqa: SIM110  # no generator: this is asked twice for every operation
+        if kind not in PLAIN_TENSORS and issubclass(kind, FakeTensor):
+            return True
+    return False
+
+
+_KEEP = "keep the value on the device, or read it after the step"
+_PRINT = "print it after the step, or run the call under packgraph.eager(...)"
+_SHAPE = "use a static shape: torch.where or masked_fill instead of selecting rows"
+_HOST_READS = {
+    "__bool__": (
+        "a Python branch on a tensor",
+        "use torch.where, or take the branch outside the captured stage",
+    ),
+    "item": ("Tensor.item()", _KEEP),
+    "tolist": ("Tensor.tolist()", _KEEP),
+    "numpy": ("Tensor.numpy()", _KEEP),
+    "cpu": ("Tensor.cpu()", _KEEP),
+    "__int__": ("int(tensor)", _KEEP),
+    "__float__": ("float(tensor)", _KEEP),
+    "__complex__": ("complex(tensor)", _KEEP),
+    "__index__": (
+        "a tensor used as a Python index",
+        "index with the tensor itself (index_select, gather)",
+    ),
+    "__array__": ("numpy reading a tensor", _KEEP),
+    "__repr__": ("printing a tensor", _PRINT),
+    "__format__": ("a tensor in a formatted string", _PRINT),
+    "__contains__": ("`in` on a tensor", "compare on the device: (tensor == value).any()"),
+}
+# transformers looks at a mask's values to see whether it can go without, but not at those of a
+# complete mask.
+_MASKS_OF = os.path.join("transformers", "masking_utils.py")
+_MASKS = (
+    "pass a complete attention_mask, boolean and of shape [batch, 1, queries, keys]: its values "
+    "are not looked at"
+)
+_FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
+_REPEAT = "pass output_size= (a static number) to repeat_interleave"
+_WAYS_OUT = {
+    "nonzero": _SHAPE,
+    "masked_select": _SHAPE,
+    "index": _SHAPE,
+    "_unique2": _SHAPE,
+    "unique_consecutive": _SHAPE,
+    "unique_dim": _SHAPE,
+    "bincount": "use zeros(n).scatter_add_(0, index, ones): its shape is static",
+    "repeat_interleave": _REPEAT,
+    "_local_scalar_dense": _KEEP,
+    "equal": "compare on the device: (a == b).all()",
+    "is_nonzero": _KEEP,
+}
+_SPARSE = {
+    "_sparse_coo_tensor_with_dims_and_tensors",
+    "_sparse_coo_tensor_with_dims",
+    "_sparse_coo_tensor_unsafe",
+}
+_FIXED: ContextVar[bool] = ContextVar("packgraph_compiled_before", default=False)
+_COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
+_KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
+LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
+LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
+
+
+def way_out(name: str) -> str:
+    """What to do about the operation called `name`, which waits for the device."""
+    return _WAYS_OUT.get(name, LEAVE_OUT)
+
+
+class Journal:
+    """Old contents of tensors that were written to, restored on request. They wait on the host
+    where the device has no memory for them: a step's graph writes to all gradients, which may be
+    more than is free.
+
+    draws: what the same capture does to random generators, if it is watched.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.draws: Draws | None = None
+
+    def before_write(self, tensor: torch.Tensor) -> None:
+        """Save the whole storage behind `tensor` unless it is saved already."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._saved:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+                tensor.untyped_storage()
+            )
+            self._saved[key] = (whole, _copied(whole))
+
+    def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the capture's code that may draw, with random numbers that nobody
+        else gets."""
+        return (
+            operation.function(*args, **kwargs)
+            if self.draws is None
+            else self.draws.call(operation, args, kwargs)
+        )
+
+    def restore(self) -> None:
+        """Put the saved contents back, unseen by autograd, and forget them."""
+        for whole, old in self._saved.values():
+            if whole.untyped_storage().nbytes() == old.numel():
+                whole.copy_(old)
+        self._saved.clear()
+
+    def written(self) -> list[torch.Tensor]:
+        """The saved storages, as flat byte tensors."""
+        return [whole for whole, _ in self._saved.values()]
+
+
+def _copied(whole: torch.Tensor) -> torch.Tensor:
+    if _has_room(whole):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return whole.clone()
+    return torch.empty_like(whole, device="cpu").copy_(whole)
+
+
+def _has_room(whole: torch.Tensor) -> bool:
+    """Whether a copy leaves the device what the process has needed beyond what it holds now: it
+    stays there while the rest of a step is dry-run. Small ones do anyway."""
+    if whole.device.type != "cuda" or whole.numel() < LARGE:
+        return True
+    free, _ = torch.cuda.mem_get_info(whole.device)
+    held = torch.cuda.memory_allocated(whole.device)
+    free += torch.cuda.memory_reserved(whole.device) - held
+    return free - whole.numel() >= most_allocated(whole.device) - held
+
+
+@contextlib.contextmanager
+def known_generators(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Within the block captured code may draw from these generators only."""
+    token = _KNOWN.set(frozenset(generator._cdata for generator in generators))  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
+def capturing() -> bool:
+    """Whether the caller is run for a capture (or its dry run)."""
+    return _KNOWN.get() is not None
+
+
+class FunctionWatcher(TorchFunctionMode):
+    """A function mode that is not shown to torch.compile, which would take its Python for the
+    user's."""
+
+
+class HostSyncCheck(FunctionWatcher):
+    """Refuses host reads of tensors. device: only reads of tensors on this device type count (None
+    = all). constants_too: whether tensors made of Python numbers are refused; not where somebody
+    remembers them.
+    """
+
+    def __init__(self, device: str | None, constants_too: bool = True) -> None:
+        super().__init__()
+        self.device, self.constants_too = device, constants_too
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if (
+            name in _HOST_READS
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and self._counts(args[0].device.type)
+        ):
+            (what, remedy), where = _HOST_READS[name], user_line()
+            raise CaptureError(
+                f"{what} waits for the device inside a captured stage",
+                where,
+                _MASKS if _MASKS_OF in where else remedy,
+            )
+        if (
+            self.constants_too
+            and name in _FROM_PYTHON
+            and kwargs
+            and kwargs.get("device") is not None
+            and self._counts(torch.device(kwargs["device"]).type)
+            and not (args and isinstance(args[0], torch.Tensor))
+        ):
+            raise CaptureError(
+                f"torch.{name}(..., device=...) copies host values inside a captured stage, "
+                "and a graph would freeze them",
+                user_line(),
+                "make the tensor once outside, or use torch.full / new_zeros / arange",
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _counts(self, device: str) -> bool:
+        return self.device is None or device == self.device
+
+
+@contextlib.contextmanager
+def compiled_stages(fixed: bool = False) -> Iterator[None]:
+    """Within the block torch.compile works under the modes that watch captured code. fixed: see
+    `all_is_compiled`.
+
+    Otherwise it gives way to them, and a function that the user has compiled runs operation by
+    operation: its kernels would be no operations that a watcher sees. Our own compiled code tells
+    the watchers itself (graphs/compiled/opaque.py).
+    """
+    token, all_token = _COMPILED.set(True), _FIXED.set(fixed)
+    try:
+        yield
+    finally:
+        _COMPILED.reset(token)
+        _FIXED.reset(all_token)
+
+
+def all_is_compiled() -> bool:
+    """Whether this thread captures compiled code, all of which was compiled before: a capture
+    cannot hold compiling."""
+    return _FIXED.get()
+
+
+class CodeWatcher(TorchDispatchMode):
+    """A dispatch mode that is told of compiled code as of one operation."""
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Asked by torch when the mode begins: whether torch.compile may work under it."""
+        return _COMPILED.get()
+
+
+class CaptureChecker(CodeWatcher):
+    """Runs code for a capture: journals writes to what existed before, and refuses what a graph
+    cannot hold.
+
+    refuse: False only journals (stages that stay eager may do what they like). device: as in
+        HostReadGuard.
+    external, written: the tensors from outside that the code has read and written to, by storage.
+    """
+
+    def __init__(self, journal: Journal, *, refuse: bool, device: str | None) -> None:
+        super().__init__()
+        self.journal, self.refuse, self.device = journal, refuse, device
+        self.external: dict[int, torch.Tensor] = {}
+        self.written: dict[int, torch.Tensor] = {}
+        self._own: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and shapes_only(types):
+            return func(*args, **kwargs)
+        if types and not PLAIN_TENSORS.issuperset(types):
+            return NotImplemented
+        with Unseen():
+            operation = operation_of(func)
+            if operation is not None:
+                operands, inputs, written = self._before(operation, args, kwargs)
+        if operation is None:
+            return func(*args, **kwargs)
+        result = (
+            self.journal.call(operation, args, kwargs)
+            if operation.may_draw
+            else func(*args, **kwargs)
+        )
+        with Unseen():
+            results = flat((result,))
+            self._own.update(storages(results).keys() - inputs)
+            self.has_run(operation, inputs, operands, written, results)
+        return result
+
+    def _before(
+        self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], Set[int], Set[int]]:
+        """What an operation is called with, and the storages that it reads and writes."""
+        operands = operands_of(args, kwargs)
+        self.begins(operation, operands)
+        if self.refuse:
+            refuse_unsafe(operation, args, kwargs, operands, self.device)
+        inputs, written = storages(operands), storages(operation.written_of(args, kwargs))
+        for key, tensor in written.items():
+            if key not in self._own:
+                self.journal.before_write(tensor)
+                self.written[key] = tensor
+        self.external.update(
+            (key, tensor) for key, tensor in inputs.items() if key not in self._own
+        )
+        return operands, inputs.keys(), written.keys()
+
+    def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
+        """Called before an operation runs."""
+
+    def has_run(
+        self,
+        operation: Operation,
+        inputs: Set[int],
+        operands: Sequence[Any],
+        written: Set[int],
+        results: Sequence[Any],
+    ) -> None:
+        """Called when an operation has run. inputs: the storages of its operands. written: those it
+        has written to."""
+
+
+def refuse_unsafe(
+    operation: Operation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[Any],
+    device: str | None,
+) -> None:
+    """Raise CaptureError when an operation does what a graph cannot: wait for the device, change a
+    storage's size, make a sparse tensor, draw from a random generator that replays would not
+    advance, or compute otherwise than eager calls.
+    """
+    name, tensors = operation.name, tensors_of(operands)
+    sparse = name in _SPARSE
+    for tensor in tensors:
+        sparse = sparse or tensor.layout is not torch.strided
+    if sparse:
+        raise CaptureError(
+            f"a sparse tensor ({name}) inside a captured stage: its size depends on data",
+            user_line(),
+            "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT,
+        )
+    _refuse_random(operation, operands, tensors, kwargs.get("device"), device)
+    if operation.is_product and args[0].requires_grad and torch.is_grad_enabled():
+        raise CaptureError(
+            "the backward of torch.prod looks for zeros on the host, and computes otherwise inside "
+            "of a "
+            "capture",
+            user_line(),
+            "multiply slices of the tensor instead. " + LEAVE_OUT,
+        )
+    if operation.resizes:
+        raise CaptureError(
+            f"{name} changes a tensor's storage inside a captured stage", user_line(), LEAVE_OUT
+        )
+    if device is not None and not any(t.device.type == device for t in tensors):
+        return
+    if operation.maskable:
+        if any(isinstance(i, torch.Tensor) and i.dtype in _BOOLEAN for i in args[1]):
+            raise CaptureError(
+                "indexing with a boolean mask waits for the device: its size depends on data",
+                user_line(),
+                _SHAPE,
+            )
+        return
+    if name == "_to_copy" and device is not None:
+        _refuse_transfer(args[0], kwargs)
+    if operation.waits and kwargs.get("output_size") is None:
+        shown = (
+            "reading a number out of a tensor (Tensor.item())"
+            if name == "_local_scalar_dense"
+            else f"torch.{name}"
+        )
+        raise CaptureError(
+            f"{shown} waits for the device: its result is needed on the host",
+            user_line(),
+            way_out(name),
+        )
+
+
+def _refuse_random(
+    operation: Operation,
+    operands: Sequence[Any],
+    tensors: list[torch.Tensor],
+    target: torch.device | None,
+    device: str | None,
+) -> None:
+    """Refuse an operation whose random numbers would be frozen."""
+    known = (
+        _KNOWN.get()
+    )  # by address: the dispatcher makes a new Python object for the same generator
+    for operand in operands if known is not None and operation.takes_generator else ():
+        if isinstance(operand, torch.Generator) and operand._cdata not in known:  # type: ignore[attr-defined,operator]
+            raise CaptureError(
+                "a random generator that the module does not hold is used inside a captured stage: "
+                "graphs advance only those they know",
+                user_line(),
+                "make it an attribute of the module, or use the default generator",
+            )
+    if device is None or not operation.draws:
+        return
+    place = target or (tensors[0].device if tensors else torch.device("cpu"))
+    if place.type != device:
+        raise CaptureError(
+            f"random numbers are drawn on the {place.type} inside a captured stage on {device}: a "
+            "graph "
+            "would freeze them",
+            user_line(),
+            f"draw them on the device: pass device={device!r}",
+        )
+
+
+def _refuse_transfer(source: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    target = kwargs.get("device")
+    if target is None or target.type == source.device.type:
+        return
+    if target.type == "cpu" or not source.is_pinned():
+        raise CaptureError(
+            f"a copy from {source.device.type} to {target.type} waits for the device",
+            user_line(),
+            "make the tensor on the device, or copy it before the captured stage",
+        )

@@ -1,0 +1,615 @@
+"""Random generators during a capture: nothing is drawn twice, and nothing that other threads draw
+is taken back.
+
+A capture must leave random generators as they were, but default generators belong to the whole
+process: whoever saves and restores their state hands out again what a data loader has drawn
+meanwhile. So a capture draws from generators of its own wherever it can: operations get a private
+copy of the generator that they name or default to. What cannot be given another generator (a fused
+dropout, compiled code, an operation of somebody else, Python's and numpy's generators in an eager
+stage) moves the real one. That is undone only if nobody else has drawn: the state is compared
+before each of these moves with what the last one left, and at the end. Where others have drawn, the
+capture's numbers stay drawn: an order of draws between threads that no program could rely on has
+then skipped a few. Forwards that are run again for their gradients draw in the same way (`Redraw`).
+
+Draws from Python's and numpy's global generator in captured code are refused: a graph would freeze
+them. Python's are seen in the capturing thread, before they happen. numpy's functions are none that
+Python can watch. So numpy's generator having moved is taken for the captured code's doing if no
+other Python thread lives, or if captured code mentions it: by a global, a variable, or an attribute
+of its first argument.
+"""
+
+import contextlib
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType, MethodType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from packgraph.graphs.checks.host_calls import SeesBuiltin, Watcher, watched_calls
+from packgraph.graphs.checks.operations import Operation
+from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+
+RESEED = "seed once before training: replays go on with the generator as eager calls would"
+_DRAW_OUTSIDE = "draw them with torch, or pass them in"
+_PYTHON = random.random.__self__  # type: ignore[attr-defined]  # the global generator
+_COMPILERS = tuple(
+    str(Path(torch.__file__).parent / part)
+    for part in ("_dynamo/convert_frame", "_functorch", "_inductor")
+)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_PATIENCE = 0.03  # seconds, in which a thread that waits for the interpreter gets it
+_QUIET = (
+    "torch/_inductor/",
+    "torch/utils/data/_utils/pin_memory.py",
+    "tqdm/_monitor.py",
+    "event_file_writer.py",
+)
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Within the block no mode sees what is done to tensors."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+class _State:
+    """The state of one generator, as far as the capture knows it. others: whether somebody else has
+    drawn."""
+
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+        same: Callable[[Any, Any], bool],
+    ) -> None:
+        self._read, self._write, self._same = read, write, same
+        self._first = self._expected = read()
+        self.others = False
+
+    def look(self) -> bool:
+        """Before the capture moves the generator: whether it is where the capture has left it."""
+        same = self._same(self._expected, self._read())
+        self.others = self.others or not same
+        return same
+
+    def note(self) -> None:
+        """The capture itself has moved the generator."""
+        self._expected = self._read()
+
+    def is_moved(self, alone: bool) -> bool:
+        """Whether there is something to take back, which nobody else has drawn from. alone: there
+        is nobody else."""
+        if alone:
+            return not self._same(self._first, self._read())
+        # What the capture has not moved is never written: somebody may draw between a look and a
+        # write.
+        return not self._same(self._first, self._expected) and self.look() and not self.others
+
+    def undo(self) -> None:
+        """Take back what was drawn."""
+        self._write(self._first)
+
+
+def _read(generator: torch.Generator) -> bytes:
+    with _unwatched():
+        return generator.get_state().numpy().tobytes()
+
+
+def _torch_state(generator: torch.Generator) -> _State:
+    def write(state: bytes) -> None:
+        with _unwatched():
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    return _State(partial(_read, generator), write, bytes.__eq__)
+
+
+def _numpy_state() -> _State | None:
+    """Of numpy's global generator, if numpy is in use at all."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+
+    def read() -> Any:
+        kind, keys, *rest = numpy.get_state()
+        return kind, keys.tobytes(), keys.dtype, *rest
+
+    def write(state: Any) -> None:
+        kind, keys, dtype, *rest = state
+        numpy.set_state((kind, sys.modules["numpy"].frombuffer(keys, dtype=dtype), *rest))
+
+    return _State(read, write, lambda one, other: bool(one == other))
+
+
+class Draws(Watcher):
+    """What one capture does to random generators. generators: torch's, which captured code may draw
+    from.
+
+    Attributes:
+        bakes: Whether graphs hold numbers by their distance from where a replay begins, and no
+            calls of the host, as those of CUDA do.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = list(generators)
+        self._seeds = [generator.initial_seed() for generator in self._generators]
+        self._torch = [_torch_state(generator) for generator in self._generators]
+        self._python = _State(
+            random.getstate, random.setstate, lambda one, other: bool(one == other)
+        )
+        self._numpy = _numpy_state()
+        self._alone = _alone()
+        self._captured = True
+        self._private: dict[int, tuple[torch.Generator, torch.Generator]] = {}
+        self.known: dict[int, Any] = {}
+        self._mention: str | None = None
+        self.bakes = any(generator.device.type == "cuda" for generator in self._generators)
+        self._rewound: dict[int, torch.Generator] = {}
+
+    def builtins(self) -> Mapping[str, SeesBuiltin]:
+        """See Watcher."""
+        return {
+            **dict.fromkeys(("random", "getrandbits", "setstate"), self._host_generator),
+            **dict.fromkeys(
+                ("manual_seed", "set_state", "set_offset", "graphsafe_set_state"),
+                self._torch_generator,
+            ),
+            "seed": self._any_seed,
+        }
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block this thread's calls are seen."""
+        return watched_calls(self)
+
+    # ---- operations
+
+    def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the capture's code that may draw, with private random numbers."""
+        if self._rewound and self._captured and operation.draws:
+            raise _drawn_again()
+        if not operation.moves:
+            drawn = _with_generator(operation.function, args, kwargs, self._private_for)
+            if drawn is not None:
+                return drawn[0](*drawn[1], **drawn[2])
+        with self._moving(self._torch):
+            before = [_read(generator) for generator in self._rewound.values()]
+            result = operation.function(*args, **kwargs)
+            if self._captured and before != [
+                _read(generator) for generator in self._rewound.values()
+            ]:
+                raise _drawn_again()
+        return result
+
+    def _private_for(
+        self, generator: torch.Generator | None, device: torch.device
+    ) -> torch.Generator | None:
+        """The capture's own copy of a generator, the default one of the device if None; None if
+        there is none."""
+        if generator is None:
+            generator = _default_generator(device)
+        if generator is None:
+            return None
+        key = generator._cdata  # type: ignore[attr-defined]  # the dispatcher makes a new object for the same one
+        if key not in self._private:
+            self._private[key] = (generator, generator.clone_state())
+        return self._private[key][1]
+
+    @contextlib.contextmanager
+    def _moving(self, states: Sequence[_State | None]) -> Iterator[None]:
+        """The capture itself may move these generators in the block."""
+        for state in states:
+            if state is not None:
+                state.look()
+        try:
+            yield
+        finally:
+            for state in states:
+                if state is not None:
+                    state.note()
+
+    # ---- what Python does
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Eager code runs in the block, at every replay too: it may draw and seed."""
+        self._captured = False
+        try:
+            with self._moving([self._python, self._numpy]):
+                yield
+        finally:
+            self._captured = True
+        self._seeds = [generator.initial_seed() for generator in self._generators]
+
+    def check(self, where: str) -> None:
+        """Raise CaptureError for draws and seeds of captured code that could not be refused before.
+        where: its line."""
+        # numpy that was imported meanwhile has a state of its own: what mentions it is believed to
+        # draw.
+        moved = "numpy.random" in sys.modules if self._numpy is None else not self._numpy.look()
+        alone = self._alone and _alone()
+        if (moved and (self._mention or (alone and self._numpy is not None))) or (
+            alone and not self._python.look()
+        ):
+            raise _frozen("random or numpy.random", self._mention or where)
+        if alone and self._seeds != [generator.initial_seed() for generator in self._generators]:
+            raise _seeded(where)
+
+    def undo(self) -> None:
+        """Put all generators back, but for those that others have drawn from."""
+        alone = self._alone and _alone()
+        states = [state for state in (*self._torch, self._python, self._numpy) if state is not None]
+        moved = [state for state in states if state.is_moved(alone)]
+        if (
+            moved and not alone
+        ):  # whoever draws again and again has to show: a quick capture may have left him no time
+            time.sleep(_PATIENCE)
+            moved = [state for state in moved if state.is_moved(alone)]
+        for state in moved:
+            state.undo()
+
+    def _any_seed(self, frame: FrameType, function: Any, done: bool) -> None:
+        if isinstance(function.__self__, torch.Generator):
+            self._torch_generator(frame, function, done)
+        else:
+            self._host_generator(frame, function, done)
+
+    def _host_generator(self, frame: FrameType, function: Any, done: bool) -> None:
+        """A function of one of Python's generators is called."""
+        if function.__self__ is not _PYTHON or not self._is_asked_for(frame):
+            return
+        if not self._captured:
+            self._python.note() if done else self._python.look()
+        elif (
+            function.__name__ != "setstate"
+        ):  # torch.compile puts the state back, which moves nothing
+            raise _frozen("random", user_line(frame))
+
+    def _torch_generator(self, frame: FrameType, function: Any, done: bool) -> None:
+        """A generator of torch's is seeded, or gets another state."""
+        if not isinstance(function.__self__, torch.Generator):
+            return
+        key = function.__self__._cdata  # type: ignore[attr-defined]
+        known = [
+            state
+            for generator, state in zip(self._generators, self._torch, strict=True)
+            if generator._cdata == key  # type: ignore[attr-defined]
+        ]
+        shared = known or any(
+            key == other._cdata  # type: ignore[attr-defined]
+            for other in torch.cuda.default_generators
+        )
+        if (
+            self._captured
+            and shared
+            and function.__name__ in ("manual_seed", "seed")
+            and self._is_asked_for(frame)
+        ):
+            raise _seeded(user_line(frame))
+        if known and self._captured and self.bakes:
+            if not _puts_back(frame):
+                raise CaptureError(
+                    "captured code sets the state of a random generator: a replay would not",
+                    user_line(frame),
+                    "set it outside of the call, or use torch.random.fork_rng",
+                )
+            self._rewound[key] = function.__self__
+        for state in known:
+            state.note() if done else state.look()
+
+    @staticmethod
+    def _is_asked_for(frame: FrameType | None) -> bool:
+        """Whether the user's code asks for it, by whatever functions; not a compiler, which puts
+        back what it moves."""
+        while frame is not None and not is_user_file(frame.f_code.co_filename):
+            if frame.f_code.co_filename.startswith(_COMPILERS):
+                return False
+            frame = frame.f_back
+        return frame is not None
+
+    def entered(self, frame: FrameType) -> None:
+        """Note whether captured code mentions numpy's global generator."""
+        code = frame.f_code
+        if not self._captured:
+            return
+        self.known[id(code)] = code  # which keeps the number taken
+        if (
+            self._mention is None
+            and code.co_name != "<module>"
+            and is_user_file(code.co_filename)
+            and _mentions(frame)
+        ):
+            self._mention = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+
+
+class PastDraws:
+    """Where generators were before and after a replay.
+
+    Attributes:
+        generators: Those whose numbers it may have drawn.
+        before: Their states.
+        after: The same afterwards; set by `end`.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators = generators
+        self.before = [generator.get_state() for generator in generators]
+        self.after: list[torch.Tensor] = []
+
+    def end(self) -> None:
+        """The replay is done."""
+        self.after = [generator.get_state() for generator in self.generators]
+
+    def agree_with(self, states: Sequence[torch.Tensor]) -> bool:
+        """Whether a run that began at `before` and ended at `states` has drawn what the replay has.
+        It has not where another thread has drawn between."""
+        return all(
+            torch.equal(state, before) or torch.equal(state, after)
+            for state, before, after in zip(states, self.before, self.after, strict=True)
+        )
+
+
+class Redraw(Watcher):
+    """Draws the numbers of a replay again, from private generators where operations take one.
+
+    What takes none moves the real generator for the time of that operation alone: another thread
+    that draws just then gets numbers that were drawn before, and its draws are taken back.
+
+    Attributes:
+        missed: Whether code has looked at the state of a generator or has moved it (a checkpoint
+            does that): it has found the real one where it is now.
+    """
+
+    def __init__(self, past: PastDraws) -> None:
+        self._real = {generator._cdata: generator for generator in past.generators}  # type: ignore[attr-defined]
+        self._private: dict[int, torch.Generator] = {}
+        for (key, generator), state in zip(self._real.items(), past.before, strict=True):
+            self._private[key] = torch.Generator(generator.device)
+            self._private[key].set_state(state)
+        self._moving = self.missed = False
+
+    def builtins(self) -> Mapping[str, SeesBuiltin]:
+        """See Watcher."""
+        return dict.fromkeys(
+            (
+                "get_state",
+                "set_state",
+                "get_offset",
+                "set_offset",
+                "manual_seed",
+                "seed",
+                "clone_state",
+                "graphsafe_get_state",
+                "graphsafe_set_state",
+            ),
+            self._state,
+        )
+
+    def _state(self, frame: FrameType, function: Any, done: bool) -> None:
+        of = function.__self__
+        if isinstance(of, torch.Generator) and of._cdata in self._real and not self._moving:  # type: ignore[attr-defined]
+            self.missed = True
+
+    def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the forward that may draw."""
+        if not operation.moves:
+            drawn = _with_generator(operation.function, args, kwargs, self._private_for)
+            if drawn is not None:
+                return drawn[0](*drawn[1], **drawn[2])
+        with self._moved(_drawing_devices(operation, args, kwargs)):
+            return operation.function(*args, **kwargs)
+
+    def states(self) -> list[torch.Tensor]:
+        """Of the private generators."""
+        return [generator.get_state() for generator in self._private.values()]
+
+    def _private_for(
+        self, generator: torch.Generator | None, device: torch.device
+    ) -> torch.Generator | None:
+        generator = _default_generator(device) if generator is None else generator
+        return None if generator is None else self._private.get(generator._cdata)  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _moved(self, devices: set[str] | None) -> Iterator[None]:
+        """Within the block the real generators are where the private ones are. devices: types of
+        those that may draw; None = any."""
+        moved = {
+            key: generator
+            for key, generator in self._real.items()
+            if devices is None or generator.device.type in devices
+        }
+        self._moving = True
+        now = {key: generator.get_state() for key, generator in moved.items()}
+        try:
+            for key, generator in moved.items():
+                generator.set_state(self._private[key].get_state())
+            yield
+        finally:
+            for key, generator in moved.items():
+                self._private[key].set_state(generator.get_state())
+                generator.set_state(now[key])
+            self._moving = False
+
+
+def _drawing_devices(
+    operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> set[str] | None:
+    """Types of devices whose generators an operation may draw from; None = it could be any, as its
+    code is unknown."""
+    if operation.moves:
+        return None
+    devices = {
+        leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+    }
+    return devices or None
+
+
+def _puts_back(frame: FrameType | None) -> bool:
+    """Whether code of torch sets a generator's state, which puts back in the end what it has found
+    (a checkpoint, `fork_rng`). frame: where it is set."""
+    while frame is not None and frame.f_code.co_name.startswith(
+        ("set_rng_state", "set_device_states")
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def _alone() -> bool:
+    """Whether no other thread could draw. Some threads of libraries run nobody's code but their
+    own, and a thread that Python did not begin (autograd's) runs none while it has no frame."""
+    others = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
+    frames = sys._current_frames() if others else {}
+    frames.pop(threading.get_ident(), None)  # this function's own frame has `frames`
+    return all(_is_quiet(thread, frames.get(thread.ident or 0)) for thread in others)
+
+
+def _is_quiet(thread: threading.Thread, frame: FrameType | None) -> bool:
+    if frame is None:
+        return isinstance(thread, threading._DummyThread)
+    return any(name in _first_file(frame) for name in _QUIET)
+
+
+def _first_file(frame: FrameType | None) -> str:
+    """The file of the function that a thread was begun with."""
+    first = ""
+    while frame is not None:
+        if frame.f_code.co_filename != threading.__file__:
+            first = frame.f_code.co_filename
+        frame = frame.f_back
+    return first
+
+
+def _frozen(what: str, where: str) -> CaptureError:
+    return CaptureError(
+        f"the module draws random numbers on the host ({what}): a graph would freeze them",
+        where,
+        _DRAW_OUTSIDE,
+    )
+
+
+def _drawn_again() -> CaptureError:
+    return CaptureError(
+        "random numbers are drawn after captured code has set the state of a generator, as a "
+        "checkpoint does to compute dropout again: a replay would draw other ones",
+        user_line(),
+        "leave dropout outside of the checkpoint, or the checkpoint outside of the captured stages",
+    )
+
+
+def _seeded(where: str) -> CaptureError:
+    return CaptureError(
+        "the module seeds a random generator inside a captured stage: a replay would not seed it "
+        "again",
+        where,
+        RESEED,
+    )
+
+
+def _mentions(frame: FrameType) -> bool:
+    """Whether the code of a frame that begins can reach numpy's global generator by a name."""
+    numpy, modules = (
+        sys.modules.get("numpy"),
+        [sys.modules.get(f"numpy.random{part}") for part in ("", ".mtrand")],
+    )
+    draws = getattr(modules[1], "_rand", None)
+    code, variables = frame.f_code, frame.f_locals
+    first = variables.get(code.co_varnames[0]) if code.co_argcount else None
+    held = getattr(first, "__dict__", {})
+    found = [
+        *variables.values(),
+        *(
+            scope[name]
+            for name in code.co_names
+            for scope in (frame.f_globals, held)
+            if name in scope
+        ),
+    ]
+    for value in found if draws is not None else ():
+        if (
+            value is draws
+            or any(value is module for module in modules)
+            or (isinstance(value, MethodType) and value.__self__ is draws)
+        ):
+            return True
+        if value is numpy and "random" in code.co_names:
+            return True
+    # `import numpy` inside the function
+    return "random" in code.co_names and "numpy" in code.co_names
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return None
+
+
+def _with_generator(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    private: Callable[[torch.Generator | None, torch.device], torch.Generator | None],
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The call with a private generator; None if the operation takes none."""
+    given = next(
+        (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Generator)), None
+    )
+    tensor = next(
+        (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)), None
+    )
+    device = kwargs.get("device") or (tensor.device if tensor is not None else torch.device("cpu"))
+    taking = _taking_generator(function)
+    generator = private(given, torch.device(device)) if taking is not None else None
+    if generator is None:
+        return None
+    index = (
+        next((i for i, value in enumerate(args) if value is given), None)
+        if given is not None
+        else None
+    )
+    if index is not None:
+        return taking, (*args[:index], generator, *args[index + 1 :]), kwargs
+    names = [argument.name for argument in taking._schema.arguments]
+    if names.index("generator") < len(args):  # None was given by position
+        place = names.index("generator")
+        return taking, (*args[:place], generator, *args[place + 1 :]), kwargs
+    return taking, args, {**kwargs, "generator": generator}
+
+
+_TAKING: dict[Any, Any] = {}
+
+
+def _taking_generator(function: Any) -> Any:
+    """The operation itself if it takes a generator, or its overload that does; None if there is
+    none."""
+    if function not in _TAKING:
+        names = _names(function)
+        packet = function.overloadpacket
+        overloads = [getattr(packet, name) for name in packet.overloads()]
+        _TAKING[function] = (
+            function
+            if "generator" in names
+            else next(
+                (
+                    other
+                    for other in overloads
+                    if sorted(_names(other)) == sorted([*names, "generator"])
+                    and [n for n in _names(other) if n != "generator"] == names
+                ),
+                None,
+            )
+        )
+    return _TAKING[function]
+
+
+def _names(function: Any) -> list[str]:
+    return [argument.name for argument in function._schema.arguments]

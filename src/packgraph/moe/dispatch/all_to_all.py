@@ -1,0 +1,331 @@
+"""Tokens to experts by all-to-alls: of exactly the rows that are routed, for which the host must
+wait, or of a fixed number of rows per pair of ranks, static on any backend.
+
+`exchange` is an all-to-all that autograd knows: what goes to a rank on the way there comes back
+from it on the way back.
+
+    rank 0   [to 0 | to 1]  ->  [from 0 | from 1]        forward of dispatch, backward of combine
+    rank 1   [to 0 | to 1]  ->  [from 0 | from 1]        forward of combine, backward of dispatch
+
+All tensors of an exchange go in one autograd node and in the order in which they are given, so that
+ranks cannot disagree about the order of their collectives in the backward. Only data moves; nothing
+is added up.
+
+`HostSplitsDispatcher`, the classic:
+
+    preprocess   counts [ranks, experts] --all-to-all--> counts of the others --host--> sizes of
+                 everything after
+    dispatch     rows by expert --all-to-all, those sizes--> rows from all ranks --> rows by expert
+    combine      the same in the other direction, then the sum of each token's rows
+
+Nothing can overflow, no row is padding: this is what the static dispatchers are measured against
+and tested with. The shapes of dispatch, experts and combine follow from the data, so none of them
+can be captured.
+
+`PaddedDispatcher`:
+
+    send buffer of a rank     |e0 e0 e1 .|e2 e3 e3 e3|      C = 4 places for each of 2 ranks, by
+                                                            expert, then empty
+    received by rank 1        |e2 e3 e3 e3|e2 e2 . .|       C places from each rank, with the ends
+                                                            of its experts
+    rows by expert            |e2 e2 e2|e3 e3 e3| . .|      R = ranks * C rows
+
+C follows from the number of tokens alone: `factor` times what each rank would get if experts were
+equally busy. Pairs beyond it are an overflow: they have no place, send nothing, get nothing back,
+and the plan counts what was needed. All shapes are static and nothing waits for the host, so every
+stage can be captured. All ranks of the group must work on the same number of tokens (one bucket) at
+a time, since C follows from it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from packgraph.moe.dispatch.dispatcher import ExpertAssignment, ExpertRows, Routing
+from packgraph.moe.permute import (
+    RowPlan,
+    before,
+    combine_rows,
+    count_rows,
+    gather_pairs,
+    gather_rows,
+    place_segments,
+    plan_rows,
+)
+
+Splits = Sequence[int] | None
+SYNCS = (
+    "the host reads how many rows each rank sends and receives, and waits for the device; "
+    "use the padded or the symmetric dispatcher"
+)
+SHAPES = (
+    "its shapes are the numbers of rows that were routed, which the host has read in "
+    "moe_preprocess; "
+    "use the padded or the symmetric dispatcher"
+)
+MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products like
+
+
+def exchange(
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    send: Splits = None,
+    receive: Splits = None,
+) -> tuple[Tensor, ...]:
+    """Rows of each tensor [rows, ...] to the ranks of `group`, in rank order; what they sent, in
+    rank order.
+
+    send, receive: rows per rank, None = equal parts (static). Collective over `group`; None = this
+    process alone, which keeps its rows. Differentiable: the backward is the exchange in the other
+    direction.
+    """
+    if group is None:
+        return tuple(tensors)
+    made: tuple[Tensor, ...] = _Exchange.apply(group, send, receive, *tensors)
+    return made
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, send: Splits, receive: Splits, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return tuple(_all_to_all(tensor, group, send, receive) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = (_all_to_all(grad, ctx.group, ctx.receive, ctx.send) for grad in grads)
+        return None, None, None, *back
+
+
+def _all_to_all(tensor: Tensor, group: dist.ProcessGroup, send: Splits, receive: Splits) -> Tensor:
+    rows = tensor.shape[0] if receive is None else sum(receive)
+    out = tensor.new_empty((rows, *tensor.shape[1:]))
+    dist.all_to_all_single(out, tensor.contiguous(), _listed(receive), _listed(send), group=group)
+    return out
+
+
+def _listed(splits: Splits) -> list[int] | None:
+    return None if splits is None else list(splits)
+
+
+class HostSplitsPlan(NamedTuple):
+    """departures: pairs and rows that leave. arrivals: places that rows arrive at, and rows by
+    expert.
+
+    send, receive: rows to and from each rank, host ints. Both maps have as many rows as their sum,
+    but at least one.
+    """
+
+    departures: RowPlan
+    arrivals: RowPlan
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+
+class HostSplitsDispatcher:
+    """An all-to-all of what is routed. group: the ranks that share the experts, in order; None =
+    this process."""
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup | None) -> None:
+        """Raises ValueError when the ranks cannot share the experts equally."""
+        self._sharing, self._group = ExpertAssignment.over(num_experts, group), group
+        self.num_experts, self.first, self.count = (
+            num_experts,
+            self._sharing.first,
+            self._sharing.count,
+        )
+
+    @property
+    def why_not(self) -> dict[str, str]:
+        """Why each stage from moe_preprocess on cannot be captured."""
+        return {"moe_preprocess": SYNCS} | dict.fromkeys(
+            ("moe_dispatch", "moe_experts", "moe_combine"), SHAPES
+        )
+
+    def preprocess(self, routing: Routing) -> HostSplitsPlan:
+        """Exchange and read the counts. The host waits for the device."""
+        departures = plan_rows(routing.experts, self.num_experts, routing.experts.numel())
+        counts = count_rows(departures.offsets).view(self._sharing.ranks, self.count)
+        (arriving,) = exchange((counts,), self._group)
+        send, receive = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
+        sent, received = (max(1, sum(rows)) for rows in (send, receive))
+        starts = before(arriving.flatten()).view_as(arriving)
+        return HostSplitsPlan(
+            departures._replace(pair_of_row=departures.pair_of_row[:sent]),
+            place_segments(arriving, starts, received, received),
+            tuple(send),
+            tuple(receive),
+        )
+
+    def dispatch(self, x: Tensor, routing: Routing, plan: HostSplitsPlan) -> ExpertRows:
+        """x: [T, H]. Returns the rows that were received, all of them live, or an empty one."""
+        leaving = (
+            gather_rows(x, plan.departures),
+            gather_pairs(routing.weights, plan.departures)[:, None],
+        )
+        values, weights = self._exchange(leaving, plan.send, plan.receive)
+        rows, factors = gather_rows(values, plan.arrivals), gather_pairs(weights, plan.arrivals)
+        return ExpertRows(rows, factors, plan.arrivals.offsets)
+
+    def combine(self, rows: Tensor, plan: HostSplitsPlan) -> Tensor:
+        """rows: [received, H] of the experts, weights applied. Returns [T, H]."""
+        (back,) = self._exchange((combine_rows(rows, plan.arrivals),), plan.receive, plan.send)
+        return combine_rows(back, plan.departures)
+
+    def overflow(self, plan: HostSplitsPlan) -> Tensor:
+        """Rows that were needed and not there: int64 [], always 0 here."""
+        return torch.zeros_like(plan.departures.needed)
+
+    def demand(self, plan: HostSplitsPlan) -> None:
+        """Nothing can be lacking."""
+
+    def _exchange(
+        self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int]
+    ) -> list[Tensor]:
+        """Exchange tensors [rows, width]. Where there is no row, one of zeros stands for none:
+        kernels need one."""
+        given = [tensor if sum(send) else tensor[:0] for tensor in tensors]
+        taken = exchange(given, self._group, send, receive)
+        return [tensor if sum(receive) else F.pad(tensor, (0, 0, 0, 1)) for tensor in taken]
+
+
+class PaddedPlan(NamedTuple):
+    """departures: pairs and places of the send buffer. arrivals: places of the receive buffer and
+    rows by expert.
+
+    Both buffers have ranks * C places. needed: int64 [], the most rows that this rank has for one
+    rank.
+    """
+
+    departures: RowPlan
+    arrivals: RowPlan
+    needed: Tensor
+
+
+class PaddedDispatcher:
+    """An all-to-all of C places per pair of ranks. group: the ranks that share the experts; None =
+    this process.
+
+    factor: C over the balanced load T * k / ranks; `ranks` always suffices. For more room put
+        another dispatcher in its
+    place (`with_factor`): graphs notice that, and are captured anew with the new shapes.
+    """
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup | None, factor: float) -> None:
+        """Raises ValueError when the ranks cannot share the experts equally, or for a factor below
+        1."""
+        if not (math.isfinite(factor) and factor >= 1):
+            raise ValueError(
+                f"a factor of {factor} leaves less room than a balanced load needs: give 1 or more"
+            )
+        self._sharing, self._group, self.factor = (
+            ExpertAssignment.over(num_experts, group),
+            group,
+            factor,
+        )
+        self.num_experts, self.first, self.count = (
+            num_experts,
+            self._sharing.first,
+            self._sharing.count,
+        )
+
+    @property
+    def why_not(self) -> dict[str, str]:
+        """Nothing stands against capturing any stage."""
+        return {}
+
+    def room(self, pairs: int) -> int:
+        """C, the places for rows from one rank to another, for T * k = `pairs` routed pairs."""
+        return _rounded(min(math.ceil(pairs * self.factor / self._sharing.ranks), pairs))
+
+    @property
+    def most_factor(self) -> float:
+        """The factor that always suffices: one rank gets everything."""
+        return float(self._sharing.ranks)
+
+    def with_factor(self, factor: float) -> "PaddedDispatcher":
+        """The same with another factor. All ranks of the group must take the same."""
+        return PaddedDispatcher(self.num_experts, self._group, factor)
+
+    def preprocess(self, routing: Routing) -> PaddedPlan:
+        """The plan of both buffers; exchanges the ends of experts. No host sync."""
+        ranks, room = self._sharing.ranks, self.room(routing.experts.numel())
+        ordered = plan_rows(routing.experts, self.num_experts, routing.experts.numel())
+        departures, ends, needed = _depart(routing.experts, ordered, ranks, room)
+        (arriving,) = exchange((ends,), self._group)
+        counts = torch.diff(arriving, dim=1, prepend=arriving.new_zeros(ranks, 1))
+        starts = before(counts) + torch.arange(0, ranks * room, room, device=ends.device)[:, None]
+        return PaddedPlan(
+            departures, place_segments(counts, starts, ranks * room, ranks * room), needed
+        )
+
+    def dispatch(self, x: Tensor, routing: Routing, plan: PaddedPlan) -> ExpertRows:
+        """x: [T, H]. Returns ranks * C rows."""
+        leaving = gather_rows(x, plan.departures), gather_pairs(routing.weights, plan.departures)
+        values, weights = exchange(leaving, self._group)
+        return ExpertRows(
+            gather_rows(values, plan.arrivals),
+            gather_pairs(weights[:, None], plan.arrivals),
+            plan.arrivals.offsets,
+        )
+
+    def combine(self, rows: Tensor, plan: PaddedPlan) -> Tensor:
+        """rows: [ranks * C, H] of the experts, weights applied. Returns [T, H]."""
+        (back,) = exchange((combine_rows(rows, plan.arrivals),), self._group)
+        return combine_rows(back, plan.departures)
+
+    def overflow(self, plan: PaddedPlan) -> Tensor:
+        """How many rows more than C this rank has for some rank: int64 [], 0 = every routed pair
+        has its row."""
+        return (plan.needed - plan.departures.pair_of_row.numel() // self._sharing.ranks).clamp(
+            min=0
+        )
+
+    def demand(self, plan: PaddedPlan) -> Tensor:
+        """Where rows were lacking the factor that would have sufficed, in thousandths, rounded up;
+        else 0: int64 []."""
+        pairs = plan.departures.row_of_pair.numel()
+        wanted = (plan.needed * (1000 * self._sharing.ranks) + pairs - 1) // pairs
+        return torch.where(self.overflow(plan) > 0, wanted, 0)
+
+
+def _depart(
+    experts: Tensor, ordered: RowPlan, ranks: int, room: int
+) -> tuple[RowPlan, Tensor, Tensor]:
+    """Places of the send buffer, the end of each expert within its rank's places, and the most that
+    a rank needs.
+
+    ordered: all pairs by expert, so that those for one rank lie side by side. ends: int64 [ranks,
+    experts of a rank].
+    """
+    ends = ordered.offsets.long().view(ranks, -1)
+    last = ends[:, -1]
+    first = torch.cat((last.new_zeros(1), last[:-1]))
+    index = torch.arange(room, device=ends.device)
+    row = first[:, None] + index
+    pair = ordered.pair_of_row[row.clamp(max=ordered.pair_of_row.numel() - 1)]
+    pair_of_place = torch.where(row < last[:, None], pair, -1).flatten()
+    rank = experts.clamp(min=0).long() // ends.shape[1]
+    within = ordered.row_of_pair - first[rank]
+    place_of_pair = torch.where(
+        (ordered.row_of_pair >= 0) & (within < room), rank * room + within, -1
+    )
+    kept = (ends - first[:, None]).clamp(max=room)
+    offsets = kept + room * torch.arange(ranks, device=ends.device)[:, None]
+    departures = RowPlan(
+        pair_of_place, place_of_pair.int(), offsets.flatten().int(), ordered.needed
+    )
+    return departures, kept, (last - first).amax()
+
+
+def _rounded(rows: int) -> int:
+    return -(-rows // MULTIPLE) * MULTIPLE

@@ -1,0 +1,297 @@
+"""Which row of the experts' input each routed token takes, decided on the device; and moving rows
+there and back.
+
+    experts [T, k]     token 0: 2 0   token 1: 0 -   token 2: 2 1            (-: padding, routed nowhere)
+    rows [R]           expert 0: (0,1) (1,0) | expert 1: (2,1) | expert 2: (0,0) (2,0) | empty ...
+    offsets [E]                              2                3                       5
+
+Rows lie expert by expert, within an expert in the order of tokens. Both directions of the map are
+kept, so that moving there and back are gathers: every result is a sum in a fixed order, the same
+bits in every run, and the backward of one direction is the other one. Rows from offsets[-1] on are
+empty: gathers fill them with zeros, and nothing reads them.
+
+Plan, gather and sum are one operation each for torch.compile and for whoever watches operations. On
+CUDA they are kernels (moe/permute_kernel.py); the loops of moe/permute.py are what they mean.
+
+`place_segments` puts rows that arrive from several ranks, each sorted by expert, in order of
+experts, on the device:
+
+    arrived from rank 0   e0 e0 e1 .     rows by expert   e0 e0 | e0 || e1 | e1 e1 || . .
+    arrived from rank 1   e0 e1 e1 .                      from 0  from 1
+
+A segment is what one rank sent for one expert: a count and the place where its rows begin. Within
+an expert rows lie in order of the ranks that sent them, within a segment in order of tokens: the
+order that one process would give to the tokens of all ranks. The naive twin is `plan_rows` of the
+experts of all places.
+
+The naive twins read everything on the host, as loops over tokens and experts.
+"""  # noqa: E501
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packgraph.ops.loss import HAS_TRITON
+
+
+class RowPlan(NamedTuple):
+    """The map between routed pairs (token t, place j), numbered t * k + j, and rows.
+
+    pair_of_row: int32 [R], -1 for empty rows. row_of_pair: int32 [T, k], -1 for pairs that have no
+    row. offsets: int32 [E], one past the last row of each expert. needed: int64 [], rows that all
+    pairs need; more than R is an overflow, in which the pairs beyond have no row.
+    """
+
+    pair_of_row: Tensor
+    row_of_pair: Tensor
+    offsets: Tensor
+    needed: Tensor
+
+
+def plan_rows(experts: Tensor, num_experts: int, rows: int) -> RowPlan:
+    """experts: int [T, k], -1 = routed nowhere, like any other number that is no expert. rows: R,
+    the static number of rows. No host sync.
+
+    Raises ValueError for another shape or dtype of experts, and for counts that are not positive.
+    """
+    if experts.dim() != 2 or experts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "plan_rows needs the experts of every token, int32 or int64 [T, k], got "
+            f"{experts.dtype} "
+            f"{list(experts.shape)}"
+        )
+    if num_experts < 1 or rows < 1:
+        raise ValueError(
+            f"plan_rows needs at least one expert and one row, got num_experts={num_experts}, "
+            f"rows={rows}"
+        )
+    return RowPlan(*_plan(experts, num_experts, rows))
+
+
+def gather_rows(x: Tensor, plan: RowPlan) -> Tensor:
+    """Rows of tokens: [T, H] -> [R, H], zero in empty rows. Differentiable: the backward is
+    `combine_rows`."""
+    return _gather(x, plan.pair_of_row, plan.row_of_pair)
+
+
+def combine_rows(y: Tensor, plan: RowPlan) -> Tensor:
+    """Sum of each token's rows, in the order of its places, in float32: [R, H] -> [T, H]. Its
+    backward is a gather.
+
+    y is float32 or narrower, or float64, which is summed as such. Rows from offsets[-1] on are not
+    read.
+    """
+    return _combine(y, plan.pair_of_row, plan.row_of_pair)
+
+
+def gather_pairs(weights: Tensor, plan: RowPlan) -> Tensor:
+    """Each row's entry of weights [T, k]: [R], zero in empty rows. Differentiable."""
+    return _pick(weights.reshape(-1), plan.pair_of_row, plan.row_of_pair.reshape(-1))
+
+
+@torch.library.custom_op("packgraph::plan_rows", mutates_args=())
+def _plan(experts: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of a RowPlan."""
+    if HAS_TRITON and experts.is_cuda:
+        from packgraph.moe.permute_kernel import plan
+
+        return plan(experts, num_experts, rows)
+    pairs = experts.numel()
+    flat = experts.reshape(-1).long()
+    key = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    counts = counts.scatter_add(0, key, torch.ones_like(key))[:num_experts]
+    ends = counts.cumsum(0)
+    order = torch.argsort(key, stable=True)
+    place = torch.arange(pairs, device=flat.device)  # sorted by expert, pairs lie as rows do
+    live = (place < ends[-1]) & (place < rows)
+    pair_of_row = torch.full((rows,), -1, dtype=torch.int32, device=flat.device)
+    pair_of_row[:pairs] = torch.where(live, order, -1)[:rows].int()
+    row_of_pair = torch.empty(pairs, dtype=torch.int32, device=flat.device)
+    row_of_pair = row_of_pair.scatter(0, order, torch.where(live, place, -1).int())
+    return (
+        pair_of_row,
+        row_of_pair.view(experts.shape),
+        ends.clamp(max=rows).int(),
+        ends[-1].clone(),
+    )
+
+
+@_plan.register_fake
+def _plan_shapes(
+    experts: Tensor, num_experts: int, rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def empty(*shape: int) -> Tensor:
+        return experts.new_empty(shape, dtype=torch.int32)
+
+    return (
+        empty(rows),
+        empty(*experts.shape),
+        empty(num_experts),
+        experts.new_empty((), dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op("packgraph::gather_rows", mutates_args=())
+def _gather(x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
+    """[T, H] -> [R, H]."""
+    if HAS_TRITON and x.is_cuda:
+        from packgraph.moe.permute_kernel import gather
+
+        return gather(x, pair_of_row, row_of_pair.shape[1])
+    taken = x[pair_of_row.clamp(min=0).long() // row_of_pair.shape[1]]
+    return torch.where((pair_of_row >= 0)[:, None], taken, 0)
+
+
+@torch.library.custom_op("packgraph::combine_rows", mutates_args=())
+def _combine(y: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
+    """[R, H] -> [T, H]."""
+    if HAS_TRITON and y.is_cuda and y.dtype != torch.float64:
+        from packgraph.moe.permute_kernel import combine
+
+        return combine(y, row_of_pair)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    total = torch.zeros(row_of_pair.shape[0], y.shape[1], dtype=wide, device=y.device)
+    for rows in row_of_pair.unbind(1):
+        total = total + torch.where((rows >= 0)[:, None], y[rows.clamp(min=0).long()].to(wide), 0)
+    return total.to(y.dtype)
+
+
+@torch.library.custom_op("packgraph::pick", mutates_args=())
+def _pick(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """values[index], 0 where index is -1: [N] -> [M]. index: int32 [M]; inverse: int32 [N], where
+    each value goes."""
+    if HAS_TRITON and values.is_cuda:
+        from packgraph.moe.permute_kernel import pick
+
+        return pick(values, index)
+    return torch.where(index >= 0, values[index.clamp(min=0).long()], 0)
+
+
+@_gather.register_fake
+def _gathered_shape(x: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
+    return x.new_empty(pair_of_row.shape[0], x.shape[1])
+
+
+@_combine.register_fake
+def _combined_shape(y: Tensor, pair_of_row: Tensor, row_of_pair: Tensor) -> Tensor:
+    return y.new_empty(row_of_pair.shape[0], y.shape[1])
+
+
+@_pick.register_fake
+def _picked_shape(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    return values.new_empty(index.shape[0])
+
+
+def _save_maps(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _differentiate_gather(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return _combine(grad, *ctx.saved_tensors), None, None
+
+
+def _differentiate_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return _gather(grad, *ctx.saved_tensors), None, None
+
+
+def _differentiate_pick(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    index, inverse = ctx.saved_tensors
+    return _pick(grad, inverse, index), None, None
+
+
+_gather.register_autograd(_differentiate_gather, setup_context=_save_maps)
+_combine.register_autograd(_differentiate_combine, setup_context=_save_maps)
+_pick.register_autograd(_differentiate_pick, setup_context=_save_maps)
+
+
+def place_segments(counts: Tensor, starts: Tensor, places: int, rows: int) -> RowPlan:
+    """The map between places [places] of a receive buffer and `rows` rows by expert. No host sync.
+
+    counts, starts: int64 [ranks, experts here], rows of each segment and its first place; no more
+    than `rows` together. In the plan a pair is a place: pair_of_row is int32 [rows], row_of_pair
+    int32 [places, 1].
+    """
+    sizes, first = counts.t().reshape(-1), starts.t().reshape(-1)
+    ends = sizes.cumsum(0)
+    row = torch.arange(rows, device=counts.device)
+    segment = torch.searchsorted(ends, row, right=True).clamp(max=ends.numel() - 1)
+    live = row < ends[-1]
+    place = torch.where(live, first[segment] + row - (ends - sizes)[segment], -1)
+    # One place more, for rows that have none.
+    row_of_place = torch.full((places + 1,), -1, dtype=torch.int32, device=counts.device)
+    row_of_place = row_of_place.scatter(
+        0, torch.where(live, place, places), torch.where(live, row, -1).int()
+    )
+    offsets = ends.view(counts.shape[1], counts.shape[0])[:, -1]
+    return RowPlan(place.int(), row_of_place[:places, None], offsets.int(), ends[-1])
+
+
+def before(counts: Tensor) -> Tensor:
+    """Sums of the entries before each one along the last dimension: where segments begin that lie
+    side by side."""
+    return counts.cumsum(-1) - counts
+
+
+def count_rows(ends: Tensor) -> Tensor:
+    """Rows of each expert, int64, of the ends of experts (RowPlan.offsets) [E]."""
+    return torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
+
+
+def naive_plan_rows(experts: Tensor, num_experts: int, rows: int) -> RowPlan:
+    """The specification of `plan_rows`: one expert after the other takes its tokens in their
+    order."""
+    tokens, places = experts.shape
+    pair_of_row, offsets, needed = [-1] * rows, [], 0
+    row_of_pair = [[-1] * places for _ in range(tokens)]
+    chosen = experts.tolist()
+    for expert in range(num_experts):
+        for token in range(tokens):
+            for place in range(places):
+                if chosen[token][place] != expert:
+                    continue
+                if needed < rows:
+                    pair_of_row[needed] = token * places + place
+                    row_of_pair[token][place] = needed
+                needed += 1
+        offsets.append(min(needed, rows))
+    maps = [
+        torch.tensor(x, dtype=torch.int32, device=experts.device)
+        for x in (pair_of_row, row_of_pair, offsets)
+    ]
+    return RowPlan(
+        maps[0], maps[1].view(tokens, places), maps[2], torch.tensor(needed, device=experts.device)
+    )
+
+
+def naive_gather_rows(x: Tensor, plan: RowPlan) -> Tensor:
+    """The specification of `gather_rows`, outputs and (by autograd) gradients."""
+    places = plan.row_of_pair.shape[1]
+    return torch.stack(
+        [
+            x[pair // places] if pair >= 0 else torch.zeros_like(x[0])
+            for pair in plan.pair_of_row.tolist()
+        ]
+    )
+
+
+def naive_combine_rows(y: Tensor, plan: RowPlan) -> Tensor:
+    """The specification of `combine_rows`, outputs and (by autograd) gradients."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    totals = []
+    for rows in plan.row_of_pair.tolist():
+        total = torch.zeros(y.shape[1], dtype=wide, device=y.device)
+        for row in rows:
+            if row >= 0:
+                total = total + y[row].to(wide)
+        totals.append(total.to(y.dtype))
+    return torch.stack(totals)
+
+
+def naive_gather_pairs(weights: Tensor, plan: RowPlan) -> Tensor:
+    """The specification of `gather_pairs`, outputs and (by autograd) gradients."""
+    flat = weights.reshape(-1)
+    return torch.stack(
+        [flat[pair] if pair >= 0 else flat.new_zeros(()) for pair in plan.pair_of_row.tolist()]
+    )

@@ -1,0 +1,304 @@
+"""Cross-entropy of a linear head, chunk by chunk: the [T, V] logits never exist at once.
+
+    hidden [T, H]  |chunk 0|chunk 1| ... |   each chunk: logits [C, V] -> losses [C], grad_hidden
+    [C, H],
+                                             grad_weight [V, H] += ...; then the logits are dropped
+
+Gradients are computed in the forward pass, while the logits are there, and scaled by the incoming
+gradient in the backward pass: no second product with the head, which is a quarter of the work of a
+small model. Rows with the label -100 contribute exactly zero, whatever their hidden state holds. A
+label outside the vocabulary makes the loss and the gradients NaN: on a device nothing else can be
+said without waiting for it. Nothing is atomic, so results repeat bitwise.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+CHUNK_ELEMENTS = 2**28  # logits of one chunk: 512 MiB in bfloat16
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def token_count(labels: Tensor) -> Tensor:
+    """Number of labels that count in the loss: 0-d int64 on the device of `labels`."""
+    return (labels != IGNORED).sum()
+
+
+def is_word(labels: Tensor, vocab_size: int) -> Tensor:
+    """bool, shaped as `labels`: whether each is a word of the vocabulary."""
+    return (labels >= 0) & (labels < vocab_size)
+
+
+def rows_per_chunk(vocab_size: int) -> int:
+    """Rows of logits that are held at once: a multiple of 128, at least 128."""
+    return max(CHUNK_ELEMENTS // vocab_size // 128, 1) * 128
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Cross-entropy of a linear head in chunks of rows, without the whole logits.
+
+    Sum over rows of -log softmax(hidden @ weight.T)[label]. Gradients are computed in the forward.
+
+    Args:
+        hidden: [T, H], floating point.
+        weight: [V, H], of the same dtype.
+        labels: int64 [T], each in [0, V), or -100: its loss and gradients are exactly 0. Any other
+            label makes the loss and all gradients NaN.
+        chunk: Rows of logits held at once. None derives it from V.
+        scale: Factor on the logits.
+        softcap: Bound on the scaled logits x, which become softcap * tanh(x / softcap). 0 is none.
+
+    Returns:
+        The sum, a 0-d float32 tensor.
+
+    Raises:
+        ValueError: If `chunk` is below 1.
+
+    Example:
+        >>> hidden, weight = torch.zeros(3, 8), torch.zeros(10, 8)
+        >>> packgraph.linear_cross_entropy(hidden, weight, torch.tensor([1, 2, -100])).exp().round()
+        tensor(100.)
+    """
+    rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
+    if rows < 1:
+        raise ValueError(
+            f"linear_cross_entropy needs a chunk of at least one row, got chunk={chunk}"
+        )
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    # inside the function autograd is off, so whether gradients are wanted must be asked here
+    want_hidden = torch.is_grad_enabled() and hidden.requires_grad
+    want_weight = torch.is_grad_enabled() and weight.requires_grad
+    return _LinearCrossEntropy.apply(
+        hidden, weight, labels, rows, want_hidden, want_weight, scale, softcap
+    )
+
+
+def linear_log_probabilities(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Log-probability of each label under a linear head: float32 [T], 0 where the label is -100.
+
+    In chunks as `linear_cross_entropy`, with the same arguments; logits are made again in the
+    backward, as each row has a gradient of its own.
+    """
+    rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    return _LinearLogProbabilities.apply(hidden, weight, labels, rows, scale, softcap)
+
+
+def naive_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, softcap: float = 0.0
+) -> Tensor:
+    """The specification: all logits at once, torch's cross-entropy over the rows that count."""
+    counted = labels != IGNORED
+    logits, words = (hidden[counted] @ weight.t()).float() * scale, labels[counted]
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    legal = is_word(words, weight.shape[0])
+    losses = F.cross_entropy(logits, words.masked_fill(~legal, 0), reduction="none")
+    return (losses * torch.where(legal, 1.0, torch.nan)).sum()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        want_hidden: bool,
+        want_weight: bool,
+        scale: float,
+        softcap: float,
+    ) -> Tensor:
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight: Tensor | None = None
+        for start in range(0, labels.shape[0], rows):
+            part = slice(start, start + rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
+            grad_logits = _gradient_of_products(
+                chunk_hidden @ weight.t(),
+                labels[part],
+                losses[part],
+                scale,
+                softcap,
+                wanted=want_hidden or want_weight,
+            )
+            if grad_logits is None:
+                continue
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits @ weight
+            if want_weight:
+                product = grad_logits.t() @ chunk_hidden
+                # sums over chunks are float32: rounding every partial sum to bfloat16 would lose
+                # gradients
+                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+        ctx.save_for_backward(
+            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        )
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return scaled(grad_hidden, grad), scaled(grad_weight, grad), *[None] * 6
+
+
+class _LinearLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        scale: float,
+        softcap: float,
+    ) -> Tensor:
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        for start in range(0, labels.shape[0], rows):
+            part = slice(start, start + rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            products = hidden[part].masked_fill(~counted, 0.0) @ weight.t()
+            _gradient_of_products(
+                products, labels[part], losses[part], scale, softcap, wanted=False
+            )
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.rows, ctx.scale, ctx.softcap = rows, scale, softcap
+        return -losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight: Tensor | None = None
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        for start in range(0, labels.shape[0], ctx.rows):
+            part = slice(start, start + ctx.rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
+            found = _gradient_of_products(
+                chunk_hidden @ weight.t(),
+                labels[part],
+                losses[part],
+                ctx.scale,
+                ctx.softcap,
+                wanted=True,
+            )
+            assert found is not None
+            of_rows = (-grad[part, None]).masked_fill(~counted, 0.0)
+            found = (found * of_rows).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = found @ weight
+            if ctx.needs_input_grad[1]:
+                product = found.t() @ chunk_hidden
+                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 4
+
+
+def _gradient_of_products(
+    products: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    scale: float,
+    softcap: float,
+    *,
+    wanted: bool,
+) -> Tensor | None:
+    """`gradient_of_logits` for logits that are scaled and capped `products` [C, V], which may be
+    written over: the gradient of the products."""
+    if scale != 1.0:
+        products = products.mul_(scale)
+    slope = None
+    if softcap:
+        share = torch.tanh(products.float() / softcap)
+        slope = (1 - share.square()) if wanted else None
+        products = (share * softcap).to(products.dtype)
+    found = gradient_of_logits(products, labels, losses, wanted=wanted)
+    if found is None:
+        return None
+    if slope is not None:
+        found = (found * slope).to(found.dtype)
+    return found if scale == 1.0 else found.mul_(scale)
+
+
+def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """`gradient` (any float dtype) times `factor` (float32 []), rounded once, to the gradient's
+    dtype."""
+    if gradient is None:
+        return None
+    # One dimension, not none: then the product is formed in float32. A 0-d factor would be rounded
+    # to bfloat16 first, which puts the same error into every gradient.
+    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
+
+
+def gradient_of_logits(
+    logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool
+) -> Tensor | None:
+    """Write the loss of every row to `losses`; returns the gradient of `logits`, in their dtype, if
+    `wanted`.
+
+    logits: [C, V]; labels: int64 [C]; losses: float32 [C]. May write over `logits`. On CUDA one
+    kernel does it all, see `ops/loss_kernel.py`.
+    """
+    if HAS_TRITON and logits.is_cuda:
+        from packgraph.ops.loss_kernel import logits_to_gradients
+
+        logits_to_gradients(logits, labels, losses)
+        return logits if wanted else None
+    return naive_gradient_of_logits(logits, labels, losses, wanted=wanted)
+
+
+def naive_gradient_of_logits(
+    logits: Tensor, labels: Tensor, losses: Tensor, *, wanted: bool
+) -> Tensor | None:
+    """The specification of `gradient_of_logits`, by single operations."""
+    ignored = (labels == IGNORED)[:, None]
+    illegal = ~is_word(labels, logits.shape[1])[:, None]
+    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    target = labels[:, None].masked_fill(illegal, 0)
+    target_log_probability = log_probabilities.gather(1, target)
+    losses.copy_(-_defined(target_log_probability, illegal, ignored)[:, 0])
+    if not wanted:
+        return None
+    probabilities = log_probabilities.exp_()
+    probabilities.scatter_(
+        1, target, torch.expm1(target_log_probability)
+    )  # p - 1 without cancellation
+    return _defined(probabilities, illegal, ignored).to(logits.dtype)
+
+
+def _defined(values: Tensor, illegal: Tensor, ignored: Tensor) -> Tensor:
+    """`values` [C, ...], NaN where the label is no word and 0 where it is ignored: in place, as
+    rows of logits are the largest tensors of a step."""
+    return values.masked_fill_(illegal, torch.nan).masked_fill_(ignored, 0.0)

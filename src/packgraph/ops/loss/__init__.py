@@ -1,1 +1,0 @@
-"""Cross-entropy of a linear head."""

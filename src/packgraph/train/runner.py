@@ -1,0 +1,230 @@
+"""How a rank runs the microbatches of an optimizer step: one after another, by a graph for each
+capacity.
+
+`step_runner.py` runs a whole step and its update as one graph, `pipeline_runner.py` this rank's
+part of a pipeline's schedule. Which of them a run has is decided once, in `build.py`; the executor
+(`executor.py`) treats them alike.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from packgraph.graphs.cache import Consensus
+from packgraph.graphs.fallback import WARM_UP, Stats, eager
+from packgraph.graphs.graphed import GraphedModule, control, graph
+from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.profiler_ranges import profiler_range
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.train.optimizer import Optimizer
+from packgraph.train.options import GraphConfig
+from packgraph.train.step import BeforeLast, accumulate
+
+
+class Ways(Protocol):
+    """Says by contexts which work runs through graphs and which eagerly."""
+
+    def microbatch(self, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of one microbatch."""
+
+    def step(self, batches: Sequence[PackedBatch]) -> contextlib.AbstractContextManager[None]:
+        """Around all of a step."""
+
+
+class _Graphs:
+    """Everything runs through graphs."""
+
+    def microbatch(self, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def step(self, batches: Sequence[PackedBatch]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+GRAPHS: Ways = _Graphs()
+
+
+class Runner(Protocol):
+    """Runs the microbatches of a step.
+
+    Attributes:
+        replays: Whether warm-up is over, so that graphs are replayed.
+        captures_ahead: Whether `build` captures what steps will need; otherwise a step captures
+            what it needs.
+    """
+
+    replays: bool
+    captures_ahead: bool
+
+    @property
+    def graphed(self) -> Sequence[GraphedModule]:
+        """The chunks of the model that this rank runs; empty where graphs are off."""
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """Of each chunk: the microbatches in flight."""
+
+    def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
+        """Arguments of a call of chunk number `chunk` with this capacity, for capture."""
+
+    def build(self, capacities: Sequence[Capacity]) -> None:
+        """Captures these capacities, largest first."""
+
+    def run_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        before_last: BeforeLast | None = None,
+        ways: Ways = GRAPHS,
+    ) -> Tensor:
+        """Forward and backward of all microbatches of a step; see `step.accumulate`."""
+
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+        ways: Ways = GRAPHS,
+    ) -> tuple[Tensor, Tensor]:
+        """A whole optimizer step: its loss, and the gradient norm before clipping."""
+
+    def agree_by(self, stage: Consensus, replica: Consensus) -> None:
+        """Agrees about captures by `stage`; about those of whole steps, which reach over all
+        stages, by `replica`."""
+
+    def free_whole_steps(self) -> None:
+        """Frees the graphs of whole steps."""
+
+    @property
+    def step_stats(self) -> Stats | None:
+        """Counts of graphs of whole steps, None where there are none."""
+
+    def close(self) -> None:
+        """Frees all graphs and their memory."""
+
+
+def step_and_update(
+    runner: Runner,
+    batches: Sequence[PackedBatch],
+    loss_tokens: int,
+    optimizer: Optimizer,
+    learning_rate: float,
+    ways: Ways,
+) -> tuple[Tensor, Tensor]:
+    """`Runner.train_step` by `run_step` and the optimizer's own step."""
+    optimizer.zero_grad()
+    overlap = optimizer.flat.overlap if optimizer.flat.group is not None else None
+    loss = runner.run_step(batches, loss_tokens, overlap, ways)
+    return loss, optimizer.step(learning_rate, loss)
+
+
+class MicrobatchRunner:
+    """Runs microbatches of one model one after another; a `Runner`."""
+
+    captures_ahead = True
+    step_stats: Stats | None = None
+
+    def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
+        self.model, self.replays = model, False
+        self._device = device
+        self.slots = [options.slots or 1]
+        self.graphed: list[GraphedModule] = []
+        if options.enabled:
+            # One call of warm-up shows which outputs get gradients; the executor counts the rest of
+            # the warm-up steps.
+            self.graphed = [
+                graph(
+                    model,
+                    capacities=options.captured_capacities(),
+                    backend=options.backend,
+                    warmup=1,
+                    slots=options.slots,
+                    strict=options.strict,
+                    scope=options.scope,
+                    granularity=options.granularity,
+                    compile=options.compile,
+                )
+            ]
+
+    def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
+        """As `Runner.arguments`."""
+        tokens_in_step = torch.ones((), dtype=torch.int64, device=self._device)
+        return sample_batch(capacity).to(self._device), tokens_in_step
+
+    def build(self, capacities: Sequence[Capacity]) -> None:
+        """As `Runner.build`."""
+        for graphed in self.graphed:
+            graphed.build([self.arguments(0, capacity) for capacity in capacities])
+
+    def loss(self, batch: PackedBatch, tokens_in_step: Tensor) -> Tensor:
+        """Loss of one microbatch on the device, float32 []: its sum of token losses /
+        tokens_in_step (int64 [])."""
+        if not self.graphed:
+            return self.model(batch, tokens_in_step)
+        (graphed,) = self.graphed
+        if self.replays or not graphed.stats.fallbacks:
+            return graphed(batch, tokens_in_step)
+        with eager(WARM_UP):
+            return graphed(batch, tokens_in_step)
+
+    def run_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        before_last: BeforeLast | None = None,
+        ways: Ways = GRAPHS,
+    ) -> Tensor:
+        """As `Runner.run_step`."""
+        if not self.graphed or not self.replays:
+            return accumulate(
+                self.loss, batches, self._device, loss_tokens=loss_tokens, before_last=before_last
+            )
+        (graphed,) = self.graphed
+        tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        with graphed.frozen():
+            for number, batch in enumerate(batches):
+                before = before_last if number == len(batches) - 1 else None
+                with ways.microbatch(batch), profiler_range("microbatch", number, batch.capacity):
+                    total += forward_backward(
+                        graphed, batch.to(self._device), tokens_in_step, before=before
+                    )
+        return total
+
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+        ways: Ways = GRAPHS,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Runner.train_step`."""
+        return step_and_update(self, batches, loss_tokens, optimizer, learning_rate, ways)
+
+    def agree_by(self, stage: Consensus, replica: Consensus) -> None:
+        """As `Runner.agree_by`."""
+        for graphed in self.graphed:
+            control(graphed).consensus = stage
+
+    def free_whole_steps(self) -> None:
+        """There are none."""
+
+    def close(self) -> None:
+        """As `Runner.close`."""
+        for graphed in self.graphed:
+            graphed.close()
+
+
+def sample_batch(capacity: Capacity) -> PackedBatch:
+    """A valid microbatch of one document of token 0, for capture: only its shapes matter.
+
+    One of half the row fits however documents are padded; two halves do not, where rows are cut in
+    zigzag.
+    """
+    return PackedBatch.build([[0] * min(capacity.bound, max(1, capacity.tokens // 2))], capacity)

@@ -1,0 +1,333 @@
+"""Offloading drawn: a table with a line per rank, SVG, and a Chrome trace.
+
+All show blocks of compute, waiting and copies on three lanes, from a timeline that was simulated or
+measured, so that both can be laid side by side.
+
+In SVG colours tell modules: compute and copies of a module have its colour, groups that stay are
+pale, waiting is red. The memory is a filled line with that of all groups kept as a ruler.
+
+The Chrome trace is for chrome://tracing and ui.perfetto.dev, beside a profile: complete events
+("X", with ts and dur in microseconds) on three threads per rank, the device's memory as a counter
+("C"), names as metadata ("M"). Source: Trace Event Format, Google, 2016.
+"""
+
+import colorsys
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from packgraph.graphs.memory.budget import shown
+from packgraph.offloading.plan import OffloadPlan, OffloadTrace
+from packgraph.offloading.simulate import OffloadTimeline
+from packgraph.viz.drawing import aligned, number, page, ruler, text
+
+COMPUTE, TO_HOST, TO_DEVICE = LANES = ("compute", "to host", "to device")
+FORWARD, BACKWARD, WAIT, COPY = "forward", "backward", "wait", "copy"
+HEADER = (
+    "",
+    "groups",
+    "moved",
+    "of kept",
+    "peak",
+    "without",
+    "hidden",
+    "exposed",
+    "lost",
+    "to host",
+    "to device",
+)
+WIDTH, LANE, LEFT, TOP, RIGHT, CHART, GAP = 1100, 34, 84, 76, 24, 120, 16
+OUTSIDE, WAITING = "#8b949e", "#cf222e"
+
+
+@dataclass(frozen=True)
+class OffloadBlock:
+    """Something that takes time. group: index of the group that is computed, waited for or copied,
+    None for what lies outside of all groups. Times in us from the start of the forward."""
+
+    lane: str
+    kind: str
+    group: int | None
+    start: float
+    end: float
+
+
+def offload_blocks(trace: OffloadTrace, timeline: OffloadTimeline) -> list[OffloadBlock]:
+    """All of them by lane and time, those of no length left out."""
+    blocks, before_us, time = [], 0.0, 0.0
+    for index, group in enumerate(trace.groups):
+        blocks.append(
+            OffloadBlock(COMPUTE, FORWARD, index, time, time + group.forward_us - before_us)
+        )
+        before_us, time = group.forward_us, timeline.commits[index]
+    blocks.append(OffloadBlock(COMPUTE, FORWARD, None, time, time + trace.forward_us - before_us))
+    order = trace.backward_order
+    marks = [*(trace.groups[index].backward_us for index in order), trace.backward_us]
+    blocks.append(
+        OffloadBlock(COMPUTE, BACKWARD, None, timeline.forward_end, timeline.forward_end + marks[0])
+    )
+    blocks += [
+        OffloadBlock(
+            COMPUTE,
+            BACKWARD,
+            index,
+            timeline.backwards[index],
+            timeline.backwards[index] + marks[place + 1] - marks[place],
+        )
+        for place, index in enumerate(order)
+    ]
+    blocks += [
+        OffloadBlock(COMPUTE, WAIT, wait.group, wait.start, wait.end) for wait in timeline.waits
+    ]
+    blocks += [
+        OffloadBlock(TO_HOST if copy.to_host else TO_DEVICE, COPY, copy.group, copy.start, copy.end)
+        for copy in timeline.copies
+    ]
+    blocks.sort(key=lambda block: (LANES.index(block.lane), block.start))
+    return [block for block in blocks if block.end > block.start]
+
+
+@dataclass(frozen=True)
+class OffloadFigures:
+    """A rank's row of the table: per microbatch, but for the peaks, which are those of the device.
+
+    copied: bytes in one direction. kept_bytes: what all groups keep for the backward when nothing
+        moves. host_us,
+    device_us: how long copies to the host and back take together.
+    """
+
+    moved: int
+    groups: int
+    copied: int
+    host_us: float
+    device_us: float
+    exposed_us: float
+    compute_us: float
+    peak_bytes: int
+    kept_peak_bytes: int
+    kept_bytes: int
+
+    @property
+    def share(self) -> float:
+        """Of what the groups keep for the backward, what moves."""
+        return self.copied / self.kept_bytes if self.kept_bytes else 0.0
+
+    @property
+    def hidden_us(self) -> float:
+        """Copy time that passes while compute runs."""
+        return self.host_us + self.device_us - self.exposed_us
+
+    @property
+    def lost(self) -> float:
+        """Waiting over compute."""
+        return self.exposed_us / self.compute_us if self.compute_us else 0.0
+
+
+def offload_figures(
+    trace: OffloadTrace, plan: OffloadPlan, timeline: OffloadTimeline
+) -> OffloadFigures:
+    """The figures of one rank."""
+    copied = sum(group.bytes for group, moves in zip(trace.groups, plan.moves) if moves)
+    return OffloadFigures(
+        sum(plan.moves),
+        len(plan.moves),
+        copied,
+        timeline.copy_us(True),
+        timeline.copy_us(False),
+        timeline.exposed_us,
+        trace.compute_us,
+        timeline.peak_bytes,
+        trace.kept_peak_bytes,
+        trace.bytes,
+    )
+
+
+def offload_table(figures: Sequence[tuple[str, OffloadFigures]]) -> str:
+    """figures: of every rank, or of every chunk of it, with its name. At most 120 columns for short
+    ones; ends with a newline."""
+    table = [list(HEADER)]
+    for name, row in figures:
+        table.append(
+            [
+                name,
+                f"{row.moved} of {row.groups}",
+                shown(row.copied),
+                f"{row.share:.0%}",
+                shown(row.peak_bytes),
+                shown(row.kept_peak_bytes),
+                f"{row.hidden_us / 1000:.2f} ms",
+                f"{row.exposed_us / 1000:.2f} ms",
+                f"{row.lost:.2%}",
+                _speed(row.copied, row.host_us),
+                _speed(row.copied, row.device_us),
+            ]
+        )
+    return (
+        "\n".join(
+            [
+                *aligned(table),
+                "moved, hidden, exposed: per microbatch; of kept: of what groups keep; lost: "
+                "exposed over compute; peak: all in flight",
+            ]
+        )
+        + "\n"
+    )
+
+
+def _speed(nbytes: int, us: float) -> str:
+    return f"{nbytes / us / 1000:.1f} GB/s" if us > 0 else "-"
+
+
+def draw_offload_svg(
+    trace: OffloadTrace, plan: OffloadPlan, timeline: OffloadTimeline, title: str
+) -> str:
+    """The whole drawing as the text of an SVG file."""
+    scale = WIDTH / max(timeline.end, 1e-9)
+    lanes_end = TOP + len(LANES) * LANE
+    bottom = lanes_end + GAP + CHART
+    width, height = LEFT + WIDTH + RIGHT, bottom + 64
+    copies_us = timeline.copy_us(True) + timeline.copy_us(False)
+    parts = page(
+        width,
+        height,
+        title,
+        f"{sum(plan.moves)} of {len(plan.moves)} groups move; copies of "
+        f"{copies_us / 1000:.2f} ms, {timeline.exposed_us / 1000:.2f} ms of them exposed; peak "
+        f"{shown(timeline.peak_bytes)}, {shown(trace.kept_peak_bytes)} without; time in ms",
+    )
+    parts += ruler(timeline.end, LEFT, WIDTH, TOP - 6, bottom)
+    parts.append(_border(timeline, scale, bottom))
+    for place, lane in enumerate(LANES):
+        y = TOP + place * LANE
+        parts.append(text(16, y + LANE / 2 + 4, lane, "text"))
+        parts.append(f'<rect class="lane" x="{LEFT}" y="{y}" width="{WIDTH}" height="{LANE - 2}"/>')
+    parts += [_block(trace, plan, block, scale) for block in offload_blocks(trace, timeline)]
+    parts += _memory(trace, timeline, scale, lanes_end + GAP)
+    parts += _legend(trace, bottom)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _block(trace: OffloadTrace, plan: OffloadPlan, block: OffloadBlock, scale: float) -> str:
+    """A rectangle; what it is stands in its tooltip."""
+    told, colour = f"{block.kind}, outside of the groups", OUTSIDE
+    if block.group is not None:
+        group = trace.groups[block.group]
+        told = f"{block.kind} of {group.name}, layer {group.layer}, {shown(group.bytes)}"
+        is_pale = block.lane == COMPUTE and not plan.moves[block.group]
+        colour = (
+            WAITING if block.kind == WAIT else _colour(trace, group.name, 0.84 if is_pale else 0.62)
+        )
+    told += f", {block.start / 1000:.3f} to {block.end / 1000:.3f} ms"
+    y = TOP + LANES.index(block.lane) * LANE
+    return (
+        f'<g><title>{escape(told)}</title><rect x="{number(LEFT + block.start * scale)}" y="{y}" '
+        f'width="{number((block.end - block.start) * scale)}" height="{LANE - 2}" '
+        f'fill="{colour}"/></g>'
+    )
+
+
+def _memory(trace: OffloadTrace, timeline: OffloadTimeline, scale: float, top: float) -> list[str]:
+    """Bytes over time as steps, from 0 to what would be held without offloading."""
+    most = max(trace.kept_peak_bytes, timeline.peak_bytes, 1)
+
+    def height(held: int) -> str:
+        return number(top + CHART - held / most * CHART)
+
+    path = [f"M{LEFT} {number(top + CHART)}"]
+    for time, held in timeline.memory:
+        path.append(f"H{number(LEFT + time * scale)}V{height(held)}")
+    path.append(f"H{number(LEFT + timeline.end * scale)}V{number(top + CHART)}Z")
+    peak = timeline.peak_bytes
+    return [
+        f'<path d="{"".join(path)}" fill="{OUTSIDE}" fill-opacity="0.45"/>',
+        f'<line class="line" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{height(peak)}" '
+        f'y2="{height(peak)}"/>',
+        f'<line class="line" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{height(most)}" '
+        f'y2="{height(most)}"/>',
+        text(16, top + CHART / 2 + 4, "memory", "text"),
+        text(LEFT + WIDTH, float(height(peak)) - 3, f"peak {shown(peak)}", "quiet small end"),
+        text(LEFT + WIDTH, float(height(most)) - 3, f"{shown(most)} without", "quiet small end"),
+    ]
+
+
+def _border(timeline: OffloadTimeline, scale: float, bottom: float) -> str:
+    x = number(LEFT + timeline.forward_end * scale)
+    return (
+        f'<line stroke="{OUTSIDE}" stroke-dasharray="4 3" x1="{x}" x2="{x}" y1="{TOP}" '
+        f'y2="{bottom}"><title>end of '
+        "the forward</title></line>"
+    )
+
+
+def _legend(trace: OffloadTrace, top: float) -> list[str]:
+    parts, x = [], 16
+    for name in _names(trace):
+        parts.append(
+            f'<rect x="{x}" y="{top + 14}" width="20" height="12" '
+            f'fill="{_colour(trace, name, 0.62)}"/>'
+        )
+        parts.append(text(x + 26, top + 24, name, "text"))
+        x += 46 + 7 * len(name)
+    parts.append(f'<rect x="{x}" y="{top + 14}" width="20" height="12" fill="{WAITING}"/>')
+    parts.append(text(x + 26, top + 24, "compute waits", "text"))
+    parts.append(
+        text(
+            16,
+            top + 50,
+            "pale: groups that stay; grey: outside of the groups; broken line: end of the "
+            "forward; memory: all microbatches in flight",
+            "quiet",
+        )
+    )
+    return parts
+
+
+def _names(trace: OffloadTrace) -> list[str]:
+    return list(dict.fromkeys(group.name for group in trace.groups))
+
+
+def _colour(trace: OffloadTrace, name: str, lightness: float) -> str:
+    """One hue per module, none of them the red of waiting."""
+    hue = 0.1 + _names(trace).index(name) / max(len(_names(trace)), 1) * 0.8
+    red, green, blue = colorsys.hls_to_rgb(hue, lightness, 0.5)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+
+
+def chrome_trace(ranks: Sequence[tuple[str, OffloadTrace, OffloadTimeline]]) -> str:
+    """The text of a JSON file; each rank, or chunk of one, is a process of its own, under its
+    name."""
+    events: list[dict[str, Any]] = []
+    for rank, (name, trace, timeline) in enumerate(ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": lane}}
+            for tid, lane in enumerate(LANES)
+        ]
+        events += [_event(rank, trace, block) for block in offload_blocks(trace, timeline)]
+        events += [
+            {"ph": "C", "name": "device memory", "pid": rank, "ts": time, "args": {"bytes": held}}
+            for time, held in timeline.memory
+        ]
+    return (
+        json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
+    )
+
+
+def _event(rank: int, trace: OffloadTrace, block: OffloadBlock) -> dict[str, Any]:
+    group = None if block.group is None else trace.groups[block.group]
+    args: dict[str, float] = {} if group is None else {"layer": group.layer, "bytes": group.bytes}
+    if group is not None and block.kind == COPY:
+        args["GB/s"] = round(group.bytes / (block.end - block.start) / 1000, 6)
+    name = "other" if group is None else f"{group.name} {group.layer}"
+    return {
+        "ph": "X",
+        "name": f"{block.kind} {name}",
+        "cat": block.kind,
+        "pid": rank,
+        "tid": LANES.index(block.lane),
+        "ts": block.start,
+        "dur": block.end - block.start,
+        "args": args,
+    }

@@ -1,0 +1,378 @@
+"""A pipeline schedule drawn: as text, as SVG, and its numbers.
+
+`make_picture` says who runs what when, in which slot and bucket, before it is text or SVG. Chunks
+are named by letters and slots by their chunk's letter and a number: b0 is slot 0 of chunk b.
+
+As text (`draw_text`) time runs to the right, one column per piece of time, in panels that fit the
+page:
+
+    rank 0  F0 F1       B0    F2 B1
+      slot  a0 a1       a0    a0 a1
+
+Nothing is shortened unless there are more panels than `most_panels`; then the middle is left out
+and the text says so.
+
+As SVG (`draw_svg`) there is one lane per rank and chunk, with colours by microbatch: a forward is
+pale, its backward of the same hue and stronger. `summarize` tells slots per rank and chunk, what
+they cost, and how much of the time is waiting.
+"""
+
+import colorsys
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packgraph.parallel.pipeline.schedule import (
+    Action,
+    Schedule,
+    Timeline,
+    assign_slots,
+    peak_in_flight,
+    simulate,
+)
+from packgraph.viz.drawing import aligned, number, page, text
+
+KEY = "F3, B3: forward, backward of microbatch 3. slot b0: slot 0 of chunk b."
+UNIT, LANE, GAP, LEFT, TOP = 30, 32, 14, 84, 76
+HUES = 12
+
+
+@dataclass(frozen=True)
+class DrawnAction:
+    """One action in a drawing. `bucket` is an index of the picture's capacities, None when there
+    are none."""
+
+    action: Action
+    chunk: int
+    slot: int
+    bucket: int | None
+    start: float
+    end: float
+
+    @property
+    def label(self) -> str:
+        """F3: the forward of microbatch 3."""
+        return f"{self.action.kind}{self.action.microbatch}"
+
+    @property
+    def slot_name(self) -> str:
+        """b0: slot 0 of chunk b."""
+        return f"{chunk_name(self.chunk)}{self.slot}"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Blocks per rank in order of time. capacities: tokens per bucket. Times are in forwards of the
+    smallest bucket."""
+
+    schedule: Schedule
+    timeline: Timeline
+    rows: tuple[tuple[DrawnAction, ...], ...]
+    capacities: tuple[int, ...]
+    buckets: tuple[int, ...]
+
+
+def chunk_name(chunk: int) -> str:
+    """a, b, c, ...; numbers in dots beyond the alphabet."""
+    return string.ascii_lowercase[chunk] if chunk < len(string.ascii_lowercase) else f".{chunk}."
+
+
+def picture_errors(
+    microbatches: int, capacities: Sequence[int], buckets: Sequence[int]
+) -> list[str]:
+    """Every reason why these buckets do not fit the schedule; empty when they do."""
+    errors = [
+        f"a capacity must have at least 1 token, got {tokens}"
+        for tokens in capacities
+        if tokens < 1
+    ]
+    if buckets and not capacities:
+        errors.append("buckets are indices of capacities: say which capacities there are")
+    if buckets and len(buckets) != microbatches:
+        errors.append(
+            f"there must be one bucket per microbatch: {microbatches} microbatches, "
+            f"{len(buckets)} buckets"
+        )
+    if capacities:
+        errors += [
+            f"microbatch {microbatch}: there is no bucket {bucket}, only 0 to {len(capacities) - 1}"
+            for microbatch, bucket in enumerate(buckets)
+            if not 0 <= bucket < len(capacities)
+        ]
+    return errors
+
+
+def make_picture(
+    schedule: Schedule, capacities: Sequence[int] = (), buckets: Sequence[int] = ()
+) -> Picture:
+    """Simulate `schedule` and name the slots. A backward is drawn twice as long as its forward,
+    either in proportion to the tokens of the bucket.
+
+    capacities: tokens per bucket. buckets: one index of them per microbatch, default the largest
+    for all. Raises ValueError with all reasons when the buckets do not fit, or when the schedule
+    cannot run.
+    """
+    errors = picture_errors(schedule.microbatches, capacities, buckets)
+    if errors:
+        raise ValueError("these buckets do not fit the schedule:\n  - " + "\n  - ".join(errors))
+    if capacities and not buckets:
+        buckets = [list(capacities).index(max(capacities))] * schedule.microbatches
+    smallest = min((capacities[bucket] for bucket in buckets), default=1)
+    timeline = simulate(
+        schedule, microbatch_costs=[capacities[bucket] / smallest for bucket in buckets] or None
+    )
+    slots = assign_slots(schedule)
+    rows = tuple(
+        tuple(
+            DrawnAction(
+                action,
+                schedule.chunk_of(action.stage),
+                slots[(rank, action.stage, action.microbatch)],
+                buckets[action.microbatch] if buckets else None,
+                start,
+                end,
+            )
+            for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank])
+        )
+        for rank, row in enumerate(schedule.rows)
+    )
+    return Picture(schedule, timeline, rows, tuple(capacities), tuple(buckets))
+
+
+def summarize(picture: Picture, slots: tuple[tuple[int, ...], ...]) -> str:
+    """A table of `slots` ([rank][chunk], as `slot_counts` gives them), bubble and steady memory,
+    for people."""
+    schedule, largest = picture.schedule, max(picture.capacities, default=0)
+    used = [sum(row) for row in peak_in_flight(schedule)]
+    header = [
+        "slots",
+        *(f"chunk {chunk_name(chunk)}" for chunk in range(schedule.chunks)),
+        "all",
+        "used here",
+    ]
+    header += ["tokens kept"] if largest else []
+    table = [header]
+    for rank, row in enumerate(slots):
+        cells = [f"rank {rank}", *map(str, row), str(sum(row)), str(used[rank])]
+        table.append(cells + ([f"{sum(row) * largest:,}"] if largest else []))
+    most, every = max(map(sum, slots)), schedule.chunks * schedule.microbatches
+    lines = [
+        *aligned(table),
+        "",
+        f"steady memory  {_count(most, 'slot')} on the fullest rank, whatever the number of "
+        "microbatches",
+        "               "
+        + (f"= activations of {most * largest:,} tokens in one chunk; " if largest else "")
+        + (
+            f"one slot per microbatch and chunk would be {every} here"
+            if every > most
+            else f"these microbatches use {max(used)}"
+        ),
+        f"bubble         {picture.timeline.bubble_share:.1%} of the ranks' time is waiting"
+        f" (a backward counts as two forwards{', both by their tokens' if largest else ''})",
+    ]
+    if picture.buckets:
+        lines += [
+            f"{'buckets' if bucket == 0 else '':13}  {bucket}: {tokens:,} tokens, "
+            f"{_count(picture.buckets.count(bucket), 'microbatch', 'es')}"
+            for bucket, tokens in enumerate(picture.capacities)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def title(schedule: Schedule, group: int | None) -> str:
+    """One line that says which schedule this is."""
+    kind = (
+        "1F1B"
+        if schedule.chunks == 1
+        else f"interleaved 1F1B in groups of {group or schedule.ranks}"
+    )
+    return (
+        f"{kind}: {_count(schedule.ranks, 'rank')}, {_count(schedule.chunks, 'chunk')} each, "
+        f"{_count(schedule.microbatches, 'microbatch', 'es')}"
+    )
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{plural if number != 1 else ''}"
+
+
+def draw_text(picture: Picture, width: int = 120, most_panels: int = 6) -> str:
+    """Lines of at most `width` columns (but never narrower than one block), ended by a newline."""
+    blocks = [block for row in picture.rows for block in row]
+    label = max(max(len(block.label), len(block.slot_name)) for block in blocks)
+    # The shortest forward (1 unit of time) has room for its label and a space.
+    scale = label + 1
+    margin = (
+        max(len(f"rank {picture.schedule.ranks - 1}"), len("bucket") if picture.buckets else 0) + 2
+    )
+    columns = max((width - margin) // scale, 1) * scale
+    total = max(_columns(block, scale)[1] for block in blocks)
+    starts, half = list(range(0, total, columns)), max(most_panels // 2, 1)
+    lines = [KEY + (" bucket: which capacity it was packed for." if picture.buckets else "")]
+    for index, start in enumerate(starts):
+        if len(starts) > most_panels and half <= index < len(starts) - half:
+            if index == half:
+                lines.append(
+                    f"\n... {len(starts) - 2 * half} of {len(starts)} panels are left out to be "
+                    "short; an SVG "
+                    "shows all of it"
+                )
+            continue
+        lines += _panel(picture, start, columns, scale, margin, alone=len(starts) == 1)
+    return "\n".join(lines) + "\n"
+
+
+def _panel(
+    picture: Picture, start: int, columns: int, scale: int, margin: int, alone: bool
+) -> list[str]:
+    lines = ["" if alone else f"\ntime {start // scale} to {(start + columns) // scale}"]
+    for rank, row in enumerate(picture.rows):
+        visible = [(block, *_columns(block, scale)) for block in row]
+        visible = [
+            (block, max(left - start, 0), min(right - start, columns))
+            for block, left, right in visible
+            if left < start + columns and right > start
+        ]
+        lines.append(
+            _line(
+                f"rank {rank}", margin, [(b.label, left, right) for b, left, right in visible], "─"
+            )
+        )
+        lines.append(
+            _line("slot", margin, [(b.slot_name, left, right) for b, left, right in visible], " ")
+        )
+        if picture.buckets:
+            lines.append(
+                _line(
+                    "bucket",
+                    margin,
+                    [(str(b.bucket), left, right) for b, left, right in visible],
+                    " ",
+                )
+            )
+    return lines
+
+
+def _columns(block: DrawnAction, scale: int) -> tuple[int, int]:
+    return round(block.start * scale), round(block.end * scale)
+
+
+def _line(name: str, margin: int, cells: Sequence[tuple[str, int, int]], filling: str) -> str:
+    """One line of a panel: texts from `left` on, filled up to one column before `right`."""
+    line = name.rjust(margin - 2) + "  "
+    for words, left, right in cells:
+        line = line.ljust(margin + left)
+        room = right - left
+        if len(words) > room:
+            line += filling * (room - 1)
+        else:
+            # One column of filling after a label would only be noise.
+            line += words.ljust(room - 1, filling) if room > len(words) + 2 else words
+    return line.rstrip()
+
+
+def draw_svg(picture: Picture, title: str) -> str:
+    """The whole drawing as the text of an SVG file."""
+    schedule, timeline = picture.schedule, picture.timeline
+    rank_height = schedule.chunks * LANE + GAP
+    bottom = TOP + schedule.ranks * rank_height
+    width = max(LEFT + round(timeline.makespan * UNIT) + 24, 640)
+    # The legend has a line for what the marks mean, one for the microbatches and, if need be, one
+    # for the buckets.
+    height = bottom + (3 if picture.buckets else 2) * 24
+    parts = [
+        *page(
+            width,
+            height,
+            title,
+            f"bubble {timeline.bubble_share:.1%}, time in forwards of the smallest microbatch",
+        ),
+        *_ruler(timeline.makespan, bottom),
+    ]
+    for rank, row in enumerate(picture.rows):
+        top = TOP + rank * rank_height
+        parts.append(text(16, top + schedule.chunks * LANE / 2 + 4, f"rank {rank}", "text"))
+        for chunk in range(schedule.chunks):
+            lane = top + chunk * LANE
+            parts.append(
+                f'<rect class="lane" x="{LEFT}" y="{lane}" '
+                f'width="{number(timeline.makespan * UNIT)}" '
+                f'height="{LANE - 2}" rx="3"/>'
+            )
+            parts.append(text(LEFT - 8, lane + LANE / 2 + 3, chunk_name(chunk), "quiet end"))
+        parts += [_block(block, top + block.chunk * LANE, picture) for block in row]
+    parts += _legend(picture, bottom)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _block(block: DrawnAction, top: float, picture: Picture) -> str:
+    """A rectangle with the action and, below it, slot and bucket; more of it in the tooltip."""
+    x, width = LEFT + block.start * UNIT, (block.end - block.start) * UNIT
+    below = str(block.slot) if block.bucket is None else f"{block.slot}·{block.bucket}"
+    told = (
+        f"{'forward' if block.action.kind == 'F' else 'backward'} of microbatch "
+        f"{block.action.microbatch}, stage "
+        f"{block.action.stage}, slot {block.slot_name}"
+    )
+    if block.bucket is not None:
+        told += f", bucket {block.bucket} ({picture.capacities[block.bucket]:,} tokens)"
+    colour = _colour(block.action.microbatch, block.action.kind == "B")
+    return (
+        f'<g><title>{told}</title><rect x="{number(x + 0.5)}" y="{number(top)}" '
+        f'width="{number(width - 1)}" '
+        f'height="{LANE - 2}" rx="3" fill="{colour}"/>'
+        + text(x + width / 2, top + 13, block.label, "block middle")
+        + text(x + width / 2, top + 25, below, "block small middle")
+        + "</g>"
+    )
+
+
+def _ruler(makespan: float, bottom: float) -> list[str]:
+    step = 5 if makespan <= 200 else 20
+    marks = []
+    for time in range(0, int(makespan) + 1, step):
+        x = LEFT + time * UNIT
+        marks.append(f'<line class="line" x1="{x}" x2="{x}" y1="{TOP - 6}" y2="{bottom - GAP}"/>')
+        marks.append(text(x, TOP - 10, str(time), "quiet small middle"))
+    return marks
+
+
+def _legend(picture: Picture, top: float) -> list[str]:
+    buckets, slot = picture.buckets, picture.rows[0][0].slot
+    example = f"{slot}·{buckets[0]}" if buckets else str(slot)
+    parts = [
+        text(
+            16,
+            top + 12,
+            f"F, B: forward and backward of a microbatch; below it, {example}: its slot"
+            + (" · its bucket" if buckets else "")
+            + "; lanes a, b, ...: chunks of the rank",
+            "quiet",
+        )
+    ]
+    shown = min(picture.schedule.microbatches, HUES)
+    for microbatch in range(shown):
+        x = 16 + microbatch * 46
+        parts.append(
+            f'<rect x="{x}" y="{top + 24}" width="10" height="12" '
+            f'fill="{_colour(microbatch, False)}"/>'
+            f'<rect x="{x + 10}" y="{top + 24}" width="10" height="12" '
+            f'fill="{_colour(microbatch, True)}"/>'
+        )
+        parts.append(text(x + 25, top + 34, str(microbatch), "text"))
+    if shown < picture.schedule.microbatches:
+        parts.append(text(16 + shown * 46, top + 34, "... colours repeat", "quiet"))
+    if buckets:
+        named = ", ".join(
+            f"{bucket}: {tokens:,} tokens" for bucket, tokens in enumerate(picture.capacities)
+        )
+        parts.append(text(16, top + 56, f"buckets {named}", "quiet"))
+    return parts
+
+
+def _colour(microbatch: int, backward: bool) -> str:
+    """Neighbours differ much: the hue moves by five twelfths of the circle."""
+    hue = (0.56 + microbatch * 5 / HUES) % 1
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.66 if backward else 0.84, 0.62)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"

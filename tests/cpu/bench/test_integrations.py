@@ -1,0 +1,66 @@
+"""Whole steps of a model of transformers by every way: one first loss, and rows that say why."""
+
+import json
+
+import pytest
+import torch
+
+from packgraph import cli
+from packgraph.bench.integrations import WAYS, IntegrationOptions, bench_integrations
+from packgraph.bench.rows import Rows
+from packgraph.bench.timing import Deadline
+
+CPU = torch.device("cpu")
+
+
+def measured(ways, model="tiny", **options):
+    rows = Rows({}, write=False)
+    asked = {"layers": 2, "tokens": (64,), "step_tokens": 128, "steps": 2, "mean": 20.0} | options
+    bench_integrations(
+        IntegrationOptions(model=model, ways=ways, documents=12, **asked), CPU, rows, Deadline(None)
+    )
+    return rows.all
+
+
+def test_ways_without_compiling_train_on_the_same_and_begin_with_the_same_loss():
+    rows = measured(("transformers", "live", "own"))
+    assert [row["reason"] for row in rows] == [None] * 3
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
+    assert rows[2]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
+    # 2 microbatches in each of 3 steps ahead, 1 lead, 2 timed and 1 for memory; 1 of warm-up
+    assert [row["replayed"] for row in rows] == [None, 13, 13]
+    assert all(row["tokens_per_second"] > 0 for row in rows) and rows[0]["ratio"] == 1
+    assert {row["microbatches"] for row in rows} == {2}
+    assert set(WAYS) == {
+        f"{name}{end}" for name in ("transformers", "live", "own") for end in ("", "+compile")
+    }
+
+
+def test_a_config_of_another_family_has_a_row_that_says_why_ours_has_none(tmp_path):
+    file = tmp_path / "config.json"
+    content = {
+        "model_type": "gpt2",
+        "vocab_size": 64,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "num_hidden_layers": 2,
+    }
+    file.write_text(json.dumps(content))
+    live, own = measured(("live", "own"), str(file))
+    assert live["reason"] is None and live["family"] == "gpt2"
+    assert "gpt2" in own["reason"].lower() and own["tokens_per_second"] is None
+
+
+def test_an_unknown_model_is_named():
+    with pytest.raises(ValueError, match="neither a config"):
+        measured(("live",), "no-such-model")
+
+
+def test_the_command_names_what_is_wrong(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text("[]")
+    assert cli.main(["bench", "integrations", "--device", "cpu", "--model", str(file)]) == 2
+    assert "names no model_type" in capsys.readouterr().err
+    assert cli.main(["bench", "integrations", "--ways", "fast"]) == 2
+    assert "transformers+compile" in capsys.readouterr().err

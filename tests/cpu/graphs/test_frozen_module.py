@@ -1,0 +1,114 @@
+"""A frozen block looks at calls only briefly, but at all that may differ between two of its
+calls."""
+
+import pytest
+import torch
+from torch import nn
+
+from packgraph.graphs import capturer
+from packgraph.graphs import graphed as graphed_module
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.graphed import graph
+from packgraph.graphs.microbatch import forward_backward
+
+
+class Scored(nn.Module):
+    """A linear layer and a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).tanh().mean()
+
+
+def prepared():
+    """A graphed module that has its graphs, and a call's argument."""
+    torch.manual_seed(0)
+    graphed, x = graph(Scored(), warmup=0), torch.randn(3, 4)
+    forward_backward(graphed, x)
+    return graphed, x
+
+
+def test_evaluation_is_seen():
+    graphed, x = prepared()
+    with graphed.frozen():
+        forward_backward(graphed, x)
+        graphed.eval()
+        graphed(x)
+    assert dict(graphed.stats.fallbacks) == {"evaluation mode": 1}
+
+
+def test_closing_is_seen():
+    graphed, x = prepared()
+    with graphed.frozen():
+        forward_backward(graphed, x)
+        graphed.close()
+        graphed(x)
+    assert dict(graphed.stats.fallbacks) == {"closed": 1} and not graphed._slots.all
+
+
+def test_autocast_is_seen():
+    graphed, x = prepared()
+    with graphed.frozen():
+        forward_backward(graphed, x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(graphed(x), graphed.module(x))
+        assert torch.equal(graphed(x), graphed.module(x))
+
+
+def test_hooks_on_saved_tensors_are_seen():
+    graphed, x = prepared()
+    with graphed.frozen():
+        forward_backward(graphed, x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            graphed(x)
+    assert sum(graphed.stats.fallbacks.values()) == 1
+
+
+def test_a_capture_that_fails_is_not_tried_again(monkeypatch):
+    graphed, x = prepared()
+    tries = []
+
+    def fail(*_):
+        tries.append(1)
+        raise CaptureError("no memory is left", None, "use fewer slots")
+
+    monkeypatch.setattr(capturer, "capture_variant", fail)
+    with graphed.frozen():
+        held = graphed.acquire((x,), {})
+        with pytest.warns(UserWarning, match="no memory is left"):
+            assert graphed.acquire((x,), {}) == "capture failed"
+        assert graphed.acquire((x,), {}) == "capture failed"
+    held.lease.release()
+    assert len(tries) == 1
+
+
+class Optional(Scored):
+    """A call with arguments that may be left out, as a decoder's: tokens or hidden states, a number
+    of ranks."""
+
+    def forward(self, tokens, x, ranks=None):
+        return super().forward(x) * (1 if ranks is None else ranks)
+
+
+def test_calls_with_constants_are_known_too(monkeypatch):
+    torch.manual_seed(0)
+    graphed, x = graph(Optional(), warmup=0), torch.randn(3, 4)
+    forward_backward(graphed, None, x, 2)
+    for ranks in (None, 1, 3):
+        forward_backward(graphed, None, x, ranks)
+    looked, look = [], graphed_module.signature
+    monkeypatch.setattr(
+        graphed_module, "signature", lambda *call: looked.append(call) or look(*call)
+    )
+    with graphed.frozen():
+        for ranks in (2, None, 1, 3, 2, None, 1, 3, 2):
+            expected = graphed.module(None, x, ranks)
+            assert torch.equal(forward_backward(graphed, None, x, ranks), expected.detach())
+        assert len(looked) == 4, "each once"
+        assert forward_backward(graphed, None, x, True).equal(
+            graphed.module(None, x, True).detach()
+        )
+        assert len(looked) == 5, "True is not 1, nor 2"

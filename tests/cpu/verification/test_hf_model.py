@@ -1,0 +1,73 @@
+"""Any config.json of transformers against eager training, and files that are none."""
+
+import json
+
+import pytest
+import torch
+
+from packgraph import cli
+from packgraph.train.config import ConfigError
+from packgraph.verification.hf_model import read_hf_config, verify_hf_config
+
+CPU = torch.device("cpu")
+CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+def written(folder, content):
+    file = folder / "config.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return file
+
+
+def test_a_config_is_verified_bit_by_bit(tmp_path):
+    found = verify_hf_config(written(tmp_path, CONFIG), CPU, layers=2, tokens=64)
+    assert found, str(found)
+    assert found.steps == 6 and found.replayed == 5 and dict(found.fallbacks) == {"warm-up": 1}
+    assert read_hf_config(tmp_path)["num_hidden_layers"] == 8
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "names no model_type"),
+        ({"model_type": 3}, "names no model_type"),
+        ({"model_type": "no-such-model"}, "no-such-model"),
+        (CONFIG | {"model_type": "bert"}, "config.json"),
+        (CONFIG | {"hidden_size": "x"}, "config.json"),
+        (CONFIG | {"num_attention_heads": 0}, "config.json"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
+def test_what_is_no_config_of_a_language_model_is_named(tmp_path, content, match):
+    with pytest.raises(ConfigError, match=match):
+        verify_hf_config(written(tmp_path, content), CPU, layers=1, tokens=64)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        verify_hf_config(tmp_path / "none.json", CPU)
+
+
+def test_the_command_verifies_a_config_and_says_what_does_not_go_together(tmp_path, capsys):
+    file = str(written(tmp_path, CONFIG))
+    assert cli.main(["verify", "--hf-config", file, "--layers", "1", "--steps", "4"]) == 0
+    assert "equal bit by bit" in capsys.readouterr().out
+    for words, said in (
+        (["verify", "qwen3-tiny", "--hf-config", file], "exclude each other"),
+        (["verify", "--layers", "2"], "an option of --hf-config"),
+        (["verify", "--hf-config", file, "--layers", "0"], "--layers must be at least 1"),
+        (["verify", "--hf-config", str(tmp_path / "none.json")], "cannot be read"),
+    ):
+        assert cli.main(words) == 2
+        assert said in capsys.readouterr().err
