@@ -5,6 +5,7 @@ import sys
 import threading
 
 import hiddenkit
+import numpy as np
 import pytest
 import torch
 import watchkit
@@ -218,3 +219,20 @@ def test_an_object_of_a_tool_is_watched_though_the_tool_is_not():
     module.held.settings["scale"] = 3.0
     with pytest.warns(PackgraphWarning, match="scale"):
         assert torch.equal(graphed(X), module(X))
+
+
+def test_masked_arrays_are_watched_with_their_masks():
+    masked = np.ma.masked_array([1.0, 2.0], [False, True])
+
+    def forward(m, x):
+        return m.linear(x) * float(m.c.filled(3.0).sum())
+
+    graphed = captured(One(forward, c=masked, nothing=np.ma.masked), X)
+    changes = {
+        "behind the mask": lambda: masked.data.__setitem__(1, 7.0),
+        "the mask": lambda: masked.mask.__setitem__(1, False),
+    }
+    for change in changes.values():
+        change()
+        with pytest.warns(PackgraphWarning, match="the contents of 'c' changed"):
+            assert torch.equal(graphed(X), graphed.module(X))

@@ -392,6 +392,9 @@ def contents(buffer: Any) -> tuple[Any, ...] | None:
         nbytes = memoryview(buffer).nbytes
     if nbytes > LARGEST_BYTES:
         return (form,) if _read_only(buffer) else None
+    if hasattr(buffer, "mask"):  # of numpy: its own bytes are those of `filled`
+        attributes = repr(vars(buffer))
+        return form, attributes, buffer.data.tobytes(), buffer.mask.tobytes()
     return form, buffer.tobytes() if hasattr(buffer, "tobytes") else bytes(buffer)
 
 
