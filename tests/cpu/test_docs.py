@@ -16,7 +16,8 @@ from packgraph.graphs.fallback import REASONS
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DRAWN = re.findall(
-    r"─ ([\w.]+) +(graphs/[\w/]+\.py)", (DOCS / "concepts" / "replay.md").read_text(encoding="utf-8")
+    r"─ ([\w.]+) +(graphs/[\w/]+\.py)",
+    (DOCS / "concepts" / "replay.md").read_text(encoding="utf-8"),
 )
 
 
