@@ -53,6 +53,7 @@ class PackedTrainer(_Trainer):
         ValueError: If the model or an option of the trainer cannot be followed, with all reasons.
 
     Example:
+        >>> import tempfile
         >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
         >>> from packgraph.integrations.transformers import PackedTrainer
         >>> class Packed(PackedTrainer, Trainer): ...
@@ -62,10 +63,14 @@ class PackedTrainer(_Trainer):
         ... )
         >>> trainer = Packed(
         ...     LlamaForCausalLM(config),
-        ...     TrainingArguments(max_steps=4, report_to="none", disable_tqdm=True),
+        ...     TrainingArguments(
+        ...         tempfile.mkdtemp(), max_steps=4, report_to="none", save_strategy="no",
+        ...         disable_tqdm=True, logging_strategy="no",
+        ...     ),
         ...     train_dataset=[{"input_ids": [1, 2, 3, 4]}] * 32,
         ... )
         >>> _ = trainer.train()
+        {'train_runtime': ...}
         >>> trainer.stats.replayed
         2
     """
