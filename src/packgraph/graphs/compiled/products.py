@@ -12,7 +12,7 @@ library, `packgraph::name`, that has a sibling `packgraph::add_name(total, ...)`
 
 The invariant: eager calls, captures and replays add alike. Where adding in place would be wrong
 (somebody wants the gradient itself: `autograd.grad`, a hook, other uses of the weight), the product
-is added to zeros and handed on.
+is added to -0.0 and handed on.
 """  # noqa: E501
 
 from collections.abc import Callable, Container, Sequence
@@ -193,10 +193,15 @@ class AddingCode:
         ):
             with torch.no_grad():
                 if weight.grad is None:
-                    weight.grad = torch.zeros_like(weight)
+                    weight.grad = _nothing(weight)
             if _plain(weight.grad, weight):
                 return weight.grad, True
-        return torch.zeros_like(weight.detach()), False
+        return _nothing(weight.detach()), False
+
+
+def _nothing(weight: Tensor) -> Tensor:
+    """What a gradient begins with, as in graphs: to -0.0 everything adds without a change."""
+    return torch.zeros_like(weight).neg_()
 
 
 def _leaf_behind(weight: Tensor) -> Tensor:
