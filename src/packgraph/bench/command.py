@@ -108,7 +108,7 @@ def bench(words: Sequence[str]) -> int:
     """
     if not words or words[0] in ("-h", "--help"):
         names = "\n".join(
-            f"  {name:10} {(one.options.__doc__ or '').splitlines()[0]}"
+            f"  {name:12} {(one.options.__doc__ or '').splitlines()[0]}"
             for name, one in BENCHMARKS.items()
         )
         print(INTRODUCTION.format(names=names))
