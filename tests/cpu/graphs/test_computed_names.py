@@ -5,10 +5,12 @@ import builtins
 import inspect
 import operator
 
+import hiddenkit
 import pytest
 import torch
 from statekit import One, X, quietly
 
+from packgraph.graphs.checks.state_walk import Walk
 from packgraph.graphs.graphed import graph
 
 SCALE = {0: 1.0}
@@ -124,3 +126,16 @@ def test_a_constant_name_reaches_that_attribute_alone():
 
 
 HIDDEN = iter(range(3))
+
+
+def test_the_walk_ends_where_a_module_is_refused(monkeypatch):
+    """What code could reach then is every loaded module of the process."""
+    walked, walk = [], Walk._walk_function
+    monkeypatch.setattr(
+        Walk,
+        "_walk_function",
+        lambda self, function: (walked.append(function), walk(self, function)),
+    )
+    found = Walk(hiddenkit.BOTH_NAMES_COMPUTED())
+    assert found.refused is not None
+    assert len(walked) < 20
