@@ -5,10 +5,12 @@ import builtins
 import inspect
 import operator
 
+import hiddenkit
 import pytest
 import torch
 from statekit import One, X, quietly
 
+from packgraph.graphs.checks.state_walk import Walk
 from packgraph.graphs.graphed import graph
 
 SCALE = {0: 1.0}
@@ -124,3 +126,16 @@ def test_a_constant_name_reaches_that_attribute_alone():
 
 
 HIDDEN = iter(range(3))
+
+
+def test_the_walk_ends_where_a_module_is_refused(monkeypatch):
+    """What code could reach then is every loaded module of the process."""
+    walk, refused = Walk._walk_function, []
+
+    def noted(self, function):
+        refused.append(self.refused is not None)
+        walk(self, function)
+
+    monkeypatch.setattr(Walk, "_walk_function", noted)
+    assert Walk(hiddenkit.BOTH_NAMES_COMPUTED()).refused is not None
+    assert refused and not any(refused)

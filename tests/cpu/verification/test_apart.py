@@ -232,7 +232,7 @@ def test_what_would_hold_two_models_after_all_is_refused(
     assert "--apart: is for a model of which two do not fit" in capsys.readouterr().err
     assert cli.main(["train", "qwen3-tiny", "--apart"]) == 2
     assert (
-        "--skip-one-process and --apart are options of `packgraph verify`"
+        "--apart: is no option of `packgraph train`, but of `packgraph verify`"
         in capsys.readouterr().err
     )
     config = preset("qwen3-tiny")

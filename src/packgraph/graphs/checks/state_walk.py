@@ -510,10 +510,10 @@ class Walk:
 
     def _walk_code(self) -> None:
         """Walk the functions that were met, then the methods that they may call, until no more
-        come."""
+        come, or the module is refused: it runs eagerly then, whatever else is found."""
         before = -1
-        while self._pending or before != self._known():
-            while self._pending:
+        while self.refused is None and (self._pending or before != self._known()):
+            while self._pending and self.refused is None:
                 self._walk_function(self._pending.pop())
             before = self._known()
             self._note_held_namespaces()

@@ -1,6 +1,7 @@
 """Why a model of transformers cannot be packed: everything that is known not to equal the model
 itself, document by document."""
 
+import importlib
 import inspect
 from typing import Any
 
@@ -94,6 +95,9 @@ def _of_config(causal: Any) -> list[str]:
         )
     if getattr(config, "z_loss_coefficient", 0):
         problems.append("its loss includes one of all logits; set config.z_loss_coefficient = 0")
+    losses = importlib.import_module("transformers.loss.loss_utils")
+    if causal.loss_function is not losses.ForCausalLMLoss:
+        problems.append("its loss_function is not the mean of next tokens, which takes its place")
     if getattr(config, "use_bidirectional_attention", False):
         problems.append("its attention is not causal")
     if getattr(config, "add_cross_attention", False):

@@ -32,6 +32,11 @@ from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import Overlong, PackReport
 
 LOGGED = "packgraph"  # before every name in logs
+# What `compute_loss` of this file stands for; that of another trainer is another loss.
+LOSSES = (
+    ("transformers.trainer", "Trainer.compute_loss"),
+    ("trl.trainer.sft_trainer", "SFTTrainer.compute_loss"),
+)
 _Trainer: Any = object  # what the class is mixed into
 
 
@@ -53,6 +58,7 @@ class PackedTrainer(_Trainer):
         ValueError: If the model or an option of the trainer cannot be followed, with all reasons.
 
     Example:
+        >>> import tempfile
         >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
         >>> from packgraph.integrations.transformers import PackedTrainer
         >>> class Packed(PackedTrainer, Trainer): ...
@@ -62,10 +68,14 @@ class PackedTrainer(_Trainer):
         ... )
         >>> trainer = Packed(
         ...     LlamaForCausalLM(config),
-        ...     TrainingArguments(max_steps=4, report_to="none", disable_tqdm=True),
+        ...     TrainingArguments(
+        ...         tempfile.mkdtemp(), max_steps=4, report_to="none", save_strategy="no",
+        ...         disable_tqdm=True, logging_strategy="no",
+        ...     ),
         ...     train_dataset=[{"input_ids": [1, 2, 3, 4]}] * 32,
         ... )
         >>> _ = trainer.train()
+        {'train_runtime': ...}
         >>> trainer.stats.replayed
         2
     """
@@ -79,7 +89,13 @@ class PackedTrainer(_Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        theirs = super().compute_loss.__func__
         problems = _problems(self, kwargs.get("data_collator", args[2] if len(args) > 2 else None))
+        if (theirs.__module__, theirs.__qualname__) not in LOSSES:
+            problems.append(
+                f"{theirs.__qualname__} would not be called; override compute_loss in a class "
+                f"derived from {type(self).__name__}"
+            )
         if problems:
             raise ValueError(f"{type(self).__name__} cannot pack: {'; '.join(problems)}")
         if capacities is None:

@@ -257,6 +257,38 @@ def test_what_cannot_be_followed_is_refused_with_all_reasons(tmp_path):
         trainer.compute_loss(trainer.model, trainer.data_collator(TRAIN[:2]), return_outputs=True)
 
 
+def test_another_loss_is_refused(tmp_path):
+    class Own(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class Mixed(PackedTrainer, Own):
+        pass
+
+    class After(Packing):
+        def compute_loss(self, *args, **kwargs):
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    arguments = TrainingArguments(**options(tmp_path, optim="sgd"))
+    with pytest.raises(ValueError, match=r"Own\.compute_loss would not be called"):
+        Mixed(model(), arguments, train_dataset=TRAIN)
+    twice = trained(After(model(), arguments, train_dataset=TRAIN))
+    assert logged(twice, "loss")[0] == pytest.approx(
+        2 * logged(trained(packing(tmp_path)), "loss")[0], rel=0.05
+    )
+    other = model()
+    other.loss_function = lambda **facts: torch.zeros(())
+    with pytest.raises(ValueError, match="its loss_function is not the mean of next tokens"):
+        Packing(other, arguments, train_dataset=TRAIN)
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    trainer = packing(tmp_path)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ValueError, match="it trains on one process and one GPU"):
+        packing(tmp_path)
+
+
 def test_the_collator_shifts_labels_once():
     rows = packgraph.Capacity(tokens=8, documents=3)
     example = {"input_ids": [5, 6, 7], "labels": [-100, -100, 7], "text": "seven"}
