@@ -13,16 +13,18 @@ it has drawn itself, so what it reads is never of an earlier start:
 """
 
 import contextlib
+import pickle
 import secrets
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from packgraph.parallel.processes import Launch
 
+Result = TypeVar("Result")
 LOOK = 0.05  # seconds between two looks for ranks that come
 
 
@@ -46,13 +48,8 @@ def met(store: Any, launch: Launch) -> Iterator[Any]:
     if launch.rank != 0:
         name = secrets.token_hex(16)
         hall.set(f"hello/{launch.rank}", name)
-        end = time.monotonic() + store.timeout.total_seconds()
-        while not hall.check([f"welcome/{name}"]):  # to wait in the store would hold signals back
-            if time.monotonic() > end:
-                raise dist.DistError(f"no answer for {store.timeout.total_seconds():.0f} s")
-            time.sleep(LOOK)
-        own = dist.PrefixStore(hall.get(f"welcome/{name}").decode(), store)
-        own.set(f"here/{launch.rank}", "")
+        own = dist.PrefixStore(_get(hall, f"welcome/{name}").decode(), store)
+        own.set(f"here/{launch.rank}", "here")
         yield own
         return
     prefix = f"packgraph/start-{secrets.token_hex(8)}"
@@ -87,3 +84,44 @@ def _welcome(store: Any, prefix: str, world: int, over: threading.Event) -> None
                         hall.set(f"welcome/{name.decode()}", prefix)
                         told[rank] = name
             over.wait(LOOK)
+
+
+def decided_by_first(
+    store: Any, launch: Launch, decide: Callable[[], Result], *errors: type[Exception]
+) -> Result:
+    """What rank 0 decides, before the processes are connected; one of `errors` is raised on all.
+
+    Args:
+        store: Of this start, for one decision; None = there is one process only.
+        launch: This process's place among all.
+        decide: Called by rank 0. Its result and errors must be picklable.
+        errors: What it may raise.
+
+    Raises:
+        torch.distributed.DistError: If rank 0 does not decide within the timeout of the store.
+    """
+    if store is None:
+        return decide()
+    if launch.rank == 0:
+        outcome: tuple[Any, Exception | None]
+        try:
+            outcome = decide(), None
+        except errors as error:
+            outcome = None, error
+        store.set("decided", pickle.dumps(outcome))
+    result, failed = pickle.loads(_get(store, "decided"))  # of this run's own rank 0
+    if failed is not None:
+        raise failed
+    return cast(Result, result)
+
+
+def _get(store: Any, key: str) -> bytes:
+    """What is in a store, as soon as it is there; to wait within the store would hold signals
+    back."""
+    limit = store.timeout.total_seconds()
+    end = time.monotonic() + limit
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise dist.DistError(f"rank 0 said nothing for {limit:.0f} s")
+        time.sleep(LOOK)
+    return cast(bytes, store.get(key))
