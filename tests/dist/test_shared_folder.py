@@ -133,6 +133,6 @@ def test_torchrun_refuses_a_folder_of_each_rank_at_the_start(tmp_path):
         env=environment,
         check=False,
     )
-    assert ended.returncode != 0 and "Traceback" not in ended.stderr
+    assert ended.returncode != 0 and ended.stderr.startswith("packgraph: error: ")
     assert "runs/x: rank 1 (on " in ended.stderr and "--run.per-node-folder" in ended.stderr
     assert not list(tmp_path.rglob("step-*"))
