@@ -61,6 +61,8 @@ test-ranks: $(DEV_READY)
 faults: $(DEV_READY)
 	PACKGRAPH_FLIPS=50000 $(PYTHON) -m pytest tests/faults/test_flips.py tests/faults/test_disk.py -o timeout=0
 	$(PYTHON) tests/faults/restarts.py
+	$(PYTHON) tests/faults/restarts.py --ranks 2
+	$(PYTHON) tests/faults/restarts.py --model moonlight-tiny --layouts dp=2,ep=2 dp=4,ep=4 --restarts 4
 	$(PYTHON) tests/faults/matrix.py $(ARGS)
 
 # About 25 minutes.

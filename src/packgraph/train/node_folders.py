@@ -118,7 +118,9 @@ def checkpoint_here(path: Path, mesh: Mesh, nodes: NodeFolders) -> Iterator[Path
     here = path.with_name(WRITING + path.name) if nodes.is_apart(mesh.rank) else path
     try:
         try:
-            on_each(mesh, lambda: here.mkdir(parents=True) if leads else None, OSError)
+            on_each(
+                mesh, lambda: here.mkdir(parents=True, exist_ok=True) if leads else None, OSError
+            )
             sizes = on_first(
                 mesh, lambda: {file.name: file.stat().st_size for file in path.iterdir()}, OSError
             )
