@@ -429,7 +429,9 @@ def test_hostile_shards_are_refused_without_torchs_hints(name, tmp_path, capsys,
     SHARDS[name](path)
     sign(
         tmp_path,
-        lambda content: content["files"].update({path.name: [path.stat().st_size, digest_of(path)]}),
+        lambda content: content["files"].update(
+            {path.name: [path.stat().st_size, digest_of(path)]}
+        ),
     )
     refuse(resume(name, "step-00000002: damaged", {}), tmp_path, capsys)
 
