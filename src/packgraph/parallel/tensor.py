@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from packgraph.ops.linear import PRODUCTS
 from packgraph.parallel.mesh import Mesh
 
 VOCABULARY = ("embed_tokens", "lm_head")
@@ -39,6 +40,11 @@ def tensor_problems(config: Any, ranks: int) -> list[str]:
             f"tensor parallelism over {ranks} ranks is not known with latent attention "
             "(model.latent.kv_rank is "
             f"{config.latent.kv_rank}); use pipeline or data parallelism"
+        ]
+    if not PRODUCTS[config.linear_product].splits:
+        return [
+            f"tensor parallelism over {ranks} ranks is not known with model.linear_product "
+            f"{config.linear_product!r}; use pipeline or data parallelism"
         ]
     planned = all(kind.has_tensor_plan for kind in config.kinds().values())
     if not planned or config.activation != "swiglu":
