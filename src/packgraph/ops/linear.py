@@ -37,7 +37,8 @@ class LinearProduct(ABC):
     In all methods `matrices` is one matrix, or with `offsets` (int32 [E], where each expert's rows
     end) a stack [E, ...] of them; `transposed` says that a matrix is [O, I] and not [I, O]. Rows
     from offsets[-1] on may hold anything, and no method reads them. No method may wait for the
-    device, or return memory that came in.
+    device, return memory that came in, or depend on anything but its arguments: graphs have baked
+    what it did.
 
     Attributes:
         name: In `DecoderConfig.linear_product`.
@@ -271,9 +272,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    rows, matrices, *rest = *ctx.saved_tensors, ctx.transposed, ctx.by
-    of_rows = rows_gradient(grad, matrices, *rest) if ctx.needs_input_grad[0] else None
-    of_matrices = matrices_gradient(grad, rows, *rest) if ctx.needs_input_grad[1] else None
+    rows, matrices, offsets = ctx.saved_tensors
+    needs_rows, needs_matrices, *_ = ctx.needs_input_grad
+    how = offsets, ctx.transposed, ctx.by
+    of_rows = rows_gradient(grad, matrices, *how) if needs_rows else None
+    of_matrices = matrices_gradient(grad, rows, *how) if needs_matrices else None
     return of_rows, of_matrices, None, None, None
 
 

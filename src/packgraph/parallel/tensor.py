@@ -136,12 +136,8 @@ def dropout_seed(seed: int, mesh: Mesh, *, sequence: bool) -> int:
     Replicas and stages always draw their own; tensor parallel ranks do only when each has its own
     rows. The first rank keeps `seed`, so a run on one process draws what it always drew.
     """
-    place = (
-        mesh.place["dp"],
-        mesh.place["pp"],
-        mesh.place["cp"],
-        mesh.place["tp"] if sequence else 0,
-    )
+    places = mesh.layout.coordinates(mesh.rank) | ({} if sequence else {"tp": 0})
+    place = tuple(places.values())
     if not any(place):
         return seed
     return int.from_bytes(hashlib.sha256(repr((seed, place)).encode()).digest()[:7], "big")

@@ -1,5 +1,5 @@
-"""Another product of linear layers is one class and one entry: plain, merged and grouped layers take
-it, graphs replay it bit by bit."""
+"""Another product of linear layers is one class and one entry: plain, merged and grouped layers
+take it, graphs replay it bit by bit."""
 
 import itertools
 from collections import Counter
