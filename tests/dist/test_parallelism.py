@@ -10,7 +10,7 @@ from distkit import CPU, run_ranks
 from toyaxis import ToyOptions, ToyParallelism
 from trainkit import RandomPacks, tiny, trainer
 
-from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.mesh import Axis, Layout, Mesh
 from packgraph.parallel.pieces import collect
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.options import ParallelConfig
@@ -52,6 +52,11 @@ def test_the_mesh_has_the_axis_and_sums_gradients_over_it():
     assert [mesh.replica for mesh in meshes] == [0, 0, 2, 2, 1, 1, 3, 3]
     assert [mesh.tells_loss for mesh in meshes] == [True, False] * 4
     assert meshes[0].size("copies") == 4 and meshes[0].size("expert_copies") == 2
+
+
+def test_an_axis_whose_gradient_norm_is_not_known_is_refused():
+    (problem,) = Layout(more=(Axis("toy", 2),)).problems(2)
+    assert "toy: ranks of a further axis need packs or rows of their own" in problem
 
 
 def test_all_its_reasons_are_given_with_those_of_others(toy):

@@ -37,8 +37,8 @@ class Axis:
     """One dimension of the mesh.
 
     own: what of the data each rank along it has to itself: `packs`, whole microbatches; `rows` of
-    every microbatch; nothing, so that all compute the same loss. Ranks with data of their own hold
-    the same parameters, and gradients are summed over them.
+    every microbatch; nothing, so that all compute the same loss (of pp and tp alone). Ranks with
+    data of their own hold copies or parts of parameters, and gradients are summed over the copies.
     """
 
     name: str
@@ -97,6 +97,12 @@ class Layout:
             f"contexts: {size} ranks that share a row must divide cp = {self.cp}"
             for size in self.contexts
             if size < 1 or self.cp % size
+        ]
+        found += [
+            f"{axis.name}: ranks of a further axis need packs or rows of their own, since the norm "
+            "of the gradient knows copies along tp alone"
+            for axis in self.more
+            if not axis.own
         ]
         inner = self.inner
         sizes = " x ".join(f"{axis.name} {axis.size}" for axis in self.axes[1:])
@@ -180,8 +186,7 @@ class Mesh:
     place: along each axis, `ep` and `edp` too. devices: torch's mesh, None when there is one
     process only. made: this rank's groups that are no axis of it: along `ep` and `edp` where
     experts are shared, along `copies` and `expert_copies` where more axes than dp have data of
-    their own; `context N`: the N ranks that
-    share a row with this one where their number changes.
+    their own; `context N`: the N ranks that share a row with this one where their number changes.
     """
 
     layout: Layout

@@ -49,7 +49,7 @@ _MARK = "packgraph_part"
 
 @dataclass(frozen=True)
 class Part:
-    """What a plain parameter is a part of: here, some experts of the stack of all of a layer.
+    """What a plain parameter is a part of, such as some experts of the stack of all of a layer.
 
     shape: of the whole, such as [E, ...], under which checkpoints hold it. copies: name of the
     mesh's group of ranks that hold the same part, over which its gradient is summed.
@@ -57,7 +57,7 @@ class Part:
 
     shape: torch.Size
     offsets: tuple[int, ...]
-    copies: str = "copies"
+    copies: str
 
 
 def mark_part(parameter: nn.Parameter, part: Part) -> None:
