@@ -4,6 +4,7 @@
     mesh        Axis, Layout        whose tokens ranks have, hence who adds up gradients
     validation  `problems`          all reasons against it, before any process group exists
     model       `apply`             every rank keeps its part, in place
+    verify      `tried`             layouts that `packgraph verify` holds against one process
     gradients   parameters          a plain one is summed over `copies` of the mesh; a part of a
                                     tensor says over whom (`Part.copies`); a DTensor knows it
     checkpoint  parameters          a plain one is stored by one rank; a part says of what it is one
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.mesh import Layout, Mesh
 
 
 class Parallelism:
@@ -37,3 +38,8 @@ class Parallelism:
     def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: Any) -> None:
         """Spread this rank's chunks of the model, in place. Called on every rank, also where the
         axis has one rank. Collective."""
+
+    def tried(self, layout: Layout) -> list[Layout]:
+        """What verify tries beside `layout`, whose dp is known: places along dp given to this
+        axis."""
+        return []

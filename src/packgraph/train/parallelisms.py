@@ -3,7 +3,9 @@ that may change with the layout go through it (`parallel/parallelism.py`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -13,7 +15,7 @@ from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.expert import split_experts
-from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.parallel.parallelism import Parallelism
 from packgraph.parallel.tensor import parallelize, tensor_problems
 from packgraph.train.context_rows import places_multiple, stage_tokens
@@ -50,6 +52,9 @@ class PipelineParallelism(Parallelism):
             else []
         )
 
+    def tried(self, layout: Layout) -> list[Layout]:
+        return _shares(layout, self.name)
+
 
 class TensorParallelism(Parallelism):
     """Matrices, as DTensors. `parallel/tensor.py`"""
@@ -67,6 +72,9 @@ class TensorParallelism(Parallelism):
             )
         return found
 
+    def tried(self, layout: Layout) -> list[Layout]:
+        return _shares(layout, self.name)
+
     def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
         for model in models if mesh.size("tp") > 1 else ():
             parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
@@ -79,6 +87,10 @@ class ExpertParallelism(Parallelism):
 
     def problems(self, config: TrainConfig, world: int) -> list[str]:
         return _expert_problems(config)
+
+    def tried(self, layout: Layout) -> list[Layout]:
+        """All replicas share the experts."""
+        return [replace(layout, ep=layout.dp or 1)] if _has_replicas_alone(layout) else []
 
     def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
         buffers = make_buffers(models, config, next(models[0].parameters()).device, mesh)
@@ -110,6 +122,10 @@ class ContextParallelism(Parallelism):
                 )
         return found
 
+    def tried(self, layout: Layout) -> list[Layout]:
+        """All replicas become ranks that share rows."""
+        return [replace(layout, dp=1, cp=layout.dp or 1)] if _has_replicas_alone(layout) else []
+
     def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
         for model in models if mesh.size("cp") > 1 else ():
             spread_context(model, mesh, rank_tokens(config), config.parallel.cp_kind)
@@ -123,6 +139,21 @@ PARALLELISMS: list[Parallelism] = [
     ExpertParallelism(),
     ContextParallelism(),
 ]
+
+
+def _shares(layout: Layout, name: str) -> list[Layout]:
+    """`layout` with every divisor of its replicas given to the axis `name`."""
+    dp, given = layout.dp or 1, list[Layout]()
+    for size in range(2, dp + 1):
+        if dp % size == 0:
+            sizes: dict[str, Any] = {"dp": dp // size, name: size}
+            given.append(replace(layout, **sizes))
+    return given
+
+
+def _has_replicas_alone(layout: Layout) -> bool:
+    """Whether there are replicas, of a whole matrix, that share nothing yet."""
+    return (layout.dp or 1) > 1 and layout.tp == layout.ep == 1
 
 
 def _pipeline_problems(config: TrainConfig) -> list[str]:
