@@ -1,5 +1,5 @@
-"""All kinds of parallelism of a run, in one list: validation, the build of a model and the options
-that may change with the layout go through it (`parallel/parallelism.py`).
+"""All kinds of parallelism of a run, in one list, which validation, the build of a model and the
+layouts that verify tries go through (`parallel/parallelism.py`).
 """
 
 from collections.abc import Sequence
