@@ -82,10 +82,6 @@ FREE_ON_RESUME = (
     "offload.delay_until_replay",
     "parallel.time_rows",
     "run.init_from",
-    "parallel.dp",
-    "parallel.cp",
-    "parallel.tp",
-    "parallel.pp",
     "parallel.ep",
     "parallel.chunks",
     "parallel.sequence",
@@ -293,6 +289,7 @@ def check_same_run(folder: Path, config: TrainConfig, asked: Collection[str] = (
     if before != after:
         changed[DECAY] = (before, after)
     free = {*FREE_ON_RESUME, *(name for name in CHANGED_WHEN_ASKED if name in asked)}
+    free |= {f"parallel.{axis.name}" for axis in config.parallel.layout().axes}
     if config.optimizer.decay_steps is None and stored.optimizer.decay_steps is None:
         free.add(DECAY)
     problems = [

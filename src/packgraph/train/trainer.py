@@ -243,7 +243,7 @@ class Trainer:
 
     def _stream(self) -> str:
         """Name of the random numbers that this rank draws from."""
-        return stream_name(self.mesh.place, sequence=self._splits_rows)
+        return stream_name(self.mesh.layout.coordinates(self.mesh.rank), sequence=self._splits_rows)
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Train until all steps are done, the data ends or `stop` asks. Returns the summary, which
@@ -454,9 +454,8 @@ class Trainer:
         if self.mesh.world == 1:
             return torch.cat([torch.stack([loss, norm, torch.zeros_like(loss)]), verdicts])
         wish = torch.full_like(loss, float(bool(stop)))
-        # All stages and tensor parallel ranks know the loss of their rows: one of them tells it.
-        tells = self.mesh.place["tp"] == 0 and self.mesh.place["pp"] == 0
-        totals = torch.stack([loss if tells else torch.zeros_like(loss), wish])
+        told = loss if self.mesh.tells_loss else torch.zeros_like(loss)
+        totals = torch.stack([told, wish])
         dist.all_reduce(totals)
         return torch.cat([torch.stack([totals[0], norm, totals[1]]), verdicts])
 
