@@ -23,8 +23,8 @@ from torch import nn
 from packgraph.graphs import fallback
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.key import Signature
 from packgraph.graphs.memory.allocator import free_memory
-from packgraph.graphs.signature import Signature
 from packgraph.graphs.slots import Slot
 from packgraph.packing.batch import PackedBatch
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
 from packgraph.graphs.fallback import reason_around
-from packgraph.graphs.signature import Signature, modes
+from packgraph.graphs.key import Signature, modes
 from packgraph.packing.batch import PackedBatch
 
 PLAIN = (type(None), bool, int, str)  # constants whose value tells them apart

@@ -17,22 +17,20 @@ import torch
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import Consensus, call_name
-from packgraph.graphs.capturer import Capturer
+from packgraph.graphs.capture import Capturer
 from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported, inside_data_parallel
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
-from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
 from packgraph.graphs.frozen_module import FrozenModule
+from packgraph.graphs.key import Signature, signature, undeclared
 from packgraph.graphs.notices import Notices, detail
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
-from packgraph.graphs.output_objects import open_objects
 from packgraph.graphs.parameters import module_generators
-from packgraph.graphs.program import Program
-from packgraph.graphs.replay_handle import ReplayHandle
-from packgraph.graphs.signature import Signature, signature, undeclared
-from packgraph.graphs.slots import Slot, SlotLease, Slots
+from packgraph.graphs.program import Program, open_objects
+from packgraph.graphs.replay import ReplayHandle
+from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
 from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
 
@@ -630,3 +628,28 @@ def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:
     """A method of an object that this does not keep alive; False when it is gone."""
     held = weakref.WeakMethod(method)
     return lambda: (found := held()) is not None and found()
+
+
+def forward_backward(
+    graphed: GraphedModule, *args: Any, before: Callable[[torch.Tensor], None] | None = None
+) -> torch.Tensor:
+    """Call `graphed` on `args` and differentiate its only output, a 0-d loss. Gradients are added
+    to `.grad`.
+
+    before: called with the loss before its backward; it sees an autograd graph. Returns the loss,
+    detached; it may be memory of the slot, so it holds its value only until the next call.
+    """
+    own = control(graphed)
+    handle = own.acquire(args, {}) if before is None else None
+    if isinstance(handle, ReplayHandle) and handle.is_direct and handle.makes_one_number:
+        loss = handle.forward(args, {})
+        handle.backward()
+        return loss
+    if isinstance(handle, ReplayHandle):
+        loss = handle.run(args, {})
+    else:
+        loss = graphed(*args) if handle is None else own.fall_back(handle, args, {})
+    if before is not None:
+        before(loss)
+    loss.backward()
+    return loss.detach()

@@ -25,19 +25,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from packgraph.graphs.autograd_walk import readers_of_leaves
 from packgraph.graphs.backend import Graph, Static
-from packgraph.graphs.call_modes import CallModes
 from packgraph.graphs.gradients import GradientBuffer
-from packgraph.graphs.hooks import expect_visits
-from packgraph.graphs.output_gradients import KeyGradients, Pattern
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.key import CallModes
+from packgraph.graphs.output_gradients import KeyGradients, Pattern, readers_of_leaves
+from packgraph.graphs.parameters import expect_visits, local_tensor
 from packgraph.graphs.stages import State
 
 
@@ -170,83 +167,12 @@ class Input:
     lend: bool
 
 
-@dataclass(frozen=True)
-class StaticAlias:
-    """Where a tensor of the running call lives in static memory, as of its version then. alias: it
-    is that memory."""
-
-    tensor: torch.Tensor
-    token: Token
-    version: int
-    alias: bool
-
-
 Version = tuple[
     "weakref.ref[torch.Tensor]", int
 ]  # a tensor with its version when it was read, or given away
 Inner = tuple[
     "weakref.ref[torch.Tensor]", int
 ]  # an output that others were computed from, and hooks of our own on it
-
-
-class StaticAliases:
-    """The static homes of a call's tensors, by identity."""
-
-    def __init__(self) -> None:
-        self._homes: dict[int, StaticAlias] = {}
-        self._inner: dict[int, list[Inner]] = {}
-        self._saved: dict[int, list[Version]] = {}
-
-    def note_saved(self, tensor: torch.Tensor, versions: list[Version]) -> None:
-        """`tensor` is an output that the backward reads. versions: gets those of its copies."""
-        self._saved[id(tensor)] = versions
-
-    def note_inner(self, tensor: torch.Tensor, shown: list[Inner]) -> None:
-        """`tensor` is an output that others were computed from. shown: gets it, and its copies."""
-        self._inner[id(tensor)] = shown
-        shown.append((weakref.ref(tensor), 0))
-
-    def note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        """`copy` is given away in place of `tensor`."""
-        if id(tensor) in self._saved:
-            self._saved[id(tensor)].append((weakref.ref(copy), copy._version))
-        if id(tensor) in self._inner:
-            self._inner[id(tensor)].append((weakref.ref(copy), 1))
-            copy.register_hook(partial(_refuse_alone, tensor.grad_fn))
-
-    def note(self, tensor: torch.Tensor, token: Token, alias: bool) -> None:
-        """`tensor` has the contents of the static memory `token`."""
-        self._homes[id(tensor)] = StaticAlias(tensor, token, tensor._version, alias)
-
-    def token(self, tensor: torch.Tensor) -> Token | None:
-        """The static memory with `tensor`'s contents, unless it was written to since."""
-        home = self._homes.get(id(tensor))
-        return home.token if home is not None and home.version == tensor._version else None
-
-    def is_alias(self, tensor: Any) -> bool:
-        """Whether `tensor` is static memory itself."""
-        home = self._homes.get(id(tensor))
-        return home is not None and home.alias
-
-    def shares(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` may be a view of static memory."""
-        storage = tensor.untyped_storage().data_ptr()
-        return any(
-            h.alias and h.tensor.untyped_storage().data_ptr() == storage
-            for h in self._homes.values()
-        )
-
-
-def _refuse_alone(node: Any, gradient: torch.Tensor) -> None:
-    """A hook of an inner output. Raises RuntimeError if the backward ends there: what comes from
-    others is missing."""
-    if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
-        raise RuntimeError(
-            "torch.autograd.grad asks for the gradient of an output that other outputs were "
-            "computed from: a replay "
-            "gives it the gradients of your own code only. Run such calls under "
-            "packgraph.eager(...)"
-        )
 
 
 @dataclass
@@ -354,6 +280,13 @@ class Region:
         self.forward.reset()
         for backward in self.backwards.values():
             backward.graph.reset()
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A static tensor in a slot buffer, in the form of `Static`."""
+
+    tensor: torch.Tensor
 
 
 class ParameterEdge:
@@ -475,22 +408,3 @@ def _fact(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return type(leaf), leaf
-
-
-def accepts(region: Region, state: State, aliases: StaticAliases) -> bool:
-    """Whether a state that came through eager code is what the region was captured for.
-
-    An eager stage may do what it likes, so its results are compared in all that is baked:
-    structure, constants, shapes, and the identity of tensors whose pointer is baked, be it that
-    another entry of this state is copied there.
-    """
-    if shown_facts(state) != region.facts:
-        return False
-    copied: dict[Token, torch.Tensor] = {}
-    for entry in region.inputs:
-        tensor = tree_leaves(state[entry.key])[entry.leaf]
-        if entry.buffer is not None:
-            copied[entry.token] = tensor
-        elif copied.get(entry.token) is not tensor and aliases.token(tensor) != entry.token:
-            return False
-    return True

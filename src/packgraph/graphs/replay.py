@@ -5,32 +5,156 @@
 
 A backward that nobody has captured (a new pattern, or under autocast) runs eagerly: the region's
 inputs lie in the slot yet, so its forward is run again (`recompute.py`).
+
+Replaying a variant without autograd, for a schedule that knows itself when a microbatch's
+backward runs.
+
+A call that users write goes through autograd, region by region: their loss may hang on anything. A
+schedule calls a chunk forward and later backward, and hands over hidden states and their gradient
+itself. If every stage is captured and the gradients go from region to region by baked pointers,
+nothing is left for Python to do in between:
+
+    forward    copy the inputs in, launch F1 F2 ... Fn
+    backward   copy the gradient in, launch Bn ... B2 B1
+
+The invariant: `direct_replay` returns None unless these launches compute all that autograd would
+make of the call.
+
+Leased slot with the captured graphs and static buffers for one call.
+
+An ordinary call acquires a handle, runs and forgets it. A pipeline holds handles: it receives
+activations straight into the slot's input buffer, gradients straight into its gradient buffer, and
+keeps the slot until its sends are done.
 """  # noqa: E501
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs.autograd_walk import is_seen
+from packgraph.graphs import fallback
+from packgraph.graphs.backend import Graph, Static
+from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.random_state import PastDraws
-from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
-from packgraph.graphs.hooks import expect_visits
-from packgraph.graphs.output_gradients import pattern_of
-from packgraph.graphs.parameters import are_quiet, has_hooks
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.frozen_module import call_tensors
+from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, let_go, settle
+from packgraph.graphs.key import copy_into, kernel_settings
+from packgraph.graphs.output_gradients import is_seen, pattern_of
+from packgraph.graphs.parameters import are_quiet, expect_visits, has_hooks
+from packgraph.graphs.program import Program, close_objects
 from packgraph.graphs.recompute import recompute_gradients
-from packgraph.graphs.region import Backward, Inner, Region, StaticAliases, Version, make_entry
-from packgraph.graphs.shared_gradients import let_go
-from packgraph.graphs.signature import kernel_settings
-from packgraph.graphs.slots import SlotLease
-from packgraph.graphs.stages import State
-from packgraph.graphs.strides import copy_into
+from packgraph.graphs.region import (
+    Backward,
+    Inner,
+    Owned,
+    Region,
+    Token,
+    Version,
+    make_entry,
+    shown_facts,
+)
+from packgraph.graphs.slots import Calls, SlotLease
+from packgraph.graphs.stages import Run, State
 
 _VERSION = operator.attrgetter("_version")
 Gradients = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class StaticAlias:
+    """Where a tensor of the running call lives in static memory, as of its version then. alias: it
+    is that memory."""
+
+    tensor: torch.Tensor
+    token: Token
+    version: int
+    alias: bool
+
+
+class StaticAliases:
+    """The static homes of a call's tensors, by identity."""
+
+    def __init__(self) -> None:
+        self._homes: dict[int, StaticAlias] = {}
+        self._inner: dict[int, list[Inner]] = {}
+        self._saved: dict[int, list[Version]] = {}
+
+    def note_saved(self, tensor: torch.Tensor, versions: list[Version]) -> None:
+        """`tensor` is an output that the backward reads. versions: gets those of its copies."""
+        self._saved[id(tensor)] = versions
+
+    def note_inner(self, tensor: torch.Tensor, shown: list[Inner]) -> None:
+        """`tensor` is an output that others were computed from. shown: gets it, and its copies."""
+        self._inner[id(tensor)] = shown
+        shown.append((weakref.ref(tensor), 0))
+
+    def note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        """`copy` is given away in place of `tensor`."""
+        if id(tensor) in self._saved:
+            self._saved[id(tensor)].append((weakref.ref(copy), copy._version))
+        if id(tensor) in self._inner:
+            self._inner[id(tensor)].append((weakref.ref(copy), 1))
+            copy.register_hook(partial(_refuse_alone, tensor.grad_fn))
+
+    def note(self, tensor: torch.Tensor, token: Token, alias: bool) -> None:
+        """`tensor` has the contents of the static memory `token`."""
+        self._homes[id(tensor)] = StaticAlias(tensor, token, tensor._version, alias)
+
+    def token(self, tensor: torch.Tensor) -> Token | None:
+        """The static memory with `tensor`'s contents, unless it was written to since."""
+        home = self._homes.get(id(tensor))
+        return home.token if home is not None and home.version == tensor._version else None
+
+    def is_alias(self, tensor: Any) -> bool:
+        """Whether `tensor` is static memory itself."""
+        home = self._homes.get(id(tensor))
+        return home is not None and home.alias
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` may be a view of static memory."""
+        storage = tensor.untyped_storage().data_ptr()
+        return any(
+            h.alias and h.tensor.untyped_storage().data_ptr() == storage
+            for h in self._homes.values()
+        )
+
+
+def _refuse_alone(node: Any, gradient: torch.Tensor) -> None:
+    """A hook of an inner output. Raises RuntimeError if the backward ends there: what comes from
+    others is missing."""
+    if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "torch.autograd.grad asks for the gradient of an output that other outputs were "
+            "computed from: a replay "
+            "gives it the gradients of your own code only. Run such calls under "
+            "packgraph.eager(...)"
+        )
+
+
+def accepts(region: Region, state: State, aliases: StaticAliases) -> bool:
+    """Whether a state that came through eager code is what the region was captured for.
+
+    An eager stage may do what it likes, so its results are compared in all that is baked:
+    structure, constants, shapes, and the identity of tensors whose pointer is baked, be it that
+    another entry of this state is copied there.
+    """
+    if shown_facts(state) != region.facts:
+        return False
+    copied: dict[Token, torch.Tensor] = {}
+    for entry in region.inputs:
+        tensor = tree_leaves(state[entry.key])[entry.leaf]
+        if entry.buffer is not None:
+            copied[entry.token] = tensor
+        elif copied.get(entry.token) is not tensor and aliases.token(tensor) != entry.token:
+            return False
+    return True
 
 
 def stage_inputs(
@@ -302,3 +426,315 @@ def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[
                 "optimizer after the "
                 "last backward, and write to a new tensor otherwise"
             )
+
+
+Ends = Sequence[tuple[int, int] | None]
+
+
+@dataclass
+class Direct:
+    """The launches of one variant.
+
+    copies: which of the call's tensors go into which memory of the slot, and its address. out: the
+    call's only output. incoming: where its gradient belongs. gradients: by number of the call's
+    tensor, where the backward leaves its gradient.
+    """
+
+    forwards: list[Graph]
+    backwards: list[Graph]
+    copies: list[tuple[int, torch.Tensor, int]]
+    out: Static
+    incoming: Static
+    gradients: dict[int, Static]
+    owned: list[GradientBuffer]
+    attached: object = field(default=None)
+
+    def forward(self, tensors: Sequence[torch.Tensor], lease: SlotLease) -> torch.Tensor:
+        """Launch all forwards on the call's tensors; returns the output, static memory of the
+        slot."""
+        lease.pending.add(0)
+        with lease.slots.launches:
+            for number, buffer, address in self.copies:
+                if tensors[number].data_ptr() != address:
+                    buffer.copy_(tensors[number].detach())
+            for graph in self.forwards:
+                graph.replay()
+        return self.out.tensor
+
+    def backward(self, gradient: torch.Tensor | None, lease: SlotLease, frozen: object) -> None:
+        """Launch all backwards. gradient: of the output, None = one.
+
+        frozen: the block in which nobody replaces `.grad`, or None; gradients are looked at once
+        per block.
+        """
+        with lease.slots.launches as launches:
+            if not launches.shared:
+                known = frozen is not None and self.attached is frozen
+                aside = [] if known else attach(self.owned)
+                self._launch_backward(gradient, lease)
+                settle(aside)
+                self.attached = None if aside else frozen
+                return
+        let_go(self.owned, launches)
+        with launches:
+            separate = SeparateGradients(self.owned)
+            self._launch_backward(gradient, lease)
+            found = separate.take()
+        torch.autograd.backward([buffer.parameter for buffer in self.owned], found)
+
+    def _launch_backward(self, gradient: torch.Tensor | None, lease: SlotLease) -> None:
+        lease.start_backward(0)
+        target = self.incoming.tensor
+        if gradient is None:
+            target.fill_(1)
+        elif gradient.data_ptr() != target.data_ptr():
+            target.copy_(gradient)
+        for graph in self.backwards:
+            graph.replay()
+        lease.finish_backward(0)
+
+
+@dataclass
+class Variant:
+    """The regions of one key in one slot, by the index of their run.
+
+    ends: for each of the call's outputs the region and output number it comes from, None for eager
+    code's. direct: how to replay all regions without autograd, where that can be. version: of what
+    was known of gradients at capture. dry_run: keeps what graphs read, and know by its address
+    only.
+    """
+
+    regions: dict[int, Region]
+    ends: list[tuple[int, int] | None]
+    direct: Direct | None
+    version: int
+    dry_run: DryRun
+
+    @property
+    def segments(self) -> int:
+        """Number of captured segments."""
+        return len(self.regions)
+
+    def reset(self) -> None:
+        """Free all graphs."""
+        for region in self.regions.values():
+            region.reset()
+
+
+def direct_replay(
+    regions: dict[int, Region], runs: int, ends: Ends, tensors: Sequence[int | None]
+) -> Direct | None:
+    """How to replay a variant directly, or None when something has to go through eager code or
+    autograd.
+
+    runs: how many runs the program has. tensors: for each static input of the slot the number of
+    the call's tensor that it takes in, None for one that the call does not have.
+    """
+    if (
+        len(regions) != runs
+        or len(ends) != 1
+        or ends[0] is None
+        or any(number is None for number in tensors)
+    ):
+        return None
+    if any(
+        region.returned or region.summed or len(region.backwards) > 1 for region in regions.values()
+    ):
+        return None
+    producer, output = ends[0]
+    last, incoming = regions[producer].outputs[output], regions[producer].incoming(output)
+    backwards = [
+        region.backward
+        for _, region in sorted(regions.items(), reverse=True)
+        if region.backward is not None
+    ]
+    if incoming is None or not backwards:
+        return None
+    copies: list[tuple[int, torch.Tensor, int]] = []
+    gradients: dict[int, Static] = {}
+    for region in regions.values():
+        for place, entry in enumerate(region.inputs):
+            if entry.token[0] != "slot":
+                continue
+            number = tensors[entry.token[1]]
+            assert number is not None
+            if entry.buffer is not None:
+                copies.append((number, entry.buffer, entry.buffer.data_ptr()))
+            gradient = region.backward.gradients[place] if region.backward is not None else None
+            if gradient is not None:
+                if number in gradients or not entry.lend:
+                    return None
+                gradients[number] = gradient
+    return Direct(
+        [region.forward for region in regions.values()],
+        [backward.graph for backward in backwards],
+        copies,
+        last.static,
+        incoming,
+        gradients,
+        [buffer for backward in backwards for buffer in backward.owned],
+    )
+
+
+class ReplayHandle:
+    """A slot held for one microbatch, and the variant captured in it for this call.
+
+    lends: outputs are aliases of static memory, valid until the slot is released, instead of
+    clones.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        variant: Variant,
+        lease: SlotLease,
+        lends: bool,
+        stats: Stats,
+        calls: Calls,
+        frozen: object = None,
+    ) -> None:
+        """calls: of the module. frozen: stands for a block of time in which nothing about the
+        module but values changes; None = no such."""
+        self.calls = calls
+        self.program, self.variant, self.lease, self.lends, self.stats = (
+            program,
+            variant,
+            lease,
+            lends,
+            stats,
+        )
+        self.frozen = frozen
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether `forward` and `backward` may be used in place of `run` and autograd."""
+        return self.variant.direct is not None
+
+    @property
+    def makes_one_number(self) -> bool:
+        """Whether the output is a single number, of which autograd takes the gradient to be one."""
+        assert self.variant.direct is not None
+        return self.variant.direct.out.tensor.numel() == 1
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Replay the forward alone: the call's output, an alias of the slot's memory that autograd
+        knows nothing of.
+
+        What the module says of the arguments as a call begins is heard here, too: graphs cannot
+        look at what the host alone knows. Raises what its `begin` raises.
+        """
+        assert self.variant.direct is not None
+        launched = False
+        try:
+            with self.calls:
+                if self.program.staged:
+                    self.program.begin(args, kwargs)
+                out = self.variant.direct.forward(call_tensors(args, kwargs), self.lease)
+            launched = True
+        finally:
+            if not launched:
+                self.lease.release()
+        return out
+
+    def backward(self, gradient: torch.Tensor | None = None) -> None:
+        """Replay the backward. gradient: of the output, None = one."""
+        assert self.variant.direct is not None
+        self.variant.direct.backward(gradient, self.lease, self.frozen)
+
+    def input_gradient(self, tensor: int) -> torch.Tensor | None:
+        """Where `backward` leaves the gradient of the call's tensor number `tensor`: an alias of
+        the slot's memory."""
+        assert self.variant.direct is not None
+        static = self.variant.direct.gradients.get(tensor)
+        return None if static is None else static.tensor
+
+    def buffer(self, key: str) -> torch.Tensor | None:
+        """The slot's memory for the state's entry `key`, if a region reads it from there: filling
+        it saves a copy."""
+        for region in self.variant.regions.values():
+            for entry in region.inputs:
+                if entry.key == key and entry.buffer is not None:
+                    return entry.buffer
+        return None
+
+    def gradient_buffer(self, number: int = 0) -> torch.Tensor | None:
+        """The slot's memory for the incoming gradient of the call's output `number`, if a region
+        reads it there."""
+        end = self.variant.ends[number]
+        if end is None:
+            return None
+        incoming = self.variant.regions[end[0]].incoming(end[1])
+        return incoming.tensor if isinstance(incoming, Owned) else None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replay the call's forward; its backward follows by autograd."""
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.lease.release)
+            with self.calls:
+                result = self._run(args, kwargs)
+            on_error.pop_all()
+        return result
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        replay, program = _Replayed(self), self.program
+        result = program.end(program.execute(program.begin(args, kwargs), replay))
+        if self.lends:
+            return close_objects(result)
+        with self.lease.slots.launches:
+            return close_objects(_left(result, replay.aliases))
+
+
+class _Replayed:
+    """Runs by replay, where the slot has graphs for them."""
+
+    def __init__(self, handle: ReplayHandle) -> None:
+        self._handle, self.aliases, self._was_eager = handle, StaticAliases(), False
+
+    def captured(self, index: int, run: Run, state: State) -> State:
+        region = self._handle.variant.regions.get(index)
+        if region is None:
+            return self.eager(index, run, state)
+        if self._was_eager and not accepts(region, state, self.aliases):
+            self._handle.stats.fell_back(fallback.OTHER_STATE)
+            return self.eager(index, run, state)
+        self._was_eager = False
+        return replay_region(region, state, self._handle.lease, self.aliases)
+
+    def eager(self, index: int, run: Run, state: State) -> State:
+        self._was_eager = True
+        return self._handle.program.run(run, _own_copies(state, self.aliases))
+
+
+def _left(result: Any, aliases: StaticAliases) -> Any:
+    """What leaves the call: never static memory, nor a view of it. One tensor in several places
+    stays one."""
+    clones: dict[int, torch.Tensor] = {}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not aliases.shares(leaf):
+            return leaf
+        if id(leaf) not in clones:
+            clones[id(leaf)] = leaf.clone()
+            aliases.note_copy(leaf, clones[id(leaf)])
+        return clones[id(leaf)]
+
+    return tree_map(own, result)
+
+
+def _own_copies(state: State, aliases: StaticAliases) -> State:
+    """The state for an eager stage: differentiable static tensors are cloned, since autograd may
+    keep them."""
+    clones: dict[int, Any] = {}
+
+    def own(leaf: Any) -> Any:
+        if not aliases.is_alias(leaf) or not leaf.requires_grad:
+            return leaf
+        if id(leaf) not in clones:
+            clone, token = leaf.clone(), aliases.token(leaf)
+            aliases.note_copy(leaf, clone)
+            if token is not None:
+                aliases.note(clone, token, alias=False)
+            clones[id(leaf)] = clone
+        return clones[id(leaf)]
+
+    return tree_map(own, state)

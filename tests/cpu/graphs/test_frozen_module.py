@@ -5,11 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from packgraph.graphs import capturer
+from packgraph.graphs import capture
 from packgraph.graphs import graphed as graphed_module
 from packgraph.graphs.errors import CaptureError
-from packgraph.graphs.graphed import graph
-from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.graphed import forward_backward, graph
 
 
 class Scored(nn.Module):
@@ -75,7 +74,7 @@ def test_a_capture_that_fails_is_not_tried_again(monkeypatch):
         tries.append(1)
         raise CaptureError("no memory is left", None, "use fewer slots")
 
-    monkeypatch.setattr(capturer, "capture_variant", fail)
+    monkeypatch.setattr(capture, "capture_variant", fail)
     with graphed.frozen():
         held = graphed.acquire((x,), {})
         with pytest.warns(UserWarning, match="no memory is left"):

@@ -5,10 +5,12 @@ and never part of the key. Constants among the arguments (numbers, strings, capa
 arguments left out) count by value.
 """
 
+import contextlib
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,7 +18,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from packgraph.graphs import fallback
 from packgraph.graphs.fallback import OVER_BUDGET as OVER_BUDGET
-from packgraph.graphs.strides import own_strides
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
@@ -255,3 +256,145 @@ class CapturedCapacities(tuple[Capacity, ...]):
 
     def __bool__(self) -> bool:
         return bool(len(self) or self.dropped)
+
+
+Layout = tuple[int, ...]  # strides of a tensor, () for row-major
+
+
+def contiguous_strides(shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides of `shape`."""
+    sizes = [max(1, size) for size in reversed(shape)]
+    return (
+        tuple(reversed(list(itertools.accumulate([1, *sizes[:-1]], lambda a, b: a * b))))
+        if shape
+        else ()
+    )
+
+
+def own_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides a static copy of `tensor` must have, or None for row-major.
+
+    Transposed and channels-last tensors keep their layout, since kernels choose by it; expanded and
+    sliced tensors are copied row-major.
+    """
+    return (
+        None
+        if tensor.is_contiguous() or not _is_dense(tensor.stride(), tensor.shape)
+        else tuple(tensor.stride())
+    )
+
+
+def layout_of(gradient: torch.Tensor) -> Layout:
+    """The layout in which a static copy of `gradient` is read: its own, expanded dimensions
+    included; row-major for tensors with gaps."""
+    if gradient.is_contiguous():
+        return ()
+    return tuple(gradient.stride()) if _is_dense(gradient.stride(), _unexpanded(gradient)) else ()
+
+
+def with_bits(tensor: torch.Tensor, conjugate: bool, negative: bool) -> torch.Tensor:
+    """The same memory with the conjugate and negative bits of lazy views (`torch.conj`, `.imag` of
+    it)."""
+    if conjugate:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if negative else tensor
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` into `target`, which may be expanded: every element of its memory is written
+    once."""
+    shape = _unexpanded(target)
+    if shape == tuple(target.shape):
+        target.copy_(source)
+    else:
+        source = source[tuple(slice(0, size) for size in shape)]
+        target.as_strided(shape, target.stride()).copy_(source)
+
+
+def _unexpanded(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of what lies in memory: expanded dimensions count once."""
+    return tuple(
+        1 if stride == 0 else size
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _is_dense(strides: tuple[int, ...], shape: torch.Size | tuple[int, ...]) -> bool:
+    """Whether a tensor fills its memory without gaps and overlaps, in whatever order of
+    dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
+
+class CallModes(NamedTuple):
+    """Modes of a call.
+
+    Attributes:
+        device_type: Of the module.
+        autocast: Whether autocast is on for it, its dtype, and whether casts are cached.
+        dtype: The default dtype.
+        device: The default device, if the user has set one for this thread.
+        attention: Which kernels `scaled_dot_product_attention` may choose, and in which order.
+        cudnn: Whether cuDNN is used.
+    """
+
+    device_type: str
+    autocast: tuple[bool, torch.dtype, bool]
+    dtype: torch.dtype
+    device: torch.device | None
+    attention: tuple[tuple[bool, ...], tuple[int, ...]]
+    cudnn: bool
+
+    @classmethod
+    def now(cls, device_type: str) -> "CallModes":
+        """The modes of this thread."""
+        found = [getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _ATTENTION]
+        return cls(
+            device_type,
+            (
+                torch.is_autocast_enabled(device_type),
+                torch.get_autocast_dtype(device_type),
+                torch.is_autocast_cache_enabled(),
+            ),
+            torch.get_default_dtype(),
+            torch.get_default_device() if torch._C._len_torch_function_stack() else None,
+            (tuple(found), tuple(torch._C._get_sdp_priority_order())),
+            torch._C._get_cudnn_enabled(),
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within the block these are the modes. Default dtype and choice of kernels are those of
+        the whole process, as where users set them."""
+        before = CallModes.now(self.device_type)
+        enabled, dtype, cache = self.autocast
+        self._set(before)
+        try:
+            with (
+                torch.autocast(self.device_type, dtype=dtype, enabled=enabled, cache_enabled=cache),
+                torch.device(self.device or "cpu")
+                if self.device != before.device
+                else contextlib.nullcontext(),
+            ):
+                yield
+        finally:
+            before._set(self)
+
+    def _set(self, now: "CallModes") -> None:
+        if self.dtype != now.dtype:
+            torch.set_default_dtype(self.dtype)
+        if self.attention != now.attention:
+            for name, enabled in zip(_ATTENTION, self.attention[0], strict=True):
+                getattr(torch._C, f"_set_sdp_use_{name}")(enabled)
+            torch._C._set_sdp_priority_order(list(self.attention[1]))  # type: ignore[attr-defined]
+        if self.cudnn != now.cudnn:
+            torch._C._set_cudnn_enabled(self.cudnn)
