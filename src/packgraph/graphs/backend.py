@@ -26,7 +26,6 @@ Without a profiler none is made.
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -151,23 +150,3 @@ def sizes_in_short(arguments: Any) -> str:
     batches = [in_short(leaf.capacity) for leaf in leaves if isinstance(leaf, PackedBatch)]
     shapes = ["x".join(map(str, leaf.shape)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return ",".join(batches or shapes[:1])
-
-
-@dataclass(frozen=True)
-class ProfiledGraph:
-    """A captured graph whose replays are ranges called `name` while a profiler runs."""
-
-    name: str
-    graph: Graph
-
-    def replay(self) -> None:
-        """Replay the graph."""
-        if not profiler._is_profiler_enabled:
-            self.graph.replay()
-            return
-        with profiler.record_function(self.name):
-            self.graph.replay()
-
-    def reset(self) -> None:
-        """Free the graph."""
-        self.graph.reset()

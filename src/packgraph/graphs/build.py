@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from packgraph.graphs.backend import (
     Graph,
-    ProfiledGraph,
     Static,
     Window,
     range_name,
@@ -58,7 +57,7 @@ from packgraph.graphs.region import (
     owned_aliases,
     shown_facts,
 )
-from packgraph.graphs.replay import Variant, direct_replay
+from packgraph.graphs.replay import ProfiledGraph, Variant, direct_replay
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.stages import Run, State
 
@@ -179,7 +178,7 @@ class VariantBuild:
         regions = dict(reversed(backwards.items()))
         taken_in = [given.get(id(tensor)) for tensor in self.alive]
         direct = direct_replay(regions, len(self.program.runs), ends, taken_in)
-        return Variant(regions, ends, direct, self.gradients.version, self.dry_run)
+        return Variant(regions, ends, direct, self.gradients, self.gradients.version, self.dry_run)
 
     def _expose(self, leaf: Any, layout: Layout | None = None) -> None:
         """Expect a gradient for `leaf` from outside of regions. layout: of the gradient, None =
@@ -326,7 +325,7 @@ class VariantBuild:
             forward.entries,
             self._context(forward, {}),
             ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
-            kernel_settings(self.slot.backend.device_type),
+            (self.slot.backend.device_type, kernel_settings(self.slot.backend.device_type)),
             CallModes.now(self.slot.backend.device_type),
             [self.aliases.parameter_of[id(a)] for a in returned],
         )

@@ -46,6 +46,7 @@ class Capturer:
         program: The module's stages as they are now.
         cache: The graphs, and the keys whose capture failed.
         lends: Whether outputs and gradients of inputs are handed out as static memory.
+        state: What graphs bake of the module, None before it was looked at.
     """
 
     def __init__(
@@ -77,21 +78,11 @@ class Capturer:
         )
         self._gradients, self._stats, self._notices = gradients, stats, notices
         self._buffers = GradientBuffers(slots.launches)
-        self._state: ModuleState | None = None
+        self.state: ModuleState | None = None
         self._moved: Change | None = None  # by the last capture
         self._moves = set[tuple[Hashable, str]]()  # by captures, of each key
         self._dry_runs: dict[Hashable, DryRun] = {}
         self._compiled: set[Hashable] = set()
-
-    @property
-    def has_state(self) -> bool:
-        """Whether what graphs bake of the module is known, since it was compared once."""
-        return self._state is not None
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether module hooks were registered since the state was compared."""
-        return self._state is not None and self._state.hooked()
 
     def knows(self, key: Hashable) -> bool:
         """Whether calls of `key` were captured."""
@@ -116,19 +107,17 @@ class Capturer:
         Returns:
             The reason to run eagerly, if there is one.
         """
-        change, before = (
-            (self._state.changed(), self._state.refused) if self._state else (None, None)
-        )
+        change, before = (self.state.changed(), self.state.refused) if self.state else (None, None)
         change = change or self._moved
-        if self._state is None or change is not None:
+        if self.state is None or change is not None:
             if not are_leaves(self._module):
                 return fallback.NOT_LEAVES
             if change is not None:
                 self._start_again(change)
             self.program = self.program.rebuilt()
-            self._state = ModuleState(self._module, self.program.volatile)
+            self.state = ModuleState(self._module, self.program.volatile)
             self._moved = None
-        refused = self._state.refused
+        refused = self.state.refused
         if refused is not None and (self._notices.strict or refused != before):
             self._notices.complain(
                 CaptureError(refused.what, user_line(), refused.remedy),
@@ -141,7 +130,7 @@ class Capturer:
         """Whether the slot has graphs for this key, with a backward for all that is known of its
         gradients."""
         variant = slot.variants.get(call.key)
-        return variant is not None and variant.version == self._gradients.of(call.key).version
+        return variant is not None and variant.version == variant.gradients.version
 
     def captured(
         self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,7 +187,7 @@ class Capturer:
                 slot,
                 self._buffers,
                 gradients,
-                self._state.changed if self._state is not None else _nothing,
+                self.state.changed if self.state is not None else _nothing,
                 self._calls,
                 self.lends,
                 args,
@@ -229,10 +218,11 @@ class Capturer:
         Raises CaptureError where an earlier capture for this key has changed the same: whoever puts
         it back wants every call to change it.
         """
-        state = self._state
+        state = self.state
         self._moved = None if state is None else state.changed(self.program.assigned)
-        if self._moved is None:
+        if state is None or self._moved is None:
             return
+        state.broken = True
         if (key, self._moved.what) in self._moves:
             variant.reset()
             raise CaptureError(
@@ -263,7 +253,7 @@ class Capturer:
     def _may_capture_now(self) -> bool:
         """Whether something about the module has changed that its own forward does not change in
         every call."""
-        return self._state is None or self._state.changed(self.program.assigned) is not None
+        return self.state is None or self.state.changed(self.program.assigned) is not None
 
     def _refuse_another_device(self) -> None:
         tensor = next(iter([*self._module.parameters(), *self._module.buffers()]), None)

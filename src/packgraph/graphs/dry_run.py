@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs import saved_tensors
+from packgraph.graphs import fallback, saved_tensors
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import (
     check_outputs,
@@ -474,6 +474,7 @@ def _undone(
     journal.draws = effects.draws
     try:
         with (
+            fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
             known_generators(generators),
             effects.draws.watching() if watched else contextlib.nullcontext(),
         ):

@@ -59,7 +59,7 @@ from packgraph.graphs.parameters import has_hooks, local_tensor
 from packgraph.graphs.slots import Launches
 
 _SHOWN, _ADDRESS = operator.attrgetter("shown"), operator.attrgetter("_address")
-_GRADIENT = operator.attrgetter("parameter.grad")
+_GRADIENT = operator.attrgetter("grad")
 _storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
@@ -162,7 +162,7 @@ class GradientBuffers:
 def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
     """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its
     replay."""
-    if _are_attached(buffers):
+    if Attached(buffers).holds():
         return []
     cleared: list[torch.Tensor] = []
     aside: list[_Aside] = []
@@ -195,13 +195,22 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
     return aside
 
 
-def _are_attached(buffers: Sequence[GradientBuffer]) -> bool:
+class Attached:
     """Whether all gradients are their buffers: asked before every replay, so it costs one pass in C
-    for each fact."""
-    shown = list(map(_SHOWN, buffers))
-    return all(map(operator.is_, map(_GRADIENT, buffers), shown)) and list(
-        map(torch.Tensor.data_ptr, shown)
-    ) == list(map(_ADDRESS, buffers))
+    for each fact. It holds no gradient: who does is counted."""
+
+    def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
+        self._buffers = buffers
+        self._parameters = [buffer.parameter for buffer in buffers]
+        self._addresses = list(map(_ADDRESS, buffers))
+
+    def holds(self) -> bool:
+        """Whether they are now."""
+        found = list(map(_GRADIENT, self._parameters))
+        return (
+            all(map(operator.is_, found, map(_SHOWN, self._buffers)))
+            and list(map(torch.Tensor.data_ptr, found)) == self._addresses
+        )
 
 
 @torch.no_grad()

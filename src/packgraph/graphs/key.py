@@ -8,8 +8,9 @@ arguments left out) count by value.
 import contextlib
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +74,7 @@ def _keys(context: Any) -> Any:
     return context[1] if context and isinstance(context[-1], list) else context
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """key: hashable identity of a call's variant. nbytes: bytes of its tensor arguments, the size
     of its bucket."""
 
@@ -82,32 +82,43 @@ class Signature:
     nbytes: int
 
 
-def kernel_settings(device_type: str) -> tuple[Any, ...]:
-    """The device's type, and global settings by which kernels of forwards and backwards compute
-    otherwise."""
-    backend = "mkldnn" if device_type == "cpu" else "cuda"
-    # torch.get_float32_matmul_precision raises an error where a user has set the precision of one
-    # backend.
-    found: list[Any] = [device_type, torch.are_deterministic_algorithms_enabled()]
-    found += [
-        torch._C._get_fp32_precision_getter(backend, operation)
+def _getters(backend: str) -> tuple[Callable[[], Any], ...]:
+    """Getters of torch's precisions. torch.get_float32_matmul_precision raises an error where a
+    user has set the precision of one backend."""
+    return tuple(
+        partial(torch._C._get_fp32_precision_getter, backend, operation)
         for operation in ("matmul", "conv", "rnn")
-    ]
-    found += [getter() for getter in (_OF_CUDA if device_type == "cuda" else _OF_CPU)]
-    return tuple(found)
+    )
 
 
-_OF_CPU = (torch._C._get_mkldnn_enabled,)
-_OF_CUDA = (
-    torch._C._get_cudnn_benchmark,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-    torch._C._get_cublas_allow_fp16_accumulation,
-    torch._C._get_blas_preferred_backend,
-    torch._C._get_linalg_preferred_backend,
-)
-_SDP = (
+# Settings by which kernels compute, by type of device, and those that choose between kernels or
+# that code may ask for. They are read before every call, each in C.
+_KERNELS: dict[str, tuple[Callable[[], Any], ...]] = {
+    "cpu": (
+        torch._C._get_deterministic_algorithms,
+        *_getters("mkldnn"),
+        torch._C._get_mkldnn_enabled,
+    ),
+    "cuda": (
+        torch._C._get_deterministic_algorithms,
+        *_getters("cuda"),
+        torch._C._get_cudnn_benchmark,
+        torch._C._get_cudnn_deterministic,
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        torch._C._get_cublas_allow_fp16_accumulation,
+        torch._C._get_blas_preferred_backend,
+        torch._C._get_linalg_preferred_backend,
+    ),
+}
+_MODES: tuple[Callable[[], Any], ...] = (
+    partial(torch.is_autocast_enabled, "cpu"),
+    partial(torch.get_autocast_dtype, "cpu"),
+    partial(torch.is_autocast_enabled, "cuda"),
+    partial(torch.get_autocast_dtype, "cuda"),
+    torch.is_autocast_cache_enabled,
+    torch.get_default_dtype,
+    torch._C._get_cudnn_enabled,
     torch._C._get_flash_sdp_enabled,
     torch._C._get_mem_efficient_sdp_enabled,
     torch._C._get_math_sdp_enabled,
@@ -116,59 +127,80 @@ _SDP = (
 )
 
 
-def modes(device_type: str) -> tuple[Any, ...]:
-    """Global settings that change which kernels run, or that code may ask for."""
+def kernel_settings(device_type: str) -> tuple[Any, ...]:
+    """Global settings by which kernels of forwards and backwards compute otherwise."""
+    return tuple(map(operator.call, _KERNELS[device_type]))
+
+
+def call_key(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[Any, ...] | None:
+    """The key of a call, or None when an argument cannot be part of one.
+
+    Only tensors on `device` and plain constants can: the contents of any other object could change
+    unseen.
+    """
+    facts: list[Any] = []
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        fact = _fact(arg, device)
+        if fact is None:
+            return None
+        facts.append(fact)
     return (
-        *(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in ("cpu", "cuda")
-        ),
-        torch.is_autocast_cache_enabled(),
-        kernel_settings(device_type),
-        torch.get_default_dtype(),
-        torch._C._get_cudnn_enabled(),
-        *[getter() for getter in _SDP],
+        len(args),
+        tuple(kwargs),
+        tuple(facts),
+        tuple(map(operator.call, _KERNELS[device.type])),
+        tuple(map(operator.call, _MODES)),
         tuple(torch._C._get_sdp_priority_order()),
         str(torch.get_default_device()) if torch._C._len_torch_function_stack() else None,
     )
 
 
+def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
+    """What a key holds of an argument; None when it cannot be part of one."""
+    kind = type(arg)
+    if kind is PackedBatch:
+        fact = _fact(arg.data, device)
+        return None if fact is None else (PackedBatch, arg.capacity, fact)
+    if kind in TENSORS:
+        if arg.device != device or arg.layout != torch.strided or _attributes(arg):
+            return None
+        strides = None if arg.is_contiguous() else own_strides(arg)
+        return (arg.shape, arg.dtype, arg.requires_grad, strides, arg.is_conj(), arg.is_neg())
+    if isinstance(arg, CONSTANTS):
+        return kind, _value(arg)
+    leaves, spec = tree_flatten(arg)
+    if len(leaves) == 1 and leaves[0] is arg:  # no container
+        return None
+    facts = tuple(_fact(leaf, device) for leaf in leaves)
+    return None if None in facts else (_Structure(spec), facts)
+
+
 def signature(
     args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> Signature | None:
-    """The signature of a call, or None when an argument cannot be part of a key.
+    """The key of a call with the size of its bucket, or None when an argument cannot be part of a
+    key."""
+    key = call_key(args, kwargs, device)
+    if key is None:
+        return None
+    leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return Signature(key, sum(leaf.numel() * leaf.element_size() for leaf in leaves))
 
-    Only tensors on `device` and plain constants can: the contents of any other object could change
-    unseen.
-    """
-    leaves, spec = tree_flatten((args, kwargs))
-    facts: list[Any] = []
-    nbytes = 0
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            if (
-                leaf.device != device
-                or leaf.layout != torch.strided
-                or type(leaf) not in TENSORS
-                or _attributes(leaf)
-            ):
-                return None
-            facts.append(
-                (
-                    tuple(leaf.shape),
-                    leaf.dtype,
-                    leaf.requires_grad,
-                    own_strides(leaf),
-                    leaf.is_conj(),
-                    leaf.is_neg(),
-                )
-            )
-            nbytes += leaf.numel() * leaf.element_size()
-        elif isinstance(leaf, CONSTANTS):
-            facts.append((type(leaf), _value(leaf)))
-        else:
-            return None
-    return Signature((_Structure(spec), tuple(facts), modes(device.type)), nbytes)
+
+Pattern = tuple["Layout | None", ...]  # for each output of a segment, None = it gets no gradient
+
+
+def pattern_of(gradients: Sequence[torch.Tensor | None]) -> Pattern:
+    """The pattern of the gradients that a segment's outputs got, by which its backward is looked
+    up: the layout of each."""
+    return tuple(
+        [
+            None if gradient is None else () if gradient.is_contiguous() else layout_of(gradient)
+            for gradient in gradients
+        ]
+    )
 
 
 def _value(leaf: Any) -> Any:
@@ -203,6 +235,20 @@ def _attributes(leaf: torch.Tensor) -> list[str]:
     if type(leaf) is not torch.Tensor or not leaf.__dict__:
         return []
     return [name for name in leaf.__dict__ if not name.startswith("_dynamo_")]
+
+
+_PLAIN = (type(None), bool, int, str)
+
+
+def call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a call, in the order of its pytree."""
+    if not kwargs and all(
+        type(arg) is torch.Tensor or type(arg) is PackedBatch or type(arg) in _PLAIN for arg in args
+    ):
+        return [
+            arg.data if type(arg) is PackedBatch else arg for arg in args if type(arg) not in _PLAIN
+        ]
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 def packed_batches(args: Any) -> list[PackedBatch]:

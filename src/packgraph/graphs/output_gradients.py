@@ -18,24 +18,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.key import Layout, layout_of
+from packgraph.graphs.key import Layout, Pattern, layout_of
 
 MAX_PATTERNS = 8  # per segment and key; beyond them such a backward runs eagerly
 FellBack = Callable[[str], None]
-Pattern = tuple[
-    Layout | None, ...
-]  # for each output of a segment the layout of its gradient, None = it gets none
-
-
-def pattern_of(gradients: Sequence[torch.Tensor | None]) -> Pattern:
-    """The pattern of the gradients that a segment's outputs got."""
-    return tuple([None if gradient is None else layout_of(gradient) for gradient in gradients])
 
 
 @dataclass
 class _Shared:
-    """What all keys know. latest: by the number of outputs what the last call did. twice,
-    seen_inside: see OutputGradients."""
+    """What all keys know. latest: by the number of outputs what the last call did. twice:
+    gradients of the module were differentiated themselves (`create_graph=True`). seen_inside: an
+    output that others were computed from had a hook, or kept its gradient."""
 
     latest: dict[int, dict[int, Layout]] = field(default_factory=dict)
     twice: bool = False
@@ -104,27 +97,19 @@ class KeyGradients:
 
 
 class OutputGradients:
-    """What is known of all calls of one module. fell_back: told of backwards that run eagerly; it
-    holds no graphs."""
+    """What is known of all calls of one module.
+
+    fell_back: told of backwards that run eagerly; it holds no graphs. shared: what all keys know.
+    """
 
     def __init__(self, fell_back: FellBack) -> None:
-        self._fell_back, self._shared = fell_back, _Shared()
+        self._fell_back, self.shared = fell_back, _Shared()
         self._keys: dict[Hashable, KeyGradients] = {}
-
-    @property
-    def twice(self) -> bool:
-        """Whether gradients of the module were differentiated themselves (`create_graph=True`)."""
-        return self._shared.twice
-
-    @property
-    def seen_inside(self) -> bool:
-        """Whether an output that others were computed from had a hook, or kept its gradient."""
-        return self._shared.seen_inside
 
     def of(self, key: Hashable) -> KeyGradients:
         """What is known of the calls of `key`."""
         if key not in self._keys:
-            self._keys[key] = KeyGradients(self._fell_back, self._shared)
+            self._keys[key] = KeyGradients(self._fell_back, self.shared)
         return self._keys[key]
 
     def forget(self) -> None:
@@ -154,7 +139,7 @@ class OutputGradients:
             inner.update((number, weakref.ref(able[number])) for _, number in places)
             node.register_hook(partial(_keep, through, places))
         seen: dict[int, Layout] = {}
-        count, shared, known = len(leaves), self._shared, None if key is None else self.of(key)
+        count, shared, known = len(leaves), self.shared, None if key is None else self.of(key)
 
         def note(gradient: torch.Tensor | None, number: int) -> None:
             leaf = inner[number]() if number in inner else None

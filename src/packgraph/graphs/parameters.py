@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.hooks import RemovableHandle
 
 from packgraph.graphs.backend import Static, Window
 
@@ -135,13 +136,44 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def are_quiet(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether no parameter has hooks of any kind, and none is frozen: quick, for many."""
-    return (
-        not any(map(_HOOKS, parameters))
-        and not any(map(_LATE_HOOKS, parameters))
-        and all(map(_TRAINED, parameters))
-    )
+def hooks_made() -> int | None:
+    """How many hooks this process has registered, on whatever; None where torch does not count
+    them."""
+    return getattr(RemovableHandle, "next_id", None)
+
+
+def _hooks_are_counted() -> bool:
+    counts = [hooks_made()]
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        getattr(torch.zeros(1, requires_grad=True), register)(lambda _: None)
+        counts.append(hooks_made())
+    return None not in counts and len(set(counts)) == len(counts)
+
+
+COUNT_HOOKS = _hooks_are_counted()
+
+
+class HookedParameters:
+    """Parameters, and whether any of them has hooks: they are looked at again when this process has
+    registered a hook, on whatever, since they were found without."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self._made: int | None = None
+
+    def have_none(self) -> bool:
+        """Whether no parameter has hooks of any kind."""
+        made = getattr(RemovableHandle, "next_id", None)
+        if COUNT_HOOKS and made == self._made:
+            return True
+        if any(map(_HOOKS, self.parameters)) or any(map(_LATE_HOOKS, self.parameters)):
+            return False
+        self._made = made
+        return True
+
+    def are_quiet(self) -> bool:
+        """Whether no parameter has hooks of any kind, and none is frozen."""
+        return self.have_none() and all(map(_TRAINED, self.parameters))
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from packgraph.graphs.backend import Graph, Static
-from packgraph.graphs.gradients import GradientBuffer
+from packgraph.graphs.gradients import Attached, GradientBuffer
 from packgraph.graphs.key import CallModes
 from packgraph.graphs.output_gradients import KeyGradients, Pattern, readers_of_leaves
-from packgraph.graphs.parameters import expect_visits, local_tensor
+from packgraph.graphs.parameters import HookedParameters, expect_visits, local_tensor
 from packgraph.graphs.stages import State
 
 
@@ -199,6 +200,16 @@ class Backward:
     owned: list[GradientBuffer]
     returned: list[Static | None]
 
+    @cached_property
+    def parameters(self) -> HookedParameters:
+        """The parameters whose gradient the graph adds to a buffer."""
+        return HookedParameters([buffer.parameter for buffer in self.owned])
+
+    @cached_property
+    def attached(self) -> Attached:
+        """Whether their gradients are the buffers."""
+        return Attached(self.owned)
+
 
 @dataclass
 class Context:
@@ -271,9 +282,10 @@ class Region:
             (b.incoming[number] for b in self.backwards.values() if number in b.incoming), None
         )
 
-    def versions(self) -> tuple[int, ...]:
-        """The versions of what the region reads: they grow whenever somebody writes to it."""
-        return tuple([tensor._version for tensor in self.context.reads])
+    @cached_property
+    def is_differentiable(self) -> bool:
+        """Whether any output needs a gradient."""
+        return any(output.differentiable for output in self.outputs)
 
     def reset(self) -> None:
         """Free all graphs."""
@@ -307,6 +319,7 @@ class ParameterEdge:
         self.parameters = list(parameters)
         self.anchor = torch.empty(0, requires_grad=True)
         self._delivered: dict[int, _Delivery] = {}
+        self._node: Any = None  # of the anchor
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -315,7 +328,9 @@ class ParameterEdge:
         if self._tensor is None:
             # Not at capture: the nodes of parameters belong to the stream on which they are made.
             self._tensor = (
-                _AllParameters.apply(self._delivered, *self.parameters)
+                _AllParameters.apply(
+                    self._delivered, HookedParameters(self.parameters), *self.parameters
+                )
                 if self.parameters
                 else self.anchor
             )
@@ -336,7 +351,9 @@ class ParameterEdge:
 
     def is_whole(self) -> bool:
         """Whether the running backward is that of `loss.backward()`."""
-        return _runs(torch.autograd.graph.get_gradient_edge(self.anchor).node)
+        if self._node is None:
+            self._node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+        return _runs(self._node)
 
 
 class _Delivery:
@@ -380,7 +397,10 @@ class _AllParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, delivered: dict[int, _Delivery], *parameters: torch.Tensor
+        ctx: Any,
+        delivered: dict[int, _Delivery],
+        parameters: HookedParameters,
+        *inputs: torch.Tensor,
     ) -> torch.Tensor:
         ctx.delivered, ctx.parameters = delivered, parameters
         ctx.set_materialize_grads(False)
@@ -388,11 +408,13 @@ class _AllParameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, signal: torch.Tensor | None) -> Any:
-        gradients: Sequence[torch.Tensor | None] = [None] * len(ctx.parameters)
+        parameters = ctx.parameters.parameters
+        gradients: Sequence[torch.Tensor | None] = [None] * len(parameters)
         if signal is not None:
             gradients = ctx.delivered.pop(torch._C._current_graph_task_id()).take()
-        expect_visits(ctx.next_functions, ctx.parameters, gradients)
-        return (None, *gradients)
+        if not ctx.parameters.have_none():
+            expect_visits(ctx.next_functions, parameters, gradients)
+        return (None, None, *gradients)
 
 
 def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:

@@ -27,15 +27,15 @@ activations straight into the slot's input buffer, gradients straight into its g
 keeps the slot until its sends are done.
 """  # noqa: E501
 
-import contextlib
 import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import profiler
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
@@ -43,11 +43,16 @@ from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.random_state import PastDraws
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.frozen_module import call_tensors
-from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, let_go, settle
-from packgraph.graphs.key import copy_into, kernel_settings
-from packgraph.graphs.output_gradients import is_seen, pattern_of
-from packgraph.graphs.parameters import are_quiet, expect_visits, has_hooks
+from packgraph.graphs.gradients import (
+    GradientBuffer,
+    SeparateGradients,
+    attach,
+    let_go,
+    settle,
+)
+from packgraph.graphs.key import Pattern, call_tensors, copy_into, kernel_settings, pattern_of
+from packgraph.graphs.output_gradients import KeyGradients, is_seen
+from packgraph.graphs.parameters import expect_visits, has_hooks
 from packgraph.graphs.program import Program, close_objects
 from packgraph.graphs.recompute import recompute_gradients
 from packgraph.graphs.region import (
@@ -63,12 +68,11 @@ from packgraph.graphs.region import (
 from packgraph.graphs.slots import Calls, SlotLease
 from packgraph.graphs.stages import Run, State
 
-_VERSION = operator.attrgetter("_version")
+_VERSION, _DIFFERENTIABLE = operator.attrgetter("_version"), operator.attrgetter("differentiable")
 Gradients = Sequence[torch.Tensor | None]
 
 
-@dataclass(frozen=True)
-class StaticAlias:
+class StaticAlias(NamedTuple):
     """Where a tensor of the running call lives in static memory, as of its version then. alias: it
     is that memory."""
 
@@ -119,6 +123,8 @@ class StaticAliases:
 
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` may be a view of static memory."""
+        if self.is_alias(tensor):
+            return True
         storage = tensor.untyped_storage().data_ptr()
         return any(
             h.alias and h.tensor.untyped_storage().data_ptr() == storage
@@ -157,6 +163,26 @@ def accepts(region: Region, state: State, aliases: StaticAliases) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class ProfiledGraph:
+    """A captured graph whose replays are ranges called `name` while a profiler runs."""
+
+    name: str
+    graph: Graph
+
+    def replay(self) -> None:
+        """Replay the graph."""
+        if not profiler._is_profiler_enabled:
+            self.graph.replay()
+            return
+        with profiler.record_function(self.name):
+            self.graph.replay()
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self.graph.reset()
+
+
 def stage_inputs(
     region: Region, state: State, aliases: StaticAliases
 ) -> tuple[list[torch.Tensor], list[Version]]:
@@ -178,19 +204,21 @@ def stage_inputs(
             aliases.note(tensor, entry.token, alias=False)
         if entry.differentiable:
             wanted.append(tensor)
-    read = [tensors[number] for number in region.context.inputs]
-    # A view may be gone before its base is written to.
-    read = [tensor if tensor._base is None else tensor._base for tensor in read]
-    return wanted, [(weakref.ref(tensor), tensor._version) for tensor in read]
+    read: list[Version] = []
+    for number in region.context.inputs:
+        tensor, base = tensors[number], tensors[number]._base
+        # A view may be gone before its base is written to.
+        read.append((weakref.ref(tensor if base is None else base), tensor._version))
+    return wanted, read
 
 
 def replay_region(region: Region, state: State, lease: SlotLease, aliases: StaticAliases) -> State:
     """Replay the forward graph and return the next state; its outputs alias static memory and are
-    noted in `homes`."""
+    noted in `aliases`."""
     edge = region.parameters
     with lease.slots.launches:
         wanted, read = stage_inputs(region, state, aliases)
-        if any(output.differentiable for output in region.outputs):
+        if region.is_differentiable:
             lease.pending.add(region.number)
             inner: list[Inner] = []
             made = _Replay.apply(
@@ -201,19 +229,19 @@ def replay_region(region: Region, state: State, lease: SlotLease, aliases: Stati
             for number in region.saved:
                 aliases.note_saved(made[number], read)
         else:
-            replay_forward(region)
-            made = tuple(output.static.tensor.detach() for output in region.outputs)
+            made = replay_forward(region)
     for number, tensor in enumerate(made):
         aliases.note(tensor, (region.number, number), alias=True)
     return {key: make_entry(entry, state, made) for key, entry in region.entries.items()}
 
 
-def replay_forward(region: Region) -> None:
-    """Replay the forward graph. What it writes to counts as changed, as it would by an eager
-    call."""
+def replay_forward(region: Region) -> tuple[torch.Tensor, ...]:
+    """Replay the forward graph; its outputs, aliases of static memory. What it writes to counts as
+    changed, as it would by an eager call."""
     region.forward.replay()
     if region.context.counted:
         torch.autograd.graph.increment_version(region.context.counted)
+    return tuple([output.static.tensor.detach() for output in region.outputs])
 
 
 class _Replay(torch.autograd.Function):
@@ -233,46 +261,61 @@ class _Replay(torch.autograd.Function):
     ) -> Any:
         ctx.region, ctx.lease, ctx.read, ctx.inner = region, lease, read, inner
         ctx.set_materialize_grads(False)
-        ctx.draws = PastDraws(region.context.generators)
-        replay_forward(region)
-        ctx.draws.end()
-        ctx.versions = region.versions()
-        made = tuple(output.static.tensor.detach() for output in region.outputs)
-        ctx.mark_non_differentiable(
-            *[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable]
-        )
+        generators = region.context.generators
+        ctx.draws = draws = PastDraws(generators) if generators else None
+        made = replay_forward(region)
+        if draws is not None:
+            draws.end()
+        ctx.versions = list(map(_VERSION, region.context.reads))
+        if not all(map(_DIFFERENTIABLE, region.outputs)):
+            ctx.mark_non_differentiable(
+                *[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable]
+            )
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         region, lease = ctx.region, ctx.lease
-        inputs = sum(entry.differentiable for entry in region.inputs)
+        inputs = sum(map(_DIFFERENTIABLE, region.inputs))
         returned = ctx.next_functions[len(ctx.next_functions) - len(region.returned) :]
-        if all(gradient is None for gradient in gradients):
+        pattern = pattern_of(gradients)
+        if pattern.count(None) == len(pattern):
             expect_visits(returned, region.returned, [None] * len(returned))
             return (None,) * (6 + inputs + len(region.returned))
-        _refuse_second_derivatives(region)
-        _refuse_hooks_inside(region, ctx.inner)
-        _check_settings(region)
+        if torch.is_grad_enabled():
+            _refuse_second_derivatives(region)
+        if ctx.inner:
+            _refuse_hooks_inside(region, ctx.inner)
+        if kernel_settings(region.settings[0]) != region.settings[1] or region.context.asks_later:
+            _check_settings(region)
         _check_versions(region, ctx.versions, ctx.read)
-        with lease.slots.launches:
-            lease.start_backward(region.number)
-        pattern = pattern_of(gradients)
         casts = torch.is_autocast_enabled(region.modes.device_type)
         backward = None if casts else region.backwards.get(pattern)
-        with torch.no_grad():
-            if backward is not None:
-                signal, results = _replay_backward(region, backward, gradients, lease)
-            else:
-                signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
-                known = region.context.gradients
-                known.runs_under_autocast() if casts else known.learn(
-                    region.number, list(region.backwards), pattern
-                )
-        with lease.slots.launches:
-            lease.finish_backward(region.number)
-        expect_visits(returned, region.returned, results[inputs:])
+        if backward is not None:
+            signal, results = _replay_backward(region, backward, gradients, lease)
+        else:
+            signal, results = _recompute(region, pattern, gradients, ctx, casts)
+        if returned:
+            expect_visits(returned, region.returned, results[inputs:])
         return None, signal, None, None, None, None, *results
+
+
+def _recompute(
+    region: Region, pattern: Pattern, gradients: Gradients, ctx: Any, casts: bool
+) -> tuple[Any, list[Any]]:
+    """Run a backward eagerly that nobody has captured, and learn its pattern."""
+    lease, known = ctx.lease, region.context.gradients
+    with lease.slots.launches:
+        lease.start_backward(region.number)
+    with torch.no_grad():
+        found = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
+    if casts:
+        known.runs_under_autocast()
+    else:
+        known.learn(region.number, list(region.backwards), pattern)
+    with lease.slots.launches:
+        lease.finish_backward(region.number)
+    return found
 
 
 def _replay_backward(
@@ -281,25 +324,32 @@ def _replay_backward(
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned
     parameters."""
     launches = lease.slots.launches
-    # What is wanted by itself: of some tensors only, or to be seen by a hook.
-    whole = region.parameters.is_whole()
-    asked: list[GradientBuffer] = []
-    owned = [buffer.parameter for buffer in backward.owned]
-    if not whole or not are_quiet(owned):
-        # One that was frozen since its forward gets none, which autograd knows.
-        asked = [
-            buffer
-            for buffer in backward.owned
-            if not whole or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)
-        ]
     with launches:
+        lease.start_backward(region.number)
         if not launches.shared:
+            asked = _asked(region, backward)
             found, results = _launch_backward(region, backward, gradients, asked)
+            lease.finish_backward(region.number)
             return _delivered(region, asked, found) if asked else None, results
     let_go(backward.owned, launches)  # all of it is to be added beside other threads
     with launches:
         found, results = _launch_backward(region, backward, gradients, backward.owned)
+        lease.finish_backward(region.number)
     return _delivered(region, backward.owned, found), results
+
+
+def _asked(region: Region, backward: Backward) -> list[GradientBuffer]:
+    """The buffers whose gradient is wanted by itself: of some tensors only, or to be seen by a
+    hook."""
+    whole = region.parameters.is_whole()
+    if whole and backward.parameters.are_quiet():
+        return []
+    # One that was frozen since its forward gets none, which autograd knows.
+    return [
+        buffer
+        for buffer in backward.owned
+        if not whole or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)
+    ]
 
 
 def _launch_backward(
@@ -312,14 +362,20 @@ def _launch_backward(
         assert given is not None
         if given.data_ptr() != target.data_ptr():
             copy_into(target, given)
-    added = backward.owned
+    found: list[torch.Tensor] = []
     if asked:
         apart = set(map(id, asked))
         added = [buffer for buffer in backward.owned if id(buffer) not in apart]
-    separate, aside = SeparateGradients(asked), attach(added)
-    backward.graph.replay()
-    settle(aside)
-    found = separate.take()
+        separate, aside = SeparateGradients(asked), attach(added)
+        backward.graph.replay()
+        settle(aside)
+        found = separate.take()
+    elif backward.attached.holds():
+        backward.graph.replay()
+    else:
+        aside = attach(backward.owned)
+        backward.graph.replay()
+        settle(aside)
     results: list[Any] = []
     for entry, gradient in zip(region.inputs, backward.gradients, strict=True):
         if entry.differentiable:
@@ -349,15 +405,12 @@ def _delivered(
 
 
 def _refuse_second_derivatives(region: Region) -> None:
-    if torch.is_grad_enabled():
-        region.context.gradients.refuse_twice()
-        raise RuntimeError(
-            f"create_graph=True through {region.name}: a captured backward has no graph of its own "
-            "that could be "
-            "differentiated again. Calls after this one run eagerly. To keep graphs for other "
-            "calls, run those whose "
-            "gradients are differentiated under packgraph.eager(...)"
-        )
+    region.context.gradients.refuse_twice()
+    raise RuntimeError(
+        f"create_graph=True through {region.name}: a captured backward has no graph of its own "
+        "that could be differentiated again. Calls after this one run eagerly. To keep graphs for "
+        "other calls, run those whose gradients are differentiated under packgraph.eager(...)"
+    )
 
 
 def _refuse_hooks_inside(region: Region, inner: Sequence[Inner]) -> None:
@@ -380,7 +433,7 @@ def _refuse_hooks_inside(region: Region, inner: Sequence[Inner]) -> None:
 def _check_settings(region: Region) -> None:
     """Raise RuntimeError when torch's settings are not those under which the backward was
     captured."""
-    if kernel_settings(region.settings[0]) != region.settings:
+    if kernel_settings(region.settings[0]) != region.settings[1]:
         raise RuntimeError(
             "precision, determinism or another global setting of torch was changed between forward "
             "and backward of "
@@ -400,7 +453,7 @@ def _check_settings(region: Region) -> None:
         )
 
 
-def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[Version]) -> None:
+def _check_versions(region: Region, versions: list[int], inputs: Sequence[Version]) -> None:
     """Raise RuntimeError when what the backward reads was changed since the forward."""
     for reference, version in inputs:
         tensor = reference()
@@ -413,7 +466,7 @@ def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[
             )
     later, addresses = region.context.read_later, region.context.addresses
     if (
-        list(map(_VERSION, later)) == list(versions[: len(later)])
+        list(map(_VERSION, later)) == versions[: len(later)]
         and list(map(torch.Tensor.data_ptr, later)) == addresses
     ):
         return
@@ -500,13 +553,14 @@ class Variant:
 
     ends: for each of the call's outputs the region and output number it comes from, None for eager
     code's. direct: how to replay all regions without autograd, where that can be. version: of what
-    was known of gradients at capture. dry_run: keeps what graphs read, and know by its address
-    only.
+    is known of gradients of such calls (`gradients`) at capture. dry_run: keeps what graphs read,
+    and know by its address only.
     """
 
     regions: dict[int, Region]
     ends: list[tuple[int, int] | None]
     direct: Direct | None
+    gradients: KeyGradients
     version: int
     dry_run: DryRun
 
@@ -595,7 +649,7 @@ class ReplayHandle:
     ) -> None:
         """calls: of the module. frozen: stands for a block of time in which nothing about the
         module but values changes; None = no such."""
-        self.calls = calls
+        self.calls, self._aliases, self._was_eager = calls, StaticAliases(), False
         self.program, self.variant, self.lease, self.lends, self.stats = (
             program,
             variant,
@@ -668,41 +722,41 @@ class ReplayHandle:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replay the call's forward; its backward follows by autograd."""
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self.lease.release)
-            with self.calls:
-                result = self._run(args, kwargs)
-            on_error.pop_all()
+        with self.calls:
+            return self.replay(args, kwargs)
+
+    def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `run`, by a thread that is counted among the calls of the module."""
+        replayed = False
+        try:
+            program = self.program
+            result = program.end(program.execute(program.begin(args, kwargs), self))
+            if self.lends:
+                result = close_objects(result)
+            else:
+                with self.lease.slots.launches:
+                    result = _left(result, self._aliases)
+            replayed = True
+        finally:
+            if not replayed:
+                self.lease.release()
         return result
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        replay, program = _Replayed(self), self.program
-        result = program.end(program.execute(program.begin(args, kwargs), replay))
-        if self.lends:
-            return close_objects(result)
-        with self.lease.slots.launches:
-            return close_objects(_left(result, replay.aliases))
-
-
-class _Replayed:
-    """Runs by replay, where the slot has graphs for them."""
-
-    def __init__(self, handle: ReplayHandle) -> None:
-        self._handle, self.aliases, self._was_eager = handle, StaticAliases(), False
-
     def captured(self, index: int, run: Run, state: State) -> State:
-        region = self._handle.variant.regions.get(index)
+        """Executes a run by replay, where the slot has graphs for it and the state is theirs."""
+        region = self.variant.regions.get(index)
         if region is None:
             return self.eager(index, run, state)
-        if self._was_eager and not accepts(region, state, self.aliases):
-            self._handle.stats.fell_back(fallback.OTHER_STATE)
+        if self._was_eager and not accepts(region, state, self._aliases):
+            self.stats.fell_back(fallback.OTHER_STATE)
             return self.eager(index, run, state)
         self._was_eager = False
-        return replay_region(region, state, self._handle.lease, self.aliases)
+        return replay_region(region, state, self.lease, self._aliases)
 
     def eager(self, index: int, run: Run, state: State) -> State:
+        """Executes a run eagerly."""
         self._was_eager = True
-        return self._handle.program.run(run, _own_copies(state, self.aliases))
+        return self.program.run(run, _own_copies(state, self._aliases))
 
 
 def _left(result: Any, aliases: StaticAliases) -> Any:
@@ -718,7 +772,9 @@ def _left(result: Any, aliases: StaticAliases) -> Any:
             aliases.note_copy(leaf, clones[id(leaf)])
         return clones[id(leaf)]
 
-    return tree_map(own, result)
+    if type(result) is torch.Tensor:
+        return own(result)
+    return close_objects(tree_map(own, result))
 
 
 def _own_copies(state: State, aliases: StaticAliases) -> State:

@@ -381,12 +381,24 @@ class Slots:
         if slot is None and self._free:
             slot = self._free[-1]
         if slot is not None:
-            self._free.remove(slot)
-        elif self.limit is None or len(self.all) < self.limit:
+            return self._lease(slot)
+        if self.limit is None or len(self.all) < self.limit:
             slot = Slot(len(self.all), self.backend, self.device, self.shared)
             self.all.append(slot)
-        if slot is None:
-            return None
+            self._free.append(slot)
+            return self._lease(slot)
+        return None
+
+    def acquire_captured(self, key: Hashable) -> tuple["SlotLease", Any] | None:
+        """Claim a slot that has `key` captured: its lease and the variant; None if none is free."""
+        for slot in reversed(self._free):
+            variant = slot.variants.get(key)
+            if variant is not None:
+                return self._lease(slot), variant
+        return None
+
+    def _lease(self, slot: Slot) -> "SlotLease":
+        self._free.remove(slot)
         slot.thread = threading.get_ident()
         return SlotLease(self, slot)
 
@@ -396,7 +408,7 @@ class Slots:
         if slot.retired:
             slot.clear()
             return
-        if any(free is slot for free in self._free):
+        if slot in self._free:
             raise RuntimeError(f"slot {slot.index} was released twice")
         self._free.append(slot)
 
@@ -488,7 +500,8 @@ class SlotLease:
             )
         # Later regions were captured to go first: what follows here may reuse their saved
         # activations.
-        self.pending = {other for other in self.pending if other <= region}
+        if len(self.pending) > 1:
+            self.pending = {other for other in self.pending if other <= region}
 
     def finish_backward(self, region: int) -> None:
         """Note that `region` is done; the last one releases the slot."""
@@ -503,4 +516,5 @@ class SlotLease:
             self.slots.release(self.slot)
 
     def __del__(self) -> None:
-        self.release()
+        if not self.released:
+            self.release()

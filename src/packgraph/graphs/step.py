@@ -24,7 +24,6 @@ from packgraph.graphs import fallback
 from packgraph.graphs.backend import (
     Backend,
     Graph,
-    ProfiledGraph,
     Static,
     range_name,
     sizes_in_short,
@@ -40,6 +39,7 @@ from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, 
 from packgraph.graphs.key import signature
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import hide_lengths
+from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
 
 MAX_STEP_KEYS = 16

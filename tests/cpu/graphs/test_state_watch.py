@@ -13,6 +13,7 @@ from statekit import One, X, captured, quietly
 from torch import nn
 from watchkit import CASES, Classy
 
+from packgraph.graphs import parameters
 from packgraph.graphs.checks import module_state
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
@@ -24,9 +25,13 @@ FACTOR = 1.0
 def way(request, monkeypatch):
     """Both ways to tell that nothing has changed: torch's own, and plain Python for where torch
     has other ones."""
-    for name in ("USE_VERSIONS", "USE_GUARDS", "COUNT_HOOKS"):
-        assert getattr(module_state, name), "torch's own ways are missing"
-        monkeypatch.setattr(module_state, name, request.param == "versions")
+    for module, name in (
+        (module_state, "USE_VERSIONS"),
+        (module_state, "USE_GUARDS"),
+        (parameters, "COUNT_HOOKS"),
+    ):
+        assert getattr(module, name), "torch's own ways are missing: the fast way is never taken"
+        monkeypatch.setattr(module, name, request.param == "versions")
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +171,7 @@ def test_autocast_in_turns_keeps_the_fast_test():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 out = graphed(X)
             out.float().square().sum().backward()
-    seal = graphed._capturer._state._seal
+    seal = graphed._capturer.state._seal
     for autocast in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             assert seal.holds()

@@ -22,8 +22,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
+from packgraph.graphs import parameters
 from packgraph.graphs.checks.state_kinds import (
     ASSUMED,
     OF_TORCH,
@@ -37,7 +37,7 @@ from packgraph.graphs.checks.state_kinds import (
 from packgraph.graphs.checks.state_tables import Form, Place, Table, differing
 from packgraph.graphs.checks.state_walk import SUBMODULE, Refused, Walk
 from packgraph.graphs.checks.unsupported import HOOKS, global_hooks, owners
-from packgraph.graphs.parameters import has_hooks, local_tensor
+from packgraph.graphs.parameters import has_hooks, hooks_made, local_tensor
 from packgraph.graphs.wrapper import Wrapper
 
 guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # no public interface
@@ -110,22 +110,7 @@ def _guards_work() -> bool:
     return True
 
 
-def _hooks_made() -> int | None:
-    """How many hooks this process has registered, on whatever; None where torch does not count
-    them."""
-    return getattr(RemovableHandle, "next_id", None)
-
-
-def _hooks_are_counted() -> bool:
-    counts = [_hooks_made()]
-    for register in ("register_hook", "register_post_accumulate_grad_hook"):
-        getattr(torch.zeros(1, requires_grad=True), register)(lambda _: None)
-        counts.append(_hooks_made())
-    return None not in counts and len(set(counts)) == len(counts)
-
-
 USE_GUARDS = _guards_work()
-COUNT_HOOKS = _hooks_are_counted()
 
 
 class TensorState:
@@ -171,7 +156,7 @@ class TensorState:
         self._others = [fact for fact in facts if fact.local is not fact.tensor]
         self._free = [fact.tensor for fact in facts if not fact.hooked]
         self._hooked = [fact.tensor for fact in facts if fact.hooked]
-        self._hooks_made = _hooks_made()
+        self._hooks_made = hooks_made()
         self._checks = [_make_guards(self._locals)] if USE_GUARDS and self._locals else []
         self._empty = [fact.tensor for fact in facts if not vars(fact.tensor)]
         self._bare = [fact.tensor for fact in facts if fact.bare and vars(fact.tensor)]
@@ -193,9 +178,9 @@ class TensorState:
         )
 
     def _hooks_hold(self) -> bool:
-        if COUNT_HOOKS and self._hooks_made == _hooks_made():  # there are no more than there were
+        made = hooks_made()
+        if parameters.COUNT_HOOKS and self._hooks_made == made:  # there are no more than there were
             return not self._hooked or all(map(has_hooks, self._hooked))
-        made = _hooks_made()
         holds = (
             not any(map(_backward_hooks, self._free))
             and not any(map(_post_hooks, self._free))
@@ -213,10 +198,13 @@ class TensorState:
             and self._hooks_hold()
             and not any(map(vars, self._empty))
             and (not self._bare or all(map(_is_bare, self._bare)))
-            and all(
-                fact.tensor.requires_grad == fact.trains
-                and (fact.local is None or local_tensor(fact.tensor) is fact.local)
-                for fact in self._others
+            and (
+                not self._others
+                or all(
+                    fact.tensor.requires_grad == fact.trains
+                    and (fact.local is None or local_tensor(fact.tensor) is fact.local)
+                    for fact in self._others
+                )
             )
         )
 
@@ -368,9 +356,12 @@ class Seal:
                 and self._assumed == ASSUMED.version
                 and self._tensors.holds()
                 and list(map(len, self._items)) == self._sizes
-                and _same(list(chain.from_iterable(self._items)), self._entries)
+                and all(map(operator.is_, chain.from_iterable(self._items), self._entries))
                 and _same(list(chain.from_iterable(map(operator.call, self._calls))), self._called)
-                and all(contents(array) == found for array, found in self._arrays)
+                and (
+                    not self._arrays
+                    or all(contents(array) == found for array, found in self._arrays)
+                )
             )
         except (
             KeyError,
@@ -392,11 +383,12 @@ class ModuleState:
     """The state of `module` as it is now.
 
     volatile: attributes that eager stages assign; they may change, since captured stages are not to
-    read them. refused: why the state cannot be watched, or None.
+    read them. refused: why the state cannot be watched, or None. broken: a capture has changed it,
+    so that it does not hold, whatever is found.
     """
 
     def __init__(self, module: torch.nn.Module, volatile: Set[Mark] = frozenset()) -> None:
-        self._module, self._volatile = module, volatile
+        self._module, self._volatile, self.broken = module, volatile, False
         self._look()
 
     def _look(self) -> None:
@@ -418,6 +410,10 @@ class ModuleState:
     def owners(self) -> list[torch.nn.Module]:
         """The module, its submodules, and those that any of them holds elsewhere."""
         return self._walk.owners
+
+    def holds(self) -> bool:
+        """Whether nothing has changed for sure, and all can be watched: asked before every call."""
+        return self.refused is None and not self.broken and not self.hooked() and self._seal.holds()
 
     def changed(self, but: Set[Mark] = frozenset()) -> Change | None:
         """What no longer holds, or None. but: attributes that are not looked at, besides the
@@ -460,8 +456,9 @@ class ModuleState:
 
     def hooked(self) -> bool:
         """Whether a submodule, or all modules, have got a hook or lost one since."""
-        return any(self._no_hooks) or any(
-            not _same(list(table.values()), hooks) for table, hooks in self._hooks
+        return any(self._no_hooks) or (
+            bool(self._hooks)
+            and any(not _same(list(table.values()), hooks) for table, hooks in self._hooks)
         )
 
     def _submodules_changed(self) -> Change | None:
