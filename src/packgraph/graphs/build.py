@@ -40,7 +40,13 @@ from packgraph.graphs.output_gradients import (
     readers_of_results,
     runs_python,
 )
-from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
+from packgraph.graphs.parameters import (
+    Aliases,
+    ParameterEdge,
+    has_hooks,
+    local_tensor,
+    static_gradient,
+)
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.region import (
     Backward,
@@ -48,7 +54,6 @@ from packgraph.graphs.region import (
     Input,
     Output,
     Owned,
-    ParameterEdge,
     PassThrough,
     Produced,
     Region,

@@ -310,3 +310,119 @@ def expect_visits(
             and torch._C._will_engine_execute_node(node)
         ):
             _Visit(parameter, node, task)
+
+
+class ParameterEdge:
+    """The parameters of a region as one node of the user's autograd graph, made once and used by
+    every call.
+
+    Autograd thereby reaches the parameters from a call's outputs, as it must for
+    `backward(inputs=...)`, `autograd.grad` and hooks. Their gradients come here only when somebody
+    asks for them: what flows through the node otherwise is None, since the graph has added to
+    `.grad` itself.
+
+    Attributes:
+        anchor: A leaf that needs a gradient: whether autograd goes there tells `loss.backward()`
+            from a call that asks for the gradients of some tensors only.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.anchor = torch.empty(0, requires_grad=True)
+        self._delivered: dict[int, _Delivery] = {}
+        self._node: Any = None  # of the anchor
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A tensor that depends on all the parameters."""
+        if self._tensor is None:
+            # Not at capture: the nodes of parameters belong to the stream on which they are made.
+            self._tensor = (
+                _AllParameters.apply(
+                    self._delivered, HookedParameters(self.parameters), *self.parameters
+                )
+                if self.parameters
+                else self.anchor
+            )
+        return self._tensor
+
+    def is_wanted(self) -> bool:
+        """Whether the running backward goes to any of the parameters."""
+        return bool(self.parameters) and _runs(self.tensor.grad_fn)
+
+    def deliver(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Hand gradients of the parameters to autograd; returns what the node has to be given."""
+        before = self._delivered.get(task := torch._C._current_graph_task_id())
+        found = list(gradients)
+        if before is not None:
+            found = [_sum(*two) for two in zip(before.take(), found, strict=True)]
+        self._delivered[task] = _Delivery(found)
+        return torch.empty_like(self.tensor)
+
+    def is_whole(self) -> bool:
+        """Whether the running backward is that of `loss.backward()`."""
+        if self._node is None:
+            self._node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+        return _runs(self._node)
+
+
+class _Delivery:
+    """Gradients on their way to autograd, and the stream on which they are made.
+
+    Autograd takes them to be made on the stream of the thread that calls `backward`, which may be
+    another one.
+    """
+
+    def __init__(self, gradients: list[torch.Tensor | None]) -> None:
+        self._gradients = gradients
+        self._device = next(
+            (g.device for g in gradients if g is not None and g.device.type == "cuda"), None
+        )
+        self._stream = None if self._device is None else torch.cuda.current_stream(self._device)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """The gradients, for the current stream."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            if current != self._stream:
+                current.wait_stream(self._stream)
+                for gradient in self._gradients:
+                    if gradient is not None:
+                        local_tensor(gradient).record_stream(current)
+        return self._gradients
+
+
+def _runs(node: Any) -> bool:
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+class _AllParameters(torch.autograd.Function):
+    """The node of a `ParameterEdge`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        delivered: dict[int, _Delivery],
+        parameters: HookedParameters,
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.delivered, ctx.parameters = delivered, parameters
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, signal: torch.Tensor | None) -> Any:
+        parameters = ctx.parameters.parameters
+        gradients: Sequence[torch.Tensor | None] = [None] * len(parameters)
+        if signal is not None:
+            gradients = ctx.delivered.pop(torch._C._current_graph_task_id()).take()
+        if not ctx.parameters.have_none():
+            expect_visits(ctx.next_functions, parameters, gradients)
+        return (None, None, *gradients)

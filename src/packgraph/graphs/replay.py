@@ -323,11 +323,10 @@ def _replay_backward(
 ) -> tuple[Any, list[Any]]:
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned
     parameters."""
-    launches = lease.slots.launches
+    launches, asked = lease.slots.launches, _asked(region, backward)
     with launches:
         lease.start_backward(region.number)
         if not launches.shared:
-            asked = _asked(region, backward)
             found, results = _launch_backward(region, backward, gradients, asked)
             lease.finish_backward(region.number)
             return _delivered(region, asked, found) if asked else None, results

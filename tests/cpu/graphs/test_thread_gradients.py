@@ -20,7 +20,7 @@ from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.fallback import eager as run_eagerly
 from packgraph.graphs.gradients import SeparateGradients
 from packgraph.graphs.graphed import control, graph
-from packgraph.graphs.region import ParameterEdge
+from packgraph.graphs.parameters import ParameterEdge
 
 # ---- a second thread
 

@@ -364,6 +364,7 @@ class Seal:
                 )
             )
         except (
+            AttributeError,
             KeyError,
             RuntimeError,
         ):  # a name is gone, or another thread is changing a container

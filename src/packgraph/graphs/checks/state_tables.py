@@ -144,16 +144,19 @@ def slot_names(kind: type) -> list[str]:
 def slots_table(owner: Any, names: Sequence[str], place: Place) -> Table:
     """The attributes in an object's slots."""
     read = partial(_slots, owner, names)
+    entries = read()
+    # In C where all are set: one that is not raises AttributeError.
+    all_set = len(entries) == len(names) > 1
     return Table(
         owner,
         Form.CALL,
         read,
-        read(),
+        entries,
         place,
         "an attribute of",
         None,
         ordered=False,
-        quick=partial(_values, read),
+        quick=partial(operator.attrgetter(*names), owner) if all_set else partial(_values, read),
     )
 
 

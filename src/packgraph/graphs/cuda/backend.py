@@ -117,7 +117,7 @@ class CudaGraph:
         )  # host memory that the graph knows by its address only
         self.copy_streams = window.copy_streams  # and clocks
         self.scope = self.copy_streams.scope
-        self.launched = window.backend.copy_streams.launched
+        self.eager_streams = window.backend.copy_streams
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -125,7 +125,8 @@ class CudaGraph:
             raise RuntimeError("this graph was reset")
         self.graph.replay()
         self.copy_streams.replayed.add(self.scope)
-        self.launched()
+        if self.eager_streams.postponed:
+            self.eager_streams.launched()
 
     def reset(self) -> None:
         """Free the executable graph and its claim on the pool."""

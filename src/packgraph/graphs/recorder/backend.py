@@ -194,9 +194,16 @@ class _Static:
 class RecorderGraph:
     """A recorded program, bound to static memory when its window closes."""
 
-    def __init__(self, nodes: list[_Node], launched: Callable[[], None]) -> None:
-        """launched: called after every replay."""
-        self.nodes, self.launched = nodes, launched
+    def __init__(
+        self,
+        nodes: list[_Node],
+        copy_streams: "RecordedCopyStreams",
+        eager_streams: EmulatedCopyStreams,
+    ) -> None:
+        """copy_streams: of its capture. eager_streams: of eager work, told of every launch."""
+        self.nodes = nodes
+        self._copy_streams, self._scope = copy_streams, copy_streams.scope
+        self._eager_streams = eager_streams
         self.program: list[tuple[Any, Any, Any, list[Any], list[str], bool]] | None = None
 
     def bind(self, window: "RecorderWindow") -> None:
@@ -218,7 +225,9 @@ class RecorderGraph:
             raise RuntimeError("this graph was reset or its capture has not finished")
         with torch.autocast("cpu", enabled=False):
             self._replay(self.program)
-        self.launched()
+        self._copy_streams.replayed.add(self._scope)
+        if self._eager_streams.postponed:
+            self._eager_streams.launched()
 
     def _replay(self, program: list[Any]) -> None:
         pending: dict[int, Any] = {}
@@ -233,7 +242,8 @@ class RecorderGraph:
             result = function(*args, **kwargs)
             if "new" not in kinds and "work" not in kinds:
                 continue
-            for target, value, kind in zip(outputs, flat((result,)), kinds, strict=True):
+            leaves = (result,) if type(result) is torch.Tensor else flat((result,))
+            for target, value, kind in zip(outputs, leaves, kinds, strict=True):
                 if kind == "new":
                     if function.namespace.startswith("_c10d_f"):
                         value = torch.ops._c10d_functional.wait_tensor(value)
@@ -280,7 +290,7 @@ class RecorderWindow:
         """copy_streams: of the backend's eager work."""
         self.pool, self.scratch, self.journal = pool, scratch, journal
         self.copy_streams = RecordedCopyStreams(self, pool.host, copy_streams.queues.late)
-        self._launched = copy_streams.launched
+        self._eager_streams = copy_streams
         self._nodes: list[_Node] = []
         self._is_brief = False
         self.clock = 0
@@ -410,11 +420,7 @@ class RecorderWindow:
             result = run()
         self._is_brief = False
 
-        def launched(scope: int = self.copy_streams.scope) -> None:
-            self.copy_streams.replayed.add(scope)
-            self._launched()
-
-        graph = RecorderGraph(nodes, launched)
+        graph = RecorderGraph(nodes, self.copy_streams, self._eager_streams)
         self._graphs.append(graph)
         return graph, result
 
