@@ -31,7 +31,7 @@ import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.random_state import PastDraws
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import (
+    Attached,
     GradientBuffer,
     SeparateGradients,
     attach,
@@ -501,6 +502,11 @@ class Direct:
     owned: list[GradientBuffer]
     attached: object = field(default=None)
 
+    @cached_property
+    def gradients_attached(self) -> Attached:
+        """Whether `.grad` of all parameters are their buffers."""
+        return Attached(self.owned)
+
     def forward(self, tensors: Sequence[torch.Tensor], lease: SlotLease) -> torch.Tensor:
         """Launch all forwards on the call's tensors; returns the output, static memory of the
         slot."""
@@ -522,6 +528,7 @@ class Direct:
         with lease.slots.launches as launches:
             if not launches.shared:
                 known = frozen is not None and self.attached is frozen
+                known = known or self.gradients_attached.holds()
                 aside = [] if known else attach(self.owned)
                 self._launch_backward(gradient, lease)
                 settle(aside)

@@ -381,11 +381,11 @@ class Slots:
         if slot is None and self._free:
             slot = self._free[-1]
         if slot is not None:
+            self._free.remove(slot)
             return self._lease(slot)
         if self.limit is None or len(self.all) < self.limit:
             slot = Slot(len(self.all), self.backend, self.device, self.shared)
             self.all.append(slot)
-            self._free.append(slot)
             return self._lease(slot)
         return None
 
@@ -394,11 +394,11 @@ class Slots:
         for slot in reversed(self._free):
             variant = slot.variants.get(key)
             if variant is not None:
+                self._free.remove(slot)
                 return self._lease(slot), variant
         return None
 
     def _lease(self, slot: Slot) -> "SlotLease":
-        self._free.remove(slot)
         slot.thread = threading.get_ident()
         return SlotLease(self, slot)
 
