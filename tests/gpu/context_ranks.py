@@ -1,7 +1,7 @@
 """Run by torchrun: rows spread over ranks by NCCL (gloo on a CPU), eager against graphs, bit by
 bit.
 
-    PYTHONPATH=src:tests/helpers torchrun --nproc-per-node 4 tests/gpu/context_ranks.py
+    PYTHONPATH=src:tests/helpers:benchmarks torchrun --nproc-per-node 4 tests/gpu/context_ranks.py
 
 Static groups of 2 and of all ranks, groups whose size changes with every microbatch, and a soak of
 planned steps whose lengths change: every rank compares loss, gradients (its own and the sums over
@@ -17,8 +17,8 @@ import time
 
 import torch
 import torch.distributed as dist
+from context_steps import DYNAMIC, plan_steps
 
-from packgraph.bench.context_steps import DYNAMIC, plan_steps
 from packgraph.bench.models import draw_batches
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity

@@ -11,7 +11,6 @@ itself.
 """  # noqa: E501
 
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packgraph.bench.comparison import BenchRanks
+from packgraph.bench.comparison import BenchRanks, first_warning
 from packgraph.bench.models import FreshModel, draw_lengths
-from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.plan import ContextPlan, RowGroup, plan_context
@@ -169,15 +167,7 @@ class ContextWay:
         """One step of warm-up, then capture; why something was not captured, or None.
         Collective."""
         self.step(share, 1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", PackgraphWarning)
-            self.executor.before_step(1)
-        texts = [
-            str(warning.message)
-            for warning in caught
-            if issubclass(warning.category, PackgraphWarning)
-        ]
-        return " ".join(texts[0].split()) if texts else None
+        return first_warning(lambda: self.executor.before_step(1))
 
     def step(self, share: Sequence[PackedBatch], loss_tokens: int) -> tuple[Tensor, Tensor]:
         """Forward, backward, sums over ranks and AdamW with a learning rate of 0, so that the

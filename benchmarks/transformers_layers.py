@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packgraph.bench.baselines import LayerStack, Marks, Rotary
+from packgraph.bench.compiled import LayerStack, Marks, Rotary
 from packgraph.models.hf_config import config_to_json
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.api import attention as packed_attention

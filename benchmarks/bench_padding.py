@@ -1,28 +1,24 @@
-"""`packgraph bench padding`: how much of the places for tokens stays empty in the buckets that the
+"""`bench padding`: how much of the places for tokens stays empty in the buckets that the
 planner chooses.
 
 Buckets are chosen from one draw of lengths and measured on another, by really packing it. Needs no
 device.
-
-`planned_buckets` are those that a run on documents of such lengths would choose for itself.
 """
 
 import time
 from dataclasses import dataclass
+from typing import Annotated
 
-from packgraph.bench.models import WINDOW, draw_lengths, lengths_like
+import torch
+
+from packgraph.bench.models import DISTRIBUTIONS, lengths_like
+from packgraph.bench.options import KILO, BenchArguments
 from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.timing import Deadline
-from packgraph.models.config import DecoderConfig
-from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketRequest, choose_buckets, measure
-from packgraph.packing.capacity import Capacity
-from packgraph.train.auto_capacities import FEWEST_SIZES, MULTIPLES
-from packgraph.train.decoder_estimates import decoder_cost
+from packgraph.train.config_values import Count, option
 
-SEEN = 4000  # documents that are planned by; the benchmark's own are others
-ANOTHER_SEED = 1_000_003
 POLICIES = (
     PackingPolicy(),
     *(PackingPolicy(documents=count, batches=True) for count in (64, 32, 16)),
@@ -40,62 +36,21 @@ COLUMNS: list[Column] = [
 ]
 
 
-def bucket_request(config: DecoderConfig, tokens: int, most: int, attention: str) -> BucketRequest:
-    """At most `most` buckets for rows of at most `tokens` tokens, packed as the trainer does.
+@dataclass(frozen=True, kw_only=True)
+class PaddingArguments(BenchArguments):
+    """Places for tokens that stay empty in chosen buckets; needs no device."""
 
-    attention: the backend, which says what a place for a document costs.
-    """
-    multiple = next(
-        tile
-        for tile in MULTIPLES
-        if tokens % tile == 0 and (tile == 1 or tokens >= FEWEST_SIZES * tile)
+    ways: tuple[Annotated[str, tuple(DISTRIBUTIONS)], ...] = option(
+        tuple(DISTRIBUTIONS), "families of lengths"
     )
-    return BucketRequest(
-        policy=PackingPolicy(documents=WINDOW),
-        max_tokens=tokens,
-        max_buckets=most,
-        multiple=multiple,
-        layers=config.num_layers,
-        cost=decoder_cost(config, measured=FLASH4 if attention == "flash" else CostModel()),
-    )
+    tokens: Count = option(8 * KILO, "of the largest bucket", metavar="T")
+    buckets: Count = option(8, "at most", metavar="K")
+    documents: Count = option(20_000, "of a draw", metavar="N")
 
 
-def planned_buckets(
-    request: BucketRequest, documents: int | None, *, mean: float, sigma: float, seed: int
-) -> tuple[Capacity, ...]:
-    """The buckets for lognormal lengths, ascending; the last one holds what all others hold.
-
-    documents: the most that a row may have; None leaves that to the lengths.
-    """
-    lengths = draw_lengths(
-        SEEN, request.max_tokens, mean=mean, sigma=sigma, seed=seed + ANOTHER_SEED
-    )
-    found = choose_buckets(LengthHistogram.of(lengths), request).capacities
-    most = max(bucket.documents for bucket in found) if documents is None else documents
-    largest = Capacity(request.max_tokens, most)
-    return tuple(
-        sorted(
-            {Capacity(bucket.tokens, min(bucket.documents, most)) for bucket in found} | {largest}
-        )
-    )
-
-
-@dataclass(frozen=True)
-class PaddingOptions:
-    """What to measure. tokens: of the largest bucket, and of the longest document. buckets: how
-    many at most.
-
-    documents: of each draw.
-    """
-
-    ways: tuple[str, ...]
-    tokens: int = 8192
-    buckets: int = 8
-    documents: int = 20_000
-    seed: int = 0
-
-
-def bench_padding(options: PaddingOptions, rows: Rows, deadline: Deadline) -> None:
+def bench_padding(
+    options: PaddingArguments, device: torch.device, rows: Rows, deadline: Deadline
+) -> None:
     """One row for each family of lengths and each way of packing."""
     for way in options.ways:
         for policy in POLICIES:
@@ -117,7 +72,7 @@ def bench_padding(options: PaddingOptions, rows: Rows, deadline: Deadline) -> No
             rows.add(row | found)
 
 
-def _measure(options: PaddingOptions, way: str, policy: PackingPolicy) -> Row:
+def _measure(options: PaddingArguments, way: str, policy: PackingPolicy) -> Row:
     seen, unseen = (
         lengths_like(way, options.documents, options.tokens, 2 * options.seed + draw)
         for draw in (0, 1)

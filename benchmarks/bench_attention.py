@@ -1,4 +1,4 @@
-"""`packgraph bench attention`: what places for documents that are not there cost the attention
+"""`bench attention`: what places for documents that are not there cost the attention
 kernels.
 
     tight       as many places as there are documents, and their own longest one          what eager code can have
@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, ClassVar
 
 import torch
+from others import record_on_cuda
 
-from packgraph.bench.baselines import record_on_cuda
 from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape
+from packgraph.bench.options import CAPTURABLE, KILO, WorkArguments
 from packgraph.bench.rows import Column, Row, Rows, figures, median, value
 from packgraph.bench.timing import Deadline, time_block
 from packgraph.models.branches import head_sizes
@@ -29,6 +31,7 @@ from packgraph.ops.attention.flash import flash_problems
 from packgraph.ops.attention.varlen import varlen_problems
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.train.config_values import Count, option
 
 PLACES = ("tight", "64", "256")
 REPEATS, REPLAYS = 10, 3
@@ -44,18 +47,16 @@ COLUMNS: list[Column] = [
 ]
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
-    """What to measure. ways: backends. draws: microbatches that medians are over. model: whose
-    heads are meant."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionArguments(WorkArguments):
+    """The attention operation, by places for documents."""
 
-    model: str
-    tokens: tuple[int, ...]
-    ways: tuple[str, ...]
-    draws: int = 5
-    mean: float = 1024.0
-    sigma: float = 1.5
-    seed: int = 0
+    usual_tokens: ClassVar[tuple[int, ...]] = tuple(KILO * size for size in (1, 2, 4, 8, 16))
+
+    ways: tuple[Annotated[str, CAPTURABLE], ...] = option(
+        (), "backends (default: all that have kernels for this device)"
+    )
+    draws: Count = option(5, "microbatches", metavar="N")
 
 
 def usual_backends(config: DecoderConfig, device: torch.device) -> tuple[str, ...]:
@@ -70,20 +71,18 @@ def usual_backends(config: DecoderConfig, device: torch.device) -> tuple[str, ..
 
 
 def bench_attention(
-    options: AttentionOptions, device: torch.device, rows: Rows, deadline: Deadline
+    options: AttentionArguments, device: torch.device, rows: Rows, deadline: Deadline
 ) -> None:
     """One row for each number of tokens, backend and number of places."""
-    config = shape(options.model)
+    config = shape(str(options.model))
     for tokens in options.tokens:
         draws = draw_batches(
             Capacity(tokens, min(64, tokens)),
             options.draws,
             config.vocab_size,
-            mean=options.mean,
-            sigma=options.sigma,
-            seed=options.seed,
+            **options.drawn,
         )
-        for backend in options.ways:
+        for backend in options.ways or usual_backends(config, device):
             tight: Row | None = None
             for places in PLACES:
                 times, reason = attempt_alone(
@@ -101,9 +100,7 @@ def bench_attention(
                         *dict.fromkeys(head_sizes(config)),
                     ],
                     "dtype": str(dtype_on(device)).removeprefix("torch."),
-                    "mean": options.mean,
-                    "sigma": options.sigma,
-                    "seed": options.seed,
+                    **options.drawn,
                     "documents_mean": round(
                         statistics.mean(batch.num_documents for batch in draws), 2
                     ),
