@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from packgraph.graphs.timer import synchronize
 from packgraph.ops.attention.kind import document_multiple
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
@@ -140,11 +141,11 @@ def time_row(executor: Executor, device: torch.device, slowest: Slowest) -> Time
     def timed(row: PackedBatch) -> float:
         times = []
         for number in range(RUNS + 1):
-            _wait(device)
+            synchronize(device)
             slowest(0.0)  # a common start
             began = time.perf_counter()
             executor.run_step([row] * ROWS, row.num_tokens)
-            _wait(device)
+            synchronize(device)
             if number:
                 times.append(1e6 * (time.perf_counter() - began) / ROWS)
         return slowest(statistics.median(times))
@@ -185,8 +186,3 @@ def put_back(
             for buffer, before in buffers.items():
                 buffer.copy_(before)
         set_random_states(random, device)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
