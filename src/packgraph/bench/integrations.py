@@ -73,6 +73,9 @@ class IntegrationArguments(WorkArguments):
     documents: Count = option(64, "at most in one microbatch", metavar="N")
     step_tokens: Count = option(32 * KILO, "tokens of a step", metavar="T")
     steps: Count = option(8, "that are timed, after three others", metavar="N")
+    lora: int = option(
+        0, "train adapters of this rank on every linear layer, by peft (default: all)", metavar="R"
+    )
 
 
 Loss = Callable[[PackedBatch, Tensor], Tensor]
@@ -173,6 +176,7 @@ class _Bench:
             "tokens": self.tokens,
             "documents": self.options.documents,
             "microbatches": self.per_step,
+            "lora": self.options.lora,
             **self.options.drawn,
             "figures": {},
             "tokens_per_second": None,
@@ -203,9 +207,8 @@ class _Bench:
         return row
 
     def _timed(self, way: _Way) -> Row:
-        optimizer = torch.optim.AdamW(
-            way.model.parameters(), lr=1e-4, fused=self.device.type == "cuda"
-        )
+        trained = [parameter for parameter in way.model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=self.device.type == "cuda")
 
         def step(batches: list[PackedBatch]) -> Tensor:
             counted = torch.stack([(batch.labels != -100).sum() for batch in batches]).sum()
@@ -253,10 +256,19 @@ class _Bench:
         torch.manual_seed(self.options.seed)
         with torch.device(self.device):
             model = transformers.AutoModelForCausalLM.from_config(config)
-        return model.to(dtype_on(self.device)).train()
+        model = model.to(dtype_on(self.device))
+        if self.options.lora:
+            peft = importlib.import_module("peft")
+            rank = self.options.lora
+            adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+            with torch.device(self.device):
+                model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
+        return model.train()
 
     def ours(self) -> DecoderModel:
         """packgraph's decoder of the same shape and values."""
+        if self.options.lora:
+            raise ValueError("packgraph's own models take no adapters")
         made = DecoderModel(
             config_from_json(self.config), device=self.device, dtype=dtype_on(self.device)
         ).train()
@@ -291,10 +303,13 @@ def _attend(
 
 def _transformers(bench: _Bench, *, compile: bool) -> _Way:
     model = bench.theirs()
+    causal = model.get_base_model() if bench.options.lora else model
     importlib.import_module("transformers").AttentionInterface.register(ATTENTION, _attend)
-    model.set_attn_implementation(ATTENTION)  # no mask function of that name: no mask is made
+    causal.set_attn_implementation(ATTENTION)  # no mask function of that name: no mask is made
+    if any(hasattr(module, "is_concatenated") for module in causal.modules()):
+        causal.set_experts_implementation("grouped_mm")
     if compile:
-        for layer in model.base_model.layers:
+        for layer in causal.base_model.layers:
             layer.compile()
 
     def loss(batch: PackedBatch, counted: Tensor) -> Tensor:
