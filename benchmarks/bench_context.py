@@ -34,7 +34,7 @@ from context_steps import (
     row_timer,
 )
 
-from packgraph.bench.comparison import BenchRanks, Check, Contest, Sample, agreement
+from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, agreement
 from packgraph.bench.models import FreshModel, dtype_on, shape
 from packgraph.bench.options import FIRST, KILO, WorkArguments
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
@@ -151,10 +151,10 @@ def measure_context(
     """Measure everything in `options`; one row per number of tokens and way. Collective."""
     ranks = BenchRanks()
     for tokens in options.tokens:
-        ContextContest(options, tokens, device, mesh, ranks, deadline).measure(rows)
+        ContextComparison(options, tokens, device, mesh, ranks, deadline).measure(rows)
 
 
-class ContextContest(Contest[ContextWay]):
+class ContextComparison(Comparison[ContextWay]):
     """All ways at one number of tokens per rank, on this rank.
 
     The bank that costs were measured with is that of the way timed later: `ready` has it, with the
@@ -288,15 +288,15 @@ class ContextContest(Contest[ContextWay]):
         """What the bank of a way takes over a bank of one bucket: of the one that takes most, which
         is the fullest of some size (rows on one rank have most heads there, rows on all have most
         tokens in a head). Not compiled, which takes minutes. Collective."""
-        for name in self.comparison.running:
-            pools = self.comparison.extras[name].get("pool_bytes")
+        for name in self.results.running:
+            pools = self.results.extras[name].get("pool_bytes")
             if pools is None or "compile" in name or self.late():
                 continue
             fullest = {bucket.tokens: bucket for bucket in self.buckets(name.partition("+")[0])}
             alone = [self.pool_alone(name, bucket) for bucket in fullest.values()]
             if all(alone):  # else nobody knows which takes most
                 largest = max(alone)
-                self.comparison.extras[name] |= {
+                self.results.extras[name] |= {
                     "largest_pool_bytes": largest,
                     "pool_ratio": round(max(pools) / largest, 4),
                 }
@@ -336,7 +336,7 @@ class ContextContest(Contest[ContextWay]):
 
     def row(self, name: str) -> Row:
         """The row of one way."""
-        row, samples = super().row(name), self.comparison.samples
+        row, samples = super().row(name), self.results.samples
         if row["reason"] is None and samples.get(DYNAMIC):
             mine, dynamic = (
                 statistics.median(sample.times["step_ms"] for sample in samples[way])

@@ -16,7 +16,7 @@ import time
 import torch
 
 from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
-from packgraph.bench.step import StepArguments, StepContest
+from packgraph.bench.step import StepArguments, StepComparison
 from packgraph.bench.timing import Deadline
 from packgraph.bench.variants import Way
 from packgraph.graphs.cuda.backend import CudaGraph
@@ -77,7 +77,7 @@ def main() -> None:
             options.part, shape(options.model, options.layers), device, dtype_on(device)
         )
         zero_gradients([model])
-        bench = StepContest(options, tokens, model, device, Deadline(None))
+        bench = StepComparison(options, tokens, model, device, Deadline(None))
         way = bench.make("chunk")
         batches = [batch.to(device) for batch in bench.draws]
         way.prepare(batches)

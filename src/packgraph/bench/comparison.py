@@ -3,7 +3,7 @@
     build a way ─▶ warm it up ─▶ check, memory ─┐ every way
                                                 └─▶ timed rounds, alternating ─▶ a row each
 
-`Contest` is the loop; a benchmark says how a way is made and timed, and what its rows say. A way
+`Comparison` is the loop; a benchmark says how a way is made and timed, and what its rows say. A way
 that fails drops out with its reason; the others go on. The first way asked for is what the others
 are compared with, so it takes part in every group.
 
@@ -62,7 +62,7 @@ class Check:
     gradient_norm: float
 
 
-class Comparison:
+class Results:
     """What is known of each way of one group."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -267,7 +267,7 @@ def above(peak: int | None, before: int | None) -> int | None:
 W = TypeVar("W", bound=Runs)
 
 
-class Contest(Generic[W]):
+class Comparison(Generic[W]):
     """Ways at one size, measured in groups; a benchmark derives from it.
 
     Attributes:
@@ -293,7 +293,7 @@ class Contest(Generic[W]):
     ) -> None:
         self.names, self.rounds = ways, rounds
         self.device, self.deadline, self.ranks = device, deadline, ranks
-        self.comparison, self.ways, self.doing = Comparison(ways), dict[str, W](), ways[0]
+        self.results, self.ways, self.doing = Results(ways), dict[str, W](), ways[0]
 
     def start(self) -> None:
         """Prepare what all ways need. Collective."""
@@ -342,7 +342,7 @@ class Contest(Generic[W]):
     def measure(self, rows: Rows, together: int | None = None) -> None:
         """Measure all ways, `together` at a time; write their rows."""
         for number, names in enumerate(groups(self.names, together)):
-            self.comparison, self.ways, self.doing = Comparison(names), {}, names[0]
+            self.results, self.ways, self.doing = Results(names), {}, names[0]
             try:
                 with room_for_code(), self._leaving(rows):
                     self._measure()
@@ -354,7 +354,7 @@ class Contest(Generic[W]):
     def row(self, name: str) -> Row:
         """The row of one way."""
         tolerance = 1e-2 if self.device.type == "cuda" else 1e-5
-        return self.what(name) | self.comparison.row(name, self.main, tolerance)
+        return self.what(name) | self.results.row(name, self.main, tolerance)
 
     def late(self, share: float = 1.0) -> bool:
         """Whether that share of the time is up on any rank. Collective."""
@@ -373,7 +373,7 @@ class Contest(Generic[W]):
         return {"step_ms": whole, "host_ms": host}
 
     def _attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        return work() if self.communicates else self.comparison.attempt(name, work)
+        return work() if self.communicates else self.results.attempt(name, work)
 
     @contextlib.contextmanager
     def _leaving(self, rows: Rows) -> Iterator[None]:
@@ -382,16 +382,16 @@ class Contest(Generic[W]):
         try:
             yield
         except FAILURES as error:
-            self.comparison.drop(self.doing, f"rank {self.ranks.rank}: {why(error)}")
-            for name in self.comparison.running:
-                if not self.comparison.samples[name]:
+            self.results.drop(self.doing, f"rank {self.ranks.rank}: {why(error)}")
+            for name in self.results.running:
+                if not self.results.samples[name]:
                     reason = f"not measured: the run ended when way {self.doing} failed"
-                    self.comparison.drop(name, reason)
+                    self.results.drop(name, reason)
             rows.write = True
             raise
 
     def _measure(self) -> None:
-        found = self.comparison
+        found = self.results
         self.start()
         for self.doing in found.names:
             if self.late(self.preparing):
@@ -432,7 +432,7 @@ class Contest(Generic[W]):
         if reason is None:
             reason = self.ranks.first_reason(self.build(self.ways[name]))
         if reason is not None:
-            self.comparison.drop(name, reason)
+            self.results.drop(name, reason)
             return
         synchronize(self.device)
         prepared = round(max(self.ranks.gather(time.monotonic() - began)), 3)
@@ -440,11 +440,11 @@ class Contest(Generic[W]):
         check = self._attempt(name, lambda: self.check(way))
         if check is None:
             return
-        self.comparison.checks[name] = check
+        self.results.checks[name] = check
         free_memory(self.device)
         peak = self._attempt(name, lambda: peak_bytes(self.device, lambda: self.heaviest(way)))
         facts = self._of_ranks(way.facts() | {"peak_bytes": above(peak, before)})
-        self.comparison.extras[name] = {"prepare_seconds": prepared} | facts
+        self.results.extras[name] = {"prepare_seconds": prepared} | facts
 
     def _of_ranks(self, mine: Row) -> Row:
         """Each fact as a list by rank; None where no rank has it."""
@@ -459,9 +459,9 @@ class Contest(Generic[W]):
 
     def _round(self, name: str, number: int) -> None:
         self.doing = name
-        if name not in self.comparison.reasons:
+        if name not in self.results.reasons:
             found = self._attempt(name, lambda: self.time(self.ways[name], number))
-            self.comparison.samples[name] += found or []
+            self.results.samples[name] += found or []
 
     def _close(self, name: str) -> None:
         self._attempt(name, self.ways.pop(name).close)

@@ -24,7 +24,7 @@ from torch import Tensor
 from packgraph.bench.comparison import (
     BenchRanks,
     Check,
-    Contest,
+    Comparison,
     Sample,
     agreement,
     first_warning,
@@ -293,12 +293,12 @@ def measure_pipeline(
     ]
     zero_gradients(modules)
     for tokens in options.tokens:
-        PipelineContest(options, tokens, modules, links, ranks, deadline).measure(
+        PipelineComparison(options, tokens, modules, links, ranks, deadline).measure(
             rows, options.together
         )
 
 
-class PipelineContest(Contest[PipelineWay]):
+class PipelineComparison(Comparison[PipelineWay]):
     """All ways at one number of tokens, on this rank."""
 
     def __init__(
@@ -375,8 +375,8 @@ class PipelineContest(Contest[PipelineWay]):
                 ]
             found["stage_ms"] = source
         # A whole step runs what the chunks' graphs run.
-        busy = source or self.comparison.extras.get("chunk", {}).get("stage_ms")
-        known = busy or self.comparison.extras[self.names[0]].get("stage_ms")
+        busy = source or self.results.extras.get("chunk", {}).get("stage_ms")
+        known = busy or self.results.extras[self.names[0]].get("stage_ms")
         if known is not None:
             forward, backward = (statistics.mean(stage[part] for stage in known) for part in (0, 1))
             schedule = make_schedule(
@@ -386,7 +386,7 @@ class PipelineContest(Contest[PipelineWay]):
         if busy is not None:
             mean = self.options.microbatches * sum(map(sum, busy)) / self.options.ranks
             step_ms = statistics.median(
-                sample.times["step_ms"] for sample in self.comparison.samples[way.name]
+                sample.times["step_ms"] for sample in self.results.samples[way.name]
             )
             found["idle_share"] = round(1 - mean / step_ms, 4)
         return found

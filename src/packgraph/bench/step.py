@@ -22,7 +22,14 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from packgraph.bench.comparison import BenchRanks, Check, Contest, Sample, agreement, attempt_alone
+from packgraph.bench.comparison import (
+    BenchRanks,
+    Check,
+    Comparison,
+    Sample,
+    agreement,
+    attempt_alone,
+)
 from packgraph.bench.models import (
     PEAK_TFLOPS,
     TimedPart,
@@ -152,10 +159,10 @@ def bench_step(
     zero_gradients([model])
     give_rows(model, options.rows_per_pair)
     for tokens in options.tokens:
-        StepContest(options, tokens, model, device, deadline).measure(rows, options.together)
+        StepComparison(options, tokens, model, device, deadline).measure(rows, options.together)
 
 
-class StepContest(Contest[Way]):
+class StepComparison(Comparison[Way]):
     """All ways at one number of tokens."""
 
     main, communicates = "device_ms", False
@@ -260,7 +267,7 @@ class StepContest(Contest[Way]):
     def row(self, name: str) -> Row:
         """The row of one way at this number of tokens."""
         row, options = super().row(name), self.options
-        samples = self.comparison.samples[name] if row["reason"] is None else []
+        samples = self.results.samples[name] if row["reason"] is None else []
         row["rounds"] = len(samples) // options.calls
         shares = [peak_share(sample.flops, sample.times["device_ms"]) for sample in samples]
         known = shares and self.device.type == "cuda"
@@ -268,7 +275,7 @@ class StepContest(Contest[Way]):
         if self.model.config.experts.enabled:
             room = options.rows_per_pair
             row |= {"room": room}
-            row |= measured_memory(row, self.comparison.extras[self.comparison.names[0]])
+            row |= measured_memory(row, self.results.extras[self.results.names[0]])
             row |= expert_memory(name, self.model, self.setting.capacity, room)
         return row | {"mfu_peak_tflops": PEAK_TFLOPS}
 

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
 from packgraph.bench import pipeline as bench_pipeline
-from packgraph.bench.comparison import Check, Comparison, Sample, groups, room_for_code
+from packgraph.bench.comparison import Check, Results, Sample, groups, room_for_code
 from packgraph.bench.compiled import CompiledStack
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
 from packgraph.bench.pipeline import PipelineArguments, PipelineWay, measure_pipeline
@@ -103,7 +103,7 @@ def test_ways_are_grouped_with_the_first() -> None:
 
 
 def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
-    contest = Comparison(["eager", "chunk", "other", "odd"])
+    contest = Results(["eager", "chunk", "other", "odd"])
     contest.samples["eager"] = [Sample({"ms": 30.0}, 100.0)] * 3
     contest.samples["chunk"] = [Sample({"ms": 10.0}, 100.0)] * 3
     contest.samples["odd"] = [Sample({"ms": 10.0}, 100.0)]

@@ -4,7 +4,7 @@ them were built."""
 from types import SimpleNamespace
 
 import pytest
-from bench_context import ContextContest
+from bench_context import ContextComparison
 
 from packgraph.packing.capacity import Capacity
 
@@ -20,10 +20,10 @@ def extras(alone):
     bench = SimpleNamespace(
         late=lambda: False,
         buckets=lambda kind: BUCKETS,
-        comparison=contest,
+        results=contest,
         pool_alone=lambda name, bucket: alone[bucket.tokens] if bucket.documents == 8 else 1 / 0,
     )
-    ContextContest.finish(bench)
+    ContextComparison.finish(bench)
     return contest.extras["dynamic+graph"]
 
 
