@@ -26,8 +26,8 @@ from packgraph.bench.command import BENCHMARKS, Benchmark, bench
 from packgraph.bench.moe_variants import MOE_WAYS
 from packgraph.bench.options import FIRST
 from packgraph.bench.variants import WAYS, Maker
-from packgraph.train.config import ConfigError
-from packgraph.train.config_values import option
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.values import option
 
 ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**step.ALL_WAYS, **OTHERS})
 PEERS = tuple(name for name in OTHERS if name.startswith("transformers"))

@@ -21,7 +21,7 @@ from packgraph.bench.timing import Deadline, start_anew
 from packgraph.bench.variants import Graphed
 from packgraph.graphs.timer import synchronize
 from packgraph.models.stack import DecoderStack
-from packgraph.train.config_values import option
+from packgraph.train.config.values import option
 
 CAPTURE_WAYS = ("layer", "chunk", "layer+compile", "chunk+compile")
 COLUMNS: list[Column] = [

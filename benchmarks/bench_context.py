@@ -48,12 +48,12 @@ from packgraph.parallel.context.request import PLACES, ContextRequest
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout, Mesh, context_sizes
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.config_values import Count, option
+from packgraph.train.config.sections import OptimizerConfig
+from packgraph.train.config.values import Count, option
+from packgraph.train.features.context import measured_cost
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import OptimizerConfig
-from packgraph.train.plan_context import context_cost
-from packgraph.train.row_timing import measured_cost
-from packgraph.train.runner import sample_batch
+from packgraph.train.plan import context_cost
+from packgraph.train.runners import sample_batch
 from packgraph.train.step import MicrobatchAssignment
 
 KIND: ContextWish = "ulysses"  # how ranks share attention

@@ -17,7 +17,7 @@ from packgraph.bench.rows import Column, Row, Rows, value
 from packgraph.bench.timing import Deadline
 from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketRequest, choose_buckets, measure
-from packgraph.train.config_values import Count, option
+from packgraph.train.config.values import Count, option
 
 POLICIES = (
     PackingPolicy(),

@@ -26,11 +26,11 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.plan import ContextPlan, RowGroup, plan_context
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Mesh
+from packgraph.train.config.sections import GraphConfig
 from packgraph.train.executor import Executor
+from packgraph.train.features.context import TimeRow, time_row
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import GraphConfig
-from packgraph.train.row_timing import TimeRow, time_row
-from packgraph.train.runner import MicrobatchRunner
+from packgraph.train.runners import MicrobatchRunner
 
 SPARE = 256  # documents behind those of a step, to fill its gaps with
 FIXED, DYNAMIC = "fixed", "dynamic"

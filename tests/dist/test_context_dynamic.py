@@ -22,11 +22,11 @@ from packgraph.packing.document import IGNORED, Document
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.parallel.pieces import collect
-from packgraph.train import row_timing
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, PlannedSteps
-from packgraph.train.dynamic_context import context_request
+from packgraph.train.features import context as row_timing
+from packgraph.train.features.context import context_request
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import ParallelConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY

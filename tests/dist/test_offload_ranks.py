@@ -14,10 +14,9 @@ from trainkit import tiny, trainer
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
-from packgraph.train.config import ConfigError
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.offloading import TRIAL, Planner, TrainerOffloading, report_offloading
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import OffloadConfig, ParallelConfig
+from packgraph.train.features.offload import TRIAL, Planner, TrainerOffloading, report_offloading
 from packgraph.train.signals import StopRequest
 
 pytestmark = pytest.mark.dist

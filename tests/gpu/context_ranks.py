@@ -24,16 +24,21 @@ from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import context_sizes, make_mesh
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.dynamic_context import context_request
-from packgraph.train.launch import use_deterministic_kernels
-from packgraph.train.options import (
+from packgraph.train.config.sections import (
     GraphConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.row_timing import measured_cost, put_back, slowest_rank, time_row
+from packgraph.train.features.context import (
+    context_request,
+    measured_cost,
+    put_back,
+    slowest_rank,
+    time_row,
+)
+from packgraph.train.launch import use_deterministic_kernels
 from packgraph.verification.compare import first_difference
 from packgraph.verification.compared_run import ComparedRun
 from packgraph.verification.matrix import SwitchingSteps

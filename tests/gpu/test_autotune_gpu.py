@@ -11,10 +11,10 @@ from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 from packgraph.graphs.graphed import Control
 from packgraph.graphs.microbatch import forward_backward
 from packgraph.graphs.timer import Stopwatch
-from packgraph.train import runner
+from packgraph.train import runners as runner
 from packgraph.train.autotune import FASTER, TIMED
-from packgraph.train.config_values import render
-from packgraph.train.runner import MicrobatchRunner
+from packgraph.train.config.values import render
+from packgraph.train.runners import MicrobatchRunner
 from packgraph.train.signals import StopRequest
 
 pytestmark = [

@@ -38,8 +38,8 @@ from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import PARTS
 from packgraph.offloading.search import plan_for_time
 from packgraph.packing.capacity import Capacity
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.runner import sample_batch
+from packgraph.train.config.sections import OffloadConfig
+from packgraph.train.runners import sample_batch
 from packgraph.train.signals import StopRequest
 
 pytestmark = [

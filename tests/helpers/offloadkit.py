@@ -17,7 +17,7 @@ from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.runner import sample_batch
+from packgraph.train.runners import sample_batch
 
 CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")

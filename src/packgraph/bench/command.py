@@ -16,9 +16,9 @@ from packgraph.bench.options import BenchArguments
 from packgraph.bench.rows import Column, Rows, facts
 from packgraph.bench.timing import Deadline
 from packgraph.parallel.processes import Launch
-from packgraph.train.command_line import options_help, parse_arguments
-from packgraph.train.config import ConfigError
-from packgraph.train.config_values import shown
+from packgraph.train.config.command_line import options_help, parse_arguments
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.values import shown
 from packgraph.train.launch import choose_device
 
 FAILED = 1

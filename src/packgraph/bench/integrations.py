@@ -34,8 +34,8 @@ from packgraph.models.hf_config import config_from_json, config_to_json
 from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config import ConfigError
-from packgraph.train.config_values import Count, option
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.values import Count, option
 
 ATTENTION = "packgraph_bench"
 STEPS_AHEAD = 3  # eager calls, captures and compiling

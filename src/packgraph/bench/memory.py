@@ -34,7 +34,7 @@ from packgraph.graphs.memory.allocator import free_memory
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config_values import Count, option
+from packgraph.train.config.values import Count, option
 
 COLUMNS: list[Column] = [
     ("tokens", value("tokens")),

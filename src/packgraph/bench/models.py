@@ -51,8 +51,8 @@ from packgraph.packing.buckets.planner import BucketRequest, choose_buckets
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack_stream
 from packgraph.train.auto_capacities import FEWEST_SIZES, MULTIPLES
+from packgraph.train.config.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlight_tiny
 from packgraph.train.decoder_estimates import decoder_cost
-from packgraph.train.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlight_tiny
 
 Draw = Callable[[int, np.random.Generator], NDArray[np.float64]]
 PARTS = ("model", "layers")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from packgraph.bench.models import PARTS, SHAPES
 from packgraph.ops.attention.api import BACKENDS
 from packgraph.parallel.processes import Launch
-from packgraph.train.config_values import CommandArguments, Count, option
+from packgraph.train.config.values import CommandArguments, Count, option
 
 KILO = 1024
 CPU_TOKENS = (128,)

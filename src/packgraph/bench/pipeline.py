@@ -59,7 +59,7 @@ from packgraph.parallel.pipeline.schedule import (
     slot_counts,
 )
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.config_values import Count, option
+from packgraph.train.config.values import Count, option
 
 PIPELINE_WAYS = ("eager", "compile", "layer", "chunk", "step", "chunk+compile")
 WITHOUT_GRAPHS = ("eager", "compile")

@@ -64,7 +64,7 @@ from packgraph.bench.timing import Deadline, busy_time, time_calls
 from packgraph.bench.variants import WAYS, Maker, Setting, Way
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
-from packgraph.train.config_values import Count, option
+from packgraph.train.config.values import Count, option
 
 BUSY_CALLS = 2
 ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**WAYS, **EXPERT_WAYS})

@@ -38,7 +38,7 @@ from packgraph.graphs.timer import Stopwatch
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.train.config_values import render
+from packgraph.train.config.values import render
 from packgraph.train.step import MicrobatchAssignment
 
 Way = Literal["eager", "replay"]

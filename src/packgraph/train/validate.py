@@ -5,11 +5,10 @@ from packgraph.models.decoder import named_stages, parts_without
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems
 from packgraph.parallel.tensor import tensor_problems
-from packgraph.train.context_rows import places_multiple, stage_tokens
-from packgraph.train.dynamic_context import context_problems_of_run
-from packgraph.train.experts import exchange_problems
-from packgraph.train.offloading import offload_problems
-from packgraph.train.options import TrainConfig
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.features.context import context_problems_of_run, places_multiple, stage_tokens
+from packgraph.train.features.moe import exchange_problems
+from packgraph.train.features.offload import offload_problems
 
 FEWEST_TOKENS = 2  # of a document with a token to predict
 

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.config import ConfigError
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.launch import choose_device, open_data, prepare, use_deterministic_kernels
-from packgraph.train.options import TrainConfig
 from packgraph.verification.matrix import default_matrix, ranks_matrix
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.report import (

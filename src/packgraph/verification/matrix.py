@@ -33,7 +33,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.mesh import Layout, context_sizes, make_mesh
-from packgraph.train.options import (
+from packgraph.train.config.sections import (
     GraphConfig,
     OptimizerConfig,
     ParallelConfig,

@@ -44,7 +44,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import AXES, Mesh
 from packgraph.parallel.pieces import collect, parts_of
 from packgraph.parallel.processes import on_first
-from packgraph.train.options import ParallelConfig, TrainConfig
+from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.step import Packs
 from packgraph.verification.compare import Difference, bits
 from packgraph.verification.compared_run import RANKS_KINDS, ComparedRun, steps_of

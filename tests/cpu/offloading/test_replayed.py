@@ -19,8 +19,8 @@ from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train import offloading
-from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.config.sections import OffloadConfig
+from packgraph.train.features import offload as offloading
 from packgraph.train.signals import StopRequest
 
 EAGER, REPLAYED, WAIT = 1000.0, 10.0, 300.0  # seconds of a group, and of a copy that main waits for

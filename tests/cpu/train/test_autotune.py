@@ -35,11 +35,11 @@ from packgraph.train.autotune import (
     choose,
 )
 from packgraph.train.build import build_model
-from packgraph.train.config_values import render
+from packgraph.train.config.sections import GraphConfig
+from packgraph.train.config.values import render
 from packgraph.train.executor import Executor
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import GraphConfig
-from packgraph.train.runner import MicrobatchRunner, sample_batch
+from packgraph.train.runners import MicrobatchRunner, sample_batch
 from packgraph.train.signals import StopRequest
 from packgraph.verification.verify import verify
 

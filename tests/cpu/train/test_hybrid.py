@@ -13,7 +13,7 @@ from trainkit import state_of, tiny, trainer
 from packgraph import cli
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import load_pretrained, save_pretrained
-from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.config.sections import OffloadConfig
 from packgraph.train.signals import StopRequest
 
 SHAPE = hybrid(

@@ -31,7 +31,7 @@ from malformedkit import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from packgraph import cli
-from packgraph.train.checkpoint_state import _digest, write_state
+from packgraph.train.checkpoint.writer import _digest, write_state
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,12 @@ from packgraph.graphs.memory import trial as memory_trial
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.signature import OVER_BUDGET, CapturedCapacities
 from packgraph.packing.capacity import Capacity
-from packgraph.train import memory_budget
+from packgraph.train import memory as memory_budget
 from packgraph.train.auto_capacities import bucket_request
-from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.build import build_model
-from packgraph.train.memory_budget import plan_memory
-from packgraph.train.options import TrainConfig
-from packgraph.train.runner import sample_batch
+from packgraph.train.config.sections import BucketConfig, TrainConfig
+from packgraph.train.memory import plan_memory
+from packgraph.train.runners import sample_batch
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 

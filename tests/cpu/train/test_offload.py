@@ -11,10 +11,9 @@ from trainkit import CPU, RandomPacks, state_of, tiny, trainer
 from packgraph.offloading.plan import KEPT
 from packgraph.offloading.timing import Headroom
 from packgraph.parallel.mesh import single_process
-from packgraph.train.config import ConfigError
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.offloading import report_offloading
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import OffloadConfig, ParallelConfig
+from packgraph.train.features.offload import report_offloading
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 

@@ -16,7 +16,7 @@ from packgraph.moe.experts import Experts
 from packgraph.moe.stash.experts import columns_of, stashed_experts
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
-from packgraph.train.experts import share
+from packgraph.train.features.moe import share
 
 PAGE, CAPACITY = 16, Capacity(32, 4)
 CONFIG = DecoderConfig(

@@ -16,9 +16,9 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, DataError, PlannedSteps
-from packgraph.train.dynamic_context import context_request, rank_tokens, with_context_buckets
-from packgraph.train.options import ParallelConfig
+from packgraph.train.features.context import context_request, rank_tokens, with_context_buckets
 from packgraph.train.step import MicrobatchAssignment, groups_of, take_step
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import SwitchingSteps

@@ -1,8 +1,8 @@
-"""`packgraph plan DATA --world N`: which rank would hold which document of a step, in groups of
-which size.
+"""`packgraph plan DATA`: what a run would choose for its documents. Nothing is run.
 
-Nothing is run. Costs are those of a measured model scaled to the run's, or those that a run has
-measured.
+Buckets, and what they will cost; with `--world N`, which rank would hold which document of a step,
+in groups of which size. Costs are those of a measured model scaled to the run's, or those that a
+run has measured.
 """
 
 import json
@@ -10,35 +10,38 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packgraph.models.branches import head_sizes
-from packgraph.models.config import DecoderConfig
 from packgraph.ops.attention.kind import ContextChoice, row_problems
 from packgraph.packing.buckets.cost import FLASH4, CostModel
+from packgraph.packing.buckets.lengths import LengthHistogram
+from packgraph.packing.buckets.planner import BucketRequest, measure
 from packgraph.packing.capacity import places
 from packgraph.packing.pack import Overlong
 from packgraph.parallel.context.plan import ContextPlan, plan_context
 from packgraph.parallel.context.request import (
     COEFFICIENTS,
-    EXCHANGE_US,
-    GATHER_US,
-    GROUP_US,
     PLACES,
     ContextCost,
     ContextRequest,
 )
 from packgraph.parallel.context.rows import context_problems
-from packgraph.train.auto_capacities import read_lengths
-from packgraph.train.config import ConfigError
-from packgraph.train.config_values import CommandArguments, Count, option
-from packgraph.train.context_rows import choices_of, common_multiple, notes_of, zigzag_sizes
+from packgraph.train.auto_capacities import Lengths, bucket_request, plan_capacities, read_lengths
+from packgraph.train.config.presets import PRESETS
+from packgraph.train.config.reading import ConfigError, ConfigLayer
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import CommandArguments, Count, option, path_problem, shown
 from packgraph.train.data import build_tokenizer, open_documents
-from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
-from packgraph.train.options import TrainConfig
+from packgraph.train.features.context import (
+    choices_of,
+    common_multiple,
+    context_cost,
+    notes_of,
+    zigzag_sizes,
+)
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY
+from packgraph.viz.buckets import describe_plan, plan_values
 from packgraph.viz.context import context_values, describe_context, draw_context_svg
 
-MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries
 WITH_WORLD = frozenset(("tokens_per_rank", "sizes", "places", "microbatches", "costs", "svg"))
 
 
@@ -111,7 +114,7 @@ def plan_data_context(config: TrainConfig, asked: PlanArguments) -> str:
     multiple = common_multiple(choices)
     fitting = _fitting(read.planned, request.longest // multiple * multiple, config.data.overlong)
     plan = plan_context([places(length, multiple) for length in fitting], request)
-    title = _title(config, plan, asked)
+    title = _context_title(config, plan, asked)
     if asked.svg is not None:
         try:
             asked.svg.write_text(draw_context_svg(plan, title), encoding="utf-8")
@@ -182,37 +185,6 @@ def _measured(run: Path, prior: ContextCost) -> ContextCost:
     return replace(prior, **coefficients)
 
 
-def context_cost(
-    model: DecoderConfig, parts: int, measured: CostModel, zigzag: tuple[int, ...] = ()
-) -> ContextCost:
-    """`decoder_cost` and what groups exchange: by heads what every branch exchanges
-    (`models/branches.py`), in zigzag keys and values alone.
-
-    parts: ranks that share heads (tp). zigzag: sizes of groups whose rows are cut so. Latent
-    attention exchanges keys and values of all heads.
-    """
-    attending = model.count("attn")
-    exchanging = sum(model.count(name) for name, kind in model.kinds().items() if kind.is_mixer)
-    key_heads = model.num_heads if model.latent.enabled else model.num_kv_heads
-    columns = sum(
-        model.count(name) * kind.exchanged_columns(model) for name, kind in model.kinds().items()
-    )
-    measured_columns = MEASURED_LAYERS * 2 * MEASURED_HEADS * (1 + MEASURED_KV_SHARE)
-    gathered = (
-        attending
-        * key_heads
-        * sum(head_sizes(model))
-        / (MEASURED_LAYERS * 2 * MEASURED_HEADS * MEASURED_KV_SHARE)
-    )
-    return ContextCost.of(
-        decoder_cost(model, parts, measured),
-        zigzag=zigzag,
-        group_us=GROUP_US * exchanging / MEASURED_LAYERS,
-        exchange_us=EXCHANGE_US * columns / measured_columns / parts,
-        gather_us=GATHER_US * gathered / parts,
-    )
-
-
 def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[int]:
     """`lengths` in their order, those of more than `longest` tokens split or dropped. Raises
     ConfigError for an error."""
@@ -242,7 +214,7 @@ def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[i
     return found
 
 
-def _title(config: TrainConfig, plan: ContextPlan, asked: PlanArguments) -> str:
+def _context_title(config: TrainConfig, plan: ContextPlan, asked: PlanArguments) -> str:
     left = set(plan.left)
     placed = [length for index, length in enumerate(plan.lengths) if index not in left]
     source = config.data.path or config.data.source
@@ -255,4 +227,96 @@ def _title(config: TrainConfig, plan: ContextPlan, asked: PlanArguments) -> str:
             if asked.costs is None
             else f"as measured by {asked.costs}"
         )
+    )
+
+
+USAGE = """\
+usage: packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
+
+Choose the capacities graphs are captured for from the lengths of the documents, as
+`--graph.capacities auto` does in `packgraph train`, and say what they cost: padding, memory, time
+for capture. Nothing is run, no GPU is needed. The preset is {preset} where none is named.
+
+    packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --buckets.max-tokens 16384
+    packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --world 8
+
+Further options are those of `packgraph train --help all`; those that count are data.*, buckets.*,
+graph.slots, model.* and parallel.*."""
+SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+
+
+def introduction() -> str:
+    """The text of --help."""
+    return USAGE.format(preset=next(iter(PRESETS)))
+
+
+def is_data_plan(words: Sequence[str]) -> bool:
+    """Whether `packgraph plan` is asked about data and not about a schedule, which has no words but
+    options."""
+    return bool(words) and (
+        not words[0].startswith("-")
+        or any(
+            word.partition("=")[0] in ("--config", "--world")
+            or word.startswith(("--data.", "--buckets."))
+            for word in words
+        )
+    )
+
+
+def data_layers(data: str | None) -> list[ConfigLayer]:
+    """DATA as values of a configuration. Raises ConfigError for unknown data."""
+    if data is None:
+        return []
+    if data == "stdlib":
+        return [ConfigLayer("DATA", {"data": {"source": "stdlib"}})]
+    problem = path_problem(data)
+    if problem is not None:
+        raise ConfigError([f"{shown(data)} cannot be the path of data: {problem}"])
+    path = Path(data).expanduser()
+    if not path.exists():
+        raise ConfigError([f"{data}: no such file or folder, and no preset ({', '.join(PRESETS)})"])
+    source = SOURCES.get(path.suffix.lower(), "text")
+    return [ConfigLayer("DATA", {"data": {"source": source, "path": data}})]
+
+
+def plan_data(config: TrainConfig, asked: PlanArguments) -> str:
+    """The plan for the data of `config` as text. Raises ConfigError and DataError."""
+    lengths = read_lengths(config, open_documents(config.data), build_tokenizer(config.data))
+    request = bucket_request(config, batch=asked.batch)
+    plan = plan_capacities(lengths, request)
+    try:
+        unseen = measure(plan.capacities, lengths.held_out, request.policy)
+    except ValueError as error:
+        raise ConfigError([f"{error} (buckets.max_tokens, data.overlong)"]) from error
+    if asked.json:
+        histogram = LengthHistogram.of(lengths.planned)
+        facts = {
+            "documents": len(lengths.planned),
+            "documents_held_out": len(lengths.held_out),
+            "mean_tokens": histogram.mean,
+            "longest_tokens": histogram.longest,
+        }
+        return json.dumps(facts | plan_values(plan, unseen), indent=2) + "\n"
+    return f"{_bucket_title(config, lengths, request)}\n\n{describe_plan(plan, unseen)}"
+
+
+def _bucket_title(config: TrainConfig, lengths: Lengths, request: BucketRequest) -> str:
+    histogram = LengthHistogram.of(lengths.planned)
+    source = config.data.path or config.data.source
+    some = (
+        ""
+        if lengths.read == lengths.total
+        else f" (a sample of {lengths.read:,} of {lengths.total:,})"
+    )
+    how = (
+        f"{request.policy.documents} packed at a time"
+        if request.policy.batches
+        else f"{request.policy.documents} wait to be combined"
+    )
+    if histogram.documents == 1:
+        return f"{source}{some}: 1 document of {histogram.longest:,} tokens; {how}"
+    return (
+        f"{source}{some}: {histogram.documents:,} documents of {histogram.lengths[0]:,} to "
+        f"{histogram.longest:,} "
+        f"tokens, half of them up to {histogram.quantile(0.5):,}, mean {histogram.mean:,.0f}; {how}"
     )

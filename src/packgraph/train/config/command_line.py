@@ -7,6 +7,9 @@ A command has options of its own, the fields of one dataclass (`option`), and ma
 configuration too. The invariant: a word is either the value of a known option, or an argument by
 its place, or reported, an unknown option with the nearest known one; no value is ever mistaken for
 the name of a preset.
+
+`completion_script` is static, for bash, zsh and fish: it holds everything, so that a key pressed in
+a shell does not wait for Python and torch.
 """
 
 import dataclasses
@@ -14,11 +17,13 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
-from packgraph.train.config import ConfigError, ConfigLayer, known_paths, overlay
-from packgraph.train.config_values import (
+from packgraph.train.config.reading import ConfigError, ConfigLayer, known_paths, overlay
+from packgraph.train.config.sections import field_help
+from packgraph.train.config.values import (
     FALSE_WORDS,
     TRUE_WORDS,
     ValueProblem,
+    choices_of,
     convert,
     describe,
     is_section,
@@ -26,7 +31,6 @@ from packgraph.train.config_values import (
     resolved_types,
     shown,
 )
-from packgraph.train.options import field_help
 
 T = TypeVar("T")
 WHERE = "command line"
@@ -287,3 +291,92 @@ def _filled(text: str, first: str, further: str) -> str:
 def all_options(base: Any) -> list[str]:
     """All option names, for tests."""
     return ["--" + path.replace("_", "-") for path in known_paths(base)]
+
+
+BASH = """\
+# Completion of packgraph for {shell}, printed by `packgraph completion {shell}`.
+{head}_packgraph() {{
+    local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+    local command=${{COMP_WORDS[1]}} options="" arguments="" values=""
+    COMPREPLY=()
+    (( COMP_CWORD == 1 )) && command=""
+    [[ $command == bench ]] && (( COMP_CWORD > 2 )) && command="bench ${{COMP_WORDS[2]}}"
+    case $command in
+{commands}
+    esac
+    case $command$before in
+{values}
+    esac
+    if [[ $current == -* ]]; then
+        COMPREPLY=($(compgen -W "$options" -- "$current"))
+    elif [[ -n $values || $before != --* ]]; then
+        COMPREPLY=($(compgen -W "${{values:-$arguments}}" -- "$current"))
+    fi
+}}
+complete -o default -F _packgraph packgraph
+"""
+ZSH_HEAD = """\
+#compdef packgraph
+autoload -U +X bashcompinit && bashcompinit
+"""
+
+
+def completion_script(
+    shell: str, options: Mapping[str, Sequence[Leaf]], arguments: Mapping[str, Sequence[str]]
+) -> str:
+    """The text that a shell reads.
+
+    Args:
+        shell: `bash`, `zsh` or `fish`.
+        options: Options of each command, such as `train` or `bench step`.
+        arguments: Words that may follow each command; those of "" are the commands.
+
+    Returns:
+        The script.
+    """
+    if shell == "fish":
+        return "\n".join(_fish(options, arguments)) + "\n"
+    commands = [
+        f'        "{name}") options="{" ".join(_names(options.get(name, ())))}"; '
+        f'arguments="{" ".join(arguments.get(name, ()))}" ;;'
+        for name in sorted({*options, *arguments})
+    ]
+    patterns: dict[str, list[str]] = {}
+    for name, leaves in options.items():
+        for leaf in leaves:
+            if words := " ".join(choices_of(leaf.kind)):
+                patterns.setdefault(words, []).append(f'"{name}{leaf.option}"')
+    values = [f'        {"|".join(all_)}) values="{words}" ;;' for words, all_ in patterns.items()]
+    head = ZSH_HEAD if shell == "zsh" else ""
+    script = BASH.format(
+        shell=shell, head=head, commands="\n".join(commands), values="\n".join(values)
+    )
+    # compinit looks for #compdef in the first line alone.
+    return head + script.replace(head, "", 1) if head else script
+
+
+def _names(leaves: Sequence[Leaf]) -> list[str]:
+    return [leaf.option for leaf in leaves if not leaf.positional]
+
+
+def _fish(
+    options: Mapping[str, Sequence[Leaf]], arguments: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    yield "# Completion of packgraph for fish, printed by `packgraph completion fish`."
+    yield "complete -c packgraph -f"
+    for name, words in arguments.items():
+        when = _seen(name) if name else "__fish_use_subcommand"
+        yield f"complete -c packgraph -n '{when}' -a '{' '.join(words)}'"
+    for name, leaves in options.items():
+        for leaf in leaves:
+            if leaf.positional:
+                continue
+            words = " ".join(choices_of(leaf.kind))
+            value = "" if leaf.bare is not None else f" -x -a '{words}'" if words else " -r -F"
+            text = leaf.help.partition("; ")[0].replace("\\", "\\\\").replace("'", "\\'")
+            long = leaf.option.removeprefix("--")
+            yield f"complete -c packgraph -n '{_seen(name)}' -l {long}{value} -d '{text}'"
+
+
+def _seen(name: str) -> str:
+    return "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())

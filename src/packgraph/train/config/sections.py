@@ -1,9 +1,9 @@
 """What a training run can be told: one small frozen dataclass for each part.
 
-Every field has a default in its preset, a type that `train/config.py` reads from files and options,
-and one line of help in the docstring of its class (`name: help`), which is what `packgraph train
---help all` prints. A section refuses values that are wrong in themselves; what is wrong between
-sections is found by `train/validate.py`.
+Every field has a default in its preset, a type that `train/config/reading.py` reads from files and
+options, and one line of help in the docstring of its class (`name: help`), which is what
+`packgraph train --help all` prints. A section refuses values that are wrong in themselves; what is
+wrong between sections is found by `train/validate.py`.
 """
 
 import dataclasses
@@ -13,12 +13,10 @@ from typing import Literal
 
 from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.models.decoder import DecoderConfig
+from packgraph.offloading.knobs import OffloadKnobs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
-from packgraph.train.bucket_options import BucketConfig
-from packgraph.train.config_values import path_problem, shown
-from packgraph.train.data.config import DataConfig
-from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.config.values import path_problem, shown
 
 DEFAULT_DOCUMENTS_CAP = 50
 
@@ -331,6 +329,165 @@ class RunConfig:
         bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
         problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketConfig:
+    """What graph.capacities = auto may choose.
+
+    max_tokens: tokens of the largest capacity, and so of the longest document that is not cut or
+        dropped.
+    max_count: how many capacities at most.
+    memory_gib: GiB of device memory that the graphs of all slots may take, by a prediction; none =
+        no limit.
+    documents: how many documents are read to know their lengths.
+    """
+
+    max_tokens: int = 8192
+    max_count: int = 8
+    memory_gib: float | None = None
+    documents: int = 20_000
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be at least 1, got {getattr(self, name)}"
+            for name in ("max_tokens", "max_count", "documents")
+            if getattr(self, name) < 1
+        ]
+        if self.memory_gib is not None and self.memory_gib <= 0:
+            problems.append(f"memory_gib must be positive, got {self.memory_gib}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Which activations wait in pinned host memory between forward and backward, to fit longer
+    rows. Until there is a plan all that may move does, so the host needs room for what `modules`
+    save.
+
+    modules: activations that may move to the host; of attn_norm, qkv_linear, core_attn, attn_proj,
+        mamba_norm, mamba_scan, mlp_norm, mlp_act, expert_fc1 and moe_act; none = nothing. With
+        graph.compile any of them means all that a layer saves.
+    budget: device memory that these activations may hold at a time, as 4GiB or 512MiB; of groups of
+        all microbatches in flight together: what has to move for that with the least waiting moves.
+        With one microbatch in flight they may hold more wherever all else was seen to take less
+        than at its most. none = no such limit.
+    lost: share of a microbatch's time that may be lost to waiting for copies, such as 0.01: what
+        saves most memory within that moves, by what graphs take once they have run for two steps;
+        that may be less than at first. none = the options below alone decide, else they say what
+        may move.
+    fraction: of the groups (one module of one layer each) that may move, those first in the forward
+        move.
+    min_bytes: tensors and groups smaller than that stay.
+    margin: groups that stay because the backward needs them first; none = the last one of each
+        module.
+    delta_bytes_per_pp_rank: bytes more that stay on each later rank of a pipeline, which has less
+        in flight.
+    in_flight: copies to the host at one time; more hide more of the copying and hold more memory.
+    delay_until_replay: copies of eager stages between graphs are queued after the next graph's
+        launch.
+    """
+
+    modules: tuple[str, ...] = ()
+    budget: str | None = None
+    lost: float | None = None
+    fraction: float = 1.0
+    min_bytes: int = 2**20
+    margin: int | None = None
+    delta_bytes_per_pp_rank: int = 0
+    in_flight: int = 2
+    delay_until_replay: bool = True
+
+    def __post_init__(self) -> None:
+        self.knobs()
+        self.budget_bytes()
+        if self.lost is not None and not 0 <= self.lost < 1:
+            raise ValueError(f"lost must be a share of the time, 0 to 1, got {self.lost}")
+        if self.lost is not None and self.budget is not None:
+            raise ValueError("budget and lost are two ways to say how much moves: give one of them")
+
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes. Raises ValueError when its text is none, or a share of a memory of
+        unknown size."""
+        return None if self.budget is None else budget_bytes(self.budget, None)
+
+    def knobs(self) -> OffloadKnobs:
+        """As plans take them. Raises ValueError with all reasons."""
+        return OffloadKnobs(
+            fraction=self.fraction,
+            min_bytes=self.min_bytes,
+            margin=self.margin,
+            delta_bytes_per_pp_rank=self.delta_bytes_per_pp_rank,
+            in_flight=self.in_flight,
+        )
+
+
+NEEDS_PATH = ("jsonl", "text", "parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where documents come from, how they become tokens and how they are packed.
+
+    source: where documents come from; stdlib = the source code of Python's own library (no
+        download), jsonl = one JSON object a line with text or chat messages, text = a folder of
+        text files, parquet = tables with the same columns as jsonl.
+    path: file or folder of the source (not for stdlib).
+    suffixes: endings of the files that count in a folder of text files.
+    text_column: name of the column that holds the text in jsonl and parquet.
+    tokenizer: bytes = one token a byte, or the path of a tokenizer.json.
+    overlong: documents longer than every capacity: error = stop, split = cut into pieces, drop =
+        leave out.
+    on_bad: documents that cannot be read, or hold words that the tokenizer has not: stop = end the
+        run at the first, skip = leave them out and count them.
+    window: documents that wait to be combined into packs; more means less padding.
+    seed: seed of the order of documents.
+    epochs: passes over the documents; none = repeat until the run has all its steps.
+    max_documents_loaded: only the first documents up to this number; none = all (stdlib: a sample
+        of 6000).
+    """
+
+    source: Literal["stdlib", "jsonl", "text", "parquet"] = "stdlib"
+    path: str | None = None
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst")
+    text_column: str = "text"
+    tokenizer: str = "bytes"
+    overlong: Literal["error", "split", "drop"] = "error"
+    on_bad: Literal["stop", "skip"] = "stop"
+    window: int = 256
+    seed: int = 0
+    epochs: int | None = None
+    max_documents_loaded: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be at least 1, got {value}"
+            for name, value in (
+                ("window", self.window),
+                ("epochs", self.epochs),
+                ("max_documents_loaded", self.max_documents_loaded),
+            )
+            if value is not None and value < 1
+        ]
+        if self.seed < 0:
+            problems.append(f"seed must not be negative, got {self.seed}")
+        if self.source in NEEDS_PATH and not self.path:
+            problems.append(f"source = {self.source} needs a path, the file or folder to read")
+        if self.source not in NEEDS_PATH and self.path:
+            problems.append(
+                f"path is set ({self.path}), but source = {self.source} reads none; set source to "
+                "one of "
+                f"{', '.join(NEEDS_PATH)}"
+            )
+        for name, path in (("path", self.path or ""), ("tokenizer", self.tokenizer)):
+            problem = path_problem(path)
+            if problem:
+                problems.append(
+                    f"{name} cannot be the path of a file or folder, got {shown(path)}: {problem}"
+                )
+        if problems:
+            raise ValueError("; ".join(problems))
 
 
 @dataclass(frozen=True, kw_only=True)

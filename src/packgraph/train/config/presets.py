@@ -6,9 +6,14 @@ from collections.abc import Callable
 
 from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, MambaConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config import ConfigError
-from packgraph.train.data.config import DataConfig
-from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import (
+    DataConfig,
+    GraphConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def qwen3_tiny() -> TrainConfig:

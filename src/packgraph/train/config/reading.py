@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from packgraph.graphs.errors import PackgraphWarning
-from packgraph.train.config_values import (
+from packgraph.train.config.values import (
     SHOWN,
     ValueProblem,
     convert,

@@ -43,10 +43,9 @@ from packgraph.offloading.simulate import OffloadTimeline, simulate_offload
 from packgraph.offloading.timing import copy_speed
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts
-from packgraph.train.config import ConfigError
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import OffloadConfig, TrainConfig
 from packgraph.train.executor import Executor
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.options import TrainConfig
 from packgraph.train.run_files import writing
 from packgraph.viz.offload import chrome_trace, draw_offload_svg, offload_figures, offload_table
 

@@ -26,15 +26,15 @@ from packgraph.models.hf import (
     save_pretrained,
 )
 from packgraph.models.hf_config import config_from_json, shape_values
-from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors
-from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.config import ConfigError, ConfigLayer, read_config
-from packgraph.train.config_values import path_problem, shown
-from packgraph.train.options import TrainConfig
-from packgraph.train.presets import preset
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.writer import latest_checkpoint, load_state, load_tensors
+from packgraph.train.config.presets import preset
+from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import path_problem, shown
 from packgraph.train.run_files import writing
-from packgraph.train.stored_config import CHECKPOINTS, stored_config
-from packgraph.train.stored_config import CONFIG as RUN_CONFIG
+from packgraph.train.run_folder import CHECKPOINTS, stored_config
+from packgraph.train.run_folder import CONFIG as RUN_CONFIG
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

@@ -14,14 +14,14 @@ The memory through which ranks exchange tokens with `parallel.dispatcher = symme
 
 It is made once, before anything is captured, for the longest row and `parallel.expert_room`, and
 serves all layers of a rank, which exchange one after another. Where its room does not suffice, all
-ranks make a larger one together (`train/experts.py`).
+ranks make a larger one together (`train/features/moe.py`).
 
 Pages of the stash (`make_stash`) keep what the experts of this rank's layers save from forward to
 backward.
 
 How many is planned from the largest capacity and the microbatches that are in flight by the
 schedule, for equally busy experts and `parallel.expert_stash` times that. Where it does not
-suffice, the update of the step changes nothing (`train/experts.py`) and there are more pages when
+suffice, the update of the step changes nothing (`train/features/moe.py`) and there are more pages when
 the step is made again.
 
 When a budget of experts did not suffice (`Overflow`), there is a verdict that all ranks share, and
@@ -46,7 +46,7 @@ need not find out again.
 Both are shares, so they say something at another layout, too: other ranks, capacities, slots. The
 largest of all ranks counts. Room that was configured and is larger stays; more rows than can ever
 be needed are not given (with `ep` halved, half of them). Where that does not suffice after all, it
-grows as ever (`train/experts.py`).
+grows as ever (`train/features/moe.py`).
 """  # noqa: E501
 
 import math
@@ -72,9 +72,9 @@ from packgraph.moe.stash.plan import grown_pages, pages_for
 from packgraph.moe.stash.stash import Stash
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts
-from packgraph.train.config import ConfigError
-from packgraph.train.context_rows import longest_row
-from packgraph.train.options import TrainConfig
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.features.context import longest_row
 
 SPARE = 1.1  # room over what was needed: routing goes on to move
 ROUNDING = 1e-9  # a share times what it is of
