@@ -31,7 +31,12 @@ from packgraph.bench.timing import Deadline, peak_bytes, start_anew, time_calls
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json
-from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
+from packgraph.ops.attention.api import (
+    AttentionMetadata,
+    attention,
+    attention_metadata,
+    choose_backend,
+)
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.reading import ConfigError
@@ -291,14 +296,13 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    packed: PackedBatch,
+    packed: AttentionMetadata,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """An implementation of attention for transformers, for a model without windows, soft caps and
     sinks."""
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-    choice = choose_backend(q.device, q.dtype, q.shape[-1], v.shape[-1])
-    return attention(q, k, v, attention_metadata(packed, choice.name), scale=scaling)[None], None
+    return attention(q, k, v, packed, scale=scaling)[None], None
 
 
 def _transformers(bench: _Bench, *, compile: bool) -> _Way:
@@ -312,6 +316,10 @@ def _transformers(bench: _Bench, *, compile: bool) -> _Way:
         for layer in causal.base_model.layers:
             layer.compile()
 
+    size = getattr(causal.config, "head_dim", None)
+    size = size or causal.config.hidden_size // causal.config.num_attention_heads
+    choice = choose_backend(bench.device, dtype_on(bench.device), size, size)
+
     def loss(batch: PackedBatch, counted: Tensor) -> Tensor:
         found: Tensor = model(
             input_ids=batch.tokens[None],
@@ -320,7 +328,7 @@ def _transformers(bench: _Bench, *, compile: bool) -> _Way:
             shift_labels=batch.labels[None],
             num_items_in_batch=counted,
             use_cache=False,
-            packed=batch,
+            packed=attention_metadata(batch, choice.name),
         ).loss
         return found
 
