@@ -209,7 +209,7 @@ class ContextComparison(Comparison[ContextWay]):
             tokens=self.tokens,
             sizes=self.sizes,
             places=options.places,
-            waves=options.microbatches,
+            microsteps=options.microbatches,
             cost=context_cost(options.config, 1, FLASH4 if flash else CostModel()),
         )
         found = measured_cost(

@@ -47,8 +47,8 @@ USUAL_WAYS = CONTEXT_WAYS[:4]  # compiling takes minutes: a code for each of the
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step. packs: by kind of groups, wave by wave and by first rank. plan: of the dynamic
-    groups.
+    """One step. packs: by kind of groups, microstep by microstep and by first rank. plan: of the
+    dynamic groups.
 
     tokens: real ones. loss_tokens: labels of the step. plan_ms: that the dynamic plan took on the
     host. fixed_us: what the fixed plan is predicted to take.
@@ -75,8 +75,8 @@ def plan_steps(
 ) -> list[PlannedStep]:
     """`count` steps of different documents. request: of the dynamic groups; fixed: size of the
     others, one of its sizes. longest: tokens of a document at most."""
-    assert request.waves is not None
-    room = request.waves * request.world * request.tokens
+    assert request.microsteps is not None
+    room = request.microsteps * request.world * request.tokens
     average = sum(draw_lengths(4000, longest, mean=mean, sigma=sigma, seed=seed)) / 4000
     lengths = draw_lengths(
         round(count * (2 * room / average + 2 * SPARE)), longest, mean=mean, sigma=sigma, seed=seed
@@ -104,7 +104,12 @@ def _step(
     plan = plan_context(lengths[:taken], request)
     plan_ms = 1000 * (time.perf_counter() - began)
     placed = sorted(
-        {document for wave in plan.waves for group in wave for document in group.documents}
+        {
+            document
+            for microstep in plan.microsteps
+            for group in microstep
+            for document in group.documents
+        }
     )
     other = plan_context(
         [lengths[document] for document in placed], replace(request, sizes=(fixed,))
@@ -126,7 +131,7 @@ def _step(
 
 
 def _groups(plan: ContextPlan) -> list[RowGroup]:
-    return [group for wave in plan.waves for group in wave]
+    return [group for microstep in plan.microsteps for group in microstep]
 
 
 def _pack(

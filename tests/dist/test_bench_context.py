@@ -97,7 +97,7 @@ def test_what_is_prepared_when_most_of_the_time_is_up_is_timed():
 
 
 def test_both_kinds_of_groups_have_the_same_documents():
-    request = ContextRequest(world=8, tokens=64, waves=4)
+    request = ContextRequest(world=8, tokens=64, microsteps=4)
     steps = plan_steps(3, request, 4, 100, longest=256, mean=32.0, sigma=1.5, seed=1)
     seen = set()
     for step in steps:

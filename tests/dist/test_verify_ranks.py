@@ -143,7 +143,7 @@ def told(mesh, settings):
         CPU,
         mesh,
         budget=budget_of,
-        pace=VerificationProgress(lines.append, lambda: 0.0, every=0.0)
+        progress=VerificationProgress(lines.append, lambda: 0.0, every=0.0)
         if mesh.rank == 0
         else SILENT,
     )

@@ -122,7 +122,7 @@ def main():
             device,
             mesh,
             lambda step: False,
-            pace=VerificationProgress(say),
+            progress=VerificationProgress(say),
         )
         began = time.monotonic()
         expected = apart.eager_run(config)

@@ -1,7 +1,7 @@
 """The loop of every comparison: ways of doing the same work, measured in turn.
 
-    build a way ─▶ warm it up ─▶ check, memory ─┐ every way
-                                                └─▶ timed rounds, alternating ─▶ a row each
+    of every way    build ─▶ warm up ─▶ check, memory
+    of all          timed rounds, alternating ─▶ a row each
 
 `Comparison` is the loop; a benchmark says how a way is made and timed, and what its rows say. A way
 that fails drops out with its reason; the others go on. The first way asked for is what the others

@@ -125,7 +125,7 @@ class Stashed(Graphed):
         }
 
     def complaint(self) -> str | None:
-        if bool(self.stash.verdict()):
+        if bool(self.stash.overflow_flag()):
             return f"rows found no page: {int(self.stash.need_hi())} pages were in demand"
         return super().complaint()
 

@@ -44,7 +44,7 @@ REMAINING_CALLS = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """What all ways of one contest share.
+    """What all ways of one comparison share.
 
     work: to be done, by `model`. capacity: holds every microbatch. buckets: for the ways called
     auto, ascending. attention: own for what a way's own stack has (torch's kernel, for ours what

@@ -123,20 +123,20 @@ def plan_memory(
     capacities: Sequence[Capacity],
     budget: int | None = None,
     agree: Agree = lambda mine: mine,
-    vote: Consensus = alone,
+    consensus: Consensus = alone,
 ) -> MemoryPlan:
     """Predict the graphs of `capacities` in `slots` slots of each chunk, and tell the chunks what
     is dropped.
 
     arguments: of a call of chunk number ... for a capacity. budget: bytes for pools and slot
-    buffers of all chunks, None = no limit. vote: whether a trace went well on all ranks that
+    buffers of all chunks, None = no limit. consensus: whether a trace went well on all ranks that
     exchange data in it. Changes no training state. Collective where `agree` is, or the chunks are.
     """
     kept, dropped, notes = sorted(set(capacities)), list[Capacity](), list[str]()
     banks: tuple[BankMemory, ...] = ()
     while kept:
         largest = str_of(kept[-1])
-        banks, failed = _predicted(chunks, arguments, slots, kept[-1], vote)
+        banks, failed = _predicted(chunks, arguments, slots, kept[-1], consensus)
         needed, why = sum(bank.total for bank in banks), "it is too large on another rank"
         if failed is not None:
             notes.append(f"memory of graphs of {largest} is not predicted: {failed.what}")
@@ -176,7 +176,7 @@ def _predicted(
     arguments: Arguments,
     slots: Sequence[int],
     capacity: Capacity,
-    vote: Consensus,
+    consensus: Consensus,
 ) -> tuple[tuple[BankMemory, ...], _Failed | None]:
     """The banks of `capacity` alone, one of each chunk; none where a trace failed on any rank that
     votes. They ask each other after every chunk, since the next one's trace exchanges data, too."""
@@ -184,14 +184,13 @@ def _predicted(
     for number, chunk in enumerate(chunks):
         error: CaptureError | None = None
         try:
-            with (
-                explained()
-            ):  # also want of memory for arguments, say: who does not come to vote is waited for
+            # Also want of memory for arguments, say: who does not come to agree is waited for.
+            with explained():
                 sample = arguments(number, capacity)
                 banks.append(trial_memory(chunk, [sample], slots[number]))
         except CaptureError as failed:
             error = failed
-        error = vote(f"the memory of graphs of {str_of(capacity)}", error)
+        error = consensus(f"the memory of graphs of {str_of(capacity)}", error)
         if error is not None:
             told = _Failed(error.what, isinstance(error.__cause__, torch.OutOfMemoryError))
             error = None  # its traceback holds this frame, and what was to be captured

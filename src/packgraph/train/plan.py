@@ -139,7 +139,7 @@ def _request(
             tokens=asked.tokens_per_rank,
             sizes=asked.sizes,
             places=asked.places,
-            waves=asked.microbatches,
+            microsteps=asked.microbatches,
         )
     except ValueError as error:
         raise ConfigError(
@@ -221,7 +221,7 @@ def _context_title(config: TrainConfig, plan: ContextPlan, asked: PlanArguments)
     return (
         f"{source}: {len(placed):,} documents of {min(placed)} to {max(placed):,} tokens on "
         f"{plan.request.world} "
-        f"ranks of {plan.request.tokens:,} tokens, {len(plan.waves)} microbatches; costs "
+        f"ranks of {plan.request.tokens:,} tokens, {len(plan.microsteps)} microbatches; costs "
         + (
             f"estimated for {config.preset}"
             if asked.costs is None

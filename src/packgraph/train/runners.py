@@ -16,8 +16,8 @@ not in the bank runs by graphs of its microbatches, and the same update follows 
 counted with its reason.
 
 In a pipeline the number of slots is what the schedule needs for any number of microbatches; all
-graphs are captured in them after the warm-up steps. With granularity `step` the whole schedule of this rank is
-one graph where that can be.
+graphs are captured in them after the warm-up steps. With granularity `step` the whole schedule of
+this rank is one graph where that can be.
 """
 
 import contextlib

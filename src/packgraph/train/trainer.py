@@ -1,7 +1,7 @@
 """A training run: documents to packs to graphs to a trained model.
 
-    packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW ─▶ numbers of the step before ─▶
-    log, checkpoint
+    packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW
+          ─▶ numbers of the step before ─▶ log, checkpoint
 
 The host never waits for the device within a step; the numbers of a step are read after the next one
 was launched. Several processes run the same loop over the same packs and take their share of each

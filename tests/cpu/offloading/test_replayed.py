@@ -81,22 +81,22 @@ def replayed(
     graphed = graph(
         model, capacities=[CAPACITY], warmup=0, granularity=granularity, scope=scope, strict=True
     )
-    engine = OffloadRuntime(
+    runtime = OffloadRuntime(
         modules,
         graphed.capture_backend.copy_streams,
         min_bytes=1,
         policy=policy,
         times_graphs=times_graphs,
     )
-    attach(engine, model)
+    attach(runtime, model)
     graphed.run_eagerly(batch, tokens).backward()
-    eager = engine.trace
+    eager = runtime.trace
     graphed.build([(batch, tokens)])
-    assert engine.replayed(CopySpeed()) is None, "nothing has run"
+    assert runtime.replayed(CopySpeed()) is None, "nothing has run"
     with graphed.frozen():
         for _ in range(2):
             forward_backward(graphed, batch, tokens)
-    found = engine.replayed(CopySpeed())
+    found = runtime.replayed(CopySpeed())
     graphed.close()
     return eager, found
 

@@ -138,7 +138,7 @@ def test_timing_leaves_nothing_behind_but_gradients(enabled):
 
 def stream(cost=PRIOR):
     source = Source(64, 120)
-    request = ContextRequest(world=4, tokens=16, places=(4, 64), waves=3, cost=cost)
+    request = ContextRequest(world=4, tokens=16, places=(4, 64), microsteps=3, cost=cost)
     return PlannedSteps(
         DataConfig(window=8), source, Tokens(source), [Capacity(64, 4), Capacity(64, 64)], request
     )

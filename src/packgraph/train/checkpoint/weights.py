@@ -1,7 +1,7 @@
 """Weights into and out of a run, in Hugging Face's layout.
 
-    config.json, safetensors ─▶ shape and first weights of a run ─▶ training ─▶ checkpoint ─▶
-    config.json, safetensors
+    config.json, safetensors ─▶ shape and first weights of a run ─▶ training
+                             ─▶ checkpoint ─▶ config.json, safetensors
 
 The invariant: the weights decide the shape of the model; an option that contradicts them is refused
 by name.

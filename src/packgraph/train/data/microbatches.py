@@ -355,8 +355,8 @@ class PlannedSteps(Microbatches):
         request: ContextRequest,
         multiple: int = 1,
     ) -> None:
-        """capacities: of the largest group. request: of every step; its waves are the microbatches
-        of a rank. multiple: of places that documents take up in any row."""
+        """capacities: of the largest group. request: of every step; its microsteps are the
+        microbatches of a rank. multiple: of places that documents take up in any row."""
         self.request = self._estimated = request
         self.plan: ContextPlan | None = None
         self._balances: list[float] = []
@@ -368,7 +368,8 @@ class PlannedSteps(Microbatches):
         raise TypeError("these packs are planned a step at a time; take them by next_step()")
 
     def next_step(self) -> list[PackedBatch]:
-        """The packs of the next step, wave by wave and by first rank; empty at the end of the data.
+        """The packs of the next step, microstep by microstep and by first rank; empty at the end of
+        the data.
 
         Raises DataError for a document that cannot be used.
         """
@@ -380,7 +381,7 @@ class PlannedSteps(Microbatches):
         self.plan = plan_context(
             [self._capacities.places(length) for length in waiting.lengths], self.request
         )
-        groups = [group for wave in self.plan.waves for group in wave]
+        groups = [group for microstep in self.plan.microsteps for group in microstep]
         self._balances.append(self.plan.balance)
         self._sizes.update(group.size for group in groups)
         packs = [
@@ -434,8 +435,8 @@ class PlannedSteps(Microbatches):
 
     def _enough(self) -> bool:
         """Whether documents wait that fill a step, and a window of others behind them."""
-        assert self.request.waves is not None
-        room = self.request.waves * self.request.world * self.request.tokens
+        assert self.request.microsteps is not None
+        room = self.request.microsteps * self.request.world * self.request.tokens
         return self._waiting.behind(room) >= self._config.window
 
     def _new_window(self) -> "InOrder":

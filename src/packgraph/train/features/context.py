@@ -193,7 +193,7 @@ def context_request(config: TrainConfig, world: int, device: torch.device) -> Co
         tokens=tokens,
         sizes=context_sizes(parallel.cp),
         places=tuple(capacity.documents for capacity in config.graph.packing_capacities()),
-        waves=-(-config.run.tokens_per_step // (plane * tokens)),
+        microsteps=-(-config.run.tokens_per_step // (plane * tokens)),
         cost=context_cost(
             config.model,
             parallel.tp,

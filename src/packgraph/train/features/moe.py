@@ -24,15 +24,15 @@ schedule, for equally busy experts and `parallel.expert_stash` times that. Where
 suffice, the update of the step changes nothing (`train/features/moe.py`) and there are more pages when
 the step is made again.
 
-When a budget of experts did not suffice (`Overflow`), there is a verdict that all ranks share, and
-more room:
+When a budget of experts did not suffice (`Overflow`), there is an overflow flag that all ranks
+share, and more room:
 
     forwards      a dispatch that lacks rows notes what it would have needed       on the device
     update        any rank lacks something -> no rank changes anything             one reduction, no wait
     a step later  the host reads `blocked` with the loss, makes room, and repeats the steps that
                   changed nothing
 
-The verdict stays until `make_room`, so a step that was launched before the host knew changes
+The overflow flag stays until `make_room`, so a step that was launched before the host knew changes
 nothing, either. What a step reads and writes besides parameters (gradients, loads of experts,
 optimizer state) begins anew or is left alone by a blocked update; random states are the trainer's
 to put back (`train/retry.py`).
@@ -225,11 +225,11 @@ class Overflow:
     @torch.no_grad()
     def agree(self) -> Tensor:
         """`blocked`, after all ranks have said what they lack. Collective; no host sync."""
-        verdicts = [block.demand > 0 for block in self._blocks]
+        flags = [block.demand > 0 for block in self._blocks]
         if self._stash is not None:
-            verdicts.append(self._stash.verdict())
-        if verdicts:
-            lacks = torch.stack(verdicts).any()
+            flags.append(self._stash.overflow_flag())
+        if flags:
+            lacks = torch.stack(flags).any()
             self.blocked.copy_(torch.maximum(self.blocked, lacks.to(self.blocked.dtype)))
         if self._group is not None:
             dist.all_reduce(self.blocked, dist.ReduceOp.MAX, group=self._group)
@@ -243,7 +243,7 @@ class Overflow:
 
     @torch.no_grad()
     def make_room(self, whole: bool = False) -> str:
-        """Give every layer the room that the largest demand needs, and lift the verdict.
+        """Give every layer the room that the largest demand needs, and lift the overflow flag.
         Collective; waits for the device. Returns what was done, for a person.
 
         whole: give all the room that there can ever be need for. A layer that had too little hides
@@ -263,7 +263,7 @@ class Overflow:
                 f"a rank needed {needed:.2f} times the room of a balanced load; now there is "
                 + ("room for whatever comes" if whole else f"{needed * SPARE:.2f} times")
             )
-        if self._stash is not None and bool(self._stash.verdict()):
+        if self._stash is not None and bool(self._stash.overflow_flag()):
             told.append(self._more_pages(self._stash))
         return "; ".join(told) or "another rank had too little room"
 

@@ -1,4 +1,4 @@
-"""Offloading in a run: one engine per chunk, a plan when warm-up is over, and what is wrong with
+"""Offloading in a run: one runtime per chunk, a plan when warm-up is over, and what is wrong with
 what was asked for.
 
 Warm-up steps move everything that may move, since they may not fit otherwise; the largest
@@ -108,25 +108,25 @@ class Planner:
 
 
 class TrainerOffloading:
-    """The engines of a rank, one for each chunk with layers. when_planned: called when all of them
+    """The runtimes of a rank, one for each chunk with layers. when_planned: called when all of them
     have a plan, and again after the trial. planned_by: what took the times that plans count on.
     is_final: whether plans cannot change any more. trial_steps: by graphs, before the second
     plan."""
 
     def __init__(
         self,
-        engines: Sequence[OffloadRuntime],
+        runtimes: Sequence[OffloadRuntime],
         planners: Sequence[Planner],
         warmup: int,
         device: torch.device,
         everyone: dist.ProcessGroup | None,
         captures: bool = True,
     ) -> None:
-        """planners: of the engines, which get them when `warmup` steps are over: nothing shall plan
-        before. everyone: all ranks of the run, None = this process alone. captures: whether there
-        will be graphs of whole passes."""
-        self.engines, self.planners, self._warmup, self._device = (
-            list(engines),
+        """planners: of the runtimes, which get them when `warmup` steps are over: nothing shall
+        plan before. everyone: all ranks of the run, None = this process alone. captures: whether
+        there will be graphs of whole passes."""
+        self.runtimes, self.planners, self._warmup, self._device = (
+            list(runtimes),
             list(planners),
             warmup,
             device,
@@ -144,8 +144,8 @@ class TrainerOffloading:
         warm-up is over: plan, before anything is captured; when graphs have been tried: plan by
         them. Collective then. Raises ConfigError on all ranks when one of them cannot have what is
         asked for."""
-        for engine in self.engines:
-            engine.end_step()
+        for runtime in self.runtimes:
+            runtime.end_step()
         changed = False
         if steps_done == self._warmup:
             self._first()
@@ -158,16 +158,16 @@ class TrainerOffloading:
 
     def _first(self) -> None:
         """Plan by eager microbatches."""
-        problems, unplanned = list[str](), any(engine.plan is None for engine in self.engines)
+        problems, unplanned = list[str](), any(runtime.plan is None for runtime in self.runtimes)
         speed = copy_speed(self._device) if unplanned else CopySpeed()
-        for engine, policy in zip(self.engines, self.planners, strict=True):
-            engine.forget_replays()  # of graphs that have been given up since
-            engine.times_graphs = not self.is_final
-            if engine.plan is None:
-                engine.policy, policy.speed = policy, speed
+        for runtime, policy in zip(self.runtimes, self.planners, strict=True):
+            runtime.forget_replays()  # of graphs that have been given up since
+            runtime.times_graphs = not self.is_final
+            if runtime.plan is None:
+                runtime.policy, policy.speed = policy, speed
             try:
-                if engine.trace is not None:
-                    engine.settle()
+                if runtime.trace is not None:
+                    runtime.settle()
             except ConfigError as error:
                 problems += error.problems
         self._agree(problems)
@@ -176,14 +176,14 @@ class TrainerOffloading:
         """Plan by graphs, where these lie as the plan needs it. All are captured anew, without
         clocks."""
         problems, by_graphs = list[str](), False
-        for engine, planner in zip(self.engines, self.planners, strict=True):
-            found = engine.replayed(planner.speed)
-            engine.forget_replays()
+        for runtime, planner in zip(self.runtimes, self.planners, strict=True):
+            found = runtime.replayed(planner.speed)
+            runtime.forget_replays()
             if found is None:
                 continue
             (trace, planner.speed), by_graphs = found, True
             try:
-                engine.follow(trace, planner(trace))
+                runtime.follow(trace, planner(trace))
             except ConfigError as error:
                 problems += error.problems
         if any(self._agree(problems, by_graphs)):
@@ -204,8 +204,8 @@ class TrainerOffloading:
         predicts, and the speed of copies, which it counts on: of plain ones, or of those in
         graphs."""
         plans = [
-            (engine.trace, engine.plan, planner.speed)
-            for engine, planner in zip(self.engines, self.planners, strict=True)
+            (runtime.trace, runtime.plan, planner.speed)
+            for runtime, planner in zip(self.runtimes, self.planners, strict=True)
         ]
         return {
             "offload": [
@@ -231,7 +231,7 @@ class TrainerOffloading:
 def make_offloading(
     model: ModelChunks, config: TrainConfig, executor: Executor, device: torch.device, mesh: Mesh
 ) -> TrainerOffloading | None:
-    """Attach engines to the chunks that `executor` runs; None where nothing is offloaded."""
+    """Attach runtimes to the chunks that `executor` runs; None where nothing is offloaded."""
     options = config.offload
     if not options.modules:
         return None
@@ -239,10 +239,10 @@ def make_offloading(
     slots = slot_counts(stages, len(model.chunks))[rank] if stages > 1 else [1] * len(model.chunks)
     # Graphs with several slots keep what backwards need in a pool of its own.
     one_pool = not config.graph.enabled or stages > 1 or config.graph.slots == 1
-    engines, planners = [], []
+    runtimes, planners = [], []
     for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
         planner = Planner(options, rank, count, one_pool)
-        engine = OffloadRuntime(
+        runtime = OffloadRuntime(
             options.modules,
             executor.copy_streams(number) or make_copy_streams(device),
             min_bytes=options.min_bytes,
@@ -250,11 +250,13 @@ def make_offloading(
             postpones=options.delay_until_replay and config.graph.enabled,
             parts=PARTS if planner.by_times else 1,
         )
-        attach(engine, chunk)
-        engines.append(engine)
+        attach(runtime, chunk)
+        runtimes.append(runtime)
         planners.append(planner)
     whole = config.graph.enabled and config.graph.granularity != "layer"
-    return TrainerOffloading(engines, planners, config.graph.warmup, device, mesh.everyone(), whole)
+    return TrainerOffloading(
+        runtimes, planners, config.graph.warmup, device, mesh.everyone(), whole
+    )
 
 
 def offload_problems(config: TrainConfig) -> list[str]:
