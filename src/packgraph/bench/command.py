@@ -22,6 +22,7 @@ from packgraph.train.config.values import shown
 from packgraph.train.launch import choose_device
 
 FAILED = 1
+OF_CHECKOUT = ("attention", "capture", "context", "padding")
 
 INTRODUCTION = """\
 usage: packgraph bench NAME [--option VALUE ...]
@@ -117,6 +118,8 @@ def bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS
 def read_bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS) -> Any:
     """The options of the benchmark that `words` begin with. Raises ConfigError."""
     name, *rest = words
+    if name in OF_CHECKOUT and name not in benchmarks:
+        raise ConfigError([f"bench {name} needs a checkout: python benchmarks/bench.py {name}"])
     if name not in benchmarks:
         near = difflib.get_close_matches(name, benchmarks, n=1)
         meant = f", did you mean {near[0]}?" if near else "."

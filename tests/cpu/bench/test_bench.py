@@ -276,6 +276,7 @@ def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
         (["step", "--tokens", "0"], "expected a whole number of at least 1"),
         (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),
         (["pipeline", "--chunks", "2", "--device", "cpu"], "would send to itself"),
+        (["padding"], "needs a checkout: python benchmarks/bench.py padding"),
         (["unknown"], "no benchmark 'unknown'. Known: step, "),
     ],
 )

@@ -232,7 +232,7 @@ class ContextRequest:
             for name, value, least in (
                 ("world", self.world, 1),
                 ("tokens", self.tokens, 1),
-                ("waves", 1 if self.microsteps is None else self.microsteps, 1),
+                ("microsteps", 1 if self.microsteps is None else self.microsteps, 1),
             )
             if value < least
         ]
