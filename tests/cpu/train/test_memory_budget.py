@@ -216,7 +216,7 @@ def test_arguments_without_room_are_voted_on_too():
         asked.append(error)
         return error
 
-    plan = plan_memory([graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, vote=vote)
+    plan = plan_memory([graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, consensus=vote)
     assert plan.dropped == CAPACITIES[:1] and asked[0] is not None
 
 
@@ -237,7 +237,7 @@ def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
         return CaptureError("no room", "line 1", "on rank 1") if len(asked) == 2 else error
 
     monkeypatch.setattr(memory_budget, "trial_memory", noted)
-    plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, vote=vote)
+    plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, consensus=vote)
     assert (
         traced == [0, 1] and asked == [None, None] and not plan.banks and "no room" in plan.notes[0]
     )
