@@ -27,7 +27,6 @@ Format 1 had no checksum over `state.json` itself. It is still read, with a warn
 under way can go on; a file that has a checksum is checked whatever its format says.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -59,7 +58,9 @@ from packgraph.train.config.values import shown
 from packgraph.train.node_folders import NodeFolders, gather_shards, shared_folder
 from packgraph.train.run_files import (
     CHECKSUM,
+    WRITING,
     checksum,
+    digest_of,
     parse_json,
     sync_file,
     sync_folder,
@@ -68,7 +69,6 @@ from packgraph.train.run_files import (
 
 FORMAT, OLD_FORMAT = "packgraph checkpoint 2", "packgraph checkpoint 1"
 STATE, METADATA = "state.json", ".metadata"
-WRITING = ".writing-"  # folders that are not whole yet, and what is to be removed
 
 
 class StoredState(NamedTuple):
@@ -213,12 +213,6 @@ def _files(content: Mapping[str, Any], file: Path) -> dict[str, tuple[int, str]]
                 f"{file}: damaged: {name!r} has no size and SHA-256 in its list of files"
             )
     return {name: (size, digest) for name, (size, digest) in files.items()}
-
-
-def digest_of(path: Path) -> str:
-    """SHA-256 of a file. Raises OSError."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _check_file(path: Path, size: int, digest: str) -> None:
