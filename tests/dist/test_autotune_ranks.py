@@ -18,8 +18,8 @@ from packgraph.graphs.replay import ReplayHandle
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import on_first
 from packgraph.train.autotune import FASTER, TIMED, Autotune
-from packgraph.train.config_values import render
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.sections import ParallelConfig
+from packgraph.train.config.values import render
 from packgraph.train.signals import StopRequest
 
 NAMES = [render(capacity) for capacity in CAPACITIES]
