@@ -30,6 +30,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._pytree import tree_flatten
 
+from packgraph.graphs.checkpointed import checkpointed
 from packgraph.graphs.checks.host_sync import all_is_compiled
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
@@ -37,6 +38,7 @@ from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.key import CONSTANTS
+from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.packing.batch import Field, PackedBatch, layout_of
 
@@ -143,6 +145,10 @@ class Compiler:
     def _call(self, piece: CompileUnit, code: Code, state: State) -> State:
         self._now = piece.name
         try:
+            if piece.recompute:
+                mark = getattr(piece.owner, "offload", None)
+                run = partial(_again, code, piece.owner)
+                return checkpointed(run, state, piece.recompute, mark=mark, compiled=True)
             with saving(piece, state):
                 return code(piece.owner, state)
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
@@ -233,8 +239,8 @@ class _Uses:
         self.now: Counter[int] | None = None
 
     def note(self, arguments: Sequence[Any]) -> None:
-        """A forward's code is called."""
-        if self.now is not None:
+        """A forward's code is called; one that a backward makes again uses what it has used."""
+        if self.now is not None and not in_backward():
             self.now.update({x.data_ptr() for x in arguments if isinstance(x, torch.nn.Parameter)})
 
 
@@ -267,6 +273,12 @@ def _code_of(
         None if is_backward else uses.note,
     )
     return code if shared is None or not products else AddingCode(code, products, shared)
+
+
+def _again(code: Code, owner: Any, state: State) -> State:
+    """Run code that a backward may call again, in its own thread."""
+    with unguarded():
+        return code(owner, state)
 
 
 def _chain(piece: CompileUnit) -> Code:
