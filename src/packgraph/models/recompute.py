@@ -133,10 +133,6 @@ SHARED = (
     "moe stages cannot be recomputed where ranks share experts: the backward would exchange tokens "
     f"once more; {OTHERS}"
 )
-COMPILED = (
-    "moe stages cannot be recomputed in compiled code, whose routers would count their load twice: "
-    f"{OTHERS}, or leave compiling out"
-)
 
 
 def _checkpoint_live(module: nn.Module, what: What) -> None:

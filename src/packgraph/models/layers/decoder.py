@@ -16,6 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from packgraph.graphs.checkpointed import FULL
 from packgraph.graphs.stages import Stage, State
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention, LatentAttention
@@ -35,6 +36,10 @@ MIXERS: Mapping[str, Callable[[DecoderConfig], Mixer]] = MappingProxyType(
 )
 # Names of modules as in Hugging Face checkpoints, where they are not those of stages.
 ATTRIBUTES = MappingProxyType({"attn": "self_attn"})
+COMPILED_ROUTER = (
+    "moe stages cannot be recomputed in compiled code, whose routers would count their load twice: "
+    "name the other stages, such as attn or attn,mlp, or leave compiling out"
+)
 
 
 class DecoderLayer(nn.Module):
@@ -106,6 +111,8 @@ class DecoderLayer(nn.Module):
     def run_router(self, state: State) -> State:
         """Stage `moe_router`: reads hidden and batch; see MoEBlock for what it and the next ones
         add to the state."""
+        if torch.compiler.is_compiling() and self.recompute.get("moe_router") == FULL:
+            raise ValueError(COMPILED_ROUTER)
         with self.offload("mlp_norm"):
             normed = self.post_attention_layernorm(state["hidden"])
         return self._moe.run_router(state, normed)
