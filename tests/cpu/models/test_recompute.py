@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from offloadkit import CAPACITIES, batches, config
+from offloadkit import CAPACITIES, batches, by_hand, config, runtime_of
 
 import packgraph
 from packgraph.graphs.graphed import graph
@@ -33,7 +33,12 @@ def train(settings, what, *, granularity=None, steps=5, in_flight=2, seed=3, **o
     packgraph.recompute(model, what)
     if granularity is not None:
         called = graph(
-            model, capacities=CAPACITIES[:1], granularity=granularity, strict=True, warmup=2, **options
+            model,
+            capacities=CAPACITIES[:1],
+            granularity=granularity,
+            strict=True,
+            warmup=2,
+            **options,
         )
     torch.manual_seed(seed)
     facts, packs = [], iter(batches(steps * in_flight, CAPACITIES[:1]))
@@ -83,8 +88,7 @@ def test_compiled_stages_keep_the_bits(what):
     torch._dynamo.reset()
     settings = replace(MODELS["dense"], dropout=0.0, num_layers=2)
     runs = [
-        train(settings, how, granularity="chunk", compile="aot_eager")
-        for how in ("none", what)
+        train(settings, how, granularity="chunk", compile="aot_eager") for how in ("none", what)
     ]
     assert same(runs[0][0], runs[1][0])
     assert runs[1][1].stats.replayed >= 6 and runs[1][1].stats.compiled
@@ -209,3 +213,45 @@ def test_a_module_without_layers_is_refused():
 def test_stages_know_what_recomputation_there_is():
     with pytest.raises(ValueError, match="recompute of stage 'mlp'"):
         packgraph.Stage("mlp", 0, lambda state: state, recompute="some")
+
+
+def test_inputs_of_layers_wait_on_the_host_and_those_from_outside_stay():
+    """The first input is an argument of the call, as in later stages of a pipeline."""
+    settings = config(4)
+    model = DecoderModel(settings, seed=1, stage=1, stages=2)
+    packgraph.recompute(model, "full")
+    graphed = graph(model, capacities=CAPACITIES[:1], granularity="chunk", strict=True, warmup=2)
+    runtime = runtime_of(graphed, model, ("layer_input",), late=("out", "back"), policy=by_hand())
+    plain = DecoderModel(settings, seed=1, stage=1, stages=2)
+    found = []
+    for called in (plain, graphed):
+        torch.manual_seed(0)
+        for number, batch in enumerate(batches(4, CAPACITIES[:1])):
+            generator = torch.Generator().manual_seed(number)
+            hidden = torch.randn(24, 16, generator=generator).requires_grad_()
+            called(batch, torch.tensor(20), hidden).backward()
+            runtime.end_step()
+            found.append(hidden.grad)
+    assert same(found[:4], found[4:]) and graphed.stats.replayed == 2
+    assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+    assert [group.layer for group in runtime.trace.groups] == [3]
+    assert runtime.plan.moves == (True,) and runtime.plan.moved_bytes == 24 * 16 * 4
+
+
+def test_offloaded_inputs_leave_the_pool():
+    settings = replace(config(12), hidden_size=64, intermediate_size=16, dropout=0.0)
+    capacity, sizes = packgraph.Capacity(256, 4), []
+    for offloads in (False, True):
+        model = DecoderModel(settings, seed=1)
+        packgraph.recompute(model, "full")
+        graphed = graph(model, capacities=[capacity], strict=True, warmup=2, slots=1)
+        if offloads:
+            runtime = runtime_of(graphed, model, ("layer_input",), policy=by_hand())
+        arguments = (sample_batch(capacity), torch.tensor(200))
+        for _ in range(2):
+            graphed(*arguments).backward()
+            if offloads:
+                runtime.end_step()
+        sizes.append(trial_memory(graphed, [arguments], 1).pools)
+    assert sum(runtime.plan.moves) == 12
+    assert sizes[1] < sizes[0] - 6 * 256 * 64 * 4, "at least half of the inputs are gone"

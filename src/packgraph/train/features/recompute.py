@@ -102,7 +102,10 @@ def choose_recompute(
         if agree(found is not None and limit is not None and found <= limit):
             break
     room = "an unknown budget" if limit is None else shown(limit)
-    return kind, f"recompute auto chose {kind}: graphs of the largest row, {', '.join(told)}; {room}"
+    return (
+        kind,
+        f"recompute auto chose {kind}: graphs of the largest row, {', '.join(told)}; {room}",
+    )
 
 
 def _at_first(config: TrainConfig) -> str:
