@@ -1,4 +1,4 @@
-"""Activation recomputation: stages under `torch.utils.checkpoint`, in eager calls and inside graphs.
+"""Activation recomputation: stages under `torch.utils.checkpoint`, eagerly and inside graphs.
 
     kept, none     forward  ──▶ everything that autograd saves           backward
     selective      forward  ──▶ input, products, attention ──▶ the rest again ──▶ backward
@@ -34,8 +34,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-
-from packgraph.graphs.errors import user_line
 
 State = dict[str, Any]
 FULL, SELECTIVE = "full", "selective"
@@ -164,8 +162,8 @@ def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
                 return False
     if operation._schema.is_mutable:
         raise RuntimeError(
-            f"recomputation: {operation.name()} at {user_line()} draws random numbers into a "
-            "tensor in place, which the backward would draw anew: use torch.native_dropout or "
-            "another operation that returns a new tensor, or leave this stage out of recomputation"
+            f"recomputation: {operation.name()} draws random numbers into a tensor in place, which "
+            "the backward would draw anew: use torch.native_dropout or another operation that "
+            "returns a new tensor, or leave this stage out of recomputation"
         )
     return True

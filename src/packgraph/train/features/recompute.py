@@ -48,13 +48,14 @@ def problems_of_recompute(config: TrainConfig) -> list[str]:
     stages = recomputed_stages(config)
     experts = any(in_scope(name, ["moe"]) for name in stages)
     exchanges = parallel.tp > 1 or parallel.cp > 1 or parallel.dynamic_cp
+    compiled = graph.enabled and graph.compile and FULL in stages.values()
     problems = {
         STASHED: experts and parallel.expert_stash > 0,
         SHARED: experts and parallel.ep > 1,
-        COMPILED_ROUTER: experts and graph.enabled and graph.compile and FULL in stages.values(),
+        COMPILED_ROUTER: experts and compiled,
         EXCHANGES: bool(stages) and exchanges,
-        "auto reads memory off graphs on trial: set graph.enabled = true, or choose none, selective "
-        "or full": what == AUTO and not graph.enabled,
+        "auto reads memory off graphs on trial: set graph.enabled = true, or choose none, "
+        "selective or full": what == AUTO and not graph.enabled,
         "auto is not there yet with graph.granularity = step, whose graphs are captured as steps "
         "come: choose none, selective or full": what == AUTO and graph.granularity == "step",
     }
