@@ -72,7 +72,7 @@ def test_compiled_graphs_keep_the_bits(what):
 
 def test_compiled_dropout_is_refused_with_the_reason():
     """Nothing keeps numbers that compiled code draws, and a capture cannot draw them again."""
-    with pytest.raises(packgraph.CaptureError):
+    with pytest.raises(packgraph.CaptureError, match="recomputed in full and draws random"):
         train(config(2), "full", granularity="chunk", compile=True)
 
 

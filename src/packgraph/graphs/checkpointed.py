@@ -24,11 +24,11 @@ costs the reading and writing of its operands. `KEPT` names the operations above
 The invariants. Random numbers are drawn once: what drew them is kept, never computed again, so that
 no state of a generator goes back and forth inside a graph. Gradients have the bits that they have
 without recomputation, as long as kernels give the same bits twice. Compiled stages are recomputed
-as the compiled code that they are; within it torch.compile already computes cheap operations again,
-so that `selective` changes nothing there.
+as the compiled code that they are, if it draws nothing; within it torch.compile already computes
+cheap operations again, so that `selective` changes nothing there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -98,7 +98,7 @@ def checkpointed(
     def again(*tensors: torch.Tensor) -> State:
         return run(build(tensors))
 
-    options: dict[str, Any] = {"preserve_rng_state": compiled}
+    options: dict[str, Any] = {"preserve_rng_state": False}
     if not compiled:
         policy = _full_policy if kind == FULL else _selective_policy
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
@@ -143,27 +143,33 @@ def _taken_apart(
 
 def _full_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether the result of an operation is kept where everything is computed again."""
-    return _draws(operation, args, kwargs)
+    return _is_drawn(operation, args, kwargs)
 
 
 def _selective_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether the result of an operation is kept where cheap ones are computed again."""
-    return operation.name().partition(".")[0] in KEPT or _draws(operation, args, kwargs)
+    return operation.name().partition(".")[0] in KEPT or _is_drawn(operation, args, kwargs)
 
 
-def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_drawn(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation draws random numbers. Raises RuntimeError where it does so in place."""
-    if torch.Tag.nondeterministic_seeded not in operation.tags:
+    if not draws(operation, args, kwargs):
         return False
-    for number, argument in enumerate(operation._schema.arguments):
-        if argument.name == "dropout_p":  # of attention, which draws nothing without
-            given = args[number] if number < len(args) else kwargs.get("dropout_p", 0.0)
-            if given == 0.0:
-                return False
     if operation._schema.is_mutable:
         raise RuntimeError(
             f"recomputation: {operation.name()} draws random numbers into a tensor in place, which "
             "the backward would draw anew: use torch.native_dropout or another operation that "
             "returns a new tensor, or leave this stage out of recomputation"
         )
+    return True
+
+
+def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation of torch draws random numbers when it is called with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    for number, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":  # of attention, which draws nothing without
+            given = args[number] if number < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given != 0.0)
     return True

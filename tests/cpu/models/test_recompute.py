@@ -94,11 +94,19 @@ def test_compiled_stages_keep_the_bits(what):
     assert runs[1][1].stats.replayed >= 6 and runs[1][1].stats.compiled
 
 
-def test_compiled_dropout_draws_in_the_backward_what_it_drew_before():
+def test_compiled_dropout_is_refused_where_it_would_be_drawn_again():
     torch._dynamo.reset()
-    settings = replace(MODELS["dense"], num_layers=2)
+    settings = replace(MODELS["dense"], num_layers=1)
+    with pytest.raises(packgraph.CaptureError, match="recomputed in full and draws random"):
+        train(settings, "full", granularity="chunk", compile="aot_eager")
+
+
+def test_compiled_dropout_is_drawn_once_by_selective_recomputation():
+    torch._dynamo.reset()
+    settings = replace(MODELS["dense"], num_layers=1)
     runs = [
-        train(settings, how, granularity="chunk", compile="aot_eager") for how in ("none", "full")
+        train(settings, how, granularity="chunk", compile="aot_eager", steps=4)
+        for how in ("none", "selective")
     ]
     assert same(runs[0][0], runs[1][0])
 
@@ -235,7 +243,7 @@ def test_inputs_of_layers_wait_on_the_host_and_those_from_outside_stay():
     assert same(found[:4], found[4:]) and graphed.stats.replayed == 2
     assert same([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
     assert [group.layer for group in runtime.trace.groups] == [2, 3]
-    assert all(runtime.plan.moves) and runtime.plan.moved_bytes == 2 * 24 * 16 * 4
+    assert runtime.plan.moves == (False, True) and runtime.plan.moved_bytes == 24 * 16 * 4
 
 
 def test_offloaded_inputs_leave_the_pool():

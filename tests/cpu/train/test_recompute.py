@@ -23,11 +23,15 @@ def finish(folder, config):
     return state, summary, kinds, (folder.parent / "log").read_text().replace("\n", " ")
 
 
-def made(recompute="none", graph=True, offload=(), parallel=None, experts=False, **graphs):
+def made(
+    recompute="none", graph=True, offload=(), parallel=None, experts=False, dropout=None, **graphs
+):
     config = tiny(graph=graph, recompute=recompute)
     model = config.model
     if experts:
         model = replace(model, experts=ExpertConfig(count=4, per_token=2, intermediate_size=8))
+    if dropout is not None:
+        model = replace(model, dropout=dropout)
     return replace(
         config,
         model=model,
@@ -99,6 +103,7 @@ def test_auto_chooses_the_least_that_fits(kept, tmp_path):
             {"recompute": "full", "experts": True, "parallel": ParallelConfig(expert_stash=1.5)},
             "moe stages cannot be recomputed where experts keep their rows in a stash",
         ),
+        ({"recompute": "full", "dropout": 0.1, "compile": True}, "draw random numbers cannot be"),
         (
             {"recompute": "full", "experts": True, "compile": True},
             "moe stages cannot be recomputed in compiled code",

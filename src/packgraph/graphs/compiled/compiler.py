@@ -30,7 +30,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._pytree import tree_flatten
 
-from packgraph.graphs.checkpointed import checkpointed
+from packgraph.graphs.checkpointed import FULL, checkpointed, draws
 from packgraph.graphs.checks.host_sync import all_is_compiled
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
@@ -147,7 +147,7 @@ class Compiler:
         try:
             if piece.recompute:
                 mark = getattr(piece.owner, "offload", None)
-                run = partial(_again, code, piece.owner)
+                run = partial(_again, code, piece, self._uses)
                 return checkpointed(run, state, piece.recompute, mark=mark, compiled=True)
             with saving(piece, state):
                 return code(piece.owner, state)
@@ -233,10 +233,17 @@ class Compiler:
 
 
 class _Uses:
-    """How often forwards have used each parameter, by address; None where nobody counts."""
+    """now: how often forwards have used each parameter, by address; None where nobody counts.
+    draws: how often code was called that draws random numbers."""
 
     def __init__(self) -> None:
         self.now: Counter[int] | None = None
+        self.draws = 0
+
+    def note_drawing(self, arguments: Sequence[Any]) -> None:
+        """Such code is called, and draws random numbers."""
+        self.draws += 1
+        self.note(arguments)
 
     def note(self, arguments: Sequence[Any]) -> None:
         """A forward's code is called; one that a backward makes again uses what it has used."""
@@ -263,6 +270,7 @@ def _code_of(
     if products:
         totals = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
         inputs = [*inputs, *(total.meta["val"] for total in totals)]
+    is_random = any(_draws(node) for node in graph.graph.nodes)
     written = written_inputs(graph)  # before code is generated: Inductor rewrites the graph
     function = generate(graph, inputs, is_backward=is_backward, **options)
     code = CompiledCode(
@@ -270,15 +278,31 @@ def _code_of(
         "backward" if is_backward else "forward",
         len(inputs),
         written,
-        None if is_backward else uses.note,
+        None if is_backward else (uses.note_drawing if is_random else uses.note),
     )
     return code if shared is None or not products else AddingCode(code, products, shared)
 
 
-def _again(code: Code, owner: Any, state: State) -> State:
-    """Run code that a backward may call again, in its own thread."""
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an operation of a traced graph draws random numbers."""
+    operation: Any = node.target
+    return isinstance(operation, torch._ops.OpOverload) and draws(operation, node.args, node.kwargs)
+
+
+def _again(code: Code, piece: CompileUnit, uses: "_Uses", state: State) -> State:
+    """Run code that a backward may call again, in its own thread. Raises CaptureError where it
+    draws random numbers: they lie inside of it, where nothing keeps them."""
+    before = uses.draws
     with unguarded():
-        return code(owner, state)
+        made = code(piece.owner, state)
+    if uses.draws > before and piece.recompute == FULL:
+        raise CaptureError(
+            f"compiled code of {piece.name} is to be recomputed in full and draws random numbers "
+            "(dropout), which its backward would draw anew",
+            _definition(piece),
+            "leave out dropout, recompute='full' of these stages, or compile",
+        )
+    return made
 
 
 def _chain(piece: CompileUnit) -> Code:

@@ -53,6 +53,9 @@ def problems_of_recompute(config: TrainConfig) -> list[str]:
         STASHED: experts and parallel.expert_stash > 0,
         SHARED: experts and parallel.ep > 1,
         COMPILED_ROUTER: experts and compiled,
+        "compiled stages that draw random numbers cannot be recomputed in full: set "
+        "model.dropout = 0, graph.compile = false, or choose selective": compiled
+        and config.model.dropout > 0,
         EXCHANGES: bool(stages) and exchanges,
         "auto reads memory off graphs on trial: set graph.enabled = true, or choose none, "
         "selective or full": what == AUTO and not graph.enabled,
