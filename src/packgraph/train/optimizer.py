@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.parameters import local_tensor
-from packgraph.graphs.profiler_ranges import profiler_range
 from packgraph.parallel.data import FlatParameters, GradientBucket
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
