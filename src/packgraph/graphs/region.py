@@ -36,7 +36,7 @@ from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.call_modes import CallModes
 from packgraph.graphs.gradients import GradientBuffer
 from packgraph.graphs.hooks import expect_visits
-from packgraph.graphs.output_gradients import KeyGradients, Pattern
+from packgraph.graphs.output_gradients import KeyGradients, Pattern, pattern_of
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.stages import State
 
@@ -345,6 +345,13 @@ class Region:
             (b.incoming[number] for b in self.backwards.values() if number in b.incoming), None
         )
 
+    def added_to(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.nn.Parameter]:
+        """In a backward: parameters to whose `.grad` a replay for these gradients of the outputs
+        adds (others may come by way of autograd)."""
+        casts = torch.is_autocast_enabled(self.modes.device_type)
+        backward = None if casts else self.backwards.get(pattern_of(gradients))
+        return [] if backward is None else [buffer.parameter for buffer in backward.owned]
+
     def versions(self) -> tuple[int, ...]:
         """The versions of what the region reads: they grow whenever somebody writes to it."""
         return tuple([tensor._version for tensor in self.context.reads])
@@ -400,6 +407,10 @@ class ParameterEdge:
             found = [_sum(*two) for two in zip(before.take(), found, strict=True)]
         self._delivered[task] = _Delivery(found)
         return torch.empty_like(self.tensor)
+
+    def delivers(self) -> bool:
+        """Whether gradients of the running backward are on their way to autograd."""
+        return torch._C._current_graph_task_id() in self._delivered
 
     def is_whole(self) -> bool:
         """Whether the running backward is that of `loss.backward()`."""
