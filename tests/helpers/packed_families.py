@@ -271,7 +271,13 @@ WITH_ENCODERS = {
     ),
     "marian": (
         "MarianMTModel",
-        {"vocab_size": VOCAB, "d_model": 16, "max_position_embeddings": 64, **_SMALL_BART},
+        {
+            "vocab_size": VOCAB,
+            "d_model": 16,
+            "pad_token_id": 1,
+            "max_position_embeddings": 64,
+            **_SMALL_BART,
+        },
     ),
 }
 DOCUMENTS = ([5, 3, 8, 2, 9, 4, 4, 7, 6], [11], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8])
