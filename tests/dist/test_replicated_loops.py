@@ -253,3 +253,44 @@ def test_trainers(library, changes, tmp_path, one_process):
             assert_near(graphs["weights"], alone["weights"])
     assert_same(results[0][0]["weights"], results[1][0]["weights"])
     assert results[0][0]["losses"] == results[1][0]["losses"]
+
+
+def with_adapters(mesh):
+    """LoRA by `replicate`, under autocast and with checkpoints; ranks take the first one's
+    adapters, and a rank runs eagerly."""
+    import peft
+
+    from packgraph.integrations.transformers import packed
+
+    found = []
+    for eager in (False, mesh.rank == 1):
+        made = build("llama")
+        made.gradient_checkpointing_enable()
+        torch.manual_seed(mesh.rank)
+        wrapped = peft.get_peft_model(
+            made, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], use_dora=True)
+        )
+        graphed = packgraph.graph(packed(wrapped), capacities=[CAPACITY], warmup=1)
+        replicated = packgraph.replicate(graphed, reduce="sum")
+        optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=0.01)
+        with packgraph.eager("comparison") if eager else contextlib.nullcontext():
+            for batch in random_batches(10)[mesh.rank :: 2]:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = replicated(batch, replicated.tokens_in_step([batch]))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((weights(made), graphed.stats.replayed))
+    return found
+
+
+def test_adapters_in_an_own_loop():
+    pytest.importorskip("peft", reason="adapters are of this library")
+    (first, first_again), (second, second_again) = run_ranks(with_adapters, 2)
+    assert [made[1] for made in (first, first_again, second, second_again)] == [4, 4, 4, 0]
+    for other in (first_again, second, second_again):
+        assert_same(first[0], other[0])
+    frozen = weights(build("llama"))
+    for name, value in first[0].items():
+        if "lora" not in name:
+            assert torch.equal(value, frozen[name.replace(".base_layer", "")])
