@@ -31,7 +31,12 @@ from packgraph.bench.timing import Deadline, peak_bytes, start_anew, time_calls
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json
-from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
+from packgraph.ops.attention.api import (
+    AttentionMetadata,
+    attention,
+    attention_metadata,
+    choose_backend,
+)
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
@@ -62,7 +67,8 @@ class IntegrationOptions:
 
     model: name of a shape, or a config.json of transformers. layers: another number of them.
     tokens: rows of the table, tokens of a microbatch. step_tokens: tokens of a step. steps: that
-    are timed. mean, sigma: of document lengths. documents: places of a microbatch.
+    are timed. lora: rank of adapters on every linear layer, which alone are trained; 0 trains the
+    whole model. mean, sigma: of document lengths. documents: places of a microbatch.
     """
 
     model: str
@@ -71,6 +77,7 @@ class IntegrationOptions:
     ways: tuple[str, ...]
     step_tokens: int = 32 * 1024
     steps: int = 8
+    lora: int = 0
     mean: float = 1024.0
     sigma: float = 1.0
     documents: int = 64
@@ -175,6 +182,7 @@ class _Bench:
             "tokens": self.tokens,
             "documents": self.options.documents,
             "microbatches": self.per_step,
+            "lora": self.options.lora,
             "mean": self.options.mean,
             "sigma": self.options.sigma,
             "seed": self.options.seed,
@@ -205,9 +213,8 @@ class _Bench:
         return row
 
     def _timed(self, way: _Way) -> Row:
-        optimizer = torch.optim.AdamW(
-            way.model.parameters(), lr=1e-4, fused=self.device.type == "cuda"
-        )
+        trained = [parameter for parameter in way.model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=self.device.type == "cuda")
 
         def step(batches: list[PackedBatch]) -> Tensor:
             counted = torch.stack([(batch.labels != -100).sum() for batch in batches]).sum()
@@ -255,10 +262,19 @@ class _Bench:
         torch.manual_seed(self.options.seed)
         with torch.device(self.device):
             model = transformers.AutoModelForCausalLM.from_config(config)
-        return model.to(dtype_on(self.device)).train()
+        model = model.to(dtype_on(self.device))
+        if self.options.lora:
+            peft = importlib.import_module("peft")
+            rank = self.options.lora
+            adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+            with torch.device(self.device):
+                model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
+        return model.train()
 
     def ours(self) -> DecoderModel:
         """packgraph's decoder of the same shape and values."""
+        if self.options.lora:
+            raise ValueError("packgraph's own models take no adapters")
         made = DecoderModel(
             config_from_json(self.config), device=self.device, dtype=dtype_on(self.device)
         ).train()
@@ -281,23 +297,29 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    packed: PackedBatch,
+    packed: AttentionMetadata,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
     """An implementation of attention for transformers, for a model without windows, soft caps and
     sinks."""
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
-    choice = choose_backend(q.device, q.dtype, q.shape[-1], v.shape[-1])
-    return attention(q, k, v, attention_metadata(packed, choice.name), scale=scaling)[None], None
+    return attention(q, k, v, packed, scale=scaling)[None], None
 
 
 def _transformers(bench: _Bench, *, compile: bool) -> _Way:
     model = bench.theirs()
+    causal = model.get_base_model() if bench.options.lora else model
     importlib.import_module("transformers").AttentionInterface.register(ATTENTION, _attend)
-    model.set_attn_implementation(ATTENTION)  # no mask function of that name: no mask is made
+    causal.set_attn_implementation(ATTENTION)  # no mask function of that name: no mask is made
+    if any(hasattr(module, "is_concatenated") for module in causal.modules()):
+        causal.set_experts_implementation("grouped_mm")
     if compile:
-        for layer in model.base_model.layers:
+        for layer in causal.base_model.layers:
             layer.compile()
+
+    size = getattr(causal.config, "head_dim", None)
+    size = size or causal.config.hidden_size // causal.config.num_attention_heads
+    choice = choose_backend(bench.device, dtype_on(bench.device), size, size)
 
     def loss(batch: PackedBatch, counted: Tensor) -> Tensor:
         found: Tensor = model(
@@ -307,7 +329,7 @@ def _transformers(bench: _Bench, *, compile: bool) -> _Way:
             shift_labels=batch.labels[None],
             num_items_in_batch=counted,
             use_cache=False,
-            packed=batch,
+            packed=attention_metadata(batch, choice.name),
         ).loss
         return found
 

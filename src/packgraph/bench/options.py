@@ -187,6 +187,9 @@ class IntegrationArguments(WorkArguments):
     documents: Count = option(64, "at most in one microbatch", metavar="N")
     step_tokens: Count = option(32 * KILO, "tokens of a step", metavar="T")
     steps: Count = option(8, "that are timed, after three others", metavar="N")
+    lora: int = option(
+        0, "train adapters of this rank on every linear layer, by peft (default: all)", metavar="R"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

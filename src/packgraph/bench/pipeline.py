@@ -47,7 +47,7 @@ from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.fallback import eager
 from packgraph.graphs.graphed import GraphedModule, graph
 from packgraph.graphs.memory.allocator import free_memory
-from packgraph.graphs.replay_handle import ReplayHandle
+from packgraph.graphs.replay import ReplayHandle
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity

@@ -35,9 +35,8 @@ from packgraph.bench.baselines import (
     no_silent_eager,
 )
 from packgraph.bench.models import TimedPart, twin
-from packgraph.graphs.graphed import control, graph
-from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.replay_handle import ReplayHandle
+from packgraph.graphs.graphed import control, forward_backward, graph
+from packgraph.graphs.replay import ReplayHandle
 from packgraph.models.branches import head_sizes
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.varlen import varlen_problems

@@ -327,7 +327,10 @@ class PackedBatch:
         return PackedBatch(self.data, self.capacity, NO_FACTS)
 
     def _view(self, field: Field) -> Tensor:
-        return self.data[field.start : field.stop].view(field.dtype)
+        part = self.data[field.start : field.stop]
+        if field.dtype is torch.bool and torch.compiler.is_compiling():
+            return part != 0  # Inductor of torch 2.11 has no view of bytes as bool
+        return part.view(field.dtype)
 
     def __repr__(self) -> str:
         known = (

@@ -45,13 +45,15 @@ from torch.distributed.tensor import DTensor, Partial
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
-from packgraph.parallel.pieces import Pieces, expert_part
+from packgraph.parallel.pieces import Pieces, part_of
 
 ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like
 Result = Literal["part", "sum", "mean"]
 SPAN_BYTES = (
     32 * 2**20
 )  # large enough for full bandwidth, small enough that most of a model overlaps with backward
+
+WHOLE = "copies"  # the group of parameters that are no part of anything: `Part.copies`
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,10 @@ class GradientBucket:
         """
         start, stop = max(member.place.start, self.own.start), min(member.place.stop, self.own.stop)
         held = flat[start - self.own.start : max(start, stop) - self.own.start]
-        local, experts = local_tensor(member.parameter), expert_part(member.parameter)
+        local, part = local_tensor(member.parameter), part_of(member.parameter)
         shape, offsets = member.parameter.shape, (0,) * local.ndim
-        if experts is not None:
-            shape, offsets = experts.shape, experts.offsets
+        if part is not None:
+            shape, offsets = part.shape, part.offsets
         elif isinstance(member.parameter, DTensor):
             (chunk,) = member.parameter.__create_chunk_list__()
             offsets = chunk.offsets
@@ -188,7 +190,8 @@ class FlatParameters:
     gets of the gradients: `part`, the sum of its own part of each span; `sum` or `mean`, that of
     all of them. ties: names of
     parameters of which other pipeline stages have copies, with the groups of all that have them.
-    experts: of `group`, the ranks that hold the same experts, None = no other rank does.
+    parts: by `Part.copies`, the ranks of `group` that hold the same parts, None = no other rank
+    does.
     """
 
     def __init__(
@@ -197,7 +200,7 @@ class FlatParameters:
         group: dist.ProcessGroup | None,
         span_bytes: int = SPAN_BYTES,
         ties: Mapping[str, dist.ProcessGroup] | None = None,
-        experts: dist.ProcessGroup | None = None,
+        parts: Mapping[str, dist.ProcessGroup | None] | None = None,
         result: Result = "part",
     ) -> None:
         """Moves the parameters into the buffers (gradients only, where they are whole). Raises
@@ -212,7 +215,7 @@ class FlatParameters:
                 "there is no parameter that needs a gradient, so there is nothing to train"
             )
         self.spans = _make_spans(
-            named, {False: group, True: experts}, span_bytes, ties or {}, result == "part"
+            named, {WHOLE: group, **(parts or {})}, span_bytes, ties or {}, result == "part"
         )
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
@@ -378,16 +381,16 @@ def accumulating_nodes(
 
 def _make_spans(
     named: list[tuple[str, nn.Parameter]],
-    groups: Mapping[bool, dist.ProcessGroup | None],
+    groups: Mapping[str, dist.ProcessGroup | None],
     span_bytes: int,
     ties: Mapping[str, dist.ProcessGroup],
-    parts: bool,
+    moves: bool,
 ) -> list[GradientBucket]:
-    """groups: the replicas of parameters that are parts of experts, and of all others. parts: each
-    rank gets its own part of the sums, and parameters move."""
-    everyone, spans = groups[False], list[GradientBucket]()
-    # Replicas of the same experts are some of all replicas, their number divides that of all, and
-    # so each span.
+    """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
+    gets its own part of the sums, and parameters move."""
+    everyone, spans = groups[WHOLE], list[GradientBucket]()
+    # Replicas of the same part are some of all replicas, their number divides that of all, and so
+    # each span.
     replicas = 1 if everyone is None else dist.get_world_size(everyone)
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
         ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
@@ -399,7 +402,7 @@ def _make_spans(
                 parameter.ndim >= 2,
                 *_spread(parameter),
                 name if name in ties else None,
-                expert_part(parameter) is not None,
+                WHOLE if (part := part_of(parameter)) is None else part.copies,
             )
             for name, parameter in ours
         ]
@@ -411,14 +414,14 @@ def _make_spans(
         # with them.
         pieces = [
             torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
-            for sizes in ([plan.size if parts else 0 for plan in plans], [p.size for p in plans])
+            for sizes in ([plan.size if moves else 0 for plan in plans], [p.size for p in plans])
         ]
         for plan, parameters, gradients in zip(plans, *pieces, strict=True):
-            decays, sharded, shared, tied, experts = kinds[plan.members[0].index]
-            group = groups[experts]
+            decays, sharded, shared, tied, copies = kinds[plan.members[0].index]
+            group = groups[copies]
             ranks, rank = (
                 (dist.get_world_size(group), dist.get_rank(group))
-                if group is not None and parts
+                if group is not None and moves
                 else (1, 0)
             )
             own = slice(rank * plan.size // ranks, (rank + 1) * plan.size // ranks)
@@ -436,7 +439,7 @@ def _make_spans(
             if shared:
                 sharers = ours[plan.members[0].index][1].device_mesh.get_group()  # type: ignore[attr-defined]
             alone = group is None and sharers is None
-            reduced = gradients if alone or not parts else torch.zeros_like(gradients[own])
+            reduced = gradients if alone or not moves else torch.zeros_like(gradients[own])
             spans.append(
                 GradientBucket(
                     members,

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.graphed import GraphedModule, control
-from packgraph.graphs.output_objects import open_objects
+from packgraph.graphs.program import open_objects
 from packgraph.graphs.region import Region
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.packing.batch import PackedBatch

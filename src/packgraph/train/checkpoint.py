@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from packgraph.parallel.heartbeat import is_broken_connection
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.processes import from_all, on_first
+from packgraph.parallel.processes import from_all, on_each, on_first
 from packgraph.train.checkpoint_reader import (
     CheckpointError,
     PlainWriter,
@@ -42,17 +42,18 @@ from packgraph.train.checkpoint_reader import (
 from packgraph.train.checkpoint_state import (
     METADATA,
     STATE,
+    WRITING,
     check_files,
     describe,
     read_state,
     step_of,
 )
 from packgraph.train.config_values import shown
+from packgraph.train.node_folders import NodeFolders, gather_shards, shared_folder
 from packgraph.train.run_files import sync_file, sync_folder, write_synced
 
 LATEST = "latest"
 BEST = "best"
-WRITING = ".writing-"
 REPLACED = ".replaced-"
 
 
@@ -64,25 +65,33 @@ def save_checkpoint(
     keep: int,
     mesh: Mesh | None = None,
     best: int | None = None,
+    nodes: NodeFolders | None = None,
 ) -> Path:
     """Write the checkpoint of `step`; keep the newest `keep` and that of step `best`, if there is
     one. Collective.
 
     tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank
-    0's is written. Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2)
+    0's is written. nodes: which ranks see the same folder, all of them by default; the checkpoint
+    is rank 0's. Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2)
     is atomic within a file system. Raises CheckpointError (full disk, no permission, shards of
     other ranks that rank 0 does not see) on all ranks; the earlier ones stay as they are. A
     connection to another rank that breaks is no such error, and is raised as it is.
     """
     mesh = mesh or single_process()
+    nodes = nodes or shared_folder(mesh)
     name = _name(step)
-    writing = folder / (WRITING + name)
+    writing, leads = folder / (WRITING + name), nodes.leads(mesh.rank)
     try:
+        # Rank 0 comes last: what it makes stays, even if another node's folder is its own after
+        # all.
+        if nodes.others:
+            on_each(mesh, lambda: _begin_writing(folder, writing) if leads else None, OSError)
         on_first(mesh, lambda: _begin_writing(folder, writing), OSError)
         _write_tensors(writing, tensors)
+        sent = gather_shards(writing, mesh, nodes)
         on_first(
             mesh,
-            lambda: _finish_writing(folder, writing, step, state, keep, best),
+            lambda: _finish_writing(folder, writing, step, state, keep, best, sent),
             OSError,
             CheckpointError,
         )
@@ -91,7 +100,7 @@ def save_checkpoint(
         shutil.rmtree(writing, ignore_errors=True)
         raise
     except OSError as error:
-        if mesh.rank == 0:
+        if mesh.rank == 0 or leads:
             # What fails here as well (a disk that is gone) is removed by the next save.
             shutil.rmtree(writing, ignore_errors=True)
         raise CheckpointError(
@@ -99,6 +108,8 @@ def save_checkpoint(
             "checkpoints are untouched. "
             "Free some space or choose another run.folder, then go on with --resume"
         ) from error
+    if leads:
+        shutil.rmtree(writing, ignore_errors=True)  # its shards are on the node of rank 0
     return folder / name
 
 
@@ -111,12 +122,18 @@ def _begin_writing(folder: Path, writing: Path) -> None:
 
 
 def _finish_writing(
-    folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int, best: int | None
+    folder: Path,
+    writing: Path,
+    step: int,
+    state: Mapping[str, Any],
+    keep: int,
+    best: int | None,
+    sent: Mapping[str, str],
 ) -> None:
     """Describe what was written, give it its name, make it the latest and remove the oldest."""
     for path in writing.iterdir():  # torch syncs a file before it writes what its buffer holds yet
         sync_file(path)
-    describe(writing, step, state)
+    describe(writing, step, state, sent)
     sync_folder(writing)
     name = writing.name.removeprefix(WRITING)
     if (folder / name).exists():

@@ -28,6 +28,7 @@ from packgraph.train.run_files import CHECKSUM, checksum, parse_json, write_sync
 
 FORMAT, OLD_FORMAT = "packgraph checkpoint 2", "packgraph checkpoint 1"
 STATE, METADATA = "state.json", ".metadata"
+WRITING = ".writing-"  # folders that are not whole yet, and what is to be removed
 
 
 class StoredState(NamedTuple):
@@ -44,8 +45,16 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def describe(folder: Path, step: int, state: Mapping[str, Any]) -> None:
+def describe(
+    folder: Path, step: int, state: Mapping[str, Any], sent: Mapping[str, str] | None = None
+) -> None:
     """Write state.json for the files in `folder`, after all that its metadata name were found.
+
+    Args:
+        folder: The folder of the checkpoint, which is being written.
+        step: Its step.
+        state: What is to be stored besides tensors; JSON-able.
+        sent: SHA-256 of the files that have come from other nodes.
 
     Raises:
         CheckpointError: If files are missing that other processes have written.
@@ -61,9 +70,11 @@ def describe(folder: Path, step: int, state: Mapping[str, Any]) -> None:
             f"{folder}: {shown}: written by other processes, but not to be seen by rank 0: the "
             "checkpoint would not be "
             "whole. All nodes must write to one shared file system: give a path on it as "
-            "--run.folder"
+            "--run.folder, or say --run.per-node-folder"
         )
-    files = {path.name: (path.stat().st_size, _digest(path)) for path in sorted(folder.iterdir())}
+    files = {path.name: (path.stat().st_size, digest_of(path)) for path in sorted(folder.iterdir())}
+    if changed := [name for name, digest in (sent or {}).items() if files[name][1] != digest]:
+        raise CheckpointError(f"{folder / changed[0]}: is not what its rank has sent")
     check_extents(found, {name: size for name, (size, _) in files.items()}, folder / METADATA)
     write_state(
         folder / STATE, {"format": FORMAT, "step": step, "files": files, "state": dict(state)}
@@ -164,7 +175,8 @@ def _files(content: Mapping[str, Any], file: Path) -> dict[str, tuple[int, str]]
     return {name: (size, digest) for name, (size, digest) in files.items()}
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file. Raises OSError."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -177,7 +189,7 @@ def _check_file(path: Path, size: int, digest: str) -> None:
             raise CheckpointError(
                 f"{path}: damaged: {path.stat().st_size} bytes, {size} were written"
             )
-        if _digest(path) != digest:
+        if digest_of(path) != digest:
             raise CheckpointError(
                 f"{path}: damaged: its contents are not what was written (SHA-256 differs)"
             )

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.cache import Consensus, alone
-from packgraph.graphs.capture import explained
+from packgraph.graphs.dry_run import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.key import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
-from packgraph.graphs.signature import OVER_BUDGET, CapturedCapacities
 from packgraph.packing.capacity import Capacity
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]

@@ -153,7 +153,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     dense, experts, layers = _elements(config, layout, rank)
     is_last = layout.coordinates(rank)["pp"] == layout.pp - 1
     itemsize = getattr(torch, config.run.dtype).itemsize
-    replicas = (layout.dp or 1) * layout.cp
+    replicas = layout.replicas(world) * layout.cp
     # Every rank updates its own part of what its replicas hold, too; of experts there are fewer
     # copies.
     updated = dense / replicas + experts / (replicas // layout.ep)

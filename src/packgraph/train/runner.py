@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.cache import Consensus
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
-from packgraph.graphs.graphed import GraphedModule, control, graph
-from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.profiler_ranges import profiler_range
+from packgraph.graphs.graphed import GraphedModule, control, forward_backward, graph
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.optimizer import Optimizer

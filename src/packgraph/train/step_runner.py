@@ -25,7 +25,7 @@ from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import GraphedModule
-from packgraph.graphs.signature import undeclared
+from packgraph.graphs.key import undeclared
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch

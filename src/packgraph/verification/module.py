@@ -77,7 +77,8 @@ def verify(
             `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`. By default SGD with a
             learning rate of 0.01.
         **options: Options of `packgraph.graph`: `scope`, `granularity`, `capacities`, `compile` and
-            others. With `compile=True` the eager copy runs the compiled code, too.
+            others. With `compile=True` the eager copy runs the compiled code, too, and Inductor
+            chooses kernels without timing them: a choice by time may differ between two copies.
 
     Returns:
         What was compared and the first difference; false if there is one or nothing was replayed.
@@ -93,8 +94,10 @@ def verify(
     """
     if isinstance(module, GraphedModule):
         module = control(module).module
-    plain, graphed = copy.deepcopy(module), graph(copy.deepcopy(module), **options)
     compiles = bool(options.get("compile", False))
+    if compiles:
+        options["compile"] = _without_timing(options["compile"])
+    plain, graphed = copy.deepcopy(module), graph(copy.deepcopy(module), **options)
     reference = graph(plain, **options) if compiles else plain
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.01))
     around = functools.partial(eager, REFERENCE) if compiles else contextlib.nullcontext
@@ -119,6 +122,13 @@ def verify(
     finally:
         for made in (graphed, reference) if compiles else (graphed,):
             control(made).close()
+
+
+def _without_timing(compile: Any) -> Any:
+    """The option of `graph`, with kernels chosen by rules: the choice sets the order of sums."""
+    if compile is True:
+        return {"deterministic": True}
+    return {"deterministic": True, **compile} if isinstance(compile, Mapping) else compile
 
 
 class _Side:

@@ -115,6 +115,28 @@ def test_compiled_code_is_compared_with_itself():
     assert found, found
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (True, {"deterministic": True}),
+        ({"max_autotune": False}, {"deterministic": True, "max_autotune": False}),
+        ({"deterministic": False}, {"deterministic": False}),
+        ("aot_eager", "aot_eager"),
+    ],
+)
+def test_kernels_of_both_copies_are_not_chosen_by_their_time(monkeypatch, given, expected):
+    class Asked(Exception):
+        pass
+
+    def graph(module, *, compile):
+        raise Asked(compile)
+
+    monkeypatch.setattr("packgraph.verification.module.graph", graph)
+    with pytest.raises(Asked) as found:
+        packgraph.verify(layers(), batches(), compile=given)
+    assert found.value.args == (expected,)
+
+
 def test_no_floating_point_output_needs_a_loss():
     class Ids(nn.Linear):
         def forward(self, x):
