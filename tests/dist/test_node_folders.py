@@ -15,9 +15,14 @@ from packgraph.parallel.heartbeat import LOST
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train import node_folders
-from packgraph.train.checkpoint import latest_checkpoint, load_state, load_tensors, save_checkpoint
-from packgraph.train.checkpoint_reader import CheckpointError, tensor_entries
-from packgraph.train.config import ConfigError
+from packgraph.train.checkpoint.reader import CheckpointError, tensor_entries
+from packgraph.train.checkpoint.writer import (
+    latest_checkpoint,
+    load_state,
+    load_tensors,
+    save_checkpoint,
+)
+from packgraph.train.config.reading import ConfigError
 from packgraph.train.node_folders import checkpoint_here, find_nodes
 from packgraph.train.run_folder import begin_in
 

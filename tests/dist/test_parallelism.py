@@ -12,8 +12,8 @@ from trainkit import RandomPacks, tiny, trainer
 
 from packgraph.parallel.mesh import Axis, Layout, Mesh
 from packgraph.parallel.pieces import collect
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import ParallelConfig
 from packgraph.train.parallelisms import PARALLELISMS
 from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer

@@ -12,8 +12,8 @@ from distkit import run_ranks
 
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
-from packgraph.train.checkpoint import save_checkpoint
-from packgraph.train.checkpoint_reader import CheckpointError
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.writer import save_checkpoint
 from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import check_shared
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from packgraph.parallel.mesh import Axis, Layout
 from packgraph.parallel.parallelism import Parallelism
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.sections import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

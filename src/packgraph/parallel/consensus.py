@@ -1,8 +1,8 @@
-"""Captures that ranks make together: a failure of one is a failure of all, and nobody waits for
-ever.
+"""Captures that ranks make together: if any rank fails, all fall back, and waits are bounded.
 
-    rank 0   capture ─▶ good ──┐ rank 1   capture ─▶ FAILS ─┼─▶ vote: "rank 1: ..." ─▶ all free the
-    graphs, and run these calls eagerly rank 2   capture ─▶ good ──┘
+    rank 0   capture ─▶ good ──┐
+    rank 1   capture ─▶ FAILS ─┼─▶ consensus: "rank 1: ..." ─▶ all free the graphs, and run
+    rank 2   capture ─▶ good ──┘                               these calls eagerly
 
 A capture runs its exchanges (a dry run on CUDA, all of it on a CPU), so a rank that fails in the
 middle may leave partners in one of them, where they cannot hear of it. They do not come to the vote

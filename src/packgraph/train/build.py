@@ -14,19 +14,16 @@ from packgraph.moe.dispatch.dispatcher import ExpertAssignment
 from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.autotune import Autotune
-from packgraph.train.context_rows import stage_tokens
-from packgraph.train.dynamic_context import rank_tokens, with_context_buckets
+from packgraph.train.checkpoint.weights import load_weights
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.executor import Executor
-from packgraph.train.experts import ExpertBalance, Overflow, make_stash
-from packgraph.train.offloading import make_offloading
+from packgraph.train.features.context import rank_tokens, stage_tokens, with_context_buckets
+from packgraph.train.features.moe import ExpertBalance, Overflow, make_stash
+from packgraph.train.features.offload import make_offloading
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import TrainConfig
 from packgraph.train.parallelisms import PARALLELISMS
-from packgraph.train.pipeline_runner import PipelineRunner
-from packgraph.train.runner import MicrobatchRunner, Runner
+from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner, StepRunner
 from packgraph.train.step import MicrobatchAssignment
-from packgraph.train.step_runner import StepRunner
-from packgraph.train.weights import load_weights
 
 
 def build_model(config: TrainConfig, device: torch.device) -> DecoderModel:

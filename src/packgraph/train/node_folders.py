@@ -29,8 +29,8 @@ from torch import Tensor
 
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.processes import from_all, on_each, on_first
-from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.checkpoint_state import WRITING, digest_of
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.run_files import WRITING, digest_of
 
 TOKEN = "shared-*.tmp"  # files by which ranks find out whether they see one folder
 PIECE = 16 * 2**20  # bytes

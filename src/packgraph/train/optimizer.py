@@ -27,8 +27,8 @@ from packgraph.parallel.data import FlatParameters, GradientBucket
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
-from packgraph.train.experts import ExpertBalance, Overflow
-from packgraph.train.options import OptimizerConfig
+from packgraph.train.config.sections import OptimizerConfig
+from packgraph.train.features.moe import ExpertBalance, Overflow
 from packgraph.train.spikes import Limits
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_

@@ -18,10 +18,14 @@ from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.parallel.parallelism import Parallelism
 from packgraph.parallel.tensor import parallelize, tensor_problems
-from packgraph.train.context_rows import places_multiple, stage_tokens
-from packgraph.train.dynamic_context import context_problems_of_run, rank_tokens
-from packgraph.train.experts import make_buffers
-from packgraph.train.options import TrainConfig
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.features.context import (
+    context_problems_of_run,
+    places_multiple,
+    rank_tokens,
+    stage_tokens,
+)
+from packgraph.train.features.moe import make_buffers
 
 
 class DataParallelism(Parallelism):

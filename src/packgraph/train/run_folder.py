@@ -1,4 +1,5 @@
-"""The folder of a run: which one it is, and that no finished work is overwritten.
+"""The folder of a run: which one it is, what it says of its configuration, and that no finished
+work is overwritten.
 
     runs/NAME/  config.json  metrics.jsonl  tensorboard/  checkpoints/  summary.json
 
@@ -12,6 +13,11 @@ When a run begins in its folder (`begin_in`), all ranks must see one file system
 killed process left is gone. Every rank writes its shards into the folder, and rank 0 declares the
 checkpoint whole. Where the folder is one of each node's own, no checkpoint would ever be; so the
 run is refused before it computes anything, or gathers them (`node_folders.py`) if it was told so.
+
+config.json is written at every start, with a checksum, and every checkpoint holds the configuration
+that it was saved under. A config.json that is empty, damaged or edited does not decide what a
+resumed run trains: the newest checkpoint that says so does. (A damaged file and an edited one look
+alike; values are changed by options.)
 """
 
 import errno
@@ -19,15 +25,29 @@ import fcntl
 import re
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.processes import from_all, on_each, on_first
-from packgraph.train.checkpoint import remove_leftovers
-from packgraph.train.config import ConfigError, differences, read_config, to_dict
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.writer import (
+    STATE,
+    checkpoints_by_step,
+    read_state,
+    remove_leftovers,
+)
+from packgraph.train.config.reading import (
+    ConfigError,
+    ConfigLayer,
+    differences,
+    load_file,
+    read_config,
+    to_dict,
+)
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.metrics import BOARD, METRICS
 from packgraph.train.node_folders import (
     TOKEN,
@@ -37,11 +57,18 @@ from packgraph.train.node_folders import (
     shared_folder,
     write_token,
 )
-from packgraph.train.options import TrainConfig
-from packgraph.train.run_files import RunFileError, sync_folder, writing
-from packgraph.train.stored_config import CHECKPOINTS, CONFIG, stored_config
+from packgraph.train.run_files import (
+    CHECKSUM,
+    RunFileError,
+    parse_json,
+    read_json,
+    sync_folder,
+    writing,
+)
 
 PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.json"
 SUMMARY = "summary.json"
 CLAIM = ".claim"  # locked by the process that writes the run
 FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, BOARD, "offload")
@@ -425,3 +452,69 @@ def _clean(checkpoints: Path) -> None:
         "Remove `.writing-*` and `.replaced-*` there by hand, or choose another --run.name",
     ):
         remove_leftovers(checkpoints)
+
+
+class StoredConfig(NamedTuple):
+    """Values of a run. note: what is to be said if they are not those of config.json."""
+
+    layer: ConfigLayer
+    note: str | None = None
+
+
+def stored_config(folder: Path) -> StoredConfig:
+    """The configuration of the run in `folder`.
+
+    Raises:
+        ConfigError: If config.json cannot be read or is damaged, and no checkpoint holds the
+            configuration.
+    """
+    path = folder / CONFIG
+    values = read_json(path)
+    if values and _has_checksum(path):
+        return StoredConfig(ConfigLayer(str(path), values))
+    for checkpoint in checkpoints_by_step(folder / CHECKPOINTS):
+        try:
+            stored = read_state(checkpoint).state.get("config")
+        except CheckpointError:
+            continue
+        if isinstance(stored, Mapping):
+            return StoredConfig(
+                ConfigLayer(str(checkpoint / STATE), stored),
+                (
+                    f"{path} is missing, damaged or was edited: the configuration is that of "
+                    f"{checkpoint}, and is written "
+                    "anew; values are changed by options"
+                ),
+            )
+    # Of a run before configurations had checksums, or one that nothing can be said of.
+    layer = load_file(path)
+    if not values and layer.values:
+        raise ConfigError(
+            [
+                f"{path}: damaged or edited: its checksum differs, and no checkpoint holds the "
+                f"configuration. If you have edited it, remove its line {CHECKSUM!r}"
+            ]
+        )
+    return StoredConfig(layer)
+
+
+def config_layer(path: Path, resume: bool) -> ConfigLayer:
+    """The values of a config file; for a run to go on, those that `stored_config` finds for its
+    config.json.
+
+    Raises:
+        ConfigError: If it cannot be read.
+    """
+    if resume and path.name == CONFIG and (path.parent / CHECKPOINTS).is_dir():
+        return stored_config(path.parent).layer
+    return load_file(path)
+
+
+def _has_checksum(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        content: Any = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and CHECKSUM in content

@@ -1,7 +1,7 @@
 """A training run: documents to packs to graphs to a trained model.
 
-    packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW ─▶ numbers of the step before ─▶
-    log, checkpoint
+    packs ─▶ take_step ─▶ forward, backward of each ─▶ clip, AdamW
+          ─▶ numbers of the step before ─▶ log, checkpoint
 
 The host never waits for the device within a step; the numbers of a step are read after the next one
 was launched. Several processes run the same loop over the same packs and take their share of each
@@ -29,33 +29,38 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
-from packgraph.train.checkpoint import (
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.writer import (
     FoundCheckpoint,
     best_checkpoint,
     load_tensors,
     newest_whole_checkpoint,
     save_checkpoint,
 )
-from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.config import to_dict
+from packgraph.train.config.reading import to_dict
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
-from packgraph.train.dynamic_context import rank_tokens
 from packgraph.train.executor import add_counts
-from packgraph.train.experts import restore_room, room_of_experts
+from packgraph.train.features.context import (
+    is_wanted,
+    measured_cost,
+    put_back,
+    rank_tokens,
+    slowest_rank,
+    time_row,
+)
+from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import learning_rate_at
-from packgraph.train.options import TrainConfig
 from packgraph.train.progress import LeftOut, ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.retry import StepRetries
-from packgraph.train.row_timing import is_wanted, measured_cost, put_back, slowest_rank, time_row
 from packgraph.train.run_files import read_json, write_json, writing
-from packgraph.train.run_folder import SUMMARY
+from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import MOST_IN_A_ROW, MOST_RETURNS, Spikes
 from packgraph.train.step import MicrobatchAssignment, count_loss_tokens, take_step
-from packgraph.train.stored_config import CHECKPOINTS, CONFIG
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state

@@ -2,9 +2,9 @@
 
 from packgraph.graphs.stages import scope_errors
 from packgraph.models.decoder import named_stages
-from packgraph.train.experts import exchange_problems
-from packgraph.train.offloading import offload_problems
-from packgraph.train.options import TrainConfig
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.features.moe import exchange_problems
+from packgraph.train.features.offload import offload_problems
 from packgraph.train.parallelisms import PARALLELISMS, known_capacities
 
 FEWEST_TOKENS = 2  # of a document with a token to predict

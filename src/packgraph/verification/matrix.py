@@ -11,7 +11,7 @@ which ranks share rows: always, and in groups whose size changes with every micr
 `SwitchingSteps` are hard on dynamic context parallelism: every microbatch has other groups than the
 one before.
 
-    wave    0   1   2   3     4 ...
+    microstep    0   1   2   3     4 ...
     ranks   1   4   2   1     4          per row, on 4 ranks: whatever a graph or a communicator has
                                          left behind meets another size at once
 
@@ -34,7 +34,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.mesh import Layout, context_sizes, make_mesh
-from packgraph.train.options import (
+from packgraph.train.config.sections import (
     GraphConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -81,15 +81,15 @@ class SwitchingSteps:
         self._world, self._rank_tokens, self._places = world, rank_tokens, sorted(places)
         self._sizes = [sizes[0], *reversed(sizes[1:])]
         self._vocabulary, self._draw = vocabulary, random.Random(seed)
-        self._waves = self._steps = 0
+        self._microsteps = self._steps = 0
 
     def next_step(self) -> list[PackedBatch]:
-        """The packs of a step, wave by wave and by first rank."""
+        """The packs of a step, microstep by microstep and by first rank."""
         packs: list[PackedBatch] = []
         for _ in range(WAVES[self._steps % len(WAVES)]):
-            size = self._sizes[self._waves % len(self._sizes)]
+            size = self._sizes[self._microsteps % len(self._sizes)]
             packs += [self._row(size * self._rank_tokens) for _ in range(self._world // size)]
-            self._waves += 1
+            self._microsteps += 1
         self._steps += 1
         return packs
 

@@ -24,7 +24,7 @@ from packgraph.ops.linear import (
 )
 from packgraph.packing.pack import pack
 from packgraph.parallel.tensor import tensor_problems
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import (
     CAPACITIES,
@@ -98,7 +98,7 @@ def test_a_toy_product_adds_to_gradients_in_compiled_layers(toy, monkeypatch):
     """By torch's tracing compiler, not the one that generates code."""
     by_tracing = partial(graph, compile="aot_eager")
     monkeypatch.setattr(
-        "packgraph.train.runner.graph", lambda *given, compile, **rest: by_tracing(*given, **rest)
+        "packgraph.train.runners.graph", lambda *given, compile, **rest: by_tracing(*given, **rest)
     )
     config = named(tiny_experts_config("layer", 0.0, 5), toy)
     graphs = replace(config.graph, compile=True, capacities=CAPACITIES[:1])

@@ -31,7 +31,8 @@ from malformedkit import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from packgraph import cli
-from packgraph.train.checkpoint_state import digest_of, write_state
+from packgraph.train.checkpoint.writer import write_state
+from packgraph.train.run_files import digest_of
 
 
 @pytest.fixture(scope="session")

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from packgraph.packing.capacity import Capacity
-from packgraph.train.bucket_options import BucketConfig
-from packgraph.train.config import ConfigError, to_dict
-from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
-from packgraph.train.optimizer import Optimizer, learning_rate_at
-from packgraph.train.options import (
+from packgraph.train.config.presets import PRESETS, preset
+from packgraph.train.config.reading import ConfigError, to_dict
+from packgraph.train.config.sections import (
+    BucketConfig,
     GraphConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.presets import PRESETS, preset
+from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, read_metrics, summarize
+from packgraph.train.optimizer import Optimizer, learning_rate_at
 from packgraph.train.run_files import RunFileError, write_json
 from packgraph.train.run_folder import (
     CHECKPOINTS,
