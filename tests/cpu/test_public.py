@@ -29,6 +29,7 @@ NAMES = {
     "packed_attention",
     "plan_buckets",
     "recompute",
+    "replicate",
     "verify",
 }
 
