@@ -536,11 +536,11 @@ def _plan_data(words: list[str]) -> int:
 def _plan_memory(words: list[str]) -> int:
     from packgraph.train.config.presets import PRESETS
     from packgraph.train.config.reading import ConfigError
-    from packgraph.train.plan_memory import USAGE, MemoryArguments, plan_memory_choices
+    from packgraph.train.plan_memory import USAGE, PlanMemoryArguments, plan_memory_choices
 
-    read = _read("plan memory", words, MemoryArguments())
+    read = _read("plan memory", words, PlanMemoryArguments())
     if read.own.help:
-        return _help(USAGE, MemoryArguments())
+        return _help(USAGE, PlanMemoryArguments())
     if problems := read.own.problems():
         raise ConfigError([*read.overrides.problems, *problems])
     preset = read.own.preset
@@ -653,7 +653,7 @@ def _completion(words: list[str]) -> int:
     from packgraph.train.config.command_line import completion_script, leaves, parse_arguments
     from packgraph.train.config.presets import PRESETS
     from packgraph.train.plan import PlanArguments
-    from packgraph.train.plan_memory import MemoryArguments
+    from packgraph.train.plan_memory import PlanMemoryArguments
 
     asked = parse_arguments(words, CompletionArguments()).own
     if asked.help:
@@ -666,7 +666,7 @@ def _completion(words: list[str]) -> int:
     options = {
         "train": [*leaves(TrainArguments()), *config],
         "verify": [*leaves(VerifyArguments()), *config],
-        "plan memory": [*leaves(MemoryArguments()), *config],
+        "plan memory": [*leaves(PlanMemoryArguments()), *config],
         "plan": list({leaf.option: leaf for leaf in plan}.values()),
         "export": list(leaves(ExportArguments())),
         "presets": list(leaves(CommandArguments())),

@@ -29,7 +29,7 @@ BRANCHES = ("attn", "mamba", "mlp", "moe")
 What = str | Collection[str]
 
 
-def recompute(module: nn.Module, what: What) -> None:
+def recompute(module: nn.Module, what: What) -> nn.Module:
     """Lets the backward compute activations again instead of keeping them for it.
 
     Outputs and gradients keep their bits. Graphs of the module are captured again at their next
@@ -43,6 +43,9 @@ def recompute(module: nn.Module, what: What) -> None:
             `["attn", "mlp"]`, that are recomputed in full. For transformers models, whose gradient
             checkpointing this turns on or off, `none` or `full`.
 
+    Returns:
+        The module, the same object.
+
     Raises:
         ValueError: If it cannot be recomputed, with all reasons.
 
@@ -52,16 +55,15 @@ def recompute(module: nn.Module, what: What) -> None:
         ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_layers=2,
         ...     num_heads=2, num_kv_heads=1, head_dim=4,
         ... ))
-        >>> packgraph.recompute(model, "full")
+        >>> model = packgraph.recompute(model, "full")
         >>> [stage.recompute for stage in model.stages()]
         ['', 'full', 'full', 'full', 'full', '']
     """
-    if isinstance(module, GraphedModule):
-        module = control(module).module
-    layers = [part for part in module.modules() if isinstance(part, DecoderLayer)]
+    inner = control(module).module if isinstance(module, GraphedModule) else module
+    layers = [part for part in inner.modules() if isinstance(part, DecoderLayer)]
     if not layers:
-        _checkpoint_live(module, what)
-        return
+        _checkpoint_live(inner, what)
+        return module
     problems = recompute_problems(what, [name for layer in layers for name in _names(layer)])
     found = [{name: kind_of(name, what) for name in _names(layer)} for layer in layers]
     for layer, kinds in zip(layers, found, strict=True):
@@ -70,6 +72,7 @@ def recompute(module: nn.Module, what: What) -> None:
         raise ValueError("; ".join(dict.fromkeys(problems)))
     for layer, kinds in zip(layers, found, strict=True):
         layer.recompute = {name: kind for name, kind in kinds.items() if kind}
+    return module
 
 
 def kind_of(stage: str, what: What) -> str:

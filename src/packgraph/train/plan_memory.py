@@ -37,7 +37,7 @@ from the shape of the model; nothing is run, no GPU is needed.
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryArguments(CommandArguments):
+class PlanMemoryArguments(CommandArguments):
     """Own options of `packgraph plan memory`."""
 
     preset: str | None = option(
@@ -76,7 +76,7 @@ class MemoryArguments(CommandArguments):
 
 
 @dataclass(frozen=True)
-class Choice:
+class MemoryChoice:
     """One way to hold activations. device, host: bytes there at the peak; time: over that of
     keeping everything. fits: None where the device's memory is not known."""
 
@@ -88,7 +88,7 @@ class Choice:
     fits: bool | None
 
 
-def memory_choices(config: TrainConfig, asked: MemoryArguments) -> list[Choice]:
+def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[MemoryChoice]:
     """All choices for a row, none first."""
     model, tokens = config.model, asked.tokens
     sized = replace(
@@ -117,7 +117,7 @@ def memory_choices(config: TrainConfig, asked: MemoryArguments) -> list[Choice]:
             device = need.state + head + working + round(near)
             fits = None if (limit := asked.limit()) is None else device <= limit
             host = kept if offload else 0
-            found.append(Choice(kind, offload, device, host, spent / (3 * forward_s), fits))
+            found.append(MemoryChoice(kind, offload, device, host, spent / (3 * forward_s), fits))
     return found
 
 
@@ -147,7 +147,7 @@ def _operations(model: DecoderConfig, tokens: int, length: int) -> float:
     return float(2 * token_weights(model) * tokens + beside)
 
 
-def plan_memory_choices(config: TrainConfig, asked: MemoryArguments) -> str:
+def plan_memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> str:
     """The table, or JSON."""
     choices = memory_choices(config, asked)
     if asked.json:
@@ -173,7 +173,7 @@ def plan_memory_choices(config: TrainConfig, asked: MemoryArguments) -> str:
     return "\n".join([title, "", *aligned(rows)]) + "\n"
 
 
-def _moves(choice: Choice) -> str:
+def _moves(choice: MemoryChoice) -> str:
     if not choice.offload:
         return "-"
     return "everything" if choice.recompute == NONE else "layer_input"

@@ -6,7 +6,7 @@ import pytest
 
 from packgraph.cli import main
 from packgraph.train.config.presets import PRESETS
-from packgraph.train.plan_memory import MemoryArguments, memory_choices
+from packgraph.train.plan_memory import PlanMemoryArguments, memory_choices
 
 CHOICES = [
     ("none", False),
@@ -19,7 +19,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_less_memory_takes_more_time(preset):
-    found = memory_choices(PRESETS[preset](), MemoryArguments(tokens=65536))
+    found = memory_choices(PRESETS[preset](), PlanMemoryArguments(tokens=65536))
     assert [(choice.recompute, choice.offload) for choice in found] == CHOICES
     none, selective, full, moved, both = found
     assert none.device > selective.device > full.device > both.device > 0
