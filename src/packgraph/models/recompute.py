@@ -140,17 +140,26 @@ SHARED = (
 
 def _checkpoint_live(module: nn.Module, what: What) -> None:
     """Gradient checkpointing of the transformers model in `module`, on or off."""
-    models = [part for part in module.modules() if hasattr(part, "gradient_checkpointing_enable")]
-    if not models:
+    found = next(
+        (
+            (part, name)
+            for part in module.modules()
+            for name in ("activation_checkpointing", "gradient_checkpointing")  # new and old name
+            if hasattr(part, f"{name}_enable")
+        ),
+        None,
+    )
+    if found is None:
         raise ValueError(
             f"{type(module).__name__} holds no decoder of packgraph.models and no transformers "
             "model: give its own stages packgraph.Stage(recompute=...), or call "
             "torch.utils.checkpoint(use_reentrant=False) in its forward"
         )
+    model, name = found
     if what == NONE:
-        models[0].gradient_checkpointing_disable()  # type: ignore[operator]
+        getattr(model, f"{name}_disable")()
     elif what == FULL:
-        models[0].gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        getattr(model, f"{name}_enable")({"use_reentrant": False})
     else:
         raise ValueError(
             f"a transformers model recomputes whole layers or nothing: {FULL!r} or {NONE!r}, not "
