@@ -15,12 +15,14 @@ import difflib
 from collections.abc import Collection, Sequence
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from packgraph.graphs.checkpointed import FULL, SELECTIVE
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.stages import in_scope
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.layers.moe import MoEBlock
+from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher
 
 NONE = "none"
@@ -68,6 +70,8 @@ def recompute(module: nn.Module, what: What) -> nn.Module:
     found = [{name: kind_of(name, what) for name in _names(layer)} for layer in layers]
     for layer, kinds in zip(layers, found, strict=True):
         problems += _expert_problems(layer, [name for name, kind in kinds.items() if kind])
+    if any(kind for kinds in found for kind in kinds.values()) and _exchanges(inner):
+        problems.append(EXCHANGES)
     if problems:
         raise ValueError("; ".join(dict.fromkeys(problems)))
     for layer, kinds in zip(layers, found, strict=True):
@@ -127,6 +131,13 @@ def _expert_problems(layer: DecoderLayer, stages: Sequence[str]) -> list[str]:
     return problems
 
 
+def _exchanges(module: nn.Module) -> bool:
+    """Whether layers exchange data between ranks: split matrices, or rows spread over ranks."""
+    return any(isinstance(value, DTensor) for value in module.parameters()) or any(
+        isinstance(part, DecoderStack) and part.contexts for part in module.modules()
+    )
+
+
 OTHERS = "name the other stages, such as attn or attn,mlp"
 STASHED = (
     f"moe stages cannot be recomputed where experts keep their rows in a stash: {OTHERS}, or train "
@@ -135,6 +146,12 @@ STASHED = (
 SHARED = (
     "moe stages cannot be recomputed where ranks share experts: the backward would exchange tokens "
     f"once more; {OTHERS}"
+)
+
+
+EXCHANGES = (
+    "stages that exchange data between ranks cannot be recomputed yet: the backward would exchange "
+    "once more"
 )
 
 

@@ -213,6 +213,16 @@ def test_unknown_choices_are_refused(what, message):
         packgraph.recompute(DecoderModel(MODELS["dense"], seed=1), what)
 
 
+def test_rows_that_ranks_share_and_stashed_experts_are_refused():
+    model = DecoderModel(MODELS["experts"], seed=1)
+    model.contexts[2] = None
+    model.layers["1"].mlp.stash = object()
+    with pytest.raises(ValueError, match="in a stash.*exchange data between ranks"):
+        packgraph.recompute(model, "full")
+    packgraph.recompute(model, "none")
+    assert not any(stage.recompute for stage in model.stages())
+
+
 def test_a_module_without_layers_is_refused():
     with pytest.raises(ValueError, match="holds no decoder"):
         packgraph.recompute(torch.nn.Linear(2, 2), "full")

@@ -17,6 +17,7 @@ from packgraph.graphs.stages import in_scope
 from packgraph.models.decoder import named_stages
 from packgraph.models.layers.decoder import COMPILED_ROUTER, DecoderLayer
 from packgraph.models.recompute import (
+    EXCHANGES,
     FULL,
     KINDS,
     SHARED,
@@ -28,10 +29,6 @@ from packgraph.models.recompute import (
 from packgraph.train.config.sections import TrainConfig
 
 AUTO = "auto"
-EXCHANGES = (
-    "stages that exchange data between ranks cannot be recomputed yet: the backward would exchange "
-    "once more"
-)
 
 
 def recomputed_stages(config: TrainConfig) -> dict[str, str]:
