@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as _DDP
+from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
@@ -173,7 +174,7 @@ class Control:
         self.device = tensor.device if tensor is not None else torch.device("cpu")
         self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
         self._slots = Slots(self._backend, self.device, slots)
-        self._warm_calls_left = warmup
+        self._warm_calls_left = {True: warmup, False: warmup}  # with gradients, and without
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
         self._lock = threading.RLock()  # of what is noted here; not held while the module runs
         self._calls = Calls(self.device, _weakly(self._slots.in_flight_elsewhere))
@@ -243,10 +244,31 @@ class Control:
         if is_traced():  # whatever follows is no part of what is traced
             self.stats.fell_back(fallback.TRACED)
             return self.module(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            return self._call_for_inference(args, kwargs)
         with self._calls:
             handle = self._acquire(args, kwargs)
             if not isinstance(handle, str):
                 return handle.replay(args, kwargs)
+        return self.fall_back(handle, args, kwargs)
+
+    def _call_for_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in inference mode, by graphs that were captured with gradients off: they need
+        tensors with versions. Eager code, which may ask for its mode, runs in inference mode."""
+        with self._lock:
+            self._turn()
+            whole = all(run.captured for run in self._capturer.program.runs)
+        if torch.is_grad_enabled() or not whole:
+            return self.fall_back(fallback.INFERENCE, args, kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        with torch.inference_mode(False), torch.no_grad(), self._calls:
+            copies = {id(leaf): leaf.clone() for leaf in given if leaf.is_inference()}
+            own = tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
+            handle = self._acquire(*own)
+            if not isinstance(handle, str):
+                before = {id(copies[id(leaf)]): leaf for leaf in given if id(leaf) in copies}
+                result = handle.replay(*own)
+                return tree_map(lambda leaf: before.get(id(leaf), leaf), result)
         return self.fall_back(handle, args, kwargs)
 
     def acquire(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
@@ -279,6 +301,7 @@ class Control:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ReplayHandle | Signature | str:
         """A slot with graphs; the reason to run eagerly; or the signature of a call to capture."""
+        self._turn()
         state, cache = self._capturer.state, self._capturer.cache
         holds = self._frozen is not None or (state is not None and state.holds())
         if not holds or self._refusal is not None or _DDP._active_ddp_module is not None:
@@ -288,7 +311,7 @@ class Control:
         reason = self._reason_of_call(args, kwargs)
         if reason is not None:
             return reason
-        key = call_key(args, kwargs, self.device)
+        key = call_key(args, kwargs, self.device, self._capturer.training)
         if key is None:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
@@ -299,6 +322,13 @@ class Control:
                 ready[0].release()
         call = self._look(args, kwargs)
         return call if isinstance(call, str) else self._take(call, args, kwargs) or call
+
+    def _turn(self) -> None:
+        """Take up the mode that the module is in now. Nothing is known to be frozen in another
+        one."""
+        if self.module.training is not self._capturer.training:
+            self._capturer.turn(self.module.training)
+            self._frozen = None
 
     def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
         self.stats.replayed += 1
@@ -320,7 +350,7 @@ class Control:
         return self._calls.capture()
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | str:
-        call = signature(args, kwargs, self.device)
+        call = signature(args, kwargs, self.device, self._capturer.training)
         if call is None:
             return fallback.NO_KEY
         if self._capturer.failed(call.key):
@@ -377,6 +407,7 @@ class Control:
         nobody replaces `.grad` of its parameters in between, as another graphed module with the
         same parameters would.
         """
+        self._turn()
         if self._capturer.state is not None and self._check_state() is None:
             self._frozen = object()
         try:
@@ -429,8 +460,9 @@ class Control:
                     f"tensors on {self.device}, packed batches and constants"
                 )
             calls.append((call, args))
-        calls.sort(key=lambda pair: pair[0].nbytes, reverse=True)
+        calls.sort(key=lambda pair: pair[0].size, reverse=True)
         with as_in_training(self.module), contextlib.ExitStack() as held:
+            self._turn()
             self._ask_for_refusal()
             if (
                 self._refusal is not None
@@ -474,8 +506,8 @@ class Control:
         self._notices.end()
 
     def warm_up(self, calls: int) -> None:
-        """At least the next `calls` calls run eagerly."""
-        self._warm_calls_left = max(self._warm_calls_left, calls)
+        """At least the next `calls` calls with gradients run eagerly."""
+        self._warm_calls_left[True] = max(self._warm_calls_left[True], calls)
 
     def forget(self, args: tuple[Any, ...]) -> int:
         """Free the graphs of calls like `args` in all slots; how many variants there were.
@@ -515,6 +547,7 @@ class Control:
                 f"pass tensors on {self.device}, packed batches and constants",
             )
         with as_in_training(self.module), self.alone() as free:
+            self._turn()
             if not free:
                 raise CaptureError(
                     "another thread is inside the module",
@@ -536,10 +569,6 @@ class Control:
             return reason
         if self._closed:
             return fallback.CLOSED
-        if not torch.is_grad_enabled():
-            return fallback.NO_GRAD
-        if not self.module.training:
-            return fallback.EVALUATION
         return reason_around()
 
     def _refused(self, state: ModuleState | None) -> str | None:
@@ -562,9 +591,11 @@ class Control:
         if known.seen_inside:
             return fallback.SEEN_INSIDE
         reason = undeclared(args, kwargs, self.capacities) if self.capacities else None
-        if reason is None and self._warm_calls_left > 0:
-            self._warm_calls_left -= 1
-            return fallback.WARM_UP
+        if reason is None and self._warm_calls_left[True] > 0:
+            grads = torch.is_grad_enabled()
+            if self._warm_calls_left[grads] > 0:
+                self._warm_calls_left[grads] -= 1
+                return fallback.WARM_UP
         return reason
 
     def _is_patched(self) -> bool:
@@ -595,7 +626,7 @@ class Control:
             )
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
-            key = call_key(args, kwargs, self.device)
+            key = call_key(args, kwargs, self.device, self.module.training)
             self._output_gradients.watch(key, open_objects(result))
         return result
 
@@ -618,13 +649,15 @@ class Control:
             self._closed
             or self._refusal is not None
             or self._is_patched()
-            or not (torch.is_grad_enabled() and self.module.training)
+            or torch.is_inference_mode_enabled()
             or undeclared(args, kwargs, self.capacities) is not None
         ):
             return False
         cache = self._capturer.cache
         with self._lock:
-            call = signature(args, kwargs, self.device)
+            if not capturing():
+                self._turn()
+            call = signature(args, kwargs, self.device, self.module.training)
             if call is None or cache.has_failed(call.key):
                 return False
             # of a whole step: the module has aliases for parameters now, and nothing can be tried

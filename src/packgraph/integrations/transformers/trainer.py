@@ -162,9 +162,8 @@ class PackedTrainer(_Trainer):
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         self._packed.training = self.model.training  # the trainer switches its model alone
-        call = self.graphed if torch.is_grad_enabled() else self._packed
         with self.accelerator.autocast():
-            losses = [call(self._placed(pack), num_items_in_batch) for pack in packs]
+            losses = [self.graphed(self._placed(pack), num_items_in_batch) for pack in packs]
         return sum(losses, torch.zeros((), device=self.args.device)) if losses[1:] else losses[0]
 
     def prediction_step(
