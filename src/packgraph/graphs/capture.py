@@ -255,8 +255,13 @@ class Capturer:
             warn(f"capturing again: {error}")
         if self._may_capture_now():
             self.cache.forgive()
-        self._other_mode = self.program, None
-        self._stats.dropped("module changed", self._slots.clear())
+        self.start_over("module changed")
+
+    def start_over(self, reason: str) -> None:
+        """Frees all graphs, counted under `reason`, and forgets what they hold for."""
+        self.state, self._other_mode = None, (self.program, None)
+        self._moved = None
+        self._stats.dropped(reason, self._slots.clear())
         self._buffers = GradientBuffers(self._slots.launches)
         self._gradients.forget()
         self._dry_runs.clear()

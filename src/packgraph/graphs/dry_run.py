@@ -275,18 +275,12 @@ class _CheckedRun:
         self.seen.calls.note(
             (
                 "returns",
-                *[
-                    repr(leaf)
-                    for leaf in tree_leaves(result)
-                    if not isinstance(leaf, torch.Tensor)
-                ],
+                *[repr(leaf) for leaf in tree_leaves(result) if not isinstance(leaf, torch.Tensor)],
             )
         )
         if self.whole:
             leaves = tree_leaves(result)
-            self.ends = [
-                ([leaves[number] for number in self.gradients.expected(leaves)], inputs)
-            ]
+            self.ends = [([leaves[number] for number in self.gradients.expected(leaves)], inputs)]
         self.walked.clear()
         while self.ends:
             self._backward(*self.ends.pop())

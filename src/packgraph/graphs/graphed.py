@@ -27,6 +27,8 @@ from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
 from packgraph.graphs.key import Signature, call_key, signature, undeclared
+from packgraph.graphs.memory.allocator import free_memory
+from packgraph.graphs.memory.host_weights import HostWeights
 from packgraph.graphs.notices import Notices, detail
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
 from packgraph.graphs.parameters import module_generators
@@ -188,6 +190,7 @@ class Control:
             self._notices,
         )
         self._closed = False
+        self._released: HostWeights | None = None
         self._frozen: object | None = None  # a block in which the module does not change
         self._forward_of_class = getattr(type(module), "forward", None)
         weakref.finalize(self, self._notices.end)
@@ -450,6 +453,7 @@ class Control:
         as in a call. Captures what training will call: a module in evaluation mode is switched for
         the time, gradients are on.
         """
+        self._refuse_released()
         calls = []
         for args in samples:
             call = signature(args, {}, self.device)
@@ -505,6 +509,55 @@ class Control:
         self._slots.clear()
         self._notices.end()
 
+    def release(self) -> int:
+        """Free all graphs and pools, and move the module's weights to host memory, between steps:
+        for another program on the same device, such as an inference engine.
+
+        Parameters, buffers and their gradients become pinned tensors of the host; their device
+        memory goes back to the driver. Other tensors stay: those of an optimizer, and those that
+        modules keep without registering them. A call before `restore` is an error.
+
+        Returns:
+            Bytes of weights that left the device.
+
+        Raises:
+            RuntimeError: A microbatch is in flight, another thread is inside the module, or the
+                weights are released already.
+            ValueError: A tensor is distributed, or its memory is not torch's.
+        """
+        self._refuse_released()
+        with self.alone() as free:
+            if not free or self._slots.in_flight():
+                raise RuntimeError(
+                    "release() between steps only: a microbatch waits for its backward, or another "
+                    "thread is inside the module"
+                )
+            self._released, self._frozen = HostWeights(self.module), None
+            self._capturer.start_over("weights were released")
+        free_memory(self.device)
+        return self._released.nbytes
+
+    def restore(self) -> None:
+        """Bring the weights back that `release` has moved, with the values that they have on the
+        host now. Storages are those of before, so optimizers and tied weights see them; calls are
+        captured again.
+
+        Raises:
+            RuntimeError: They are there.
+            torch.OutOfMemoryError: The device has no memory for them; another try may follow.
+        """
+        if self._released is None:
+            raise RuntimeError("the weights are there: restore() follows release()")
+        self._released.put_back()
+        self._released = None
+
+    def _refuse_released(self) -> None:
+        if self._released is not None:
+            raise RuntimeError(
+                "the weights were released and lie in host memory: call "
+                "packgraph.control(graphed).restore() first"
+            )
+
     def warm_up(self, calls: int) -> None:
         """At least the next `calls` calls with gradients run eagerly."""
         self._warm_calls_left[True] = max(self._warm_calls_left[True], calls)
@@ -537,6 +590,7 @@ class Control:
 
         Raises CaptureError where a capture could not begin.
         """
+        self._refuse_released()
         refused, call = find_unsupported(self.module), signature(args, {}, self.device)
         if refused is not None:
             raise CaptureError(refused.what, user_line(), refused.remedy)
@@ -564,6 +618,7 @@ class Control:
 
     def _reason_around(self) -> str | None:
         """Why no call can be a replay where this one is made."""
+        self._refuse_released()
         reason = fallback.bypass_reason()
         if reason is not None:
             return reason

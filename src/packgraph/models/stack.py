@@ -9,8 +9,9 @@ layers share. Only the last has a head; the others end with hidden states.
 State: batch, tokens_in_step and, where the row is spread over ranks, context from `begin`; hidden
 [T, H] from `embed`, and for layers that read them rotary (cos, sin; empty where positions turn
 nothing), attention (metadata) and documents (int32 [T], -1 in padding, of all ranks' rows); the
-head leaves output alone. Padding rows of hidden start as exact zeros, so that nothing a padding token
-holds reaches a result, and stay finite from there on; their gradients are zeros from the head on.
+head leaves output alone. Padding rows of hidden start as exact zeros, so that nothing a padding
+token holds reaches a result, and stay finite from there on; their gradients are zeros from the head
+on.
 
 Where the row is cut in zigzag, `embed` adds rows, which say what of the row is this rank's.
 """
@@ -150,8 +151,9 @@ class DecoderStack(nn.Module):
         them. output: a host constant; `log_probabilities` gives those of the labels, float32 [T], 0
         where there is none, `log_probabilities_and_entropies` gives [2, T], with entropies in the
         second row, `hidden` the normed states [T, H] that the head reads, zero in padding; all of
-        this rank's rows where rows are spread. Raises ValueError for a number that the model has no group for or that does not divide
-        T, and for documents that do not fit in T when they are padded as zigzag needs it.
+        this rank's rows where rows are spread. Raises ValueError for a number that the model has no
+        group for or that does not divide T, and for documents that do not fit in T when they are
+        padded as zigzag needs it.
         """
         return run_stages(self, batch, tokens_in_step, hidden, context, output)
 

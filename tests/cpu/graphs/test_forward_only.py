@@ -5,9 +5,6 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
-
-import packgraph
 from helpers.graphkit import (
     differences,
     make_toy,
@@ -16,6 +13,9 @@ from helpers.graphkit import (
     toy_loss,
     train,
 )
+from torch import nn
+
+import packgraph
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.stages import Stage, run_stages
@@ -302,8 +302,10 @@ def test_warm_up_is_counted_for_calls_without_gradients_until_training_has_had_i
 def test_modes_are_captured_as_they_are():
     class Asks(nn.Linear):
         def forward(self, x):
-            return super().forward(x) * (2.0 if torch.is_grad_enabled() else 3.0) * (
-                5.0 if self.training else 7.0
+            return (
+                super().forward(x)
+                * (2.0 if torch.is_grad_enabled() else 3.0)
+                * (5.0 if self.training else 7.0)
             )
 
     module = Asks(4, 4)

@@ -3,11 +3,11 @@ gradients."""
 
 import pytest
 import torch
+from helpers.graphkit import poison_free_slots
+from helpers.packed_families import build
 from torch import nn
 
 import packgraph
-from helpers.graphkit import poison_free_slots
-from helpers.packed_families import build
 from packgraph.integrations.transformers import packed
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.ops.log_probabilities import naive_log_probabilities

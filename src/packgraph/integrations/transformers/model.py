@@ -53,11 +53,11 @@ def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
     Args:
         model: A `PreTrainedModel` with a language-model head, of a family in
             `packgraph.integrations.transformers.FAMILIES`, or what PEFT makes of one.
-        output: What calls return that do not say it themselves: `loss`, the mean over the labels of the batch (or the sum of
-            token losses divided by `tokens_in_step`); `hidden`, the states [T, H] that the head
-            reads, zero in padding; `log_probabilities`, those of the labels, float32 [T], 0 where
-            there is none; `log_probabilities_and_entropies`, [2, T], with entropies in the second
-            row.
+        output: What calls return that do not say it themselves: `loss`, the mean over the labels
+            of the batch (or the sum of token losses divided by `tokens_in_step`); `hidden`, the
+            states [T, H] that the head reads, zero in padding; `log_probabilities`, those of the
+            labels, float32 [T], 0 where there is none; `log_probabilities_and_entropies`, [2, T],
+            with entropies in the second row.
 
     Returns:
         A module that is called with a `PackedBatch`.
