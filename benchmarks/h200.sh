@@ -27,7 +27,7 @@ bench() { # SECONDS WORDS...: one benchmark that begins nothing further after SE
         return
     fi
     ((seconds < left)) || seconds=$left
-    timeout -k 10 $((seconds + GRACE)) "$PYTHON" -m packgraph.cli bench "$@" --seconds "$seconds" --device cuda \
+    timeout -k 10 $((seconds + GRACE)) "$PYTHON" benchmarks/bench.py "$@" --seconds "$seconds" --device cuda \
         --out "$NAME.jsonl" ${COMMIT:+--commit "$COMMIT"} 2>>"$NAME.log"
     local code=$?
     echo "$SECONDS s: exit $code of: $*" >>"$NAME.log"

@@ -41,7 +41,7 @@ bench() { # SECONDS WORDS...: one benchmark that begins nothing further after SE
         return
     fi
     ((seconds < left)) || seconds=$left
-    within $((seconds + GRACE)) "$PYTHON" -m packgraph.cli bench moe --attention "$ATTENTION" --buckets 3 --calls 4 \
+    within $((seconds + GRACE)) "$PYTHON" benchmarks/bench.py moe --attention "$ATTENTION" --buckets 3 --calls 4 \
         --seconds "$seconds" --device cuda --out "$NAME.jsonl" ${COMMIT:+--commit "$COMMIT"} "$@" 2>>"$NAME.log"
 }
 

@@ -25,7 +25,7 @@ DRY=${DRY:-0}
 TINY=${TINY:-0}
 GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')}
 GRACE=35 # seconds until a job that was told to end is killed; torchrun gives its workers 30
-export PYTHONPATH="$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=${COLUMNS:-160}
+export PYTHONPATH="$PWD/src:$PWD/tests:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 COLUMNS=${COLUMNS:-160}
 if [ "$GPUS" != 4 ] && [ "$GPUS" != 8 ]; then
     echo "four or eight GPUs are needed, $GPUS are here; GPUS=4 makes use of four of more" >&2
     exit 2
@@ -94,7 +94,7 @@ bench() { # NAME SECONDS WORDS...: training steps with rows over one number of r
     local name=$1 seconds=$2
     shift 2
     [ "$TINY$GPUS" != 18 ] || return # the toy has four heads
-    job "$name" $((seconds + 40)) -m packgraph.cli bench context "$@" --seconds "$seconds" \
+    job "$name" $((seconds + 40)) benchmarks/bench.py context "$@" --seconds "$seconds" \
         --out "$OUT/h200_context.jsonl" ${COMMIT:+--commit "$COMMIT"}
 }
 

@@ -16,9 +16,9 @@ import time
 import torch
 
 from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
-from packgraph.bench.step import StepOptions, _StepBench
+from packgraph.bench.step import StepArguments, StepComparison
 from packgraph.bench.timing import Deadline
-from packgraph.bench.variants import Way, make_way
+from packgraph.bench.variants import Way
 from packgraph.graphs.cuda.backend import CudaGraph
 from packgraph.packing.batch import PackedBatch
 
@@ -63,7 +63,7 @@ def main() -> None:
     asked = parser.parse_args()
     device, watch = torch.device("cuda"), Watch()
     for tokens in asked.tokens:
-        options = StepOptions(
+        options = StepArguments(
             model=asked.model,
             layers=None,
             tokens=(tokens,),
@@ -77,8 +77,8 @@ def main() -> None:
             options.part, shape(options.model, options.layers), device, dtype_on(device)
         )
         zero_gradients([model])
-        bench = _StepBench(options, tokens, model, device, Deadline(None))
-        way = make_way("chunk", bench.setting)
+        bench = StepComparison(options, tokens, model, device, Deadline(None))
+        way = bench.make("chunk")
         batches = [batch.to(device) for batch in bench.draws]
         way.prepare(batches)
         with way.frozen():

@@ -15,11 +15,11 @@ import os
 
 import torch
 
+from packgraph.bench.comparison import room_for_code
 from packgraph.bench.models import build_part, dtype_on, shape, zero_gradients
-from packgraph.bench.offload import OffloadOptions, _Run, _trace
+from packgraph.bench.offload import OffloadArguments, OffloadCase, OffloadRun
 from packgraph.bench.rows import facts
 from packgraph.bench.timing import time_block
-from packgraph.bench.variants import room_for_code
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.offloading.plan import KEPT, OffloadPlan, OffloadTrace
 from packgraph.offloading.search import plan_for_time
@@ -33,10 +33,10 @@ def nothing(trace: OffloadTrace) -> OffloadPlan:
     return OffloadPlan((False,) * count, (KEPT,) * count, 1)
 
 
-def waits_ms(engine) -> tuple[float, float]:
+def waits_ms(runtime) -> tuple[float, float]:
     """How long main has waited in the forward and in the backward, by clocks, in the last
     replay."""
-    times = max(engine._captured, key=lambda times: times.nbytes)
+    times = max(runtime._captured, key=lambda times: times.nbytes)
     begin = next(iter(times.needed.values())).waits
     spent = [times.copy_streams.elapsed_us(*wait) / 1000 for wait in times.waits.all]
     return round(sum(spent[times.started.waits : begin]), 3), round(sum(spent[begin:]), 3)
@@ -57,13 +57,12 @@ def main() -> None:
     parser.add_argument("--commit", help="what rows say, where there is no git checkout")
     asked = parser.parse_args()
     device = torch.device(asked.device, 0) if asked.device == "cuda" else torch.device(asked.device)
-    options = OffloadOptions(
-        asked.model,
-        asked.layers,
-        "layers",
-        (asked.tokens,),
+    options = OffloadArguments(
+        model=asked.model,
+        layers=asked.layers,
+        part="layers",
+        tokens=(asked.tokens,),
         lost=asked.lost,
-        calls=2,
         min_bytes=2**20 if device.type == "cuda" else 1,
         compile=asked.compile,
     )
@@ -71,23 +70,24 @@ def main() -> None:
         run_trials(options, asked, device)
 
 
-def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch.device) -> None:
+def run_trials(options: OffloadArguments, asked: argparse.Namespace, device: torch.device) -> None:
     model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
     zero_gradients([model])
     speed = copy_speed(device, 2**28)
-    eager = _trace(options, model, device, asked.tokens)
+    case = OffloadCase(options, model, device, asked.tokens, speed)
+    eager = case.trace()
     plan, by = plan_for_time(eager, speed, asked.lost), speed
     for name in ("kept", *(f"trial {number}" for number in range(asked.trials))):
         free_memory(device)
         follows = eager, (nothing(eager) if name == "kept" else plan)
-        with _Run(options, model, device, asked.tokens, None, follows) as run:
-            run.engine.times_graphs = True
+        with OffloadRun(case, None, follows, calls=2) as run:
+            run.runtime.times_graphs = True
             run.prepare()
             laps = sorted(
-                time_block(device, run.calls, run.calls)[0] / options.calls
+                time_block(device, run.calls, run.calls)[0] / len(run.batches)
                 for _ in range(asked.rounds)
             )
-            trace, found = run.engine.replayed(speed)
+            trace, found = run.runtime.replayed(speed)
             row = {
                 "benchmark": "offload_trials",
                 **facts(device, asked.commit),
@@ -95,13 +95,13 @@ def run_trials(options: OffloadOptions, asked: argparse.Namespace, device: torch
                 "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
                 "model": options.model,
                 "tokens": asked.tokens,
-                "compile": bool(options.compile),
+                "compile": options.compile,
                 "trial": name,
                 "ms": round(laps[len(laps) // 2], 3),
                 "eager_ms": round(eager.compute_us / 1000, 3),
                 "forward_ms": round(trace.forward_us / 1000, 3),
                 "backward_ms": round(trace.backward_us / 1000, 3),
-                "waits_ms": waits_ms(run.engine),
+                "waits_ms": waits_ms(run.runtime),
                 "pool_bytes": run.way.facts()["pool_bytes"],
                 "out_gb_s": round(found.to_host_bytes_per_us / 1000, 2),
                 "back_gb_s": round(found.to_device_bytes_per_us / 1000, 2),

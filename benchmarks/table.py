@@ -13,18 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import ALL
 from result_rows import markdown, newest, read_rows, step_kinds
 
-from packgraph.bench import (
-    attention,
-    banks,
-    context,
-    integrations,
-    offload,
-    padding,
-    pipeline,
-    step,
-)
+from packgraph.bench import step
 from packgraph.bench.rows import Column, value
 
 Row = dict[str, Any]
@@ -35,20 +27,26 @@ COMMIT: Column = (
 )  # where one table has rows of several runs; ratios are of the row's own
 COMPILED: Column = ("compiled", lambda row: "yes" if row["compile"] else "no")
 FLAT: dict[str, list[Column]] = {
-    "attention": attention.COLUMNS,
-    "padding": padding.COLUMNS,
-    "memory": [MODEL, *banks.MEMORY_COLUMNS],
-    "capture": [MODEL, *banks.CAPTURE_COLUMNS],
-    "integrations": [MODEL, *integrations.COLUMNS],
-    "pipeline": [MODEL, *pipeline.COLUMNS],
+    "attention": [*ALL["attention"].columns],
+    "padding": [*ALL["padding"].columns],
+    **{
+        name: [MODEL, *ALL[name].columns]
+        for name in ("memory", "capture", "integrations", "pipeline")
+    },
     "context": [
         ("longest", value("longest")),
         ("places", lambda row: " ".join(map(str, row["places"]))),
-        *context.COLUMNS,
+        *ALL["context"].columns,
         ("attention", lambda row: row["attention"].split(" ", 1)[0]),
         COMMIT,
     ],
-    "offload": [MODEL, COMPILED, ("connections", value("connections")), *offload.COLUMNS, COMMIT],
+    "offload": [
+        MODEL,
+        COMPILED,
+        ("connections", value("connections")),
+        *ALL["offload"].columns,
+        COMMIT,
+    ],
 }
 SORTED = {
     "offload": ("model", "compile", "connections", "tokens")

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from packgraph.train.config_values import CommandArguments, option, printable, shown, text_problem
+from packgraph.train.config.values import CommandArguments, option, printable, shown, text_problem
 
 USER_ERROR = 2
 FAILED = 1
@@ -280,7 +280,7 @@ def _version() -> str:
 def _with_clear_errors(command: Callable[[list[str]], int], words: list[str]) -> int:
     """Run a command; turn what a user can cause into one block of text and an exit code."""
     with _no_lost_ctrl_c():
-        from packgraph.train.config import ConfigError
+        from packgraph.train.config.reading import ConfigError
 
     try:
         _check_words(words)
@@ -299,7 +299,7 @@ def _other_errors() -> tuple[type[Exception], ...]:
     from packgraph.models.hf import WeightsError
     from packgraph.parallel.consensus import LostPartnersError
     from packgraph.parallel.heartbeat import LostRankError
-    from packgraph.train.checkpoint_reader import CheckpointError
+    from packgraph.train.checkpoint.reader import CheckpointError
     from packgraph.train.data import DataError
     from packgraph.train.run_files import RunFileError
     from packgraph.train.trainer import NonFiniteLossError, SpikeError
@@ -324,7 +324,7 @@ def _explain(error: Exception) -> int:
 
 def _check_words(words: list[str]) -> None:
     """Raise ConfigError for an argument that is no text, or longer than any value."""
-    from packgraph.train.config import ConfigError
+    from packgraph.train.config.reading import ConfigError
 
     problems = []
     for number, word in enumerate(words, start=1):
@@ -344,9 +344,9 @@ def _check_words(words: list[str]) -> None:
 def _read(command: str, words: list[str], own: Any) -> Any:
     """The ParsedArguments of `words`; options of other commands are a problem of their own."""
     with _no_lost_ctrl_c():
-        from packgraph.train.command_line import leaves, parse_arguments
-        from packgraph.train.config import nearest
-        from packgraph.train.presets import PRESETS
+        from packgraph.train.config.command_line import leaves, parse_arguments
+        from packgraph.train.config.presets import PRESETS
+        from packgraph.train.config.reading import nearest
 
     # Which words are options does not depend on the preset, only their defaults do.
     base = next(iter(PRESETS.values()))()
@@ -376,12 +376,11 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
 
     more: layers between the file and the options. Raises ConfigError.
     """
-    from packgraph.train.command_line import dotted
-    from packgraph.train.config import ConfigError, ConfigLayer, read_config
-    from packgraph.train.presets import PRESETS, preset
-    from packgraph.train.run_folder import run_of
-    from packgraph.train.stored_config import config_layer
-    from packgraph.train.weights import shape_layer
+    from packgraph.train.checkpoint.weights import shape_layer
+    from packgraph.train.config.command_line import dotted
+    from packgraph.train.config.presets import PRESETS, preset
+    from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config
+    from packgraph.train.run_folder import config_layer, run_of
 
     own, options = read.own, read.overrides
     asks_to_resume = getattr(own, "resume", False)
@@ -420,7 +419,7 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
 
 
 def _help(usage: str, own: Any) -> int:
-    from packgraph.train.command_line import options_help
+    from packgraph.train.config.command_line import options_help
 
     print(f"{usage}\n{options_help(own)}")
     return 0
@@ -428,7 +427,7 @@ def _help(usage: str, own: Any) -> int:
 
 def _train_help(base: Any, every: bool) -> str:
     """What `packgraph train --help` prints for the values in `base`; every: `--help all`."""
-    from packgraph.train.command_line import COMMON, all_options, options_help
+    from packgraph.train.config.command_line import COMMON, all_options, options_help
 
     which = "Options" if every else "The options that most runs need"
     text = f"{TRAIN_USAGE}\n{options_help(TrainArguments())}\n\n{which}, with the defaults of "
@@ -440,9 +439,9 @@ def _train_help(base: Any, every: bool) -> str:
 
 
 def _train(words: list[str]) -> int:
-    from packgraph.train.command_line import dotted
-    from packgraph.train.config import ConfigError
-    from packgraph.train.presets import PRESETS
+    from packgraph.train.config.command_line import dotted
+    from packgraph.train.config.presets import PRESETS
+    from packgraph.train.config.reading import ConfigError
 
     read = _read("train", words, TrainArguments())
     config = _configure(read, read.own.preset)
@@ -455,8 +454,7 @@ def _train(words: list[str]) -> int:
         )
     with _no_lost_ctrl_c():
         from packgraph.parallel.processes import Launch
-        from packgraph.train.after_run import closing_lines
-        from packgraph.train.launch import train
+        from packgraph.train.launch import closing_lines, train
 
     folder, summary = train(config, dotted(read.overrides.values))
     launch = Launch.read()
@@ -481,7 +479,7 @@ def _verify(words: list[str]) -> int:
 
 
 def _verify_hf_config(own: VerifyArguments, has_preset: bool) -> int:
-    from packgraph.train.config import ConfigError
+    from packgraph.train.config.reading import ConfigError
     from packgraph.train.launch import choose_device
     from packgraph.verification.hf_model import verify_hf_config
 
@@ -501,10 +499,15 @@ def _verify_hf_config(own: VerifyArguments, has_preset: bool) -> int:
 
 
 def _plan_data(words: list[str]) -> int:
-    from packgraph.train.config import ConfigError
-    from packgraph.train.plan_context import PlanArguments, plan_data_context
-    from packgraph.train.plan_data import data_layers, introduction, plan_data
-    from packgraph.train.presets import PRESETS
+    from packgraph.train.config.presets import PRESETS
+    from packgraph.train.config.reading import ConfigError
+    from packgraph.train.plan import (
+        PlanArguments,
+        data_layers,
+        introduction,
+        plan_data,
+        plan_data_context,
+    )
 
     read = _read("plan", words, PlanArguments())
     own = read.own
@@ -529,7 +532,7 @@ def _plan_data(words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
-    from packgraph.train.plan_data import is_data_plan
+    from packgraph.train.plan import is_data_plan
 
     return _plan_data(words) if is_data_plan(words) else _plan_schedule(words)
 
@@ -541,7 +544,7 @@ def _plan_schedule(words: list[str]) -> int:
         slot_counts,
         to_csv,
     )
-    from packgraph.train.command_line import parse_arguments
+    from packgraph.train.config.command_line import parse_arguments
     from packgraph.viz.schedule import (
         draw_svg,
         draw_text,
@@ -601,21 +604,21 @@ def _bench(words: list[str]) -> int:
 
 
 def _export(words: list[str]) -> int:
-    from packgraph.train.command_line import parse_arguments
+    from packgraph.train.config.command_line import parse_arguments
 
     asked = parse_arguments(words, ExportArguments()).own
     if asked.help:
         return _help(EXPORT_USAGE, ExportArguments())
     with _no_lost_ctrl_c():
-        from packgraph.train.weights import export
+        from packgraph.train.checkpoint.weights import export
 
     print(f"{export(asked.run, asked.folder)} written to {asked.folder}", file=sys.stderr)
     return 0
 
 
 def _presets(words: list[str]) -> int:
-    from packgraph.train.config import ConfigError
-    from packgraph.train.presets import PRESETS
+    from packgraph.train.config.presets import PRESETS
+    from packgraph.train.config.reading import ConfigError
 
     if words and words[0] not in ("-h", "--help"):
         raise ConfigError([f"{word!r}: `packgraph presets` takes no arguments" for word in words])
@@ -625,10 +628,9 @@ def _presets(words: list[str]) -> int:
 
 
 def _completion(words: list[str]) -> int:
-    from packgraph.train.command_line import leaves, parse_arguments
-    from packgraph.train.completion import completion_script
-    from packgraph.train.plan_context import PlanArguments
-    from packgraph.train.presets import PRESETS
+    from packgraph.train.config.command_line import completion_script, leaves, parse_arguments
+    from packgraph.train.config.presets import PRESETS
+    from packgraph.train.plan import PlanArguments
 
     asked = parse_arguments(words, CompletionArguments()).own
     if asked.help:

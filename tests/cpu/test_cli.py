@@ -22,8 +22,8 @@ import pytest
 import packgraph.train
 from packgraph import cli
 from packgraph.train import launch
-from packgraph.train.command_line import COMMON, all_options
-from packgraph.train.presets import PRESETS, preset
+from packgraph.train.config.command_line import COMMON, all_options
+from packgraph.train.config.presets import PRESETS, preset
 from packgraph.train.run_folder import can_go_on, claimed
 from packgraph.train.signals import StopRequest
 
@@ -351,7 +351,7 @@ def test_ctrl_c_that_an_import_swallows_is_not_lost(
 
     def swallowing(name: str, *rest: Any, **more: Any) -> Any:
         if (
-            name == "packgraph.train.presets"
+            name == "packgraph.train.config.presets"
             and signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         ):
             with contextlib.suppress(KeyboardInterrupt):

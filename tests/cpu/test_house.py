@@ -51,8 +51,6 @@ PLANNERS = (
     "parallel/pipeline/chunks.py",
     "parallel/pipeline/schedule.py",
     "parallel/pipeline/rendezvous.py",
-    "train/choice.py",
-    "train/choice.py",
     "viz/*",
 )
 # Lines of code, without docstrings, comments and empty lines; of functions without the signature,

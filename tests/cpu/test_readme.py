@@ -49,8 +49,8 @@ def test_the_python_of_a_guide_runs_after_that_of_readme(guide: Path) -> None:
 
 def test_the_commands_name_real_options() -> None:
     from packgraph.cli import main
-    from packgraph.train.command_line import all_options
-    from packgraph.train.presets import preset
+    from packgraph.train.config.command_line import all_options
+    from packgraph.train.config.presets import preset
 
     text = "\n".join(block for page in (README, *GUIDES) for block in blocks(page, "bash")).replace(
         "\\\n", ""

@@ -6,14 +6,15 @@ from collections import Counter
 from unittest import mock
 
 import pytest
+from bench_context import ContextArguments, measure_context
+from context_steps import DYNAMIC, FIXED, ContextWay, plan_steps
 from distkit import CPU, run_ranks
 
-from packgraph.bench.context import ContextBenchOptions, measure_context
-from packgraph.bench.context_steps import DYNAMIC, FIXED, ContextWay, plan_steps
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import Deadline
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.processes import Launch
 from packgraph.train.step import groups_of
 
 WAYS = ("fixed", "dynamic", "fixed+graph", "dynamic+graph")
@@ -30,12 +31,11 @@ def options(**changes):
         "mean": 16.0,
         "sigma": 1.2,
         "seed": 0,
-        "ranks": 2,
         "fixed": 2,
         "microbatches": 2,
         "longest": 64,
     }
-    return ContextBenchOptions(**given | changes)
+    return ContextArguments(**given | changes)
 
 
 def measured(mesh, chosen):
@@ -97,7 +97,7 @@ def test_what_is_prepared_when_most_of_the_time_is_up_is_timed():
 
 
 def test_both_kinds_of_groups_have_the_same_documents():
-    request = ContextRequest(world=8, tokens=64, waves=4)
+    request = ContextRequest(world=8, tokens=64, microsteps=4)
     steps = plan_steps(3, request, 4, 100, longest=256, mean=32.0, sigma=1.5, seed=1)
     seen = set()
     for step in steps:
@@ -117,7 +117,8 @@ def test_both_kinds_of_groups_have_the_same_documents():
 
 
 def test_what_cannot_be_measured_is_said_at_once():
-    assert not options().problems()
-    assert any("do not cover" in problem for problem in options(ranks=4, fixed=3).problems())
-    assert any("does not fit 2 ranks" in problem for problem in options(longest=65).problems())
-    assert any("num_heads (4)" in problem for problem in options(ranks=8, fixed=2).problems())
+    two = Launch(world=2)
+    assert not options().refusals(two)
+    assert any("do not cover" in problem for problem in options(fixed=3).refusals(Launch(world=4)))
+    assert any("does not fit 2 ranks" in problem for problem in options(longest=65).refusals(two))
+    assert any("num_heads (4)" in problem for problem in options(fixed=2).refusals(Launch(world=8)))

@@ -13,7 +13,7 @@ from trainkit import tiny, trainer
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.signals import StopRequest
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -39,8 +39,8 @@ def traced(*args, compile, **options):
 def go(mesh, folder, settings):
     """This rank's tensors at the end of a run, and what its graphs did."""
     with (
-        mock.patch("packgraph.train.runner.graph", traced),
-        mock.patch("packgraph.train.pipeline_runner.graph", traced),
+        mock.patch("packgraph.train.runners.graph", traced),
+        mock.patch("packgraph.train.runners.graph", traced),
     ):
         run = trainer(Path(folder), settings, mesh=mesh)
         try:

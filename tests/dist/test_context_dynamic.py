@@ -22,11 +22,11 @@ from packgraph.packing.document import IGNORED, Document
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.parallel.pieces import collect
-from packgraph.train import row_timing
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, PlannedSteps
-from packgraph.train.dynamic_context import context_request
+from packgraph.train.features import context as row_timing
+from packgraph.train.features.context import context_request
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import ParallelConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY
@@ -43,7 +43,7 @@ CP2, CP4 = Layout(dp=1, cp=2), Layout(dp=1, cp=4)
 CP2_DP2, CP2_PP2, CP2_TP2 = Layout(dp=2, cp=2), Layout(dp=1, cp=2, pp=2), Layout(dp=1, cp=2, tp=2)
 
 
-def config(layout, steps=STEPS, *, dropout=0.0, waves=3, model=None, dynamic=True, **graph):
+def config(layout, steps=STEPS, *, dropout=0.0, microsteps=3, model=None, dynamic=True, **graph):
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
     shape = dataclasses.replace(
         made.model,
@@ -69,7 +69,7 @@ def config(layout, steps=STEPS, *, dropout=0.0, waves=3, model=None, dynamic=Tru
             dynamic_cp=dynamic,
         ),
         run=dataclasses.replace(
-            made.run, tokens_per_step=waves * layout.dp * layout.cp * TOKENS, device="cpu"
+            made.run, tokens_per_step=microsteps * layout.dp * layout.cp * TOKENS, device="cpu"
         ),
         optimizer=dataclasses.replace(made.optimizer, decay_steps=20),
     )

@@ -10,8 +10,8 @@ from trainkit import tiny, trainer
 
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel.mesh import Layout
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 

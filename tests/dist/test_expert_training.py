@@ -16,9 +16,9 @@ from packgraph.moe.dispatch.dispatcher import LocalDispatcher
 from packgraph.parallel.expert import keep_experts, split_experts
 from packgraph.parallel.mesh import Layout, single_process
 from packgraph.parallel.pieces import Pieces, collect, stored
-from packgraph.train.checkpoint import load_tensors, save_checkpoint
+from packgraph.train.checkpoint.writer import load_tensors, save_checkpoint
+from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import OptimizerConfig
 
 EXPERTS, TOKENS, SHARES = 8, 12, 4
 LAYOUTS = [Layout(dp=2, ep=2), Layout(dp=4, ep=2), Layout(dp=4, ep=4)]

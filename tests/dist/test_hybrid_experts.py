@@ -8,7 +8,7 @@ import torch
 from distkit import run_ranks
 
 from packgraph.parallel.mesh import Layout
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import budget_over, random_packs, tiny_hybrid_config
 from packgraph.verification.ranks import verify_ranks

@@ -22,8 +22,8 @@ from packgraph.packing.pack import pack
 from packgraph.parallel.context.rows import context_problems, spread_context
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import collect
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import dynamic_config, switching_steps, tiny_hybrid_config

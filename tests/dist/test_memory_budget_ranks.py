@@ -12,7 +12,7 @@ from trainkit import tiny, trainer
 from packgraph.graphs.key import OVER_BUDGET
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.signals import StopRequest
 
 pytestmark = pytest.mark.dist

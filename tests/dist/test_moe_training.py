@@ -15,8 +15,8 @@ from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import collect
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 

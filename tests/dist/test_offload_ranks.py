@@ -14,10 +14,9 @@ from trainkit import tiny, trainer
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
-from packgraph.train.config import ConfigError
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.offloading import TRIAL, Planner, TrainerOffloading, report_offloading
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import OffloadConfig, ParallelConfig
+from packgraph.train.features.offload import TRIAL, Planner, TrainerOffloading, report_offloading
 from packgraph.train.signals import StopRequest
 
 pytestmark = pytest.mark.dist
@@ -50,8 +49,10 @@ def go(mesh, folder, settings):
             )
         run.run(StopRequest())
         held = {name: _held(value) for name, value in run.tensors().items()}
-        engines = run.executor.prepare.engines if run.executor.prepare is not None else []
-        results.append((held, [(engine.trace.bytes, sum(engine.plan.moves)) for engine in engines]))
+        runtimes = run.executor.prepare.runtimes if run.executor.prepare is not None else []
+        results.append(
+            (held, [(runtime.trace.bytes, sum(runtime.plan.moves)) for runtime in runtimes])
+        )
         run.close()
     return results
 
@@ -104,7 +105,7 @@ def test_offloading_is_bitwise_keeping(layout, chunks, granularities, tmp_path):
 
 
 class Unplannable:
-    """An engine whose plan cannot be made on the last rank."""
+    """A runtime whose plan cannot be made on the last rank."""
 
     def __init__(self, wrong):
         self.trace, self.policy, self.plan, self.wrong = object(), None, None, wrong
@@ -144,7 +145,7 @@ def test_what_cannot_be_planned_on_one_rank_ends_the_run_on_all():
 
 
 class Replayed(Unplannable):
-    """An engine whose graphs are known on the first rank only."""
+    """A runtime whose graphs are known on the first rank only."""
 
     def __init__(self, trace, wrong=False):
         super().__init__(False)

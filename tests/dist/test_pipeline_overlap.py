@@ -16,7 +16,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.signals import StopRequest
 
 pytestmark = pytest.mark.dist

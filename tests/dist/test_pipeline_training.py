@@ -12,9 +12,9 @@ from trainkit import tiny, trainer
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces, collect
-from packgraph.train.checkpoint_reader import CheckpointError, read_metadata_file
+from packgraph.train.checkpoint.reader import CheckpointError, read_metadata_file
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 

@@ -12,8 +12,8 @@ from trainkit import tiny, trainer
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import ParallelConfig
 from packgraph.train.signals import StopRequest
 
 TP2 = Layout(dp=1, tp=2)

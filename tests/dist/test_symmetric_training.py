@@ -18,9 +18,8 @@ from packgraph.packing.pack import pack
 from packgraph.parallel.mesh import Layout, single_process
 from packgraph.parallel.pieces import collect
 from packgraph.train.build import build_chunks
-from packgraph.train.config import ConfigError
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import OffloadConfig, ParallelConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
@@ -60,7 +59,7 @@ def go(mesh, folder, settings):
     """All tensors whole on rank 0, steps replayed and made again, and what the layers' dispatchers
     share."""
     with mock.patch.multiple(
-        "packgraph.train.experts",
+        "packgraph.train.features.moe",
         SymmetricBuffers=EmulatedBuffers,
         symmetric_problem=lambda *_: None,
     ):
@@ -139,7 +138,7 @@ def refused(mesh):
     with pytest.raises(ConfigError, match="not of cpu; use dispatcher = padded"):
         build_chunks(config(EP2, "symmetric"), torch.device("cpu"), mesh)
     with (
-        mock.patch("packgraph.train.experts.symmetric_problem", return_value=None),
+        mock.patch("packgraph.train.features.moe.symmetric_problem", return_value=None),
         pytest.raises(
             ConfigError, match="dispatcher = symmetric: symmetric memory is memory of GPUs"
         ),
@@ -148,7 +147,7 @@ def refused(mesh):
     hosts = mock.patch("socket.gethostname", return_value=f"host-{mesh.rank}")
     problem = mock.patch("packgraph.moe.peer_read.buffers.symmetric_problem", return_value=None)
     with (
-        mock.patch("packgraph.train.experts.symmetric_problem", return_value=None),
+        mock.patch("packgraph.train.features.moe.symmetric_problem", return_value=None),
         hosts,
         problem,
         pytest.raises(

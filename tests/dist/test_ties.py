@@ -9,8 +9,8 @@ from torch import nn
 
 from packgraph.parallel.mesh import Layout, single_process
 from packgraph.parallel.pipeline.links import shared_names, tie_groups
+from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import OptimizerConfig
 
 NAMES = st.lists(st.sampled_from("abcd"), unique=True)
 

@@ -20,7 +20,7 @@ from packgraph.graphs.graphed import GraphedModule
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
-from packgraph.train.experts import ExpertBalance
+from packgraph.train.features.moe import ExpertBalance
 from packgraph.verification import compared_run as side
 from packgraph.verification.compare import Difference
 from packgraph.verification.matrix import budget_of, config_for, layouts_of, random_packs
@@ -143,7 +143,7 @@ def told(mesh, settings):
         CPU,
         mesh,
         budget=budget_of,
-        pace=VerificationProgress(lines.append, lambda: 0.0, every=0.0)
+        progress=VerificationProgress(lines.append, lambda: 0.0, every=0.0)
         if mesh.rank == 0
         else SILENT,
     )
@@ -385,7 +385,7 @@ def test_the_first_difference_is_the_one_that_came_up_first():
 
 
 def test_every_layout_of_a_number_of_processes_is_tried():
-    assert layouts_of(2) == [DP2, TP2, PP2, EP2, CP2]
+    assert layouts_of(2) == [DP2, PP2, TP2, EP2, CP2]
     assert {
         (layout.dp, layout.pp, layout.cp, layout.tp, layout.ep) for layout in layouts_of(4)
     } == {

@@ -21,8 +21,8 @@ from packgraph.parallel.consensus import (
     stage_consensus,
 )
 from packgraph.parallel.mesh import Layout
-from packgraph.train import memory_budget
-from packgraph.train.options import ParallelConfig
+from packgraph.train import memory as memory_budget
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.step import take_step
 from packgraph.verification.compared_run import ComparedRun
 

@@ -20,10 +20,10 @@ from packgraph.packing.pack import pack
 from packgraph.parallel.context.rows import spread_context
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import collect
-from packgraph.train.context_rows import context_notes, places_multiple
+from packgraph.train.config.presets import hybrid_tiny
+from packgraph.train.config.sections import ParallelConfig
+from packgraph.train.features.context import context_notes, places_multiple
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import ParallelConfig
-from packgraph.train.presets import hybrid_tiny
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 

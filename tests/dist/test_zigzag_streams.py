@@ -17,12 +17,11 @@ from packgraph.graphs.graphed import graph
 from packgraph.ops.attention.kind import row_places
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
-from packgraph.train.context_rows import context_choices, places_multiple
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, PlannedSteps, open_microbatches
-from packgraph.train.dynamic_context import context_request
+from packgraph.train.features.context import context_choices, context_request, places_multiple
 from packgraph.train.launch import prepare
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import ParallelConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
@@ -69,7 +68,7 @@ def traced(*args, compile, **options):
 
 def go(mesh, folder, settings, multiple):
     view = ProgressView(settings.run.steps, 100, Console(quiet=True))
-    with mock.patch("packgraph.train.runner.graph", traced):
+    with mock.patch("packgraph.train.runners.graph", traced):
         run = Trainer(
             settings, Path(folder), stream(settings, mesh.world, multiple), CPU, view, mesh
         )

@@ -56,8 +56,9 @@ def arrange(phase: str, act: Callable[[], None]) -> None:
     """Patch what marks `phase`: steps 1 and 2 are warm-up, 3 captures, 2 and 4 save (see
     `faultkit.WORDS`)."""
     from packgraph.graphs import capture
-    from packgraph.train import checkpoint, launch
+    from packgraph.train import launch
     from packgraph.train import trainer as trainer_module
+    from packgraph.train.checkpoint import writer as checkpoint
     from packgraph.train.data import DataError
     from packgraph.train.optimizer import Optimizer
 

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-from packgraph.train.checkpoint import latest_checkpoint, load_tensors
-from packgraph.train.checkpoint_reader import tensor_entries
+from packgraph.train.checkpoint.reader import tensor_entries
+from packgraph.train.checkpoint.writer import latest_checkpoint, load_tensors
 
 KILLED = """
 import os, signal, sys

@@ -22,7 +22,7 @@ from trainkit import RandomPacks, tiny, trainer  # noqa: E402
 from packgraph.graphs.graphed import graph  # noqa: E402
 from packgraph.models.config import DecoderConfig  # noqa: E402
 from packgraph.models.decoder import DecoderModel  # noqa: E402
-from packgraph.train.offload_options import OffloadConfig  # noqa: E402
+from packgraph.train.config.sections import OffloadConfig  # noqa: E402
 from packgraph.train.signals import StopRequest  # noqa: E402
 
 MOST_GROWTH = 8 * 2**20  # bytes between the middle and the end: the allocator's pieces come and go

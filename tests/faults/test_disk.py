@@ -18,16 +18,16 @@ from trainkit import tiny, trainer
 
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel.mesh import Layout
-from packgraph.train import checkpoint, checkpoint_state
 from packgraph.train import trainer as trainer_module
-from packgraph.train.checkpoint import (
+from packgraph.train.checkpoint import writer as checkpoint
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.writer import (
     load_tensors,
     newest_whole_checkpoint,
     remove_leftovers,
     save_checkpoint,
 )
-from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.signals import StopRequest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="open files are looked up in /proc")
@@ -133,7 +133,7 @@ def sync_nothing(path):
     [
         (checkpoint, "sync_folder", sync_nothing),
         (checkpoint, "sync_file", sync_nothing),
-        (checkpoint_state, "write_synced", Path.write_text),
+        (checkpoint, "write_synced", Path.write_text),
     ],
 )
 def test_a_save_that_does_not_sync_loses_checkpoints_and_the_test_sees_it(

@@ -12,14 +12,13 @@ import pytest
 import torch
 from trainkit import tiny, trainer
 
-from packgraph.train.checkpoint import load_tensors, newest_whole_checkpoint
-from packgraph.train.checkpoint_reader import CheckpointError, tensor_entries
-from packgraph.train.config import ConfigError
+from packgraph.train.checkpoint.reader import CheckpointError, tensor_entries
+from packgraph.train.checkpoint.writer import load_tensors, newest_whole_checkpoint
+from packgraph.train.config.reading import ConfigError
 from packgraph.train.metrics import METRICS
 from packgraph.train.run_files import read_json
-from packgraph.train.run_folder import SUMMARY
+from packgraph.train.run_folder import CHECKPOINTS, SUMMARY, stored_config
 from packgraph.train.signals import StopRequest
-from packgraph.train.stored_config import CHECKPOINTS, stored_config
 
 FLIPS = int(os.environ.get("PACKGRAPH_FLIPS", "600"))
 

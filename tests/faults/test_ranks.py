@@ -9,7 +9,7 @@ import faultkit
 import pytest
 
 from packgraph.parallel.heartbeat import INTERVAL, LOST, Silence, is_broken_connection
-from packgraph.train.options import RunConfig
+from packgraph.train.config.sections import RunConfig
 
 
 def ended_well(found: faultkit.Outcome, *words: str) -> None:

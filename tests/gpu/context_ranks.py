@@ -1,7 +1,7 @@
 """Run by torchrun: rows spread over ranks by NCCL (gloo on a CPU), eager against graphs, bit by
 bit.
 
-    PYTHONPATH=src:tests/helpers torchrun --nproc-per-node 4 tests/gpu/context_ranks.py
+    PYTHONPATH=src:tests/helpers:benchmarks torchrun --nproc-per-node 4 tests/gpu/context_ranks.py
 
 Static groups of 2 and of all ranks, groups whose size changes with every microbatch, and a soak of
 planned steps whose lengths change: every rank compares loss, gradients (its own and the sums over
@@ -17,23 +17,28 @@ import time
 
 import torch
 import torch.distributed as dist
+from context_steps import DYNAMIC, plan_steps
 
-from packgraph.bench.context_steps import DYNAMIC, plan_steps
 from packgraph.bench.models import draw_batches
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import context_sizes, make_mesh
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.dynamic_context import context_request
-from packgraph.train.launch import use_deterministic_kernels
-from packgraph.train.options import (
+from packgraph.train.config.sections import (
     GraphConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
 )
-from packgraph.train.row_timing import measured_cost, put_back, slowest_rank, time_row
+from packgraph.train.features.context import (
+    context_request,
+    measured_cost,
+    put_back,
+    slowest_rank,
+    time_row,
+)
+from packgraph.train.launch import use_deterministic_kernels
 from packgraph.verification.compare import first_difference
 from packgraph.verification.compared_run import ComparedRun
 from packgraph.verification.matrix import SwitchingSteps

@@ -25,11 +25,11 @@ from rich.console import Console
 
 from packgraph.graphs.memory.allocator import most_reserved
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.command_line import parse_arguments
-from packgraph.train.config import read_config
-from packgraph.train.config_values import CommandArguments
+from packgraph.train.config.command_line import parse_arguments
+from packgraph.train.config.presets import PRESETS, preset
+from packgraph.train.config.reading import read_config
+from packgraph.train.config.values import CommandArguments
 from packgraph.train.launch import choose_device, open_data, use_deterministic_kernels
-from packgraph.train.presets import PRESETS, preset
 from packgraph.verification.ranks import RanksReport, of_every_rank
 from packgraph.verification.report import print_ranks_report
 from packgraph.verification.sequential import SequentialRuns
@@ -122,7 +122,7 @@ def main():
             device,
             mesh,
             lambda step: False,
-            pace=VerificationProgress(say),
+            progress=VerificationProgress(say),
         )
         began = time.monotonic()
         expected = apart.eager_run(config)

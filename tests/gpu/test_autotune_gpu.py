@@ -9,10 +9,11 @@ import torch
 from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.graphed import Control, forward_backward
-from packgraph.train import runner
-from packgraph.train.autotune import FASTER, TIMED, Clock
-from packgraph.train.config_values import render
-from packgraph.train.runner import MicrobatchRunner
+from packgraph.graphs.timer import Stopwatch
+from packgraph.train import runners as runner
+from packgraph.train.autotune import FASTER, TIMED
+from packgraph.train.config.values import render
+from packgraph.train.runners import MicrobatchRunner
 from packgraph.train.signals import StopRequest
 
 pytestmark = [
@@ -97,7 +98,7 @@ def test_slow_graphs_are_given_up_and_their_memory_comes_back(tmp_path):
 def test_nothing_in_a_timed_step_waits_for_the_device(tmp_path, monkeypatch):
     """R13: the waits are those of the clock, between steps."""
     run_step, inside, waits = MicrobatchRunner.run_step, [], []
-    wait = Clock.wait
+    wait = Stopwatch.wait
 
     def watched(self, *args):
         if self.replays:
@@ -109,6 +110,6 @@ def test_nothing_in_a_timed_step_waits_for_the_device(tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(MicrobatchRunner, "run_step", watched)
-    monkeypatch.setattr(Clock, "wait", lambda self: waits.append(bool(inside)) or wait(self))
+    monkeypatch.setattr(Stopwatch, "wait", lambda self: waits.append(bool(inside)) or wait(self))
     train(tmp_path / "tuned", True)
     assert waits and not any(waits)

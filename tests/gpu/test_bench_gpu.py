@@ -5,14 +5,15 @@ import time
 
 import pytest
 import torch
+from bench import STEP_WAYS, AllStepArguments
+from bench_attention import AttentionArguments, bench_attention, usual_backends
+from bench_capture import CaptureArguments, bench_capture
 
-from packgraph.bench.attention import AttentionOptions, bench_attention, usual_backends
-from packgraph.bench.banks import CaptureOptions, MemoryOptions, bench_capture, bench_memory
+from packgraph.bench.memory import MemoryArguments, bench_memory
 from packgraph.bench.models import shape
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.step import StepOptions, bench_step
+from packgraph.bench.step import bench_step
 from packgraph.bench.timing import Deadline, busy_time
-from packgraph.bench.variants import STEP_WAYS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,11 +51,11 @@ def check(rows: Rows) -> None:
 def test_every_way_without_a_compiler(part: str) -> None:
     rows = no_rows()
     bench_step(
-        StepOptions(
-            "qwen3-0.6b",
-            2,
-            (512,),
-            PLAIN,
+        AllStepArguments(
+            model="qwen3-0.6b",
+            layers=2,
+            tokens=(512,),
+            ways=PLAIN,
             rounds=3,
             calls=2,
             mean=100.0,
@@ -74,11 +75,11 @@ def test_every_way_without_a_compiler(part: str) -> None:
 def test_every_way_with_a_compiler() -> None:
     rows, ways = no_rows(), ("eager", *(name for name in STEP_WAYS if name not in PLAIN))
     bench_step(
-        StepOptions(
-            "qwen3-0.6b",
-            2,
-            (512,),
-            ways,
+        AllStepArguments(
+            model="qwen3-0.6b",
+            layers=2,
+            tokens=(512,),
+            ways=ways,
             rounds=3,
             calls=2,
             mean=100.0,
@@ -96,19 +97,26 @@ def test_every_way_with_a_compiler() -> None:
 def test_attention_memory_and_capture_have_figures() -> None:
     rows, backends = no_rows(), usual_backends(shape("qwen3-0.6b"), device())
     bench_attention(
-        AttentionOptions("qwen3-0.6b", (1024,), backends, draws=2, mean=100.0),
+        AttentionArguments(model="qwen3-0.6b", tokens=(1024,), ways=backends, draws=2, mean=100.0),
         device(),
         rows,
         Deadline(None),
     )
     bench_memory(
-        MemoryOptions("qwen3-0.6b", 2, "layers", (1024,), banks=(1, 4)),
+        MemoryArguments(model="qwen3-0.6b", layers=2, part="layers", tokens=(1024,), banks=(1, 4)),
         device(),
         rows,
         Deadline(None),
     )
     bench_capture(
-        CaptureOptions("qwen3-0.6b", 2, "layers", (512,), ("chunk",), banks=(1, 2)),
+        CaptureArguments(
+            model="qwen3-0.6b",
+            layers=2,
+            part="layers",
+            tokens=(512,),
+            ways=("chunk",),
+            banks=(1, 2),
+        ),
         device(),
         rows,
         Deadline(None),

@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
+from bench import AllMoeArguments
 
 from packgraph.bench.moe_variants import MOE_WAYS
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.step import StepOptions, bench_step
+from packgraph.bench.step import bench_step
 from packgraph.bench.timing import Deadline
 
 pytestmark = [
@@ -35,11 +36,11 @@ def rows_of(
     device = torch.device("cuda", torch.cuda.current_device())
     rows = Rows(facts(device, "abc123"), write=False)
     bench_step(
-        StepOptions(
-            "moonlight",
-            layers,
-            (512,),
-            ways,
+        AllMoeArguments(
+            model="moonlight",
+            layers=layers,
+            tokens=(512,),
+            ways=ways,
             rounds=3,
             calls=2,
             mean=100.0,

@@ -14,7 +14,7 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
-from packgraph.train.options import TrainConfig
+from packgraph.train.config.sections import TrainConfig
 from packgraph.verification.matrix import tiny_config
 from packgraph.verification.verify import verify
 

@@ -10,8 +10,8 @@ from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory.trial import trial_memory
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.capacity import Capacity
-from packgraph.train.memory_budget import plan_memory
-from packgraph.train.runner import sample_batch
+from packgraph.train.memory import plan_memory
+from packgraph.train.runners import sample_batch
 
 pytestmark = [
     pytest.mark.gpu,

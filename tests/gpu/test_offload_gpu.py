@@ -16,8 +16,8 @@ from offloadkit import (
     EXPERTS,
     by_hand,
     config,
-    engine_of,
     foretold_and_taken,
+    runtime_of,
     same,
     train,
     warmed,
@@ -38,8 +38,8 @@ from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import PARTS
 from packgraph.offloading.search import plan_for_time
 from packgraph.packing.capacity import Capacity
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.runner import sample_batch
+from packgraph.train.config.sections import OffloadConfig
+from packgraph.train.runners import sample_batch
 from packgraph.train.signals import StopRequest
 
 pytestmark = [
@@ -109,9 +109,9 @@ def slow(monkeypatch: pytest.MonkeyPatch, *copy_streams: str) -> None:
 def test_slow_copies_change_no_bit(granularity, late, monkeypatch):
     expected = train(settings(), **BF16)[0]
     slow(monkeypatch, *late)
-    found, engine, graphed = train(settings(), DENSE, granularity=granularity, **BF16)
+    found, runtime, graphed = train(settings(), DENSE, granularity=granularity, **BF16)
     assert same(found, expected)
-    assert engine.trace.bytes > 0 and (graphed is None or graphed.stats.replayed == 3)
+    assert runtime.trace.bytes > 0 and (graphed is None or graphed.stats.replayed == 3)
 
 
 @pytest.mark.parametrize("knobs", [{"fraction": 0.5}, {"in_flight": 0}, {"margin": None}])
@@ -228,7 +228,7 @@ def test_what_a_captured_backward_computes_again_stays_on_the_device(keeps_rando
     for offloads in (False, True):
         module = Recomputed(use_reentrant=False, preserve_rng_state=keeps_random).to(CUDA)
         called = graph(module, warmup=2, strict=True)
-        engine = engine_of(called, module, ("mlp_act",)) if offloads else None
+        runtime = runtime_of(called, module, ("mlp_act",)) if offloads else None
         for number in range(5):
             x = (
                 torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
@@ -236,23 +236,23 @@ def test_what_a_captured_backward_computes_again_stays_on_the_device(keeps_rando
                 .requires_grad_()
             )
             called(x).sum().backward()
-            if engine is not None:
-                engine.end_step()
+            if runtime is not None:
+                runtime.end_step()
         assert called.stats.replayed == 3
         found.append([parameter.grad for parameter in module.parameters()])
         assert all(slot.pool.host.arenas.nbytes() == 0 for slot in called._slots.all)
-    assert same(*found) and engine.copy_streams.memories.arenas.nbytes() == 0
+    assert same(*found) and runtime.copy_streams.memories.arenas.nbytes() == 0
 
 
 def test_replays_and_eager_steps_never_wait():
     model = DecoderModel(settings(), seed=1, device=CUDA, dtype=torch.bfloat16)
     graphed = graph(model, capacities=BF16["capacities"], warmup=2, strict=True)
-    engine = engine_of(graphed, model, DENSE)
+    runtime = runtime_of(graphed, model, DENSE)
     batch, tokens = sample_batch(BF16["capacities"][0]).to(CUDA), torch.tensor(9, device=CUDA)
     for step in range(6):
         torch.cuda.set_sync_debug_mode("error" if step in (1, 4, 5) else "default")
         graphed(batch, tokens).backward()
-        engine.end_step()
+        runtime.end_step()
     assert graphed.stats.replayed == 4
 
 
@@ -262,7 +262,7 @@ def test_graphs_tell_their_compute_whatever_was_copied(monkeypatch):
     for margin in (0, 1000):  # everything moves, nothing does
         model = DecoderModel(LARGE, seed=1, device=CUDA, dtype=torch.bfloat16)
         graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True)
-        engine = engine_of(
+        runtime = runtime_of(
             graphed,
             model,
             INNER,
@@ -276,7 +276,7 @@ def test_graphs_tell_their_compute_whatever_was_copied(monkeypatch):
         for _ in range(4):
             graphed(batch, tokens).backward()
         torch.cuda.synchronize()
-        told.append((engine.plan, *engine.replayed(CopySpeed(1.0, 1.0))))
+        told.append((runtime.plan, *runtime.replayed(CopySpeed(1.0, 1.0))))
         graphed.close()
     (moved, compute, speed), (kept, alone, unknown) = told
     assert moved.moved_bytes > 2**30 and kept.moved_bytes == 0
@@ -318,7 +318,7 @@ def test_a_model_that_nobody_has_any_more_gives_its_memory_back_at_once(modules)
     gc.disable()
     try:
         for _ in range(3):
-            graphed, engine, arguments = warmed(
+            graphed, runtime, arguments = warmed(
                 LARGE,
                 modules,
                 capacity=Capacity(256, 4),
@@ -331,7 +331,7 @@ def test_a_model_that_nobody_has_any_more_gives_its_memory_back_at_once(modules)
             parameters = sum(p.numel() * p.element_size() for p in graphed.parameters())
             workspaces = graphed.capture_backend.workspaces.nbytes()
             graphed.close()
-            del graphed, engine, arguments
+            del graphed, runtime, arguments
             torch.cuda.synchronize()
             torch._C._host_emptyCache()
             left.append((torch.cuda.memory_allocated(), pinned_bytes(CUDA)))
@@ -350,7 +350,7 @@ def test_the_pool_falls_by_what_the_plan_says():
         model = DecoderModel(LARGE, seed=1, device=CUDA, dtype=torch.bfloat16)
         graphed = graph(model, capacities=[capacity], warmup=1, slots=1, strict=True)
         if modules:
-            engine = engine_of(
+            runtime = runtime_of(
                 graphed,
                 model,
                 modules,
@@ -361,7 +361,7 @@ def test_the_pool_falls_by_what_the_plan_says():
         for _ in range(2):
             graphed(batch, tokens).backward()
         if modules:
-            plan = engine.plan
+            plan = runtime.plan
         taken.append(graphed.stats.pool_bytes)
         graphed.close()
         del model, graphed
@@ -396,7 +396,7 @@ def test_host_memory_is_pinned_once():
     after the other."""
     free_memory(CUDA)
     before = pinned_bytes(CUDA)
-    graphed, engine, arguments = warmed(
+    graphed, runtime, arguments = warmed(
         LARGE,
         DENSE,
         capacity=Capacity(8192, 16),
@@ -404,7 +404,7 @@ def test_host_memory_is_pinned_once():
         dtype=torch.bfloat16,
         min_bytes=2**20,
     )
-    eager = engine.copy_streams.memories.arenas.nbytes()
+    eager = runtime.copy_streams.memories.arenas.nbytes()
     trial_memory(graphed, [arguments], 1)
     graphed.build([arguments])
     graphed(*arguments).backward()
@@ -412,6 +412,6 @@ def test_host_memory_is_pinned_once():
     print(f"pinned {taken / 2**20:.0f} MiB, eager passes {eager / 2**20:.0f}")
     assert 2**30 < taken <= 1.1 * eager
     graphed.close()
-    del engine, graphed
+    del runtime, graphed
     free_memory(CUDA)
     assert pinned_bytes(CUDA) == before

@@ -125,7 +125,7 @@ def plain():
 def test_eager_gradients_are_the_same_bits(plain, host_pages):
     stash = stashed(20 if host_pages else 600, host_pages)
     assert differences(plain, run(experts_toy(stash), stash)) == []
-    assert not stash.verdict().item() and stash.in_use().item() == 0
+    assert not stash.overflow_flag().item() and stash.in_use().item() == 0
     assert (stash.spilled_hi().item() > 0) == bool(host_pages)
 
 
@@ -137,7 +137,11 @@ def test_graphs_in_any_order_are_the_same_bits(plain, granularity, scope):
     stash.attach(model)
     graphed = graph(model, scope=scope, granularity=granularity)
     assert differences(plain, run(graphed, stash)) == []
-    assert not stash.verdict().item() and stash.in_use().item() == 0 and graphed.stats.replayed > 5
+    assert (
+        not stash.overflow_flag().item()
+        and stash.in_use().item() == 0
+        and graphed.stats.replayed > 5
+    )
 
 
 def test_nothing_waits_for_the_device():
@@ -149,7 +153,7 @@ def test_nothing_waits_for_the_device():
     try:
         stash.reset()
         toy_loss(model(ids, x)).backward()
-        verdict = stash.verdict()
+        verdict = stash.overflow_flag()
         stash.clear()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -163,7 +167,9 @@ def test_an_overflow_in_a_graph_is_a_verdict_and_nothing_else():
         stash.reset()
         toy_loss(graphed(*toy_inputs(96, "cuda"))).backward()
     torch.cuda.synchronize()
-    assert stash.verdict().item() and stash.in_use().item() == 0 and stash.need_hi().item() > 2
+    assert (
+        stash.overflow_flag().item() and stash.in_use().item() == 0 and stash.need_hi().item() > 2
+    )
     assert graphed.stats.replayed >= 4
 
 

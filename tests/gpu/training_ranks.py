@@ -26,15 +26,15 @@ from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.pieces import Pieces
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.launch import use_deterministic_kernels
-from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import (
+from packgraph.train.config.sections import (
     GraphConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
 )
+from packgraph.train.launch import use_deterministic_kernels
+from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import random_states
 from packgraph.train.signals import StopRequest

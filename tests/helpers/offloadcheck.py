@@ -1,7 +1,7 @@
 """The rules of `offloading/plan.py` as a judge of timelines that knows nothing of how they came
 about.
 
-For timelines that were simulated, and for those that were measured: an engine that forgets a wait
+For timelines that were simulated, and for those that were measured: a runtime that forgets a wait
 is caught by it.
 """
 

@@ -1,4 +1,4 @@
-"""Training with offloading: a small decoder, its engine, and everything that two runs must agree
+"""Training with offloading: a small decoder, its runtime, and everything that two runs must agree
 on."""
 
 import random
@@ -17,7 +17,7 @@ from packgraph.offloading.plan import CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.runner import sample_batch
+from packgraph.train.runners import sample_batch
 
 CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
@@ -72,8 +72,8 @@ def by_hand(**knobs):
     )
 
 
-def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> OffloadRuntime:
-    """An engine for `chunk`, on the copy streams of `model` if that is graphed. late: copy streams
+def runtime_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> OffloadRuntime:
+    """A runtime for `chunk`, on the copy streams of `model` if that is graphed. late: copy streams
     that run as late as they may."""
     if isinstance(model, GraphedModule):
         copy_streams = model.capture_backend.copy_streams
@@ -81,9 +81,9 @@ def engine_of(model, chunk: torch.nn.Module, modules, late=(), **options) -> Off
         copy_streams = make_copy_streams(next(model.parameters()).device)
     if late:
         copy_streams.queues.late.update(late)
-    engine = OffloadRuntime(modules, copy_streams, **{"min_bytes": 1} | options)
-    attach(engine, chunk)
-    return engine
+    runtime = OffloadRuntime(modules, copy_streams, **{"min_bytes": 1} | options)
+    attach(runtime, chunk)
+    return runtime
 
 
 def train(
@@ -102,7 +102,7 @@ def train(
     **options,
 ):
     """Train steps of `counts` microbatches; all forwards of a step come before its backwards, which
-    run in random order. Returns [losses, gradients of every step], the engine and the graphed
+    run in random order. Returns [losses, gradients of every step], the runtime and the graphed
     module or None.
     """
     model = called = DecoderModel(settings, seed=1, device=device, dtype=dtype)
@@ -115,7 +115,9 @@ def train(
             strict=True,
             warmup=2,
         )
-    engine = engine_of(called, model, modules, late, policy=policy, **options) if modules else None
+    runtime = (
+        runtime_of(called, model, modules, late, policy=policy, **options) if modules else None
+    )
     torch.manual_seed(3)
     order, facts, packs = random.Random(5), [], iter(batches(sum(counts), capacities))
     for count in counts:
@@ -129,11 +131,11 @@ def train(
         facts += [loss.detach().clone() for loss in losses]
         facts += [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad()
-        if engine is not None:
-            engine.end_step()
+        if runtime is not None:
+            runtime.end_step()
             if granularity is None:
-                engine.settle()
-    return facts, engine, called if granularity is not None else None
+                runtime.settle()
+    return facts, runtime, called if granularity is not None else None
 
 
 def warmed(
@@ -148,7 +150,7 @@ def warmed(
     dtype=torch.float32,
     **options,
 ):
-    """A graphed model that has run one microbatch eagerly, its engine with a plan (None without
+    """A graphed model that has run one microbatch eagerly, its runtime with a plan (None without
     modules), and the arguments of a call.
     """
     model = DecoderModel(settings, seed=1, device=device, dtype=dtype)
@@ -161,14 +163,14 @@ def warmed(
         slots=slots,
         strict=True,
     )
-    engine = engine_of(graphed, model, modules, **options) if modules else None
+    runtime = runtime_of(graphed, model, modules, **options) if modules else None
     arguments = sample_batch(capacity).to(device), torch.tensor(7, device=device)
     torch.manual_seed(2)
     graphed(*arguments).backward()
-    if engine is not None:
-        engine.end_step()
-        engine.settle()
-    return graphed, engine, arguments
+    if runtime is not None:
+        runtime.end_step()
+        runtime.settle()
+    return graphed, runtime, arguments
 
 
 def foretold_and_taken(

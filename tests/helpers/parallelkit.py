@@ -14,10 +14,10 @@ from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.tensor import dropout_seed, parallelize
+from packgraph.train.config.sections import GraphConfig, OptimizerConfig
 from packgraph.train.executor import Executor
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import GraphConfig, OptimizerConfig
-from packgraph.train.runner import MicrobatchRunner
+from packgraph.train.runners import MicrobatchRunner
 from packgraph.train.step import accumulate, count_loss_tokens, own_share
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.mesh import Mesh
+from packgraph.train.config.sections import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.data import DataError
 from packgraph.train.data.source import BadDocuments
-from packgraph.train.options import GraphConfig, OptimizerConfig, RunConfig, TrainConfig
 from packgraph.train.progress import ProgressView
 from packgraph.train.random_state import random_states
 from packgraph.train.signals import StopRequest

@@ -1,25 +1,42 @@
-"""Several ways of doing the same work, measured in turn: their samples, and why some have none.
+"""The loop of every comparison: ways of doing the same work, measured in turn.
 
-A way that fails drops out with its reason; the others go on. The first way asked for is what the
-others are compared with, so it takes part in every group.
+    of every way    build ─▶ warm up ─▶ check, memory
+    of all          timed rounds, alternating ─▶ a row each
 
-`BenchRanks` are ranks that measure together: what one finds out, all know before they go on.
+`Comparison` is the loop; a benchmark says how a way is made and timed, and what its rows say. A way
+that fails drops out with its reason; the others go on. The first way asked for is what the others
+are compared with, so it takes part in every group.
 
-A rank that fails alone between two agreements leaves the others waiting; so everything that can
-fail on one rank only is attempted before it is agreed on, and what communicates runs after all
-ranks have said yes.
+`BenchRanks` are ranks that measure together: what one finds out, all know before they go on. A rank
+that fails alone between two agreements leaves the others waiting; so everything that can fail on
+one rank only is attempted before it is agreed on, and what communicates runs after all ranks have
+said yes.
 """
 
 import contextlib
+import itertools
 import math
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from packgraph.bench.rows import FAILURES, Row, Rows, figures, why
-from packgraph.bench.timing import Deadline
+from packgraph.bench.timing import (
+    Deadline,
+    held_bytes,
+    peak_bytes,
+    rounds_in_turn,
+    start_anew,
+)
+from packgraph.graphs.errors import PackgraphWarning
+from packgraph.graphs.memory.allocator import free_memory
+from packgraph.graphs.timer import synchronize
 
 Result = TypeVar("Result")
 
@@ -45,7 +62,7 @@ class Check:
     gradient_norm: float
 
 
-class Comparison:
+class Results:
     """What is known of each way of one group."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -207,16 +224,244 @@ class BenchRanks:
                 return other if self.size == 1 else f"rank {rank}: {other}"
         return None
 
+
+class Runs(Protocol):
+    """A way that is ready to run."""
+
+    def facts(self) -> Row:
+        """What it has cost to get ready."""
+
+    def complaint(self) -> str | None:
+        """Why the times are not those of this way, if something ran otherwise after all."""
+
+    def close(self) -> None:
+        """Free everything that was made."""
+
+
+@contextlib.contextmanager
+def room_for_code() -> Iterator[None]:
+    """Several ways compile the same functions: within the block torch keeps as much code as that
+    takes, and code that is compiled too often raises RuntimeError instead of running eagerly."""
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        yield
+
+
+def first_warning(work: Callable[[], object]) -> str | None:
+    """The first thing that the library warns of while `work` runs, in one line; None without, or
+    where `work` returns True."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PackgraphWarning)
+        if work():
+            return None
+    for warning in caught:
+        if issubclass(warning.category, PackgraphWarning):
+            return " ".join(str(warning.message).split())
+    return None
+
+
+def above(peak: int | None, before: int | None) -> int | None:
+    """What a peak is above what was held before, where both are known."""
+    return None if peak is None or before is None else peak - before
+
+
+W = TypeVar("W", bound=Runs)
+
+
+class Comparison(Generic[W]):
+    """Ways at one size, measured in groups; a benchmark derives from it.
+
+    Attributes:
+        main: Figure that ratios and the price per token are made of.
+        communicates: Whether ways do: a failure of one rank within a step then ends the run, after
+            its rows are written. Otherwise it drops the way.
+        least_rounds: Of ways that are ready when the time is up.
+        preparing: Share of the time after which nothing else is prepared.
+    """
+
+    main: ClassVar[str] = "step_ms"
+    communicates: ClassVar[bool] = True
+    least_rounds: ClassVar[int] = 0
+    preparing: ClassVar[float] = 1.0
+
+    def __init__(
+        self,
+        ways: Sequence[str],
+        rounds: int,
+        device: torch.device,
+        deadline: Deadline,
+        ranks: BenchRanks,
+    ) -> None:
+        self.names, self.rounds = ways, rounds
+        self.device, self.deadline, self.ranks = device, deadline, ranks
+        self.results, self.ways, self.doing = Results(ways), dict[str, W](), ways[0]
+
+    def start(self) -> None:
+        """Prepare what all ways need. Collective."""
+
+    def make(self, name: str) -> W:
+        """The way called `name`. Raises where it cannot run."""
+        raise NotImplementedError
+
+    def forget(self, name: str) -> None:
+        """Free what there is already of a way that is not prepared."""
+
+    def warm_up(self, way: W) -> None:
+        """Run a way without communication: finds what fails on this rank alone."""
+
+    def build(self, way: W) -> str | None:
+        """Capture, and run what communicates; why that failed, or None. Collective."""
+        return None
+
+    def check(self, way: W) -> Check:
+        """What a way computes on the first microbatches. Collective."""
+        raise NotImplementedError
+
+    def heaviest(self, way: W) -> object:
+        """Run what takes most memory. Collective."""
+        raise NotImplementedError
+
+    def time(self, way: W, number: int) -> list[Sample]:
+        """The calls of a round. Collective."""
+        raise NotImplementedError
+
+    def after(self, way: W) -> Row:
+        """What is measured after all rounds. Collective."""
+        return {}
+
+    def finish(self) -> None:
+        """Measure what needs all ways closed. Collective."""
+
+    def what(self, name: str) -> Row:
+        """What the row of a way says beside its figures."""
+        raise NotImplementedError
+
+    def begin(self, name: str) -> tuple[int | None, float]:
+        """(bytes held before a way is made, when its making began)."""
+        return held_bytes(self.device), time.monotonic()
+
+    def measure(self, rows: Rows, together: int | None = None) -> None:
+        """Measure all ways, `together` at a time; write their rows."""
+        for number, names in enumerate(groups(self.names, together)):
+            self.results, self.ways, self.doing = Results(names), {}, names[0]
+            try:
+                with room_for_code(), self._leaving(rows):
+                    self._measure()
+            finally:  # what was measured before an interruption is a result, too
+                for name in names[1:] if number else names:
+                    rows.add(self.row(name))
+            start_anew(self.device)
+
+    def row(self, name: str) -> Row:
+        """The row of one way."""
+        tolerance = 1e-2 if self.device.type == "cuda" else 1e-5
+        return self.what(name) | self.results.row(name, self.main, tolerance)
+
+    def late(self, share: float = 1.0) -> bool:
+        """Whether that share of the time is up on any rank. Collective."""
+        return any(self.ranks.gather(self.deadline.passed(share)))
+
+    def slowest(self, step: Callable[[], object]) -> dict[str, float]:
+        """step_ms and host_ms of a step on the slowest rank, from a common start. Collective."""
+        synchronize(self.device)
+        self.ranks.gather(None)
+        begin = time.perf_counter()
+        step()
+        launched = time.perf_counter() - begin
+        synchronize(self.device)
+        every = self.ranks.gather((time.perf_counter() - begin, launched))
+        whole, host = (1000 * max(times) for times in zip(*every, strict=True))
+        return {"step_ms": whole, "host_ms": host}
+
+    def _attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
+        return work() if self.communicates else self.results.attempt(name, work)
+
     @contextlib.contextmanager
-    def leaving(self, contest: Comparison, doing: list[str], rows: Rows) -> Iterator[None]:
+    def _leaving(self, rows: Rows) -> Iterator[None]:
         """A failure of this rank alone ends the block: the others wait for it and cannot be told,
-        so this one writes what is known, and leaves. doing: the way that it is at."""
+        so this one writes what is known, and leaves."""
         try:
             yield
         except FAILURES as error:
-            contest.drop(doing[0], f"rank {self.rank}: {why(error)}")
-            for name in contest.running:
-                if not contest.samples[name]:
-                    contest.drop(name, f"not measured: the run ended when way {doing[0]} failed")
+            self.results.drop(self.doing, f"rank {self.ranks.rank}: {why(error)}")
+            for name in self.results.running:
+                if not self.results.samples[name]:
+                    reason = f"not measured: the run ended when way {self.doing} failed"
+                    self.results.drop(name, reason)
             rows.write = True
             raise
+
+    def _measure(self) -> None:
+        found = self.results
+        self.start()
+        for self.doing in found.names:
+            if self.late(self.preparing):
+                found.drop(self.doing, self.deadline.reason_for(self.preparing))
+                self.forget(self.doing)
+                continue
+            self._prepare(self.doing)
+            if self.doing in found.reasons and self.doing in self.ways:
+                self._close(self.doing)
+            free_memory(self.device)
+        begun = itertools.count()
+        least = min(self.least_rounds, self.rounds)
+        runs = {name: lambda number, name=name: self._round(name, number) for name in self.ways}
+        rounds_in_turn(runs, self.rounds, lambda: next(begun) >= least and self.late())
+        for name, way in self.ways.items():
+            self.doing = name
+            found.drop(name, self.ranks.first_reason(way.complaint()))
+            if name not in found.reasons and not found.samples[name]:
+                found.drop(name, self.deadline.reason)
+            if name not in found.reasons:
+                found.extras[name] |= self.after(way)
+        for name in list(self.ways):
+            self._close(name)
+        free_memory(self.device)
+        self.finish()
+
+    def _prepare(self, name: str) -> None:
+        """Make a way, capture, warm it up, check what it computes, measure its memory."""
+        free_memory(self.device)
+        before, began = self.begin(name)
+
+        def alone() -> None:
+            self.ways[name] = self.make(name)
+            self.warm_up(self.ways[name])
+            synchronize(self.device)
+
+        reason = self.ranks.attempt(alone)[1]
+        if reason is None:
+            reason = self.ranks.first_reason(self.build(self.ways[name]))
+        if reason is not None:
+            self.results.drop(name, reason)
+            return
+        synchronize(self.device)
+        prepared = round(max(self.ranks.gather(time.monotonic() - began)), 3)
+        way = self.ways[name]
+        check = self._attempt(name, lambda: self.check(way))
+        if check is None:
+            return
+        self.results.checks[name] = check
+        free_memory(self.device)
+        peak = self._attempt(name, lambda: peak_bytes(self.device, lambda: self.heaviest(way)))
+        facts = self._of_ranks(way.facts() | {"peak_bytes": above(peak, before)})
+        self.results.extras[name] = {"prepare_seconds": prepared} | facts
+
+    def _of_ranks(self, mine: Row) -> Row:
+        """Each fact as a list by rank; None where no rank has it."""
+        if not self.communicates:
+            return mine
+        every = self.ranks.gather(mine)
+        lists: dict[str, list[Any]] = {key: [facts[key] for facts in every] for key in mine}
+        return {
+            key: None if all(part is None for part in parts) else parts
+            for key, parts in lists.items()
+        }
+
+    def _round(self, name: str, number: int) -> None:
+        self.doing = name
+        if name not in self.results.reasons:
+            found = self._attempt(name, lambda: self.time(self.ways[name], number))
+            self.results.samples[name] += found or []
+
+    def _close(self, name: str) -> None:
+        self._attempt(name, self.ways.pop(name).close)

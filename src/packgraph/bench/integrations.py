@@ -14,18 +14,18 @@ ways train on the same documents. Each way is built, timed and freed by itself, 
 with their optimizers do not fit side by side; every way starts from the same values.
 """
 
-import importlib
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from packgraph.bench.models import SHAPES, draw_batches, dtype_on
+from packgraph.bench.options import FIRST, KILO, WorkArguments
 from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, gibibytes, median, value, why
 from packgraph.bench.timing import Deadline, peak_bytes, start_anew, time_calls
 from packgraph.graphs.graphed import GraphedModule, graph
@@ -39,9 +39,13 @@ from packgraph.ops.attention.api import (
 )
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.values import Count, option
 
 ATTENTION = "packgraph_bench"
 STEPS_AHEAD = 3  # eager calls, captures and compiling
+
+WAYS = tuple(f"{name}{end}" for name in ("transformers", "live", "own") for end in ("", "+compile"))
 
 COLUMNS: list[Column] = [
     ("row", value("tokens")),
@@ -57,31 +61,26 @@ COLUMNS: list[Column] = [
 ]
 
 
-class ModelError(ValueError):
-    """The model is neither a known shape nor a config.json."""
+@dataclass(frozen=True, kw_only=True)
+class IntegrationArguments(WorkArguments):
+    """Whole steps of a model of transformers, by itself and through graphs."""
 
+    usual_tokens: ClassVar[tuple[int, ...]] = (4 * KILO,)
 
-@dataclass(frozen=True)
-class IntegrationOptions:
-    """What to measure.
-
-    model: name of a shape, or a config.json of transformers. layers: another number of them.
-    tokens: rows of the table, tokens of a microbatch. step_tokens: tokens of a step. steps: that
-    are timed. lora: rank of adapters on every linear layer, which alone are trained; 0 trains the
-    whole model. mean, sigma: of document lengths. documents: places of a microbatch.
-    """
-
-    model: str
-    layers: int | None
-    tokens: tuple[int, ...]
-    ways: tuple[str, ...]
-    step_tokens: int = 32 * 1024
-    steps: int = 8
-    lora: int = 0
-    mean: float = 1024.0
-    sigma: float = 1.0
-    documents: int = 64
-    seed: int = 0
+    model: str | None = option(
+        None,
+        "shape of the model, or a config.json of transformers (default: {own.usual_models[0]} on "
+        "CUDA, {own.usual_models[1]} on a CPU)",
+        metavar="NAME|FILE",
+    )
+    ways: tuple[Annotated[str, WAYS], ...] = option(WAYS, FIRST)
+    sigma: float = option(1.0, "of the lognormal distribution of lengths", metavar="F")
+    documents: Count = option(64, "at most in one microbatch", metavar="N")
+    step_tokens: Count = option(32 * KILO, "tokens of a step", metavar="T")
+    steps: Count = option(8, "that are timed, after three others", metavar="N")
+    lora: int = option(
+        0, "train adapters of this rank on every linear layer, by peft (default: all)", metavar="R"
+    )
 
 
 Loss = Callable[[PackedBatch, Tensor], Tensor]
@@ -97,14 +96,17 @@ class _Way:
 
 
 def bench_integrations(
-    options: IntegrationOptions, device: torch.device, rows: Rows, deadline: Deadline
+    options: IntegrationArguments, device: torch.device, rows: Rows, deadline: Deadline
 ) -> None:
     """Measures everything in `options`; one row per number of tokens and way.
 
     Raises:
-        ImportError: Without transformers.
-        ModelError: If the model is unknown.
+        ConfigError: If the model is unknown, or without transformers.
     """
+    if not importlib.util.find_spec("transformers"):
+        raise ConfigError(
+            ["bench integrations needs transformers: pip install packgraph[transformers]"]
+        )
     config = _config_of(options)
     for tokens in options.tokens:
         bench = _Bench(options, config, tokens, device)
@@ -121,22 +123,21 @@ def bench_integrations(
             start_anew(device)
 
 
-def _config_of(options: IntegrationOptions) -> dict[str, Any]:
+def _config_of(options: IntegrationArguments) -> dict[str, Any]:
     """The config.json of the model."""
-    if options.model in SHAPES:
-        content = config_to_json(SHAPES[options.model], torch.bfloat16)
+    name = f"--model {options.model!r}"
+    if str(options.model) in SHAPES:
+        content = config_to_json(SHAPES[str(options.model)], torch.bfloat16)
     else:
-        file = Path(options.model)
+        file = Path(str(options.model))
         if not file.is_file():
-            raise ModelError(
-                f"--model {options.model!r} is neither a config.json nor one of {', '.join(SHAPES)}"
-            )
+            raise ConfigError([f"{name} is neither a config.json nor one of {', '.join(SHAPES)}"])
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"--model {options.model!r} cannot be read: {error}") from error
+            raise ConfigError([f"{name} cannot be read: {error}"]) from error
         if not isinstance(content, dict) or "model_type" not in content:
-            raise ModelError(f"--model {options.model!r} names no model_type")
+            raise ConfigError([f"{name} names no model_type"])
     if options.layers is not None:
         content["num_hidden_layers"] = options.layers
         if "layer_types" in content:
@@ -149,7 +150,7 @@ class _Bench:
 
     def __init__(
         self,
-        options: IntegrationOptions,
+        options: IntegrationArguments,
         config: dict[str, Any],
         tokens: int,
         device: torch.device,
@@ -161,9 +162,7 @@ class _Bench:
             self.capacity,
             self.per_step * (STEPS_AHEAD + options.steps + 1),
             config["vocab_size"],
-            mean=options.mean,
-            sigma=options.sigma,
-            seed=options.seed,
+            **options.drawn,
         )
         self.steps = [
             [pack.to(device) for pack in packs[start : start + self.per_step]]
@@ -183,9 +182,7 @@ class _Bench:
             "documents": self.options.documents,
             "microbatches": self.per_step,
             "lora": self.options.lora,
-            "mean": self.options.mean,
-            "sigma": self.options.sigma,
-            "seed": self.options.seed,
+            **self.options.drawn,
             "figures": {},
             "tokens_per_second": None,
             "ratio": None,
@@ -201,7 +198,9 @@ class _Bench:
         """Builds a way, times its steps and frees it."""
         row = self.row(name)
         try:
-            way = WAYS[name](self)
+            kind, _, compiled = name.partition("+")
+            make = {"transformers": _transformers, "live": _live, "own": _own}[kind]
+            way = make(self, compile=bool(compiled))
             row |= self._timed(way)
         except FAILURES as error:
             row["reason"] = why(error)
@@ -349,15 +348,3 @@ def _own(bench: _Bench, *, compile: bool) -> _Way:
 def _graphed(bench: _Bench, model: nn.Module, *, compile: bool) -> _Way:
     graphed = graph(model, capacities=[bench.capacity], warmup=1, slots=1, compile=compile)
     return _Way(model, graphed, graphed)
-
-
-WAYS: MappingProxyType[str, Callable[[_Bench], _Way]] = MappingProxyType(
-    {
-        "transformers": lambda bench: _transformers(bench, compile=False),
-        "transformers+compile": lambda bench: _transformers(bench, compile=True),
-        "live": lambda bench: _live(bench, compile=False),
-        "live+compile": lambda bench: _live(bench, compile=True),
-        "own": lambda bench: _own(bench, compile=False),
-        "own+compile": lambda bench: _own(bench, compile=True),
-    }
-)

@@ -45,9 +45,14 @@ from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
+from packgraph.packing.buckets.cost import FLASH4, CostModel
+from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
+from packgraph.packing.buckets.planner import BucketRequest, choose_buckets
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack_stream
-from packgraph.train.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlight_tiny
+from packgraph.train.auto_capacities import FEWEST_SIZES, MULTIPLES
+from packgraph.train.config.presets import hybrid_1_6b, hybrid_tiny, moonlight, moonlight_tiny
+from packgraph.train.decoder_estimates import decoder_cost
 
 Draw = Callable[[int, np.random.Generator], NDArray[np.float64]]
 PARTS = ("model", "layers")
@@ -152,6 +157,8 @@ SHAPES = MappingProxyType(
 )
 LONGEST = 8192
 WINDOW = 256  # documents that wait to be packed, as in the trainer
+SEEN = 4000  # documents that are planned by; the benchmark's own are others
+ANOTHER_SEED = 1_000_003
 
 
 def shape(name: str, layers: int | None = None) -> DecoderConfig:
@@ -225,6 +232,43 @@ def draw_batches(
         if len(packs) == count:
             return packs
     raise AssertionError(f"{len(lengths)} documents made only {len(packs)} of {count} packs")
+
+
+def planned_buckets(
+    config: DecoderConfig,
+    tokens: int,
+    most: int,
+    attention: str,
+    documents: int | None,
+    *,
+    mean: float,
+    sigma: float,
+    seed: int,
+) -> tuple[Capacity, ...]:
+    """The buckets that a run on documents of such lengths would choose for itself, ascending; the
+    last one holds what all others hold.
+
+    tokens: of a row. most: buckets. attention: the backend, which says what a place for a document
+    costs. documents: the most that a row may have; None leaves that to the lengths.
+    """
+    multiple = next(
+        tile
+        for tile in MULTIPLES
+        if tokens % tile == 0 and (tile == 1 or tokens >= FEWEST_SIZES * tile)
+    )
+    request = BucketRequest(
+        policy=PackingPolicy(documents=WINDOW),
+        max_tokens=tokens,
+        max_buckets=most,
+        multiple=multiple,
+        layers=config.num_layers,
+        cost=decoder_cost(config, measured=FLASH4 if attention == "flash" else CostModel()),
+    )
+    lengths = draw_lengths(SEEN, tokens, mean=mean, sigma=sigma, seed=seed + ANOTHER_SEED)
+    found = choose_buckets(LengthHistogram.of(lengths), request).capacities
+    limit = max(bucket.documents for bucket in found) if documents is None else documents
+    buckets = {Capacity(bucket.tokens, min(bucket.documents, limit)) for bucket in found}
+    return tuple(sorted(buckets | {Capacity(tokens, limit)}))
 
 
 def refit(batch: PackedBatch, capacity: Capacity) -> PackedBatch:

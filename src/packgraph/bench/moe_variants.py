@@ -8,8 +8,8 @@
                     rows only
     transformers    its own layers, eagerly; transformers+compile: each under torch.compile
 
-`partial+compile`, `chunk+compile+stash`: compiled code in these graphs. Which shape a way gets its
-documents in: host-splits and transformers as eager, the others as chunk.
+`partial+compile`, `chunk+compile+stash`: compiled code in these graphs. host-splits gets its
+documents in the shape that eager does, the others as chunk.
 
 `expert_memory` is what experts keep from forward to backward of one microbatch, by the ways of
 running them, and room for more rows:
@@ -28,16 +28,16 @@ microbatches, pages among it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packgraph.bench.models import TimedPart, twin
+from packgraph.bench.models import TimedPart
 from packgraph.bench.rows import Column, Row, gibibytes, value
-from packgraph.bench.transformers_layers import transformers_stack
-from packgraph.bench.variants import Compiled, Graphed, Setting, Way, make_way
+from packgraph.bench.variants import Graphed, Maker, Setting, Way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.models.stack import DecoderStack
@@ -50,29 +50,6 @@ from packgraph.moe.stash.stash import Stash
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
-EXPERT_WAYS = (
-    "host-splits",
-    "partial",
-    "partial+compile",
-    "chunk+stash",
-    "chunk+compile+stash",
-    "transformers",
-    "transformers+compile",
-)
-MOE_WAYS = (
-    "host-splits",
-    "chunk+compile",
-    "chunk",
-    "eager",
-    "partial",
-    "reduce-overhead",
-    "chunk+stash",
-    "chunk+compile+stash",
-    "compile",
-    "partial+compile",
-    "transformers",
-    "transformers+compile",
-)
 PARTIAL = ("moe_router", "moe_preprocess")
 COLUMNS: list[Column] = [
     ("of first", value("peak_ratio", ".3f")),
@@ -88,35 +65,36 @@ LEFT_OUT = (
 )  # of the table, for want of room; rows have them
 
 
-def make_expert_way(name: str, setting: Setting) -> Way:
-    """The way called `name`, one of EXPERT_WAYS or of STEP_WAYS. Raises as `make_way`, and
-    ValueError for a way of EXPERT_WAYS where the model has no experts."""
-    if name not in EXPERT_WAYS:
-        return make_way(name, setting)
-    if not setting.model.config.experts.enabled:
-        raise ValueError(f"{name} is a way of running experts, but the model has none")
-    kind, _, form = name.partition("+")
-    model = twin(setting.model, setting.attention_of(name))
-    work = setting.work.by(model)
-    if kind == "host-splits":
-        for block in moe_blocks([model]):
-            block.dispatcher = HostSplitsDispatcher(block.settings.count, None)
-        return Way(name, work)
-    if kind == "partial":
-        return Graphed(
-            name,
-            work,
-            (setting.capacity,),
-            "layer",
-            compile=setting.compiler if form else False,
-            scope=partial_scope(model.config),
-        )
-    if kind == "chunk":
-        return Stashed(
-            name, work, setting.capacity, setting.compiler if "compile" in form else False
-        )
-    stack = transformers_stack(model, setting.compiler if form else None)
-    return Compiled(name, setting.work.by(stack), (), stack)
+def _of_experts(make: Maker) -> Maker:
+    def checked(name: str, setting: Setting) -> Way:
+        if not setting.model.config.experts.enabled:
+            raise ValueError(f"{name} is a way of running experts, but the model has none")
+        return make(name, setting)
+
+    return checked
+
+
+def _host_splits(name: str, setting: Setting) -> Way:
+    work = setting.work_of(name)
+    for block in moe_blocks([work.model]):
+        block.dispatcher = HostSplitsDispatcher(block.settings.count, None)
+    return Way(name, work)
+
+
+def _partial(name: str, setting: Setting) -> Way:
+    return Graphed(
+        name,
+        setting.work_of(name),
+        (setting.capacity,),
+        "layer",
+        compile=setting.compiler if name.endswith("+compile") else False,
+        scope=partial_scope(setting.model.config),
+    )
+
+
+def _stashed(name: str, setting: Setting) -> Way:
+    compile = setting.compiler if "+compile" in name else False
+    return Stashed(name, setting.work_of(name), setting.capacity, compile)
 
 
 def partial_scope(config: DecoderConfig) -> tuple[str, ...]:
@@ -147,7 +125,7 @@ class Stashed(Graphed):
         }
 
     def complaint(self) -> str | None:
-        if bool(self.stash.verdict()):
+        if bool(self.stash.overflow_flag()):
             return f"rows found no page: {int(self.stash.need_hi())} pages were in demand"
         return super().complaint()
 
@@ -224,3 +202,29 @@ def measured_memory(row: Row, first: Row) -> Row:
         "slot_bytes": None if pool is None else pool + row.get("stash_bytes", 0),
         "peak_ratio": round(peak / other, 4) if peak and other else None,
     }
+
+
+EXPERT_WAYS: Mapping[str, Maker] = MappingProxyType(
+    {
+        name: _of_experts(make)
+        for name, make in (
+            ("host-splits", _host_splits),
+            ("partial", _partial),
+            ("partial+compile", _partial),
+            ("chunk+stash", _stashed),
+            ("chunk+compile+stash", _stashed),
+        )
+    }
+)
+MOE_WAYS = (
+    "host-splits",
+    "chunk+compile",
+    "chunk",
+    "eager",
+    "partial",
+    "reduce-overhead",
+    "chunk+stash",
+    "chunk+compile+stash",
+    "compile",
+    "partial+compile",
+)

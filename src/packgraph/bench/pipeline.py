@@ -15,16 +15,21 @@ All ways (`PipelineWay`) have the same stages, schedule and links, replayed or n
 import contextlib
 import datetime
 import statistics
-import time
-import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor
 
-from packgraph.bench.baselines import CompiledStack, no_silent_eager
-from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, agreement, groups
+from packgraph.bench.comparison import (
+    BenchRanks,
+    Check,
+    Comparison,
+    Sample,
+    agreement,
+    first_warning,
+)
+from packgraph.bench.compiled import CompiledStack
 from packgraph.bench.models import (
     FreshModel,
     draw_batches,
@@ -33,34 +38,32 @@ from packgraph.bench.models import (
     squared_gradients,
     zero_gradients,
 )
+from packgraph.bench.options import FIRST, ComparedArguments
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
-from packgraph.bench.timing import (
-    Deadline,
-    Stopwatch,
-    held_bytes,
-    peak_bytes,
-    rounds_in_turn,
-    start_anew,
-    synchronize,
-)
-from packgraph.graphs.errors import PackgraphWarning
+from packgraph.bench.timing import Deadline
 from packgraph.graphs.fallback import eager
 from packgraph.graphs.graphed import GraphedModule, graph
-from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.replay import ReplayHandle
+from packgraph.graphs.timer import Stopwatch, synchronize
 from packgraph.models.decoder import DecoderConfig
+from packgraph.ops.attention.api import BACKENDS
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pipeline.executor import Pipeline
 from packgraph.parallel.pipeline.links import Links, make_links
-from packgraph.parallel.pipeline.schedule import make_schedule, simulate, slot_counts
+from packgraph.parallel.pipeline.schedule import (
+    legal_microbatches,
+    make_schedule,
+    simulate,
+    slot_counts,
+)
 from packgraph.parallel.processes import Launch, processes
+from packgraph.train.config.values import Count, option
 
 PIPELINE_WAYS = ("eager", "compile", "layer", "chunk", "step", "chunk+compile")
 WITHOUT_GRAPHS = ("eager", "compile")
 REPEATS = 5
-__all__ = ["COLUMNS", "PIPELINE_WAYS", "PipelineOptions", "bench_pipeline", "measure_pipeline"]
 STEPS = 4  # different steps of microbatches that the rounds go through
 TIMEOUT = datetime.timedelta(minutes=4)
 COLUMNS: list[Column] = [
@@ -127,23 +130,13 @@ class PipelineWay:
         """Run each chunk once without communication: compiles kernels and finds what fails on this
         rank alone."""
         if self.name in WITHOUT_GRAPHS:
-            with no_silent_eager():
-                self.chunk_times(batch)
+            self.chunk_times(batch)
 
     def build(self, sample: PackedBatch) -> str | None:
         """Capture the chunks' graphs; why that failed on this rank, or somewhere. Collective."""
         if self.name in (*WITHOUT_GRAPHS, "step"):
             return None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", PackgraphWarning)
-            if self.pipeline.build([sample], self.slots):
-                return None
-        texts = [
-            str(warning.message)
-            for warning in caught
-            if issubclass(warning.category, PackgraphWarning)
-        ]
-        return " ".join(texts[0].split()) if texts else None
+        return first_warning(lambda: self.pipeline.build([sample], self.slots))
 
     def step(self, batches: list[PackedBatch], tokens: Tensor) -> Tensor:
         """Forward and backward of all microbatches: the loss, on every rank. Collective."""
@@ -200,7 +193,7 @@ class PipelineWay:
             else:
                 torch.autograd.backward(out, gradient)
             watch.mark()
-            laps.append(watch.laps())
+            laps.append(watch.take_laps())
             del out, hidden
         return statistics.median(lap[0] for lap in laps), statistics.median(lap[1] for lap in laps)
 
@@ -224,261 +217,184 @@ class PipelineWay:
         self.pipeline.close()
 
 
-@dataclass(frozen=True)
-class PipelineOptions:
-    """What to measure. ranks, chunks, microbatches: of the schedule; the rest as in StepOptions."""
+@dataclass(frozen=True, kw_only=True)
+class PipelineArguments(ComparedArguments):
+    """A whole step of a pipeline, under torchrun."""
 
-    model: str
-    layers: int | None
-    tokens: tuple[int, ...]
-    documents: int
-    ways: tuple[str, ...]
-    rounds: int
-    mean: float
-    sigma: float
-    seed: int
-    together: int | None
-    ranks: int
-    chunks: int
-    microbatches: int
-    attention: str = "auto"
+    rounds: Count = option(12, "how often all ways take turns", metavar="N")
+    ways: tuple[Annotated[str, PIPELINE_WAYS], ...] = option(PIPELINE_WAYS, FIRST)
+    documents: Count = option(64, "at most in one microbatch", metavar="N")
+    attention: Annotated[str, ("auto", *BACKENDS)] = option(
+        "auto", "attention of every way; auto = the fastest that there is; rows say which"
+    )
+    pp: Count | None = option(None, "pipeline ranks (default: all processes)", metavar="N")
+    chunks: Count = option(1, "chunks per rank", metavar="N")
+    microbatches: Count = option(8, "in a step", metavar="N")
+
+    def on(self, device_type: str, launch: Launch) -> Self:
+        """These options with what is usual for a device and a number of processes put in."""
+        return replace(super().on(device_type, launch), pp=self.pp or launch.world)
+
+    @property
+    def ranks(self) -> int:
+        """Of the pipeline."""
+        return self.pp or 1
 
     @property
     def config(self) -> DecoderConfig:
         """The whole decoder; embedding and head are untied, since they live on different ranks."""
         return replace(
-            shape(self.model, self.layers), tie_embeddings=False, attention_backend=self.attention
+            shape(str(self.model), self.layers),
+            tie_embeddings=False,
+            attention_backend=self.attention,
         )
 
-    def problems(self) -> list[str]:
-        """Why these options describe no pipeline."""
+    def refusals(self, launch: Launch) -> list[str]:
+        """Why these processes cannot run this pipeline."""
         stages, layers = self.ranks * self.chunks, self.config.num_layers
-        found = (
-            []
-            if stages <= layers
-            else [
+        found = Layout(dp=1, pp=self.ranks).problems(launch.world)
+        found += legal_microbatches(self.ranks, self.chunks, None, self.microbatches)
+        if stages > layers:
+            found.append(
                 f"{self.ranks} ranks with {self.chunks} chunks make {stages} stages, but "
-                f"{self.model} has {layers} layers: "
-                "every stage needs one; see --layers"
-            ]
-        )
+                f"{self.model} has {layers} layers: every stage needs one; see --layers"
+            )
         if self.ranks == 1 and self.chunks > 1:
             found.append(
                 f"{self.chunks} chunks on a single rank would send to itself: use --chunks 1, or "
-                "start more "
-                "processes (torchrun --nproc-per-node)"
+                "start more processes (torchrun --nproc-per-node)"
             )
         return found
 
 
 def bench_pipeline(
-    options: PipelineOptions, device: torch.device, launch: Launch, rows: Rows, deadline: Deadline
+    options: PipelineArguments, device: torch.device, rows: Rows, deadline: Deadline
 ) -> None:
-    """Connect the processes of `launch` and measure. Raises on every rank's own errors after
-    writing what there is."""
-    with processes(Layout(dp=1, pp=options.ranks), device, launch, TIMEOUT) as mesh:
-        links = make_links(mesh)
-        measure_pipeline(options, device, links, BenchRanks(), rows, deadline)
+    """Connect the processes and measure. Raises on every rank's own errors after writing what there
+    is."""
+    with processes(Layout(dp=1, pp=options.ranks), device, Launch.read(), TIMEOUT) as mesh:
+        measure_pipeline(options, device, make_links(mesh), rows, deadline)
 
 
 def measure_pipeline(
-    options: PipelineOptions,
-    device: torch.device,
-    links: Links,
-    company: BenchRanks,
-    rows: Rows,
-    deadline: Deadline,
+    options: PipelineArguments, device: torch.device, links: Links, rows: Rows, deadline: Deadline
 ) -> None:
     """Measure everything in `options`; one row per number of tokens and way. Collective."""
-    stages = options.ranks * options.chunks
+    ranks = BenchRanks()
     modules = [
         FreshModel(
             options.config,
             device=device,
             dtype=dtype_on(device),
-            stages=stages,
-            stage=chunk * options.ranks + company.rank,
+            stages=options.ranks * options.chunks,
+            stage=chunk * options.ranks + ranks.rank,
         )
         for chunk in range(options.chunks)
     ]
     zero_gradients(modules)
     for tokens in options.tokens:
-        bench = _PipelineBench(
-            options, Capacity(tokens, options.documents), modules, links, company, deadline
+        PipelineComparison(options, tokens, modules, links, ranks, deadline).measure(
+            rows, options.together
         )
-        for number, names in enumerate(groups(options.ways, options.together)):
-            bench.measure(names, names[1:] if number else names, rows)
-            start_anew(device)
 
 
-class _PipelineBench:
-    """All ways at one capacity, on this rank."""
+class PipelineComparison(Comparison[PipelineWay]):
+    """All ways at one number of tokens, on this rank."""
 
     def __init__(
         self,
-        options: PipelineOptions,
-        capacity: Capacity,
+        options: PipelineArguments,
+        tokens: int,
         modules: list[FreshModel],
         links: Links,
-        company: BenchRanks,
+        ranks: BenchRanks,
         deadline: Deadline,
     ) -> None:
-        self.options, self.capacity, self.modules = options, capacity, modules
-        self.links, self.company, self.deadline = links, company, deadline
-        self.device = next(modules[0].parameters()).device
+        device = next(modules[0].parameters()).device
+        super().__init__(options.ways, options.rounds, device, deadline, ranks)
+        self.options, self.modules, self.links = options, modules, links
+        self.capacity = Capacity(tokens, options.documents)
         self.slots = slot_counts(options.ranks, options.chunks)
         count = options.microbatches
         batches = draw_batches(
-            capacity,
-            STEPS * count,
-            options.config.vocab_size,
-            mean=options.mean,
-            sigma=options.sigma,
-            seed=options.seed,
+            self.capacity, STEPS * count, options.config.vocab_size, **options.drawn
         )
         self.real_tokens = sum(batch.num_tokens for batch in batches) / STEPS
         self.steps: list[tuple[list[PackedBatch], torch.Tensor]] = []
         for start in range(0, len(batches), count):
             part = batches[start : start + count]
-            labels = torch.tensor(sum(batch.num_loss_tokens for batch in part), device=self.device)
-            self.steps.append(([batch.to(self.device) for batch in part], labels))
+            labels = torch.tensor(sum(batch.num_loss_tokens for batch in part), device=device)
+            self.steps.append(([batch.to(device) for batch in part], labels))
 
-    def measure(self, names: list[str], shown: list[str], rows: Rows) -> None:
-        """Prepare all ways, let them take turns, close them; write the rows of `shown`."""
-        contest, ways = Comparison(names), dict[str, PipelineWay]()
-        doing = [names[0]]
-        try:
-            with self.company.leaving(contest, doing, rows):
-                self._measure(contest, ways, doing)
-        finally:
-            for name in shown:
-                rows.add(self._row(contest, name))
+    def make(self, name: str) -> PipelineWay:
+        """The way called `name`."""
+        slots = self.slots[self.ranks.rank]
+        return PipelineWay(name, self.modules, self.links, slots, self.capacity)
 
-    def _measure(self, contest: Comparison, ways: dict[str, PipelineWay], doing: list[str]) -> None:
-        for name in contest.names:
-            doing[0] = name
-            if self._late():
-                contest.drop(name, self.deadline.reason)
-                continue
-            self._prepare(contest, ways, name)
-            if name in contest.reasons and name in ways:
-                ways.pop(name).close()
-            free_memory(self.device)
+    def warm_up(self, way: PipelineWay) -> None:
+        """Run each chunk once."""
+        way.warm_alone(self.steps[0][0][0])
 
-        def run(name: str, number: int) -> None:
-            doing[0] = name
-            contest.samples[name].append(self._time(ways[name], number))
+    def build(self, way: PipelineWay) -> str | None:
+        """Capture, and run a step. Collective."""
+        reason = self.ranks.first_reason(way.build(self.steps[0][0][0]))
+        if reason is None:
+            way.step(*self.steps[-1])
+        return reason
 
-        runs = {name: lambda number, name=name: run(name, number) for name in ways}
-        rounds_in_turn(runs, self.options.rounds, self._late)
-        for name in list(ways):
-            doing[0] = name
-            contest.drop(name, self.company.first_reason(ways[name].complaint()))
-            if not contest.samples[name]:
-                contest.drop(name, self.deadline.reason)
-            if name not in contest.reasons:
-                self._shares(contest, ways[name])
-        for way in ways.values():
-            way.close()
-        free_memory(self.device)
-
-    def _late(self) -> bool:
-        """Whether the time is up on any rank. Collective."""
-        return any(self.company.gather(self.deadline.passed()))
-
-    def _prepare(self, contest: Comparison, ways: dict[str, PipelineWay], name: str) -> None:
-        """Make a way, capture, warm it up, check what it computes, measure its memory.
-        Collective."""
-        free_memory(self.device)
-        before, began = held_bytes(self.device), time.monotonic()
-
-        def alone() -> None:
-            ways[name] = PipelineWay(
-                name, self.modules, self.links, self.slots[self.company.rank], self.capacity
-            )
-            ways[name].warm_alone(self.steps[0][0][0])
-
-        contest.drop(name, self.company.attempt(alone)[1])
-        if name in contest.reasons:
-            return
-        way = ways[name]
-        contest.drop(name, self.company.first_reason(way.build(self.steps[0][0][0])))
-        if name in contest.reasons:
-            return
-        way.step(*self.steps[-1])
-        synchronize(self.device)
-        prepared = round(max(self.company.gather(time.monotonic() - began)), 3)
+    def check(self, way: PipelineWay) -> Check:
+        """What the first step computes. Collective."""
         zero_gradients(self.modules)
         loss = float(way.step(*self.steps[0]))
-        squares = sum(self.company.gather(squared_gradients(self.modules)))
-        contest.checks[name] = Check(loss, squares**0.5)
-        peak = peak_bytes(self.device, lambda: way.step(*self.steps[0]))
-        contest.extras[name] = {"prepare_seconds": prepared} | self._of_all_ranks(
-            way.facts() | {"peak_bytes": None if peak is None or before is None else peak - before}
-        )
+        return Check(loss, sum(self.ranks.gather(squared_gradients(self.modules))) ** 0.5)
 
-    def _of_all_ranks(self, mine: Row) -> Row:
-        """Each fact as a list by rank; None where no rank has it."""
-        every = self.company.gather(mine)
-        lists: dict[str, list[Any]] = {key: [facts[key] for facts in every] for key in mine}
-        return {
-            key: None if all(part is None for part in parts) else parts
-            for key, parts in lists.items()
-        }
+    def heaviest(self, way: PipelineWay) -> object:
+        """Run the first step. Collective."""
+        return way.step(*self.steps[0])
 
-    def _time(self, way: PipelineWay, number: int) -> Sample:
+    def time(self, way: PipelineWay, number: int) -> list[Sample]:
+        """One step. Collective."""
         batches, labels = self.steps[number % len(self.steps)]
         zero_gradients(self.modules)
-        synchronize(self.device)
-        self.company.gather(None)  # a common start
-        begin = time.perf_counter()
-        way.step(batches, labels)
-        launched = time.perf_counter() - begin
-        synchronize(self.device)
-        every = self.company.gather((time.perf_counter() - begin, launched))
-        return Sample(
-            {
-                "step_ms": 1000 * max(whole for whole, _ in every),
-                "host_ms": 1000 * max(host for _, host in every),
-            },
-            sum(batch.num_tokens for batch in batches),
-        )
+        times = self.slowest(lambda: way.step(batches, labels))
+        return [Sample(times, sum(batch.num_tokens for batch in batches))]
 
-    def _shares(self, contest: Comparison, way: PipelineWay) -> None:
+    def after(self, way: PipelineWay) -> Row:
         """bubble_share, idle_share and the milliseconds of each stage, from chunks measured alone.
         Collective."""
+        found: Row = {}
         source: list[list[float]] | None = None
         if way.name != "step":
-            mine, reason = self.company.attempt(lambda: way.chunk_times(self.steps[0][0][0]))
-            every = self.company.gather(mine)
+            mine, reason = self.ranks.attempt(lambda: way.chunk_times(self.steps[0][0][0]))
+            every = self.ranks.gather(mine)
             if reason is None:
                 source = [
                     [round(part, 4) for part in every[rank][chunk]]
                     for chunk in range(self.options.chunks)
                     for rank in range(self.options.ranks)
                 ]
-            contest.extras[way.name]["stage_ms"] = source
+            found["stage_ms"] = source
         # A whole step runs what the chunks' graphs run.
-        busy = source or contest.extras.get("chunk", {}).get("stage_ms")
-        known = busy or contest.extras[contest.names[0]].get("stage_ms")
+        busy = source or self.results.extras.get("chunk", {}).get("stage_ms")
+        known = busy or self.results.extras[self.names[0]].get("stage_ms")
         if known is not None:
             forward, backward = (statistics.mean(stage[part] for stage in known) for part in (0, 1))
             schedule = make_schedule(
                 self.options.ranks, self.options.chunks, self.options.microbatches
             )
-            contest.extras[way.name]["bubble_share"] = round(
-                simulate(schedule, forward, backward).bubble_share, 4
-            )
+            found["bubble_share"] = round(simulate(schedule, forward, backward).bubble_share, 4)
         if busy is not None:
             mean = self.options.microbatches * sum(map(sum, busy)) / self.options.ranks
             step_ms = statistics.median(
-                sample.times["step_ms"] for sample in contest.samples[way.name]
+                sample.times["step_ms"] for sample in self.results.samples[way.name]
             )
-            contest.extras[way.name]["idle_share"] = round(1 - mean / step_ms, 4)
+            found["idle_share"] = round(1 - mean / step_ms, 4)
+        return found
 
-    def _row(self, contest: Comparison, name: str) -> Row:
+    def what(self, name: str) -> Row:
+        """Schedule, shapes and lengths of a way."""
         options = self.options
-        what = {
+        return {
             "benchmark": "pipeline",
             "way": name,
             "model": options.model,
@@ -490,11 +406,8 @@ class _PipelineBench:
             "tokens": self.capacity.tokens,
             "documents": self.capacity.documents,
             "attention": str(self.modules[0].attention_choice()),
-            "mean": options.mean,
-            "sigma": options.sigma,
-            "seed": options.seed,
+            **options.drawn,
             "real_tokens": round(self.real_tokens, 1),
             "padding": round(1 - self.real_tokens / self.capacity.tokens / options.microbatches, 5),
             "slots": None if name == "step" else [list(counts) for counts in self.slots],
         }
-        return what | contest.row(name, "step_ms", 1e-2 if self.device.type == "cuda" else 1e-5)

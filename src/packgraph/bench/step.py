@@ -15,12 +15,21 @@ that the model asks for, see bench/models.py.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, ClassVar
 
 import torch
 
-from packgraph.bench.comparison import Check, Comparison, Sample, agreement, attempt_alone, groups
+from packgraph.bench.comparison import (
+    BenchRanks,
+    Check,
+    Comparison,
+    Sample,
+    agreement,
+    attempt_alone,
+)
 from packgraph.bench.models import (
     PEAK_TFLOPS,
     TimedPart,
@@ -29,31 +38,37 @@ from packgraph.bench.models import (
     dtype_on,
     model_flops,
     peak_share,
+    planned_buckets,
     refit,
     shape,
     squared_gradients,
     zero_gradients,
 )
-from packgraph.bench.moe_variants import expert_memory, give_rows, make_expert_way, measured_memory
-from packgraph.bench.padding import bucket_request, planned_buckets
-from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
-from packgraph.bench.timing import (
-    Deadline,
-    busy_time,
-    held_bytes,
-    peak_bytes,
-    rounds_in_turn,
-    start_anew,
-    time_block,
-    time_calls,
+from packgraph.bench.moe_variants import (
+    EXPERT_WAYS,
+    MOE_WAYS,
+    expert_memory,
+    give_rows,
+    measured_memory,
 )
-from packgraph.bench.variants import Setting, Way, room_for_code
-from packgraph.graphs.memory.allocator import free_memory
+from packgraph.bench.options import (
+    CAPTURABLE,
+    FIRST,
+    KILO,
+    PART_HELP,
+    ComparedArguments,
+    Part,
+)
+from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
+from packgraph.bench.timing import Deadline, busy_time, time_calls
+from packgraph.bench.variants import WAYS, Maker, Setting, Way
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
+from packgraph.train.config.values import Count, option
 
-LEAST_ROUNDS = 3  # of ways that are ready when the time is up
 BUSY_CALLS = 2
+ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**WAYS, **EXPERT_WAYS})
+StepWay = Annotated[str, tuple(ALL_WAYS)]
 
 COLUMNS: list[Column] = [
     ("tokens", value("tokens")),
@@ -81,225 +96,128 @@ COLUMNS: list[Column] = [
 ]
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """What to measure. tokens: rows of the table. calls: microbatches in a block; mean, sigma: of
-    document lengths.
+@dataclass(frozen=True, kw_only=True)
+class StepArguments(ComparedArguments):
+    """Forward and backward of one microbatch."""
 
-    part: `model`, or its `layers` alone. documents: places in the capacity of ways that have one;
-    None for the most that occur. buckets: at most so many for `auto`. attention: `own`, or the
-    backend of all ways. together: ways that are measured side by side, None for all. compiler: of
-    ways that compile. room: rows of experts that are not exactly what is routed, over that.
-    """
+    usual_tokens: ClassVar[tuple[int, ...]] = (KILO, 2 * KILO, 4 * KILO)
+    makers: ClassVar[Mapping[str, Maker]] = ALL_WAYS
+    compiler: ClassVar[str] = "inductor"
 
-    model: str
-    layers: int | None
-    tokens: tuple[int, ...]
-    ways: tuple[str, ...]
-    rounds: int
-    calls: int
-    mean: float = 1024.0
-    sigma: float = 1.5
-    seed: int = 0
-    part: str = "model"
-    documents: int | None = None
-    buckets: int = 8
-    attention: str = "own"
-    together: int | None = None
-    compiler: str = "inductor"
-    room: float = 1.0
+    part: Part = option("model", PART_HELP)
+    ways: tuple[StepWay, ...] = option(tuple(WAYS), FIRST)
+    documents: Count | None = option(
+        None,
+        "places for documents of ways that have one shape (default: the most that occur)",
+        metavar="N",
+    )
+    calls: Count = option(4, "microbatches in a row without a wait", metavar="N")
+    buckets: Count = option(8, "of the ways auto, at most", metavar="K")
+    attention: Annotated[str, ("own", *CAPTURABLE)] = option(
+        "own", "attention of every way; own = what each way's stack has; rows say which"
+    )
+
+    @property
+    def rows_per_pair(self) -> float:
+        """Rows that experts of static shapes have, over those that are routed."""
+        return 1.0
 
 
-def bench_step(options: StepOptions, device: torch.device, rows: Rows, deadline: Deadline) -> None:
+@dataclass(frozen=True, kw_only=True)
+class MoeArguments(StepArguments):
+    """As step, with defaults and ways for layers with experts."""
+
+    usual_models: ClassVar[tuple[str, str]] = ("moonlight", "moonlight-tiny")
+    usual_tokens: ClassVar[tuple[int, ...]] = (KILO, 4 * KILO, 16 * KILO)
+
+    part: Part = option("layers", PART_HELP)
+    ways: tuple[StepWay, ...] = option(MOE_WAYS, FIRST)
+    room: float = option(
+        1.0,
+        "rows that experts of static shapes have, over those that are routed: what a rank of "
+        "several needs for an uneven load",
+        metavar="F",
+    )
+
+    def problems(self) -> list[str]:
+        """What is wrong with further options."""
+        small = [] if self.room >= 1 else [f"--room must be at least 1, got {self.room:g}"]
+        return super().problems() + small
+
+    @property
+    def rows_per_pair(self) -> float:
+        """Rows that experts of static shapes have, over those that are routed."""
+        return self.room
+
+
+def bench_step(
+    options: StepArguments, device: torch.device, rows: Rows, deadline: Deadline
+) -> None:
     """Measure everything in `options`; one row per number of tokens and way."""
-    model = build_part(options.part, shape(options.model, options.layers), device, dtype_on(device))
+    config = shape(str(options.model), options.layers)
+    model = build_part(options.part, config, device, dtype_on(device))
     zero_gradients([model])
-    give_rows(model, options.room)
+    give_rows(model, options.rows_per_pair)
     for tokens in options.tokens:
-        bench = _StepBench(options, tokens, model, device, deadline)
-        for number, names in enumerate(groups(options.ways, options.together)):
-            contest = Comparison(names)
-            try:
-                with room_for_code():
-                    bench.measure(contest)
-            finally:  # what was measured before an interruption is a result, too
-                for name in names[1:] if number else names:
-                    rows.add(bench.row(contest, name))
-            start_anew(device)
+        StepComparison(options, tokens, model, device, deadline).measure(rows, options.together)
 
 
-class _StepBench:
+class StepComparison(Comparison[Way]):
     """All ways at one number of tokens."""
+
+    main, communicates = "device_ms", False
+    least_rounds = 3
 
     def __init__(
         self,
-        options: StepOptions,
+        options: StepArguments,
         tokens: int,
         model: DecoderStack,
         device: torch.device,
         deadline: Deadline,
     ) -> None:
+        super().__init__(options.ways, options.rounds, device, deadline, BenchRanks())
         self.options, self.tokens, self.model = options, tokens, model
-        self.device, self.deadline = device, deadline
-        config = model.config
-        attention = (
-            model.attention_choice().name if options.attention == "own" else options.attention
-        )
+        config, attention = model.config, options.attention
+        backend = model.attention_choice().name if attention == "own" else attention
         buckets = planned_buckets(
-            bucket_request(config, tokens, options.buckets, attention),
-            options.documents,
-            mean=options.mean,
-            sigma=options.sigma,
-            seed=options.seed,
+            config, tokens, options.buckets, backend, options.documents, **options.drawn
         )
         self.draws = draw_batches(
-            buckets[-1],
-            options.rounds * options.calls + 1,
-            config.vocab_size,
-            mean=options.mean,
-            sigma=options.sigma,
-            seed=options.seed,
+            buckets[-1], options.rounds * options.calls + 1, config.vocab_size, **options.drawn
         )
         self.flops = [model_flops(config, batch.lengths, head=model.last) for batch in self.draws]
-        real = min(batch.num_tokens for batch in self.draws)
-        self.setting = Setting(
-            TimedPart(model, tokens, real),
-            model,
-            buckets[-1],
-            buckets,
-            options.attention,
-            options.compiler,
-        )
+        work = TimedPart(model, tokens, min(batch.num_tokens for batch in self.draws))
+        self.setting = Setting(work, model, buckets[-1], buckets, attention, options.compiler)
         self.batches: dict[str, list[PackedBatch]] = {}
 
-    def measure(self, contest: Comparison) -> None:
-        """Prepare all ways, let them take turns, close them."""
-        ways = dict[str, Way]()
-        for name in contest.names:
-            if self.deadline.passed():
-                contest.drop(name, self.deadline.reason)
-                continue
-            self._prepare(contest, ways, name)
-            if name in contest.reasons:
-                self._close(contest, ways, name)
-        runs = {
-            name: lambda number, name=name: self._round(contest, ways[name], number)
-            for name in ways
-        }
-        begun = iter(range(self.options.rounds))
-        rounds_in_turn(
-            runs,
-            self.options.rounds,
-            lambda: (
-                next(begun) >= min(LEAST_ROUNDS, self.options.rounds) and self.deadline.passed()
-            ),
-        )
-        for name in list(ways):
-            contest.drop(name, ways[name].complaint())
-            if name not in contest.reasons:
-                contest.extras[name] |= self._busy(ways[name])
-        for name in list(ways):
-            contest.attempt(name, ways.pop(name).close)
+    def make(self, name: str) -> Way:
+        """The way called `name`, and the microbatches in its shapes."""
+        way = self.options.makers[name](name, self.setting)
+        self.batches[name] = [
+            refit(batch, way.capacity(batch)).to(self.device) for batch in self.draws
+        ]
+        return way
 
-    def row(self, contest: Comparison, name: str) -> Row:
-        """The row of one way at this number of tokens."""
-        options, batches = self.options, self.batches.get(name, self.draws)
-        places = sum(batch.capacity.tokens for batch in batches)
-        real = sum(batch.num_tokens for batch in batches)
-        choice = self.setting.attention_of(name)
-        what = {
-            "benchmark": "step",
-            "part": options.part,
-            "way": name,
-            "model": options.model,
-            "layers": self.model.config.num_layers,
-            "dtype": str(dtype_on(self.device)).removeprefix("torch."),
-            "tokens": self.tokens,
-            "documents": self.setting.capacity.documents,
-            "attention": self.model.attention_choice().name if choice == "auto" else choice,
-            "attention_asked": options.attention,
-            "calls": options.calls,
-            "mean": options.mean,
-            "sigma": options.sigma,
-            "seed": options.seed,
-            "real_tokens": round(real / len(batches), 1),
-            "documents_mean": round(statistics.mean(batch.num_documents for batch in batches), 2),
-            "padding": round(1 - real / places, 5),
-        }
-        row = what | contest.row(name, "device_ms", 1e-2 if self.device.type == "cuda" else 1e-5)
-        samples = contest.samples[name] if row["reason"] is None else []
-        row["rounds"] = len(samples) // options.calls
-        row["mfu"] = (
-            round(
-                statistics.median(
-                    peak_share(sample.flops, sample.times["device_ms"]) for sample in samples
-                ),
-                5,
-            )
-            if samples and self.device.type == "cuda"
-            else None
-        )
-        if self.model.config.experts.enabled:
-            row |= (
-                {"room": options.room}
-                | measured_memory(row, contest.extras[contest.names[0]])
-                | expert_memory(name, self.model, self.setting.capacity, options.room)
-            )
-        return row | {"mfu_peak_tflops": PEAK_TFLOPS}
+    def warm_up(self, way: Way) -> None:
+        """Capture, compile and run the first microbatches."""
+        way.prepare(self.batches[way.name])
 
-    def _prepare(self, contest: Comparison, ways: dict[str, Way], name: str) -> None:
-        """Make a way, capture, warm it up, check what it computes, measure its memory."""
-        free_memory(self.device)
-        before = held_bytes(self.device)
-
-        def upload() -> None:
-            ways[name] = make_expert_way(name, self.setting)
-            self.batches[name] = [
-                refit(batch, ways[name].capacity(batch)).to(self.device) for batch in self.draws
-            ]
-
-        def first_calls() -> float:
-            return time_block(self.device, lambda: ways[name].prepare(self.batches[name]))[0]
-
-        contest.attempt(name, upload)
-        milliseconds = None if name in contest.reasons else contest.attempt(name, first_calls)
-        if milliseconds is None:
-            return
-        contest.extras[name] = {"prepare_seconds": round(milliseconds / 1000, 3)} | ways[
-            name
-        ].facts()
-        check = contest.attempt(name, lambda: self._check(ways[name]))
-        if check is not None:
-            contest.checks[name] = check
-            free_memory(self.device)
-            most = max(self.batches[name], key=lambda batch: (batch.capacity, batch.num_tokens))
-            peak = contest.attempt(
-                name, lambda: peak_bytes(self.device, lambda: ways[name].run(most))
-            )
-            contest.extras[name]["peak_bytes"] = (
-                None if peak is None or before is None else peak - before
-            )
-
-    def _check(self, way: Way) -> Check:
+    def check(self, way: Way) -> Check:
+        """What a way computes on the first microbatch."""
         zero_gradients([self.model])
         score = self.setting.work.score(way.run(self.batches[way.name][0]))
         return Check(score, squared_gradients([self.model]) ** 0.5)
 
-    def _round(self, contest: Comparison, way: Way, number: int) -> None:
-        if way.name not in contest.reasons:
-            contest.samples[way.name] += (
-                contest.attempt(way.name, lambda: self._time(way, number)) or []
-            )
+    def heaviest(self, way: Way) -> object:
+        """Run the largest microbatch."""
+        most = max(self.batches[way.name], key=lambda batch: (batch.capacity, batch.num_tokens))
+        return way.run(most)
 
-    def _block(self, number: int) -> slice:
-        """The microbatches of a round."""
-        return slice(number * self.options.calls, (number + 1) * self.options.calls)
-
-    def _time(self, way: Way, number: int) -> list[Sample]:
-        batches, flops = (
-            self.batches[way.name][self._block(number)],
-            self.flops[self._block(number)],
-        )
+    def time(self, way: Way, number: int) -> list[Sample]:
+        """The microbatches of a round, in a row."""
+        block = self._block(number)
+        batches, flops = self.batches[way.name][block], self.flops[block]
         zero_gradients([self.model])
         laps, host_ms = time_calls(
             self.device, lambda mark: _run(way, batches, mark), lambda: self._lead(way)
@@ -309,7 +227,7 @@ class _StepBench:
             for lap, batch, work in zip(laps, batches, flops, strict=True)
         ]
 
-    def _busy(self, way: Way) -> Row:
+    def after(self, way: Way) -> Row:
         """Share of the time in which the device is at work, kernels of a call; or why they are not
         known."""
         batches = self.batches[way.name][self._block(0)][:BUSY_CALLS]
@@ -323,16 +241,51 @@ class _StepBench:
             "kernel_ms": None if busy is None else round(busy.kernel_ms / len(batches), 4),
         }
 
+    def what(self, name: str) -> Row:
+        """Shapes, lengths and attention of a way."""
+        options, batches = self.options, self.batches.get(name, self.draws)
+        real = sum(batch.num_tokens for batch in batches)
+        choice = self.setting.attention_of(name)
+        return {
+            "benchmark": "step",
+            "part": options.part,
+            "way": name,
+            "model": options.model,
+            "layers": self.model.config.num_layers,
+            "dtype": str(dtype_on(self.device)).removeprefix("torch."),
+            "tokens": self.tokens,
+            "documents": self.setting.capacity.documents,
+            "attention": self.model.attention_choice().name if choice == "auto" else choice,
+            "attention_asked": options.attention,
+            "calls": options.calls,
+            **options.drawn,
+            "real_tokens": round(real / len(batches), 1),
+            "documents_mean": round(statistics.mean(batch.num_documents for batch in batches), 2),
+            "padding": round(1 - real / sum(batch.capacity.tokens for batch in batches), 5),
+        }
+
+    def row(self, name: str) -> Row:
+        """The row of one way at this number of tokens."""
+        row, options = super().row(name), self.options
+        samples = self.results.samples[name] if row["reason"] is None else []
+        row["rounds"] = len(samples) // options.calls
+        shares = [peak_share(sample.flops, sample.times["device_ms"]) for sample in samples]
+        known = shares and self.device.type == "cuda"
+        row["mfu"] = round(statistics.median(shares), 5) if known else None
+        if self.model.config.experts.enabled:
+            room = options.rows_per_pair
+            row |= {"room": room}
+            row |= measured_memory(row, self.results.extras[self.results.names[0]])
+            row |= expert_memory(name, self.model, self.setting.capacity, room)
+        return row | {"mfu_peak_tflops": PEAK_TFLOPS}
+
+    def _block(self, number: int) -> slice:
+        """The microbatches of a round."""
+        return slice(number * self.options.calls, (number + 1) * self.options.calls)
+
     def _lead(self, way: Way) -> None:
         """A call ahead of those that count, on a draw of its own."""
         _run(way, self.batches[way.name][-1:])
-
-    def _close(self, contest: Comparison, ways: dict[str, Way], name: str) -> None:
-        """Free a way that failed; those after it find the memory of the device as this one found
-        it."""
-        if name in ways:
-            contest.attempt(name, ways.pop(name).close)
-        free_memory(self.device)
 
 
 def _run(way: Way, batches: list[PackedBatch], mark: Callable[[], None] = lambda: None) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch.autograd import DeviceType
 
 from packgraph.graphs.memory.allocator import Stretch, free_memory
+from packgraph.graphs.timer import Stopwatch, synchronize
 
 Result = TypeVar("Result")
 CUDA_DEFAULT_POOL = (0, 0)
@@ -48,36 +49,14 @@ class Deadline:
         """What a row says that was not measured."""
         return f"not measured: the limit of {self.seconds:g} seconds was reached before"
 
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class Stopwatch:
-    """Marks points in the device's work; `laps` gives the milliseconds between them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-
-    def mark(self) -> None:
-        """Mark the end of all work given to the device so far."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
-        else:
-            self._times.append(time.perf_counter())
-
-    def laps(self) -> list[float]:
-        """Milliseconds between consecutive marks; waits for the device."""
-        synchronize(self._device)
-        if self._device.type == "cuda":
-            return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:])]
-        return [1000 * (b - a) for a, b in zip(self._times, self._times[1:])]
+    def reason_for(self, share: float) -> str:
+        """Why nothing else is prepared once that share of the time is up."""
+        if share >= 1.0:
+            return self.reason
+        return (
+            f"not prepared: {share:.0%} of the {self.seconds:g} seconds had passed, and the rest "
+            "is for timing what is ready: more --seconds, fewer --ways"
+        )
 
 
 def time_calls(
@@ -99,7 +78,7 @@ def time_calls(
     watch.mark()
     run(watch.mark)
     host = 1000 * (time.perf_counter() - begin)
-    return watch.laps(), host
+    return watch.take_laps(), host
 
 
 def time_block(

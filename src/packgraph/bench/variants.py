@@ -17,23 +17,16 @@ Further ways for models with experts: bench/moe_variants.py.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from packgraph.bench.baselines import (
-    CompiledStack,
-    GraphedCallables,
-    LayerStack,
-    WholeGraph,
-    compiled_layers,
-    layers_of,
-    no_silent_eager,
-)
+from packgraph.bench.compiled import CompiledStack, LayerStack, compiled_layers
 from packgraph.bench.models import TimedPart, twin
 from packgraph.graphs.graphed import control, forward_backward, graph
 from packgraph.graphs.replay import ReplayHandle
@@ -43,35 +36,14 @@ from packgraph.ops.attention.varlen import varlen_problems
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, CapacitySet
 
-STEP_WAYS = (
-    "eager",
-    "compile",
-    "reduce-overhead",
-    "graphed-callables",
-    "graphed-callables+compile",
-    "whole-padded",
-    "whole-padded+compile",
-    "layer",
-    "chunk",
-    "layer+compile",
-    "chunk+compile",
-    "auto",
-    "auto+compile",
-)
-OURS = ("layer", "chunk", "auto")
-OWN_ATTENTION = (
-    *OURS,
-    "partial",
-    "host-splits",
-    "transformers",
-)  # has what the library chooses, not torch's
-PADDED_DOCUMENTS = 256
+OWN_ATTENTION = ("layer", "chunk", "auto", "partial", "host-splits", "transformers")
+# of these ways is what the library chooses, not torch's
 REMAINING_CALLS = 2
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all ways of one contest share.
+    """What all ways of one comparison share.
 
     work: to be done, by `model`. capacity: holds every microbatch. buckets: for the ways called
     auto, ascending. attention: own for what a way's own stack has (torch's kernel, for ours what
@@ -93,9 +65,22 @@ class Setting:
         torch_has_none = varlen_problems(weight.device, weight.dtype, *head_sizes(config))
         return "auto" if torch_has_none or name.partition("+")[0] in OWN_ATTENTION else "varlen"
 
+    def model_of(self, name: str) -> DecoderStack:
+        """A model of its own for the way called `name`, over the same values and gradients."""
+        return twin(self.model, self.attention_of(name))
+
+    def work_of(self, name: str) -> TimedPart:
+        """The work by that model."""
+        return self.work.by(self.model_of(name))
+
+    def needs_cuda(self, name: str) -> None:
+        """Raises ValueError on a CPU."""
+        if next(self.model.parameters()).device.type != "cuda":
+            raise ValueError(f"{name} makes CUDA graphs: there is none on a CPU")
+
 
 class Way:
-    """One way of running microbatches; this one eagerly. name: one of STEP_WAYS."""
+    """One way of running microbatches; this one eagerly."""
 
     def __init__(self, name: str, work: TimedPart, capacities: Sequence[Capacity] = ()) -> None:
         """capacities: the only ones that it can run; none = it runs documents as they are."""
@@ -182,27 +167,6 @@ class Compiled(Way):
             if self.recompiled
             else None
         )
-
-
-class Recorded(Way):
-    """torch's own graphs: of each layer, or of everything at once. make: the call, given the first
-    microbatch."""
-
-    def __init__(
-        self, name: str, work: TimedPart, capacity: Capacity, make: Callable[[PackedBatch], Any]
-    ) -> None:
-        super().__init__(name, work, (capacity,))
-        self._make = make
-
-    def prepare(self, batches: Sequence[PackedBatch]) -> None:
-        self.call = self._make(batches[0])
-        super().prepare(batches)
-
-    def run(self, batch: PackedBatch) -> Tensor:
-        return self.call.run(batch) if isinstance(self.call, WholeGraph) else super().run(batch)
-
-    def facts(self) -> dict[str, Any]:
-        return super().facts() | per_layer(self.call.capture_seconds, self.work, 1)  # type: ignore[attr-defined]
 
 
 class Graphed(Way):
@@ -308,52 +272,36 @@ def per_layer(seconds: float, work: TimedPart, buckets: int) -> dict[str, Any]:
     }
 
 
-def make_way(name: str, setting: Setting) -> Way:
-    """The way called `name`. Raises what torch raises where it cannot run, ValueError where that is
-    known before."""
+def _compile(name: str, setting: Setting) -> Way:
+    model = setting.model_of(name)
+    stack = LayerStack(model, compiled_layers(model, setting.compiler))
+    return Compiled(name, setting.work.by(stack), (), stack)
+
+
+def _reduce_overhead(name: str, setting: Setting) -> Way:
+    setting.needs_cuda(name)
+    stack = CompiledStack(setting.model_of(name), mode="reduce-overhead")
+    return Compiled(name, setting.work.by(stack), (setting.capacity,), stack, overwrites=True)
+
+
+def _graphed(name: str, setting: Setting) -> Way:
     kind, _, compiled = name.partition("+")
-    model = twin(setting.model, setting.attention_of(name))
-    work, one = setting.work.by(model), (setting.capacity,)
-    device = next(model.parameters()).device
-    if kind == "eager":
-        return Way(name, work)
-    if kind == "compile":
-        return Compiled(name, work, (), LayerStack(model, compiled_layers(model, setting.compiler)))
-    if kind in OURS:
-        return Graphed(
-            name,
-            work,
-            setting.buckets if kind == "auto" else one,
-            "layer" if kind == "layer" else "chunk",
-            compile=setting.compiler if compiled else False,
-        )
-    if device.type != "cuda":
-        raise ValueError(f"{name} makes CUDA graphs: there is none on a CPU")
-    if kind == "reduce-overhead":
-        return Compiled(
-            name, work, one, CompiledStack(model, mode="reduce-overhead"), overwrites=True
-        )
-    if kind == "graphed-callables":
-        layers = (
-            compiled_layers(model, setting.compiler, dynamic=False)
-            if compiled
-            else layers_of(model)
-        )
-        return Recorded(
-            name,
-            work,
-            setting.capacity,
-            lambda batch: GraphedCallables(model, layers, work.arguments(batch)),
-        )
-    assert kind == "whole-padded"
-    inner = work.by(CompiledStack(model)) if compiled else work
-    padded = Capacity(setting.capacity.tokens, max(PADDED_DOCUMENTS, setting.capacity.documents))
-    return Recorded(name, work, padded, lambda batch: WholeGraph(inner, batch))
+    return Graphed(
+        name,
+        setting.work_of(name),
+        setting.buckets if kind == "auto" else (setting.capacity,),
+        "layer" if kind == "layer" else "chunk",
+        compile=setting.compiler if compiled else False,
+    )
 
 
-@contextlib.contextmanager
-def room_for_code() -> Iterator[None]:
-    """Several ways compile the same functions: within the block torch keeps as much code as that
-    takes, and says so when there is too much of it instead of running eagerly."""
-    with torch._dynamo.config.patch(recompile_limit=64), no_silent_eager():
-        yield
+Maker = Callable[[str, Setting], Way]
+OURS = ("layer", "chunk", "layer+compile", "chunk+compile", "auto", "auto+compile")
+WAYS: Mapping[str, Maker] = MappingProxyType(
+    {
+        "eager": lambda name, setting: Way(name, setting.work_of(name)),
+        "compile": _compile,
+        "reduce-overhead": _reduce_overhead,
+        **dict.fromkeys(OURS, _graphed),
+    }
+)

@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from torch import Tensor
+
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import VariantBuild
@@ -78,6 +80,7 @@ class Capturer:
             calls,
         )
         self._gradients, self._stats, self._notices = gradients, stats, notices
+        self._homes: dict[int, Tensor] = {}
         self._buffers = GradientBuffers(slots.launches)
         self.state: ModuleState | None = None
         self.training = True
@@ -182,6 +185,13 @@ class Capturer:
         self._dry_runs.clear()
         return self._slots.clear()
 
+    def place_gradients(self, homes: dict[int, Tensor]) -> None:
+        """Lets graphs add gradients to this memory, by identity of the parameter. Graphs that add
+        to other memory are freed."""
+        self.forget_all()
+        self._homes = homes
+        self._buffers = GradientBuffers(self._slots.launches, homes)
+
     def _capture(
         self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Variant:
@@ -262,7 +272,7 @@ class Capturer:
         self.state, self._other_mode = None, (self.program, None)
         self._moved = None
         self._stats.dropped(reason, self._slots.clear())
-        self._buffers = GradientBuffers(self._slots.launches)
+        self._buffers = GradientBuffers(self._slots.launches, self._homes)
         self._gradients.forget()
         self._dry_runs.clear()
         self._compiled.clear()

@@ -1,4 +1,4 @@
-"""Giving an engine to the layers of a chunk: every module with a mark `offload` gets one that knows
+"""Giving a runtime to the layers of a chunk: every module with a mark `offload` gets one that knows
 its layer."""
 
 import contextlib
@@ -50,27 +50,32 @@ class LayerMark:
     whole piece is one group."""
 
     def __init__(
-        self, engine: OffloadRuntime, layer: OffloadedLayer, user: int, module: nn.Module
+        self, runtime: OffloadRuntime, layer: OffloadedLayer, user: int, module: nn.Module
     ) -> None:
-        self.engine, self.layer, self.user, self._module = engine, layer, user, weakref.ref(module)
+        self.runtime, self.layer, self.user, self._module = (
+            runtime,
+            layer,
+            user,
+            weakref.ref(module),
+        )
 
     def __call__(self, name: str, leave: Any = ()) -> contextlib.AbstractContextManager[None]:
         """The block of the group `name`, see `marks.Mark`."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        self.engine.met.add(name)
-        if name != WHOLE and name not in self.engine.modules:
+        self.runtime.met.add(name)
+        if name != WHOLE and name not in self.runtime.modules:
             return contextlib.nullcontext()
         if are_others():
             if are_watched_by_others():
-                self.engine.pass_by(name)
+                self.runtime.pass_by(name)
             return contextlib.nullcontext()
-        return self.engine.group(
+        return self.runtime.group(
             self.layer.called(name, self.user), self.layer.number, self._stays, leave
         )
 
     def __reduce__(self) -> tuple[Callable[[], Mark], tuple[()]]:
-        """A copy of a module has no engine, and neither has what is read from a file."""
+        """A copy of a module has no runtime, and neither has what is read from a file."""
         return _unmarked, ()
 
     def _stays(self) -> Sequence[Tensor]:
@@ -81,8 +86,8 @@ def _unmarked() -> Mark:
     return offload_block
 
 
-def attach(engine: OffloadRuntime | None, chunk: nn.Module) -> list[int]:
-    """Let `engine` move what the layers of `chunk` save; None = nobody. The numbers of the layers
+def attach(runtime: OffloadRuntime | None, chunk: nn.Module) -> list[int]:
+    """Let `runtime` move what the layers of `chunk` save; None = nobody. The numbers of the layers
     that it got.
 
     A layer is what stands under a number in the names of modules (`layers.7`), beside others of its
@@ -107,21 +112,21 @@ def attach(engine: OffloadRuntime | None, chunk: nn.Module) -> list[int]:
     layers = {name: OffloadedLayer(number, named[name]) for name, number in numbers.items()}
     for user, (name, module) in enumerate(zip(names, marked.values(), strict=True)):
         vars(module)["offload"] = (
-            offload_block if engine is None else LayerMark(engine, layers[name], user, module)
+            offload_block if runtime is None else LayerMark(runtime, layers[name], user, module)
         )
     return sorted(numbers.values())
 
 
-def detach(engine: OffloadRuntime, chunk: nn.Module) -> None:
-    """Let `engine` move nothing of `chunk` any more; marks of another one stay."""
+def detach(runtime: OffloadRuntime, chunk: nn.Module) -> None:
+    """Let `runtime` move nothing of `chunk` any more; marks of another one stay."""
     for module in chunk.modules():
         mark = vars(module).get("offload")
-        if isinstance(mark, LayerMark) and mark.engine is engine:
+        if isinstance(mark, LayerMark) and mark.runtime is runtime:
             vars(module)["offload"] = offload_block
 
 
 def is_attached(chunk: nn.Module) -> bool:
-    """Whether an engine moves something of `chunk`."""
+    """Whether a runtime moves something of `chunk`."""
     return any(isinstance(vars(module).get("offload"), LayerMark) for module in chunk.modules())
 
 

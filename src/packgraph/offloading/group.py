@@ -169,7 +169,7 @@ class SavedGroup:
     its commit. copy_streams: that carry its copies.
 
     moves: whether the plan wants it on the host. stays: places of the memories that do not move,
-    since somebody else holds them; the engine may change it. reached: called by the first tensor
+    since somebody else holds them; the runtime may change it. reached: called by the first tensor
     that backward asks for. wait: lets main wait for a copy of `copy_streams`. abandoned: told of
     reloads that nobody came for. large: since commit, what may move, with what stays.
     """

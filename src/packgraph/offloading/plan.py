@@ -9,7 +9,7 @@ host when its forward has made it, and its device memory is free from there to i
     to device                                  [  2  ][  0  ]              reload_at[2] = 3, reload_at[0] = 2
     memory    | 0   | 01  | 012 | 123 |   13   | 123 | 012 | 01  | 0   |
 
-The rules that engine and plan agree on (`offloading/simulate.py` is the specification, with the
+The rules that runtime and plan agree on (`offloading/simulate.py` is the specification, with the
 times):
 * Commit of group i, when its forward ends: if it moves, its copy to the host is queued; then, while
   more than `in_flight` copies are queued and not yet waited for, compute waits for the oldest and
@@ -288,7 +288,7 @@ def trace_errors(trace: OffloadTrace) -> list[str]:
 
 
 def plan_errors(trace: OffloadTrace, plan: OffloadPlan) -> list[str]:
-    """Every reason why the engine cannot follow `plan` on `trace`; empty when it can."""
+    """Every reason why the runtime cannot follow `plan` on `trace`; empty when it can."""
     count = len(trace.groups)
     if len(plan.moves) != count or len(plan.reload_at) != count:
         return [

@@ -1,4 +1,4 @@
-"""The engine of one chunk: which groups move, when they come back, and how many copies are under
+"""The runtime of one chunk: which groups move, when they come back, and how many copies are under
 way.
 
 A *pass* is one forward of the chunk and its backward: the groups in the order of their forwards.
@@ -16,7 +16,7 @@ and no graph differs from another in it.
 Before there is a plan everything eligible moves and comes back one group ahead: what a first step
 would not have room for would never be traced. Eager work and captures follow the plan from the next
 pass on; it does not change under graphs: whoever follows another one gives up the graphs first, or
-attaches another engine, which modules notice.
+attaches another runtime, which modules notice.
 
 Eager passes may be slower than graphs: they wait for the host. So the graphs that follow a first
 plan can carry clocks (`times_graphs`), and `replayed` tells what they take, for a better plan and

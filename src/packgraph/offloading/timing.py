@@ -56,6 +56,7 @@ from typing import Any, NamedTuple
 import torch
 
 from packgraph.graphs.copy_streams import Copy, CopyStreams
+from packgraph.graphs.timer import Stopwatch
 from packgraph.offloading.group import SavedGroup
 from packgraph.offloading.plan import CopySpeed, OffloadGroup, OffloadTrace
 
@@ -83,16 +84,14 @@ def copy_speed(device: torch.device, nbytes: int = BYTES) -> CopySpeed:
 
 def _microseconds(device: torch.device, copy: Callable[[], object]) -> float:
     """The median of one copy, behind another one that gives the host its lead."""
-    times = []
+    watch, times = Stopwatch(device), []
     for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         copy()
-        start.record(torch.cuda.current_stream(device))
+        watch.mark()
         copy()
-        end.record(torch.cuda.current_stream(device))
-        end.synchronize()
-        times.append(1000.0 * start.elapsed_time(end))
-    return statistics.median(times)
+        watch.mark()
+        times += watch.take_laps()
+    return 1000.0 * statistics.median(times)
 
 
 class _Look(NamedTuple):

@@ -1,8 +1,8 @@
-"""Captures that ranks make together: a failure of one is a failure of all, and nobody waits for
-ever.
+"""Captures that ranks make together: if any rank fails, all fall back, and waits are bounded.
 
-    rank 0   capture ─▶ good ──┐ rank 1   capture ─▶ FAILS ─┼─▶ vote: "rank 1: ..." ─▶ all free the
-    graphs, and run these calls eagerly rank 2   capture ─▶ good ──┘
+    rank 0   capture ─▶ good ──┐
+    rank 1   capture ─▶ FAILS ─┼─▶ consensus: "rank 1: ..." ─▶ all free the graphs, and run
+    rank 2   capture ─▶ good ──┘                               these calls eagerly
 
 A capture runs its exchanges (a dry run on CUDA, all of it on a CPU), so a rank that fails in the
 middle may leave partners in one of them, where they cannot hear of it. They do not come to the vote
@@ -12,7 +12,7 @@ it needs no device and no partner.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -122,12 +122,13 @@ def replica_consensus(mesh: Mesh, patience: float = PATIENCE) -> Consensus:
 
 def _replica(mesh: Mesh) -> list[int]:
     """The ranks of this replica, and of those that share experts with it."""
-    block = mesh.place["dp"] // mesh.size("ep")
-    return [
-        rank
-        for rank in range(mesh.world)
-        if mesh.layout.coordinates(rank)["dp"] // mesh.size("ep") == block
-    ]
+
+    def block(place: Mapping[str, int]) -> list[int]:
+        others = [place[axis.name] for axis in mesh.layout.more if axis.own == "packs"]
+        return [place["dp"] // mesh.size("ep"), *others]
+
+    mine, coordinates = block(mesh.place), mesh.layout.coordinates
+    return [rank for rank in range(mesh.world) if block(coordinates(rank)) == mine]
 
 
 def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Consensus:

@@ -24,14 +24,14 @@ from packgraph.packing.buckets.lengths import LengthHistogram, PackingPolicy
 from packgraph.packing.buckets.planner import BucketPlan, BucketRequest, choose_buckets
 from packgraph.packing.capacity import places
 from packgraph.parallel.pipeline.schedule import slot_counts
-from packgraph.train.config import ConfigError, read_config
-from packgraph.train.context_rows import places_multiple
+from packgraph.train.config.reading import ConfigError, read_config
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data.source import BadDocumentError, DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
-from packgraph.train.memory_budget import limit_of
-from packgraph.train.options import TrainConfig
-from packgraph.train.stored_config import stored_config
+from packgraph.train.features.context import places_multiple
+from packgraph.train.memory import limit_of
+from packgraph.train.run_folder import stored_config
 
 HELD_OUT = 5  # one document in so many
 MULTIPLES = (64, 8, 1)  # of tokens, for the tiles of kernels; the first of which there are enough

@@ -1,47 +1,60 @@
 """Never slower than eager: the first steps after capture are timed both ways, and every bucket
 keeps the faster one.
 
-    step       0        1       2        3      ...  9        10, 11, ...
-    way      replay   eager   replay   eager        eager    as chosen for each bucket
+    step    0        1        2        3      ...   9        10, 11, ...
+    way     replay   eager    replay   eager        eager    as chosen for each bucket
 
 Replay and eager compute the same bits, so real training steps are timed and nothing is run twice.
 What is timed is the pace of a loop, host and device together, whichever is the slower. On CUDA that
 is the time between events on the stream at the starts of consecutive microbatches: where launching
 takes longer than computing, the device waits between kernels and the events are as far apart as the
 host's launches. For this to be so the host must not have a lead from before, so a timed step begins
-on an idle device and goes one way as a whole (`train/choice.py`). Host time alone would be
-wrong for kernels that outlast their launches, and device time without its gaps would hide what
-graphs are for.
+on an idle device and goes one way as a whole: behind a replay, which costs the host next to
+nothing, an eager microbatch would be launched while the device is still busy, and the time of its
+own launches would not show.
+
+Turns alternate, so slow changes of the machine (clocks, heat, neighbours) touch both ways alike. A
+bucket is chosen for by the medians of `SAMPLES` timings each way. The slowest rank decides, since
+all others wait for it; replay stays unless it was slower by more than `MARGIN`.
 
 The host waits for the device only between steps (R13), and only around those that are timed. The
-invariant: turns and choices follow from numbers that all ranks have, so all ranks run a step the
-same way (R16).
+invariant: turns and choices follow from numbers that all ranks have (the buckets of all replicas'
+microbatches, and the medians that were gathered), so all ranks run a step the same way (R16).
 """
 
 import contextlib
 import math
-import time
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from packgraph.graphs.fallback import eager
+from packgraph.graphs.timer import Stopwatch
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.train.choice import EAGER, REPLAY, Choice, Timing, Turns, Vote, Way, choose
-from packgraph.train.config_values import render
+from packgraph.train.config.values import render
 from packgraph.train.step import MicrobatchAssignment
 
+Way = Literal["eager", "replay"]
+EAGER: Way = "eager"
+REPLAY: Way = "replay"
+# Timings of each way before a choice is made: a median of five survives two that something
+# disturbed.
+SAMPLES = 5
+FEWEST_SAMPLES = 3  # a rank with fewer of them has no vote
+# A rank with so many of them does not wait for the votes of others, to whom the bucket seldom
+# comes.
+MOST_SAMPLES = 15
+MARGIN = 0.02  # of eager's time: replay may be slower by that much before graphs are given up
 TIMED = "timed against its graphs"
 FASTER = "eager is faster (measured)"
 WHOLE_STEP = "whole steps"  # the bucket of all steps where the step is what is timed
-# Rounds of timings of a bucket; a round is lost if graphs were captured or microbatches fell back,
-# or may be too noisy.
-ATTEMPTS = 4
 SPARE = 1.1  # eager needs about what the graphs hold; blocks of other sizes make it a little more
 
 Bucket = Capacity | str
@@ -71,39 +84,36 @@ class Graphs(Protocol):
         ...
 
 
-class Clock:
-    """Marks points in the work of a device; the laps between them are read later.
+@dataclass(frozen=True)
+class Choice:
+    """How a bucket is run, and the medians of the slowest rank, in milliseconds, that this follows
+    from; not a number where it could not be timed."""
 
-    now: seconds of the host, which are what is marked where there are no events; tests tell times
-    of their own.
+    way: Way
+    eager: float = math.nan
+    replay: float = math.nan
+    samples: tuple[int, int] = (0, 0)  # of eager and of replay, that these are medians of
+
+    @property
+    def gain(self) -> float:
+        """How many times as long the other way takes as the chosen one."""
+        other, chosen = (
+            (self.eager, self.replay) if self.way == REPLAY else (self.replay, self.eager)
+        )
+        return other / chosen if chosen > 0 else math.nan
+
+
+def choose(medians: Iterable[tuple[float, float]]) -> Choice:
+    """How to run a bucket from here on.
+
+    medians: of eager and of replay, on every rank; not a number on ranks without a vote.
     """
-
-    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._device, self._now = device, now
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Mark the end of all work given to the device so far, without waiting for it."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append(event)
-        else:
-            self._marks.append(self._now())
-
-    def wait(self) -> None:
-        """Wait until the device is idle."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def take_laps(self) -> list[float]:
-        """Milliseconds between consecutive marks, which are then forgotten; the device must be
-        idle."""
-        pairs = list(zip(self._marks, self._marks[1:]))
-        self._marks = []
-        if self._device.type == "cuda":
-            return [first.elapsed_time(second) for first, second in pairs]
-        return [1000 * (second - first) for first, second in pairs]
+    votes = [pair for pair in medians if not any(map(math.isnan, pair))]
+    if not votes:
+        return Choice(REPLAY)
+    eager_ms, replay_ms = (max(times) for times in zip(*votes, strict=True))
+    way = EAGER if replay_ms > (1 + MARGIN) * eager_ms else REPLAY
+    return Choice(way, eager_ms, replay_ms)
 
 
 def free_bytes(device: torch.device) -> float:
@@ -137,11 +147,11 @@ class Autotune:
         self._bank: frozenset[Capacity] = frozenset()
         self._buckets: list[Bucket] = []
         self._sharing = sharing or MicrobatchAssignment.of(mesh)
-        self._turns = Turns(self._sharing.replicas)
+        self._turns: Counter[tuple[int, Bucket, Way]] = Counter()  # microbatches of a replica
+        self._last: Way = EAGER
         self._way: Way | None = None
-        self._attempts: Counter[Bucket] = Counter()
         self._samples: dict[tuple[Bucket, Way], list[float]] = {}
-        self.clock = Clock(device)
+        self.clock = Stopwatch(device)
         self._timed: list[tuple[Bucket, float, bool]] = []
         self._knows_room = False
         self._captures = 0  # at the last mark
@@ -158,19 +168,19 @@ class Autotune:
             self._bank = frozenset(self._graphs.bank())
             self._buckets = [WHOLE_STEP] if self.whole_steps else sorted(self._bank)
         self._read_laps()
-        ripe = self._turns.ripe(self._open())
-        if ripe:
-            self._choose(ripe, note)
+        self._choose([bucket for bucket in self._open() if not any(self._missing(bucket))], note)
+        replicas = range(self._sharing.replicas)
         shares = [
-            self._buckets_of(self._sharing.share_of(batches, replica))
-            for replica in range(self._sharing.replicas)
+            self._buckets_of(self._sharing.share_of(batches, replica)) for replica in replicas
         ]
-        way = None if self.off else self._turns.next_way(shares, self._open())
+        way = None if self.off else self._next_way({one for share in shares for one in share})
         if way == EAGER and not self._has_room(note):
             way = None
         self._way = way
         if way is not None:
-            self._turns = self._turns.after(shares, way)
+            self._last = way
+            for replica, share in enumerate(shares):
+                self._turns.update((replica, bucket, way) for bucket in share)
             self.clock.wait()
         return way is not None
 
@@ -218,19 +228,16 @@ class Autotune:
         return "ms per 1,000 places" if self.whole_steps else "ms per microbatch"
 
     def _described(self, bucket: Bucket) -> dict[str, Any]:
-        vote = self._vote(bucket)
-        choice = self.choices.get(bucket) or Choice(REPLAY, vote.eager, vote.replay)
-        figures = {
-            "eager_ms": choice.eager.median,
-            "replay_ms": choice.replay.median,
-            "gain": choice.gain,
-        }
+        choice = self.choices.get(bucket) or Choice(
+            REPLAY, *self._medians(bucket, 1), self._counts(bucket)
+        )
+        figures = {"eager_ms": choice.eager, "replay_ms": choice.replay, "gain": choice.gain}
         return {
             "way": choice.way,
             "decided": bucket in self.choices,
             **{name: None if math.isnan(value) else value for name, value in figures.items()},
-            "eager_samples": choice.eager.samples,
-            "replay_samples": choice.replay.samples,
+            "eager_samples": choice.samples[0],
+            "replay_samples": choice.samples[1],
         }
 
     @contextlib.contextmanager
@@ -274,46 +281,76 @@ class Autotune:
     def _open(self) -> list[Bucket]:
         return [bucket for bucket in self._buckets if bucket not in self.choices]
 
-    def _vote(self, bucket: Bucket) -> Vote:
-        return Vote(*(Timing.of(self._samples.get((bucket, way), [])) for way in (EAGER, REPLAY)))
+    def _missing(self, bucket: Bucket) -> tuple[int, int]:
+        """How many timings of eager and of replay are missing: some replica needs all, and every
+        replica enough to have a vote."""
+        missing = []
+        for way in (EAGER, REPLAY):
+            counts = [
+                self._turns[replica, bucket, way] for replica in range(self._sharing.replicas)
+            ]
+            lacking = max(0, SAMPLES - max(counts), FEWEST_SAMPLES - min(counts))
+            missing.append(0 if max(counts) >= MOST_SAMPLES else lacking)
+        return missing[0], missing[1]
+
+    def _next_way(self, buckets: set[Bucket]) -> Way | None:
+        """How to run a step of these buckets: what lacks more timings, by turns where both do; None
+        where nothing does."""
+        lacking = [self._missing(bucket) for bucket in buckets.intersection(self._open())]
+        of_eager, of_replay = (sum(of_way) for of_way in zip(*lacking)) if lacking else (0, 0)
+        if of_eager == of_replay:
+            alternate = REPLAY if self._last == EAGER else EAGER
+            return alternate if of_eager else None
+        return EAGER if of_eager > of_replay else REPLAY
+
+    def _medians(self, bucket: Bucket, fewest: int) -> tuple[float, float]:
+        """Milliseconds of eager and of replay on this rank; not a number with fewer samples."""
+        samples = [self._samples.get((bucket, way), []) for way in (EAGER, REPLAY)]
+        if min(map(len, samples)) < fewest:
+            return math.nan, math.nan
+        return statistics.median(samples[0]), statistics.median(samples[1])
+
+    def _counts(self, bucket: Bucket) -> tuple[int, int]:
+        """Samples of eager and of replay on this rank."""
+        of_eager, of_replay = (self._samples.get((bucket, way), ()) for way in (EAGER, REPLAY))
+        return len(of_eager), len(of_replay)
 
     def _read_laps(self) -> None:
         if self._way is None:
             return
-        self.clock.wait()
         for (bucket, size, good), lap in zip(self._timed, self.clock.take_laps(), strict=True):
             if good:
                 self._samples.setdefault((bucket, self._way), []).append(lap / size)
         self._timed = []
 
     def _choose(self, ripe: Sequence[Bucket], note: Callable[[str], None]) -> None:
-        votes = [self._vote(bucket) for bucket in ripe]
+        if not ripe:
+            return
         facts = [
             number
-            for vote in votes
-            for timing in (vote.eager, vote.replay)
-            for number in (timing.median, timing.spread, timing.samples)
+            for bucket in ripe
+            for number in (*self._medians(bucket, FEWEST_SAMPLES), *self._counts(bucket))
         ]
-        every = [_votes(numbers) for numbers in self._gather(facts)]
-        for bucket, *of_ranks in zip(ripe, *every, strict=True):
-            self._attempts[bucket] += 1
-            last = self._attempts[bucket] == ATTEMPTS
-            choice = choose(of_ranks, last=last)
-            if choice is None and not last:
-                self._turns = self._turns.without(bucket)
-                continue
-            if choice is None:
+        every = self._gather(facts)
+        for at, bucket in enumerate(ripe):
+            votes = [of[4 * at : 4 * at + 4] for of in every]
+            choice = choose((vote[0], vote[1]) for vote in votes)
+            of_eager, of_replay = (
+                next((int(vote[2 + way]) for vote in votes if vote[way] == median), 0)
+                for way, median in enumerate((choice.eager, choice.replay))
+            )
+            choice = self.choices[bucket] = replace(choice, samples=(of_eager, of_replay))
+            if math.isnan(choice.eager):
                 note(
                     f"{_name(bucket)}: could not be timed against eager: it was captured again or "
                     "fell back each time"
                 )
-            self.choices[bucket] = choice or Choice(REPLAY, Timing(), Timing())
-            if choice is not None and choice.way == EAGER:
+            if choice.way == EAGER:
                 self._graphs.free_graphs(bucket if isinstance(bucket, Capacity) else None)
                 note(
                     f"{_name(bucket)}: runs eagerly from here on, which is faster: "
-                    f"{choice.eager.median:.3g} ms, by "
-                    f"graphs {choice.replay.median:.3g} ms ({self._unit}, medians)"
+                    f"{choice.eager:.3g} ms, by "
+                    f"graphs {choice.replay:.3g} ms ({self._unit}, medians)"
                 )
         self._graphs.tell_choices(
             {_name(bucket): self._described(bucket) for bucket in self.choices}
@@ -345,19 +382,6 @@ class Autotune:
         every = [torch.empty_like(mine) for _ in range(self._mesh.world)]
         dist.all_gather(every, mine, group=self._mesh.everyone())
         return [row.tolist() for row in every]
-
-
-def _votes(numbers: Sequence[float]) -> list[Vote]:
-    """The votes of a rank, as it said them: median, spread and samples of eager and of replay, for
-    each bucket."""
-    timings = [
-        Timing(numbers[at], numbers[at + 1], int(numbers[at + 2]))
-        for at in range(0, len(numbers), 3)
-    ]
-    return [
-        Vote(eager_timing, replay)
-        for eager_timing, replay in zip(timings[::2], timings[1::2], strict=True)
-    ]
 
 
 def _eagerly(reason: str | None) -> contextlib.AbstractContextManager[None]:

@@ -21,10 +21,10 @@ from packgraph.graphs.graphed import control
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.autotune import Autotune
-from packgraph.train.memory_budget import MemoryPlan, agreement, limit_of, plan_memory
+from packgraph.train.config.sections import GraphConfig
+from packgraph.train.memory import MemoryPlan, agreement, limit_of, plan_memory
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import GraphConfig
-from packgraph.train.runner import GRAPHS, Runner, Ways
+from packgraph.train.runners import GRAPHS, Runner, Ways
 from packgraph.train.step import BeforeLast
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to a finished run.
+"""From a configuration to a finished run, and what a person is told at its end.
 
 Before a folder is created the configuration is checked as a whole, the data are opened, which finds
 what is missing or malformed, and what the run needs is held against the memory that there is. A
@@ -8,20 +8,27 @@ finished steps are then in a checkpoint, and a run without one leaves its name f
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+import shlex
+import shutil
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from os import environ
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from packgraph.models.decoder import DecoderConfig
+from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
+from packgraph.parallel.meeting import decided_by_first
 from packgraph.parallel.processes import Launch, on_first, processes
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
-from packgraph.train.config import ConfigError
-from packgraph.train.context_rows import context_notes, places_multiple
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import (
     Microbatches,
     PlannedSteps,
@@ -29,21 +36,24 @@ from packgraph.train.data import (
     open_documents,
     open_microbatches,
 )
-from packgraph.train.dynamic_context import context_request
-from packgraph.train.memory_need import available_memory, check_memory
-from packgraph.train.offloading import TrainerOffloading, report_offloading
-from packgraph.train.options import TrainConfig
-from packgraph.train.progress import ProgressView
+from packgraph.train.features.context import context_notes, context_request, places_multiple
+from packgraph.train.features.offload import TrainerOffloading, report_offloading
+from packgraph.train.memory import available_memory, check_memory
+from packgraph.train.metrics import BOARD
+from packgraph.train.progress import ProgressView, left_out_line
 from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import (
+    CONFIG,
+    SUMMARY,
     begin_in,
     can_go_on,
     check_same_run,
     choose_folder,
+    has_checkpoint,
     take_folder,
 )
 from packgraph.train.signals import stop_on_signals
-from packgraph.train.trainer import Trainer
+from packgraph.train.trainer import COMPLETED, DATA_ENDED, Trainer
 from packgraph.train.validate import validate
 
 ALONE = Launch()
@@ -141,12 +151,10 @@ def _train(
     device = choose_device(config.run.device, launch)
     if config.run.deterministic:
         use_deterministic_kernels(device)
-    if config.run.resume == "auto":
-        config = replace(config, run=replace(config.run, resume=can_go_on(config)))
-    folder = choose_folder(config)
-    if config.run.resume:
-        config = with_stored_capacities(folder, config)
-    notes = check_same_run(folder, config, asked) if config.run.resume else []
+    # Other nodes may have no such folder, or see later what is in it.
+    config, folder, notes = decided_by_first(
+        whereabouts.store, launch, partial(_decide, config, asked), ConfigError
+    )
     prepared = prepare(config, device, launch.world)
     config = prepared.config
     check_memory(
@@ -169,13 +177,19 @@ def _train(
         folder = on_first(
             mesh, lambda: take_folder(chosen, config, held), ConfigError, RunFileError
         )
-        begin_in(folder, mesh)
+        nodes = begin_in(folder, mesh, config.run.per_node_folder, held)
         whereabouts.at("start")
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
         for note in prepared.notes:
             view.note(note)
-        trainer = Trainer(config, folder, prepared.microbatches, device, view, mesh, whereabouts)
+        if nodes.others:
+            view.note(
+                f"{1 + len(nodes.others)} nodes have folders of their own: checkpoints are here"
+            )
+        trainer = Trainer(
+            config, folder, prepared.microbatches, device, view, mesh, whereabouts, nodes
+        )
         view.note(f"attention by {trainer.attention}")
         if isinstance(offloading := trainer.executor.prepare, TrainerOffloading):
             offloading.when_planned = partial(
@@ -190,3 +204,107 @@ def _train(
         finally:
             trainer.close()
     return folder, summary
+
+
+def _decide(config: TrainConfig, asked: Collection[str]) -> tuple[TrainConfig, Path, list[str]]:
+    """Whether a run goes on, by which configuration, and where; and notes on that for people.
+
+    Raises ConfigError.
+    """
+    if config.run.resume == "auto":
+        config = replace(config, run=replace(config.run, resume=can_go_on(config)))
+    folder = choose_folder(config)
+    if not config.run.resume:
+        return config, folder, []
+    config = with_stored_capacities(folder, config)
+    return config, folder, check_same_run(folder, config, asked)
+
+
+def closing_lines(
+    config: TrainConfig, folder: Path, summary: Mapping[str, Any], launch: Launch
+) -> list[str]:
+    """How the run in `folder` went, by its summary, and what can be done next. launch: of this
+    process."""
+    lines = [f"{summary['ended']}: {summary['steps']} steps, summary in {folder / SUMMARY}"]
+    if "loss_first" in summary:
+        first, last = (
+            _mean_in_words(summary[f"loss_{end}"], summary.get(f"loss_{end}_steps"))
+            for end in ("first", "last")
+        )
+        lines.append(
+            f"loss {first} → {last}, {summary['tokens_per_second']:,.0f} tokens/s, padding "
+            f"{summary['padding_fraction']:.1%}, {summary['replayed']} replays, fallbacks "
+            f"{summary['fallbacks'] or 'none'}"
+        )
+    if line := left_out_line(summary.get("documents", {})):
+        lines.append(line)
+    found = next_commands(config, folder, summary, launch)
+    width = max(map(len, found), default=0)
+    return lines + [
+        f"{what + ':':{width + 1}}  {shlex.join(words)}" for what, words in found.items()
+    ]
+
+
+def next_commands(
+    config: TrainConfig, folder: Path, summary: Mapping[str, Any], launch: Launch
+) -> dict[str, list[str]]:
+    """What can be done after the run in `folder`, with the words of its command."""
+    found: dict[str, list[str]] = {}
+    steps, ended = summary["steps"], summary["ended"]
+    target = folder / f"weights-step-{steps}"
+    if has_checkpoint(folder):
+        if ended != DATA_ENDED:
+            resume = [*_train_program(launch), "train", "--config", str(folder / CONFIG)]
+            more = ["--run.steps", str(2 * steps)] if ended == COMPLETED else []
+            found["to go on"] = [*resume, "--resume", *more]
+        if _is_known_to_transformers(config.model, config.run.dtype) and not target.exists():
+            export = [*_program("packgraph", "packgraph.cli"), "export"]
+            found["Hugging Face weights"] = [*export, str(folder), str(target)]
+    board = folder / BOARD
+    if board.is_dir() and any(board.iterdir()):
+        words = _program("tensorboard", "tensorboard.main")
+        found["curves"] = [*words, "--logdir", str(board)]
+    return found
+
+
+def _mean_in_words(loss: float, steps: Sequence[int] | None) -> str:
+    """A mean of losses with the steps it is of; None = not known, of an older version."""
+    if steps is None:
+        return f"{loss:.4f}"
+    first, last = steps[0], steps[-1]
+    if first == last:
+        return f"{loss:.4f} (step {first})"
+    some = "" if len(steps) == last - first + 1 else f"{len(steps)} of the "
+    return f"{loss:.4f} (mean of {some}steps {first} to {last})"
+
+
+def _is_known_to_transformers(model: DecoderConfig, dtype: str) -> bool:
+    try:
+        config_to_json(model, getattr(torch, dtype))
+    except ValueError:
+        return False
+    return True
+
+
+def _train_program(launch: Launch) -> list[str]:
+    """The words before `train` that start as many processes as `launch` has."""
+    if launch.world == 1:
+        return _program("packgraph", "packgraph.cli")
+    # How several hosts find each other is not known here.
+    hosts = (
+        ["--nproc-per-node", str(launch.world)] if launch.world == launch.local_world else ["..."]
+    )
+    return [*_program("torchrun", "torch.distributed.run"), *hosts, "-m", "packgraph.cli"]
+
+
+def _program(script: str, module: str) -> list[str]:
+    """The words that start `script` of this installation, or else `module`."""
+    path = Path(sys.executable).with_name(script)
+    if not path.exists():
+        found = environ.get("PYTHONPATH")
+        source = [f"PYTHONPATH={found}"] if found else []
+        return [*source, sys.executable, "-m", module]
+    if shutil.which(script) == str(path):
+        return [script]
+    here = Path.cwd()
+    return [str(path.relative_to(here) if path.is_relative_to(here) else path)]

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from packgraph.train.config_values import printable
+from packgraph.train.config.values import printable
 from packgraph.train.data import Microbatches
 
 FIRST = {

@@ -1,9 +1,9 @@
 """Steps whose numbers the host has not read yet, kept so that they can be made again.
 
-A step that did not fit into the budgets of experts has changed nothing (`train/experts.py`), and
-neither has what was launched after it. Made again, from the same packs, rates and random states,
-with more room, they are what they would have been: the run is bitwise one that had the room from
-the start.
+A step that did not fit into the budgets of experts has changed nothing
+(`train/features/moe.py`), and neither has what was launched after it. Made again, from the same
+packs, rates and random states, with more room, they are what they would have been: the run is
+bitwise one that had the room from the start.
 """
 
 from collections import deque

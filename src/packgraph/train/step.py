@@ -166,10 +166,12 @@ class MicrobatchAssignment:
     def of(mesh: Mesh, rank_tokens: int | None = None) -> "MicrobatchAssignment":
         """That of a run over `mesh`."""
         if rank_tokens is None:
-            return MicrobatchAssignment(mesh.size("dp"), mesh.place["dp"], mesh.size("ep"))
-        place = mesh.place["dp"] * mesh.size("cp") + mesh.place["cp"]
+            return MicrobatchAssignment(
+                mesh.layout.replicas(mesh.world), mesh.replica, mesh.size("ep")
+            )
+        ranks, place = mesh.size("cp"), mesh.replica * mesh.size("cp") + mesh.place["cp"]
         return MicrobatchAssignment(
-            mesh.size("dp") * mesh.size("cp"), place, rank_tokens=rank_tokens
+            mesh.layout.replicas(mesh.world) * ranks, place, rank_tokens=rank_tokens
         )
 
     def share(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -178,7 +180,7 @@ class MicrobatchAssignment:
 
     def share_of(self, batches: Sequence[PackedBatch], replica: int) -> list[PackedBatch]:
         """The packs of a step that a replica runs, in its order. Raises ValueError for groups that
-        are no waves."""
+        are no microsteps."""
         if self.rank_tokens is None:
             return own_share(batches, self.replicas, replica, self.together)
         return [
@@ -193,9 +195,9 @@ def groups_of(
 ) -> Iterator[tuple[PackedBatch, range]]:
     """Every pack of a planned step with the ranks of its group, of `world`.
 
-    Packs stand wave by wave, and in a wave by their first rank; so their sizes, tokens /
-    rank_tokens, say the rest. Raises ValueError where they do not add up to whole waves of aligned
-    groups.
+    Packs stand microstep by microstep, and in a microstep by their first rank; so their sizes,
+    tokens / rank_tokens, say the rest. Raises ValueError where they do not add up to whole
+    microsteps of aligned groups.
     """
     first = 0
     for batch in batches:
@@ -203,13 +205,12 @@ def groups_of(
         if rest or not size or first % size or first + size > world:
             raise ValueError(
                 f"a pack of {batch.capacity.tokens} tokens cannot start at rank {first} of {world} "
-                "ranks "
-                f"with {rank_tokens} tokens each: groups of a step must fill wave after wave"
+                f"ranks with {rank_tokens} tokens each: groups must fill microstep after microstep"
             )
         yield batch, range(first, first + size)
         first = (first + size) % world
     if first:
         raise ValueError(
-            f"the last wave of a step ends at rank {first} of {world}: its groups must cover all "
-            "ranks"
+            f"the last microstep of a step ends at rank {first} of {world}: its groups must cover "
+            "all ranks"
         )

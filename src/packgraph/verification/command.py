@@ -15,9 +15,9 @@ from rich.console import Console
 
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch, processes
-from packgraph.train.config import ConfigError
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.launch import choose_device, open_data, prepare, use_deterministic_kernels
-from packgraph.train.options import TrainConfig
 from packgraph.verification.matrix import default_matrix, ranks_matrix
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.report import (
@@ -57,16 +57,22 @@ def verify_command(
         return _over_ranks(config, steps or MATRIX_STEPS, device, launch, one_process, apart)
     if config is None:
         return _shown(default_matrix(device, steps or MATRIX_STEPS))
-    made, pace = config, _pace(launch)
+    made, progress = config, _progress(launch)
     if apart:
         return _shown(
             [
                 verify_sequential(
-                    made.preset, made, lambda: iter(open_data(made, device)), device, pace=pace
+                    made.preset,
+                    made,
+                    lambda: iter(open_data(made, device)),
+                    device,
+                    progress=progress,
                 )
             ]
         )
-    return _shown([verify(made.preset, made, iter(open_data(made, device)), device, pace=pace)])
+    return _shown(
+        [verify(made.preset, made, iter(open_data(made, device)), device, progress=progress)]
+    )
 
 
 def verify_problems(
@@ -102,7 +108,7 @@ def verify_problems(
     return problems
 
 
-def _pace(launch: Launch) -> VerificationProgress:
+def _progress(launch: Launch) -> VerificationProgress:
     return (
         SILENT
         if launch.rank
@@ -152,7 +158,7 @@ def _over_ranks(
                     mesh,
                     one_process=one_process,
                     apart=apart,
-                    pace=_pace(launch),
+                    progress=_progress(launch),
                 )
             ]
         for report in reports_as_done:

@@ -32,11 +32,11 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import parts_of
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
-from packgraph.train.dynamic_context import rank_tokens
-from packgraph.train.options import TrainConfig
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.features.context import rank_tokens
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.retry import MOST
-from packgraph.train.runner import MicrobatchRunner
+from packgraph.train.runners import MicrobatchRunner
 from packgraph.train.step import (
     MicrobatchAssignment,
     Packs,

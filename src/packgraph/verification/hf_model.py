@@ -13,7 +13,7 @@ import torch
 
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config import ConfigError
+from packgraph.train.config.reading import ConfigError
 from packgraph.verification.module import Verification, verify
 
 STEPS = 6

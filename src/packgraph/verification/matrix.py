@@ -11,7 +11,7 @@ which ranks share rows: always, and in groups whose size changes with every micr
 `SwitchingSteps` are hard on dynamic context parallelism: every microbatch has other groups than the
 one before.
 
-    wave    0   1   2   3     4 ...
+    microstep    0   1   2   3     4 ...
     ranks   1   4   2   1     4          per row, on 4 ranks: whatever a graph or a communicator has
                                          left behind meets another size at once
 
@@ -24,6 +24,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,13 +34,14 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
 from packgraph.parallel.mesh import Layout, context_sizes, make_mesh
-from packgraph.train.options import (
+from packgraph.train.config.sections import (
     GraphConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
     TrainConfig,
 )
+from packgraph.train.parallelisms import PARALLELISMS
 from packgraph.train.validate import validate
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.verify import VerifyReport, verify
@@ -79,15 +81,15 @@ class SwitchingSteps:
         self._world, self._rank_tokens, self._places = world, rank_tokens, sorted(places)
         self._sizes = [sizes[0], *reversed(sizes[1:])]
         self._vocabulary, self._draw = vocabulary, random.Random(seed)
-        self._waves = self._steps = 0
+        self._microsteps = self._steps = 0
 
     def next_step(self) -> list[PackedBatch]:
-        """The packs of a step, wave by wave and by first rank."""
+        """The packs of a step, microstep by microstep and by first rank."""
         packs: list[PackedBatch] = []
         for _ in range(WAVES[self._steps % len(WAVES)]):
-            size = self._sizes[self._waves % len(self._sizes)]
+            size = self._sizes[self._microsteps % len(self._sizes)]
             packs += [self._row(size * self._rank_tokens) for _ in range(self._world // size)]
-            self._waves += 1
+            self._microsteps += 1
         self._steps += 1
         return packs
 
@@ -251,15 +253,9 @@ def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
     replicas share them.
     """
     chunks = 2 if layout.pp > 1 and granularity == "chunk" else 1
-    parallel = ParallelConfig(
-        dp=layout.dp,
-        cp=layout.cp,
-        tp=layout.tp,
-        pp=layout.pp,
-        chunks=chunks,
-        ep=layout.ep,
-        expert_room=float(layout.ep),
-    )  # enough for whatever is routed
+    sizes: dict[str, Any] = {axis.name: axis.size for axis in layout.axes}
+    # Room enough for whatever is routed.
+    parallel = ParallelConfig(chunks=chunks, ep=layout.ep, expert_room=float(layout.ep), **sizes)
     layers = max(2, layout.pp * chunks)
     if layout.ep > 1:
         config = tiny_experts_config(granularity, 0.1, steps)
@@ -277,16 +273,9 @@ def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
 def layouts_of(world: int) -> list[Layout]:
     """Every way to spread the tiny models over `world` processes; all replicas share the experts,
     or are ranks that share rows instead, where any do."""
-    sizes = [size for size in range(1, world + 1) if world % size == 0]
-    every = [
-        Layout(dp=world // (pp * tp), pp=pp, tp=tp)
-        for pp in sizes
-        for tp in sizes
-        if world % (pp * tp) == 0
-    ]
-    replicas = [layout for layout in every if layout.tp == 1 and (layout.dp or 1) > 1]
-    every += [replace(layout, ep=layout.dp or 1) for layout in replicas]
-    every += [replace(layout, dp=1, cp=layout.dp or 1) for layout in replicas]
+    every = [Layout(dp=world)]
+    for parallelism in PARALLELISMS:
+        every += [found for layout in every for found in parallelism.tried(layout)]
     return [
         layout
         for layout in every

@@ -41,10 +41,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.mesh import AXES, Mesh
+from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import collect, parts_of
 from packgraph.parallel.processes import on_first
-from packgraph.train.options import ParallelConfig, TrainConfig
+from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.step import Packs
 from packgraph.verification.compare import Difference, bits
 from packgraph.verification.compared_run import RANKS_KINDS, ComparedRun, steps_of
@@ -167,14 +167,14 @@ def compare_with_one_process(
     device: torch.device,
     mesh: Mesh,
     budget: Callable[[int], int] | None = None,
-    pace: VerificationProgress = SILENT,
+    progress: VerificationProgress = SILENT,
 ) -> OneProcessReport:
     """Compare `config.run.steps` steps of the run over `mesh` with one process, on rank 0, without
     dropout.
 
     packs: on the host, the same on every rank. budget: real tokens of a step (default:
-    run.tokens_per_step). pace: told how far it is. Collective; all ranks return the report. Besides
-    its own part, rank 0 needs memory for the whole model and its optimizer.
+    run.tokens_per_step). progress: told how far it is. Collective; all ranks return the report.
+    Besides its own part, rank 0 needs memory for the whole model and its optimizer.
     """
     # The comparison stands between gradients and update, so the update cannot be in a graph with
     # them.
@@ -189,7 +189,7 @@ def compare_with_one_process(
     try:
         _compare(FIRST_WEIGHTS, 0, run, alone, report, lambda side: side.model.stored())
         steps = steps_of(config, packs, lambda step: False, budget)
-        for step in pace.of("against one process", config.run.steps, steps):
+        for step in progress.of("against one process", config.run.steps, steps):
             _one_step(step.index, run, alone, step.batches, config.optimizer.learning_rate, report)
             report.steps = step.number
     finally:
@@ -236,8 +236,7 @@ def _one_step(
 def _loss_of_all(run: ComparedRun, loss: Tensor) -> Tensor:
     """The loss of the whole step, float32 []: every rank has that of its replica's share of packs
     and of its rows; stages and tensor parallel ranks have the same."""
-    tells = not any(run.mesh.place[axis] for axis in AXES if axis not in ("dp", "cp"))
-    total = loss.clone() if tells else torch.zeros_like(loss)
+    total = loss.clone() if run.mesh.tells_loss else torch.zeros_like(loss)
     dist.all_reduce(total)
     return total
 
@@ -347,23 +346,27 @@ def verify_ranks(
     one_process: bool = True,
     apart: bool = False,
     budget: Callable[[int], int] | None = None,
-    pace: VerificationProgress = SILENT,
+    progress: VerificationProgress = SILENT,
 ) -> RanksReport:
     """Compare `config.run.steps` steps; collective, every rank returns the same report.
 
     open_packs: the packs of the run from its beginning, the same on every rank. one_process: also
     compare with one process, for which rank 0 needs memory for the whole model. apart: make the
-    eager run and the graph run one after the other. budget: real tokens of a step. pace: told how
-    far this rank is.
+    eager run and the graph run one after the other. budget: real tokens of a step. progress: told
+    how far this rank is.
     """
     mine = (
-        verify_sequential(title, config, open_packs, device, mesh=mesh, budget=budget, pace=pace)
+        verify_sequential(
+            title, config, open_packs, device, mesh=mesh, budget=budget, progress=progress
+        )
         if apart
-        else verify(title, config, open_packs(), device, mesh=mesh, budget=budget, pace=pace)
+        else verify(
+            title, config, open_packs(), device, mesh=mesh, budget=budget, progress=progress
+        )
     )
     every = of_every_rank(mine, mesh)
     alone = (
-        compare_with_one_process(config, open_packs(), device, mesh, budget, pace)
+        compare_with_one_process(config, open_packs(), device, mesh, budget, progress)
         if one_process
         else None
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from packgraph.train.config_values import render
+from packgraph.train.config.values import render
 from packgraph.verification.compared_run import KINDS, RANKS_KINDS
 from packgraph.verification.ranks import OneProcessReport, RanksReport
 from packgraph.verification.verify import VerifyReport

@@ -44,7 +44,7 @@ from torch import Tensor
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import rectangles
-from packgraph.train.options import TrainConfig
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.step import Packs
 from packgraph.verification.compare import Difference, as_integers, first_unequal
 from packgraph.verification.compared_run import (
@@ -191,14 +191,14 @@ def verify_sequential(
     mesh: Mesh | None = None,
     in_flight: Callable[[int], bool] = some_in_flight,
     budget: Callable[[int], int] | None = None,
-    pace: VerificationProgress = SILENT,
+    progress: VerificationProgress = SILENT,
 ) -> VerifyReport:
     """As `verify`, with one run in memory at a time.
 
     open_packs: the packs from their beginning; called once for each run, and must give the same
     both times.
     """
-    apart = SequentialRuns(open_packs, device, mesh, in_flight, budget, pace)
+    apart = SequentialRuns(open_packs, device, mesh, in_flight, budget, progress)
     return apart.graph_run(title, config, apart.eager_run(config))
 
 
@@ -215,7 +215,7 @@ class SequentialRuns:
     mesh: Mesh | None = None
     in_flight: Callable[[int], bool] = some_in_flight
     budget: Callable[[int], int] | None = None
-    pace: VerificationProgress = SILENT
+    progress: VerificationProgress = SILENT
 
     @cached_property
     def _digester(self) -> Digester:
@@ -243,7 +243,7 @@ class SequentialRuns:
         self, phase: str, side: ComparedRun, config: TrainConfig
     ) -> Iterator[tuple[Step, list[Moment[Digest]]]]:
         steps = steps_of(config, self.open_packs(), self.in_flight, self.budget)
-        for step in self.pace.of(phase, config.run.steps, steps):
+        for step in self.progress.of(phase, config.run.steps, steps):
             yield step, self._digester.digests(compare_points(side, step, config))
 
     def _run(self, config: TrainConfig) -> contextlib.closing[ComparedRun]:

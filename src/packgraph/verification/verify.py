@@ -36,7 +36,7 @@ import torch
 from packgraph.graphs.fallback import CAPTURE_FAILED
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.train.options import TrainConfig
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.step import Packs
 from packgraph.verification.compare import Difference, first_difference
 from packgraph.verification.compared_run import (
@@ -150,15 +150,15 @@ def verify(
     mesh: Mesh | None = None,
     in_flight: Callable[[int], bool] = some_in_flight,
     budget: Callable[[int], int] | None = None,
-    pace: VerificationProgress = SILENT,
+    progress: VerificationProgress = SILENT,
 ) -> VerifyReport:
     """Compare `config.run.steps` steps of eager and graph training on the packs of `packs` (on the
     host).
 
     mesh: where the processes are, each of which calls this with the same packs; None = this process
     alone. in_flight: for a step, whether all forwards run before the first backward (pipelines have
-    their own order). budget: real tokens of a step (default: run.tokens_per_step). pace: told how
-    far it is. Goes on after a difference of one kind, to report the first one of each: those of
+    their own order). budget: real tokens of a step (default: run.tokens_per_step). progress: told
+    how far it is. Goes on after a difference of one kind, to report the first one of each: those of
     this rank.
     """
     eager, graph = (
@@ -167,7 +167,7 @@ def verify(
     )
     report = VerifyReport(title)
     try:
-        for step in pace.of("", config.run.steps, steps_of(config, packs, in_flight, budget)):
+        for step in progress.of("", config.run.steps, steps_of(config, packs, in_flight, budget)):
             points = [compare_points(run, step, config) for run in (eager, graph)]
             for expected, found in zip(*points, strict=True):
                 report.compare(step, expected, found, first_difference)

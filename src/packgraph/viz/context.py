@@ -31,7 +31,7 @@ def describe_context(plan: ContextPlan, width: int = 120) -> str:
 def context_values(plan: ContextPlan) -> dict[str, Any]:
     """The plan as JSON-able values: indices of documents, tokens, microseconds, and shares between
     0 and 1."""
-    waves = [
+    microsteps = [
         [
             {
                 "ranks": list(group.ranks),
@@ -40,9 +40,9 @@ def context_values(plan: ContextPlan) -> dict[str, Any]:
                 "bucket": [group.bucket.tokens, group.bucket.documents],
                 "us": group.us,
             }
-            for group in wave
+            for group in microstep
         ]
-        for wave in plan.waves
+        for microstep in plan.microsteps
     ]
     return {
         "world": plan.request.world,
@@ -58,7 +58,7 @@ def context_values(plan: ContextPlan) -> dict[str, Any]:
         "padding": plan.padding,
         "rank_us": list(plan.rank_us),
         "buckets": [[size, bucket.tokens, bucket.documents] for size, bucket in plan.buckets],
-        "waves": waves,
+        "waves": microsteps,
     }
 
 
@@ -96,10 +96,10 @@ def _cell(group: RowGroup, room: int) -> str:
 
 
 def _table(plan: ContextPlan, width: int) -> list[str]:
-    table = [("wave", "ranks", "cp", "bucket", "filled", "ms")]
+    table = [("microstep", "ranks", "cp", "bucket", "filled", "ms")]
     named = ["documents (tokens)"]
-    for index, wave in enumerate(plan.waves):
-        for group in wave:
+    for index, microstep in enumerate(plan.microsteps):
+        for group in microstep:
             ranks = (
                 f"{group.first}-{group.first + group.size - 1}"
                 if group.size > 1
@@ -138,7 +138,7 @@ def _table(plan: ContextPlan, width: int) -> list[str]:
 def _figures(plan: ContextPlan) -> list[str]:
     """What the plan amounts to, one line each."""
     request, placed = plan.request, len(plan.lengths) - len(plan.left)
-    groups = [group for wave in plan.waves for group in wave]
+    groups = [group for microstep in plan.microsteps for group in microstep]
     shared = ", ".join(
         f"{sum(group.size == size for group in groups)} of {size}" for size in request.sizes
     )
@@ -147,15 +147,14 @@ def _figures(plan: ContextPlan) -> list[str]:
     return [
         f"step      {plan.step_us / 1000:.1f} ms predicted; {plan.barrier_us / 1000:.1f} ms if all "
         "ranks waited after "
-        "every wave",
+        "every microstep",
         f"balance   {plan.balance:.1%} of the lower bound of {plan.bound.step_us / 1000:.1f} ms; "
         "ranks work "
         f"{idlest / 1000:.1f} to {busiest / 1000:.1f} ms",
-        f"waves     {len(plan.waves)} (microbatches of every rank), at least {plan.bound.waves}; "
-        f"groups: {shared} "
-        "ranks",
+        f"groups    {shared} ranks, in {len(plan.microsteps)} microsteps (microbatches of every "
+        f"rank), at least {plan.bound.microsteps}",
         f"padding   {plan.padding:.2%} of the places for {request.world} x {request.tokens:,} "
-        "tokens a wave",
+        "tokens a microstep",
         f"documents {placed:,} of {plan.tokens:,} tokens have a place{left}",
         "variants  "
         + (
@@ -194,8 +193,8 @@ def draw_context_svg(plan: ContextPlan, title: str) -> str:
             f'<rect class="lane" x="{LEFT}" y="{TOP + rank * LANE}" width="{WIDTH}" '
             f'height="{LANE - 2}"/>'
         )
-    for index, wave in enumerate(plan.waves):
-        for group in wave:
+    for index, microstep in enumerate(plan.microsteps):
+        for group in microstep:
             parts += _group(
                 plan,
                 group,
@@ -207,11 +206,11 @@ def draw_context_svg(plan: ContextPlan, title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _group(plan: ContextPlan, group: RowGroup, wave: int, x: float, width: float) -> list[str]:
+def _group(plan: ContextPlan, group: RowGroup, microstep: int, x: float, width: float) -> list[str]:
     """The box of a group and in it its documents, in the order of their indices."""
     y, height = TOP + group.first * LANE, group.size * LANE - 2
     told = (
-        f"wave {wave}: {len(group.documents)} documents on {group.size} ranks from rank "
+        f"microstep {microstep}: {len(group.documents)} documents on {group.size} ranks from rank "
         f"{group.first}, bucket of "
         f"{group.bucket.tokens:,} tokens and {group.bucket.documents} documents, "
         f"{group.us / 1000:.2f} ms"

@@ -16,10 +16,10 @@ from torch._dynamo.testing import CompileCounter
 
 from packgraph import cli
 from packgraph.bench import pipeline as bench_pipeline
-from packgraph.bench.baselines import CompiledStack, no_silent_eager
-from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, groups
+from packgraph.bench.comparison import Check, Results, Sample, groups, room_for_code
+from packgraph.bench.compiled import CompiledStack
 from packgraph.bench.models import SHAPES, FreshModel, draw_batches, shape
-from packgraph.bench.pipeline import PipelineOptions, PipelineWay, measure_pipeline
+from packgraph.bench.pipeline import PipelineArguments, PipelineWay, measure_pipeline
 from packgraph.bench.rows import Rows, facts, figures
 from packgraph.bench.timing import Deadline, rounds_in_turn
 from packgraph.bench.variants import Graphed
@@ -48,7 +48,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def options(**changes: Any) -> PipelineOptions:
+def options(**changes: Any) -> PipelineArguments:
     usual: dict[str, Any] = {
         "model": "tiny",
         "layers": None,
@@ -59,12 +59,11 @@ def options(**changes: Any) -> PipelineOptions:
         "mean": 10.0,
         "sigma": 0.5,
         "seed": 0,
-        "together": None,
-        "ranks": 2,
+        "pp": 2,
         "chunks": 1,
         "microbatches": 3,
     }
-    return PipelineOptions(**(usual | changes))
+    return PipelineArguments(**(usual | changes))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
@@ -104,7 +103,7 @@ def test_ways_are_grouped_with_the_first() -> None:
 
 
 def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
-    contest = Comparison(["eager", "chunk", "other", "odd"])
+    contest = Results(["eager", "chunk", "other", "odd"])
     contest.samples["eager"] = [Sample({"ms": 30.0}, 100.0)] * 3
     contest.samples["chunk"] = [Sample({"ms": 10.0}, 100.0)] * 3
     contest.samples["odd"] = [Sample({"ms": 10.0}, 100.0)]
@@ -158,7 +157,7 @@ def test_compiled_layers_share_one_graph_and_compute_what_the_model_does() -> No
     results = []
     for module in (model, CompiledStack(model, backend=counter)):
         model.zero_grad()
-        with no_silent_eager():
+        with room_for_code():
             loss = module(batch)
         loss.backward()
         results.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
@@ -277,6 +276,7 @@ def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
         (["step", "--tokens", "0"], "expected a whole number of at least 1"),
         (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),
         (["pipeline", "--chunks", "2", "--device", "cpu"], "would send to itself"),
+        (["padding"], "needs a checkout: python benchmarks/bench.py padding"),
         (["unknown"], "no benchmark 'unknown'. Known: step, "),
     ],
 )
@@ -312,7 +312,9 @@ def test_bench_pipeline_in_one_process(capsys: pytest.CaptureFixture[str]) -> No
     assert all(row["bubble_share"] == 0.0 and row["reason"] is None for row in rows)
 
 
-def measured(mesh: Any, chosen: PipelineOptions, broken: str | None = None) -> list[dict[str, Any]]:
+def measured(
+    mesh: Any, chosen: PipelineArguments, broken: str | None = None
+) -> list[dict[str, Any]]:
     """All rows of one rank. broken: the way that fails on the last rank while it gets ready."""
     rows = Rows(facts(CPU, "abc123"), write=False)
     warm_alone = PipelineWay.warm_alone
@@ -326,7 +328,7 @@ def measured(mesh: Any, chosen: PipelineOptions, broken: str | None = None) -> l
         mock.patch.object(PipelineWay, "warm_alone", break_down),
         mock.patch.object(bench_pipeline, "CompiledStack", partial(CompiledStack, backend="eager")),
     ):
-        measure_pipeline(chosen, CPU, make_links(mesh), BenchRanks(), rows, Deadline(None))
+        measure_pipeline(chosen, CPU, make_links(mesh), rows, Deadline(None))
     return rows.all
 
 
@@ -377,10 +379,9 @@ def test_a_failure_within_a_step_ends_the_run_after_writing_all_rows(
         pytest.raises(RuntimeError, match="lost the device"),
     ):
         measure_pipeline(
-            options(ranks=1, ways=("eager", "chunk"), rounds=3),
+            options(pp=1, ways=("eager", "chunk"), rounds=3),
             CPU,
             make_links(single_process()),
-            BenchRanks(),
             rows,
             Deadline(None),
         )

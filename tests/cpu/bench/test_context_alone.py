@@ -4,8 +4,8 @@ them were built."""
 from types import SimpleNamespace
 
 import pytest
+from bench_context import ContextComparison
 
-from packgraph.bench.context import _ContextBench
 from packgraph.packing.capacity import Capacity
 
 BUCKETS = [Capacity(32, 4), Capacity(32, 8), Capacity(64, 4), Capacity(64, 8)]
@@ -14,15 +14,16 @@ BUCKETS = [Capacity(32, 4), Capacity(32, 8), Capacity(64, 4), Capacity(64, 8)]
 def extras(alone):
     """Of a way whose pools take 90 and 100 bytes. alone: bytes of a bank by the tokens of its one
     bucket."""
-    bench = SimpleNamespace(
-        _late=lambda: False,
-        buckets=lambda kind: BUCKETS,
-        _pool_alone=lambda name, bucket: alone[bucket.tokens] if bucket.documents == 8 else 1 / 0,
-    )
     contest = SimpleNamespace(
         running=["dynamic+graph"], extras={"dynamic+graph": {"pool_bytes": [90, 100]}}
     )
-    _ContextBench._largest_alone(bench, contest)
+    bench = SimpleNamespace(
+        late=lambda: False,
+        buckets=lambda kind: BUCKETS,
+        results=contest,
+        pool_alone=lambda name, bucket: alone[bucket.tokens] if bucket.documents == 8 else 1 / 0,
+    )
+    ContextComparison.finish(bench)
     return contest.extras["dynamic+graph"]
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from bench import main
+from bench_padding import PaddingArguments, bench_padding
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
-from packgraph import cli
 from packgraph.bench.models import (
     DISTRIBUTIONS,
     PEAK_TFLOPS,
@@ -23,11 +24,11 @@ from packgraph.bench.models import (
     lengths_like,
     model_flops,
     peak_share,
+    planned_buckets,
     refit,
     shape,
     zero_gradients,
 )
-from packgraph.bench.padding import PaddingOptions, bench_padding, bucket_request, planned_buckets
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.timing import (
     Busy,
@@ -147,9 +148,7 @@ def test_documents_in_another_shape_are_the_same_documents() -> None:
 
 
 def test_draws_fit_the_largest_of_the_buckets_that_were_planned_for_them() -> None:
-    buckets = planned_buckets(
-        bucket_request(TINY, 128, 4, "sdpa"), None, mean=20, sigma=1.0, seed=0
-    )
+    buckets = planned_buckets(TINY, 128, 4, "sdpa", None, mean=20, sigma=1.0, seed=0)
     largest = buckets[-1]
     assert 1 <= len(buckets) <= 4 and list(buckets) == sorted(buckets) and largest.tokens == 128
     assert all(
@@ -160,7 +159,7 @@ def test_draws_fit_the_largest_of_the_buckets_that_were_planned_for_them() -> No
         all(batch.capacity == largest for batch in draws)
         and sum(batch.num_tokens for batch in draws) > 2400
     )
-    few = planned_buckets(bucket_request(TINY, 128, 4, "sdpa"), 3, mean=20, sigma=1.0, seed=0)
+    few = planned_buckets(TINY, 128, 4, "sdpa", 3, mean=20, sigma=1.0, seed=0)
     assert few[-1] == Capacity(128, 3) and all(bucket.documents <= 3 for bucket in few)
 
 
@@ -174,14 +173,14 @@ def test_a_draw_begins_where_the_packer_has_its_stride() -> None:
     assert abs(first - second) < 0.3 * second and WINDOW == 256
 
 
-def padding_rows(options: PaddingOptions) -> list[dict[str, Any]]:
+def padding_rows(options: PaddingArguments) -> list[dict[str, Any]]:
     rows = Rows(facts(CPU, "abc123"), write=False)
-    bench_padding(options, rows, Deadline(None))
+    bench_padding(options, CPU, rows, Deadline(None))
     return rows.all
 
 
 def test_bench_padding_measures_unseen_documents() -> None:
-    rows = padding_rows(PaddingOptions(("chat",), tokens=256, buckets=3, documents=300))
+    rows = padding_rows(PaddingArguments(ways=("chat",), tokens=256, buckets=3, documents=300))
     assert [row["packed"] for row in rows] == [
         "window of 256",
         "64 at a time",
@@ -195,7 +194,7 @@ def test_bench_padding_measures_unseen_documents() -> None:
 
 
 def test_bench_padding_stops_in_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "padding", "--ways", "chat", "--seconds", "1e-9"]) == 1
+    assert main(["padding", "--ways", "chat", "--seconds", "1e-9"]) == 1
     captured = capsys.readouterr()
     assert (
         len(captured.out.splitlines()) == 4 and "chat at 8192 tokens: not measured" in captured.err

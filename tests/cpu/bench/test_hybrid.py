@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from others import GraphedCallables, Recorded
 from torch import Tensor
 
 from packgraph import cli
-from packgraph.bench.baselines import GraphedCallables, layers_of
+from packgraph.bench.compiled import layers_of
 from packgraph.bench.models import (
     FreshModel,
     TimedPart,
@@ -21,8 +22,9 @@ from packgraph.bench.models import (
     twin,
     zero_gradients,
 )
-from packgraph.bench.moe_variants import make_expert_way, partial_scope
-from packgraph.bench.variants import Recorded, Setting, Way
+from packgraph.bench.moe_variants import partial_scope
+from packgraph.bench.step import ALL_WAYS
+from packgraph.bench.variants import Setting, Way
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.layers.mamba import FIRST_DECAY
@@ -31,6 +33,10 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
 CPU, ONE = torch.device("cpu"), Capacity(32, 6)
+
+
+def make_expert_way(name: str, setting: Setting) -> Way:
+    return ALL_WAYS[name](name, setting)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packgraph import cli
-from packgraph.bench.integrations import WAYS, IntegrationOptions, bench_integrations
+from packgraph.bench.integrations import WAYS, IntegrationArguments, bench_integrations
 from packgraph.bench.rows import Rows
 from packgraph.bench.timing import Deadline
 
@@ -17,7 +17,10 @@ def measured(ways, model="tiny", **options):
     rows = Rows({}, write=False)
     asked = {"layers": 2, "tokens": (64,), "step_tokens": 128, "steps": 2, "mean": 20.0} | options
     bench_integrations(
-        IntegrationOptions(model=model, ways=ways, documents=12, **asked), CPU, rows, Deadline(None)
+        IntegrationArguments(model=model, ways=ways, documents=12, **asked),
+        CPU,
+        rows,
+        Deadline(None),
     )
     return rows.all
 

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from packgraph.bench.models import build_part, shape, zero_gradients
-from packgraph.bench.offload import OffloadOptions, _kept_bytes
+from packgraph.bench.offload import OffloadArguments, OffloadCase
 from packgraph.bench.offload_measures import kept_for_backward
+from packgraph.offloading.plan import CopySpeed
 
 
 def test_saved_storages_count_once_while_they_live():
@@ -24,8 +25,8 @@ def test_saved_storages_count_once_while_they_live():
 def kept_by(layers):
     model = build_part("layers", shape("tiny", layers), torch.device("cpu"), torch.float32)
     zero_gradients([model])
-    options = OffloadOptions(model="tiny", layers=layers, part="layers", tokens=(32,))
-    return _kept_bytes(options, model, torch.device("cpu"), 32)
+    options = OffloadArguments(model="tiny", layers=layers, part="layers", tokens=(32,))
+    return OffloadCase(options, model, torch.device("cpu"), 32, CopySpeed()).kept_bytes()
 
 
 def test_every_layer_keeps_as_much_as_another():

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from bench import ALL, ALL_WAYS, PEERS
+from others import GraphedCallables, Recorded, WholeGraph
 from torch import Tensor
+from transformers_layers import their_layers
 
 from packgraph import cli
-from packgraph.bench.baselines import GraphedCallables, WholeGraph, layers_of
 from packgraph.bench.command import read_bench
+from packgraph.bench.comparison import room_for_code
+from packgraph.bench.compiled import layers_of
 from packgraph.bench.models import (
     SHAPES,
     TimedPart,
@@ -33,14 +37,12 @@ from packgraph.bench.moe_variants import (
     MOE_WAYS,
     RoomyDispatcher,
     Stashed,
-    make_expert_way,
     partial_scope,
 )
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.step import StepOptions, bench_step
+from packgraph.bench.step import MoeArguments, bench_step
 from packgraph.bench.timing import Deadline
-from packgraph.bench.transformers_layers import their_layers
-from packgraph.bench.variants import STEP_WAYS, Graphed, Recorded, Setting, Way, room_for_code
+from packgraph.bench.variants import WAYS, Graphed, Setting, Way
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
@@ -51,6 +53,10 @@ CPU = torch.device("cpu")
 ONE = Capacity(32, 6)
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "h200_moe.sh"
 EXACT = ("host-splits", "chunk", "partial", "chunk+stash")
+
+
+def make_expert_way(name: str, setting: Setting) -> Way:
+    return ALL_WAYS[name](name, setting)
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +205,7 @@ def test_ways_of_experts_need_experts() -> None:
     for name in EXPERT_WAYS:
         with pytest.raises(ValueError, match="is a way of running experts, but the model has none"):
             make_expert_way(name, setting)
-    assert set(MOE_WAYS) <= {*STEP_WAYS, *EXPERT_WAYS} and not set(STEP_WAYS) & set(EXPERT_WAYS)
+    assert set(MOE_WAYS) <= {*WAYS, *EXPERT_WAYS} and not set(WAYS) & set(EXPERT_WAYS)
 
 
 def test_shapes_with_experts_are_slices_with_experts_in_every_layer() -> None:
@@ -262,11 +268,11 @@ def test_bench_moe_has_defaults_of_its_own(capsys: pytest.CaptureFixture[str]) -
 def test_rows_of_experts_say_what_a_stash_takes() -> None:
     """With room for twice the rows everything static takes twice of what is balanced; a stash one
     layer more."""
-    options = StepOptions(
-        "moonlight-tiny",
-        2,
-        (32,),
-        ("host-splits", "chunk", "chunk+stash"),
+    options = MoeArguments(
+        model="moonlight-tiny",
+        layers=2,
+        tokens=(32,),
+        ways=("host-splits", "chunk", "chunk+stash"),
         rounds=1,
         calls=1,
         mean=8.0,
@@ -325,8 +331,8 @@ def test_the_script_for_a_gpu_tests_first_and_runs_ways_that_there_are(tmp_path:
         (SCRIPT.parents[1] / file).exists() for file in tests[-2:]
     )
     assert pieces[:3] == ["benchmarks/moe_experts.py", "--seconds", "25"]
-    assert all(words[3] == "moe" for words in benchmarks)
-    asked = [read_bench(words[3:]) for words in benchmarks]
+    assert all(words[1] == "moe" for words in benchmarks)
+    asked = [read_bench(words[1:], ALL) for words in benchmarks]
     assert all(
         one.part == "layers" and one.commit == "abc123" and one.ways[0] == "host-splits"
         for one in asked
@@ -334,7 +340,7 @@ def test_the_script_for_a_gpu_tests_first_and_runs_ways_that_there_are(tmp_path:
     assert [one.tokens for one in asked[:3]] == [(1024,), (4096,), (16384,)], (
         "the whole grid before anything else"
     )
-    assert {way for one in asked for way in one.ways} == set(MOE_WAYS)
+    assert {way for one in asked for way in one.ways} == {*MOE_WAYS, *PEERS}
     assert all(
         one[:2] == ["-m", "pytest"] or one[0] == "benchmarks/moe_experts.py"
         for one in lines(LIMIT="20")

@@ -14,14 +14,13 @@ import torch
 from packgraph.bench.command import bench
 from packgraph.bench.comparison import attempt_alone
 from packgraph.bench.models import build_part, shape, zero_gradients
-from packgraph.bench.offload import OffloadOptions, _Run, _run_once
+from packgraph.bench.offload import OffloadArguments, OffloadCase, OffloadRun
 from packgraph.bench.offload_measures import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.offloading.group import SavedGroup
-from packgraph.offloading.knobs import plan_by_knobs
 from packgraph.offloading.plan import CopySpeed
 
 CPU = torch.device("cpu")
@@ -82,8 +81,8 @@ def test_ways_that_are_asked_for_are_compared_with_what_is_kept(capsys):
 def test_where_nothing_can_be_kept_others_are_measured_and_compared_with_nothing(capsys):
     """What offloading is for: eager activations have no room."""
     words = "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act"
-    with mock.patch(
-        "packgraph.bench.offload._kept_bytes", side_effect=torch.OutOfMemoryError("no room")
+    with mock.patch.object(
+        OffloadCase, "kept_bytes", side_effect=torch.OutOfMemoryError("no room")
     ):
         bench(words.split())
     kept, everything, planned = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -121,27 +120,26 @@ def test_what_has_no_room_for_a_trace_is_measured_without_a_prediction(capsys):
 
 
 def test_a_prediction_changes_no_gradient_no_pool_and_no_plan():
-    options = OffloadOptions(
-        "tiny", 2, "layers", (32,), modules=("core_attn", "mlp_act"), min_bytes=1, calls=2
+    options = OffloadArguments(
+        model="tiny",
+        layers=2,
+        tokens=(32,),
+        modules=("core_attn", "mlp_act"),
+        min_bytes=1,
     )
     found = []
     for predicted in (False, True):
         model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
         zero_gradients([model])
-        with _Run(
-            options,
-            model,
-            CPU,
-            32,
-            lambda trace: plan_by_knobs(trace, CopySpeed(), options.knobs()),
-        ) as run:
+        case = OffloadCase(options, model, CPU, 32, CopySpeed())
+        with OffloadRun(case, case.policy("everything")[0], calls=2) as run:
             run.prepare_foretold() if predicted else run.prepare()
             run.calls()
             found.append(
                 (
                     run.way.facts()["pool_bytes"],
-                    run.engine.plan.moves,
-                    run.engine.copy_streams.scope,
+                    run.runtime.plan.moves,
+                    run.runtime.copy_streams.scope,
                     [parameter.grad.clone() for parameter in model.parameters()],
                 )
             )
@@ -153,26 +151,23 @@ def test_a_run_that_is_over_keeps_no_host_memory():
     """Whoever keeps its engine, as compiled code in torch's caches keeps modules."""
     model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
     zero_gradients([model])
-    options = OffloadOptions(
-        model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1
-    )
-    with _Run(
-        options, model, CPU, 64, lambda trace: plan_by_knobs(trace, CopySpeed(), options.knobs())
-    ) as run:
-        run.engine.times_graphs = True
+    options = OffloadArguments(model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1)
+    case = OffloadCase(options, model, CPU, 64, CopySpeed())
+    with OffloadRun(case, case.policy("everything")[0], calls=1) as run:
+        run.runtime.times_graphs = True
         run.prepare()
         run.calls()
-        engine, slots = run.engine, run.way.graphed._slots.all
+        runtime, slots = run.runtime, run.way.graphed._slots.all
         pieces = [
             weakref.ref(piece.untyped_storage())
             for slot in slots
             for piece in slot.pool.host.arenas.pieces
         ]
-        assert all(of() is not None for of in pieces) and engine._captured
+        assert all(of() is not None for of in pieces) and runtime._captured
         del slots
     del run
     gc.collect()
-    assert pieces and engine.plan is not None and all(of() is None for of in pieces)
+    assert pieces and runtime.plan is not None and all(of() is None for of in pieces)
 
 
 @pytest.mark.parametrize("at", [5, 70])
@@ -194,11 +189,10 @@ def test_what_had_no_room_keeps_no_host_memory_from_the_next_trial(at, monkeypat
     monkeypatch.setattr(SavedGroup, "start_reload", start_reload)
     model = build_part("layers", shape("tiny", 2), CPU, torch.float32)
     zero_gradients([model])
-    options = OffloadOptions(
-        model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1, calls=1
-    )
+    options = OffloadArguments(model="tiny", layers=2, part="layers", tokens=(64,), min_bytes=1)
     _, reason = attempt_alone(
-        partial(_run_once, options, model, CPU, 64, "everything", CopySpeed()), Deadline(None)
+        partial(OffloadCase(options, model, CPU, 64, CopySpeed()).run_once, "everything"),
+        Deadline(None),
     )
     assert "CUDA out of memory" in reason and pieces.pop() == (at == 70)
     free_memory(CPU)
@@ -232,12 +226,12 @@ def test_what_runs_out_of_memory_ends_the_search_and_what_fails_otherwise_is_an_
         (ValueError("rows are too long"), 32, "at 128 tokens: ValueError: rows are too long"),
     ):
 
-        def run_once(options, model, device, tokens, way, speed, error=error):
-            if tokens > 96:
+        def run_once(case, way, error=error):
+            if case.tokens > 96:
                 raise error
             return True
 
-        with mock.patch("packgraph.bench.offload._run_once", run_once):
+        with mock.patch.object(OffloadCase, "run_once", run_once):
             bench(words.split())
         *_, kept, moved = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         for row, way in ((kept, "kept"), (moved, "everything")):

@@ -13,11 +13,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from bench import ALL, STEP_WAYS
 from result_rows import markdown, newest, read_rows, step_kinds
 
 from packgraph.bench.command import read_bench
 from packgraph.bench.rows import median, quantile, value
-from packgraph.bench.variants import STEP_WAYS
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "h200.sh"
@@ -228,14 +228,14 @@ def commands(out: Path, **environment: str) -> list[list[str]]:
         check=True,
         env=os.environ | {"OUT": str(out), "PYTHON": "echo"} | environment,
     )
-    return [shlex.split(line)[3:] for line in found.stdout.splitlines()]
+    return [shlex.split(line)[1:] for line in found.stdout.splitlines()]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
 def test_the_script_for_a_gpu_runs_benchmarks_that_there_are(tmp_path: Path) -> None:
     own, flash = commands(tmp_path), commands(tmp_path, ATTENTION="flash", COMMIT="abc123")
     for words in (*own, *flash):
-        asked = read_bench(words)
+        asked = read_bench(words, ALL)
         assert asked.device == "cuda" and asked.out is not None
         assert words[0] != "step" or (asked.part == "layers" and asked.ways[0] == "eager")
     sizes = [
@@ -250,9 +250,9 @@ def test_the_script_for_a_gpu_runs_benchmarks_that_there_are(tmp_path: Path) -> 
         ["qwen3-4b", "16384"],
     ], "the whole grid before anything else"
     assert {words[0] for words in own} == {"step", "attention", "memory", "capture"}
-    assert {way for words in own if words[0] == "step" for way in read_bench(words).ways} == set(
-        STEP_WAYS
-    )
+    assert {
+        way for words in own if words[0] == "step" for way in read_bench(words, ALL).ways
+    } == set(STEP_WAYS)
     assert {words[0] for words in flash} == {"step"}
     assert all(
         "--commit abc123" in " ".join(words) and "--attention flash" in " ".join(words)

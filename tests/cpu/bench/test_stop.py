@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from packgraph import cli
-from packgraph.bench.step import _StepBench
+from packgraph.bench.step import StepComparison
 
 SMALL = [
     "--device",
@@ -28,15 +28,15 @@ SMALL = [
 def test_rows_of_finished_rounds_are_written_when_a_time_limit_ends_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_round, rounds = _StepBench._round, []
+    time, rounds = StepComparison.time, []
 
-    def ends_in_the_fifth(self, contest, way, number):
+    def ends_in_the_fifth(self, way, number):
         rounds.append(number)
         if len(rounds) == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-        return run_round(self, contest, way, number)
+        return time(self, way, number)
 
-    monkeypatch.setattr(_StepBench, "_round", ends_in_the_fifth)
+    monkeypatch.setattr(StepComparison, "time", ends_in_the_fifth)
     words = ["bench", "step", *SMALL, "--ways", "eager", "chunk", "--rounds", "9", "--calls", "1"]
     assert cli.main(words) == cli.INTERRUPTED
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

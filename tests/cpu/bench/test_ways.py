@@ -13,20 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
+from bench import ALL_WAYS, STEP_WAYS, main
+from others import GraphedCallables, Recorded, WholeGraph
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from packgraph import cli
 from packgraph.bench import variants as ways
-from packgraph.bench.banks import _ratios
-from packgraph.bench.baselines import (
-    GraphedCallables,
-    LayerStack,
-    WholeGraph,
-    compiled_layers,
-    layers_of,
-    no_silent_eager,
-)
+from packgraph.bench.comparison import room_for_code
+from packgraph.bench.compiled import LayerStack, compiled_layers, layers_of
+from packgraph.bench.memory import _ratios
 from packgraph.bench.models import (
     TimedPart,
     build_part,
@@ -38,9 +33,9 @@ from packgraph.bench.models import (
     zero_gradients,
 )
 from packgraph.bench.rows import Rows, facts
-from packgraph.bench.step import StepOptions, bench_step
+from packgraph.bench.step import StepArguments, bench_step
 from packgraph.bench.timing import Deadline
-from packgraph.bench.variants import Compiled, Graphed, Recorded, Setting, Way, make_way
+from packgraph.bench.variants import Compiled, Graphed, Setting, Way
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention import api as attention_module
 from packgraph.packing.batch import PackedBatch
@@ -64,6 +59,10 @@ SMALL = [
     "--sigma",
     "0.5",
 ]
+
+
+def make_way(name: str, setting: Setting) -> Way:
+    return ALL_WAYS[name](name, setting)
 
 
 @pytest.fixture(autouse=True)
@@ -230,11 +229,11 @@ def test_padding_rows_of_layers_bring_no_gradient() -> None:
 
 def test_own_attention_is_that_of_the_stack() -> None:
     _, _, setting = make("layers", 1)
-    assert {name: setting.attention_of(name) for name in ways.STEP_WAYS} == dict.fromkeys(
-        ways.STEP_WAYS, "auto"
+    assert {name: setting.attention_of(name) for name in STEP_WAYS} == dict.fromkeys(
+        STEP_WAYS, "auto"
     )
     with mock.patch.object(ways, "varlen_problems", return_value=[]):
-        own = {name: setting.attention_of(name) for name in ways.STEP_WAYS}
+        own = {name: setting.attention_of(name) for name in STEP_WAYS}
     assert {name for name, backend in own.items() if backend == "auto"} == {
         "layer",
         "chunk",
@@ -261,7 +260,7 @@ def test_compiled_layers_take_documents_as_they_are() -> None:
     counter = CompileCounter()
     stack = LayerStack(model, compiled_layers(model, counter))
     way = Compiled("compile", setting.work.by(stack), (), stack)
-    with mock.patch.object(attention_module, "BACKENDS", {"sdpa": read_shape}), no_silent_eager():
+    with mock.patch.object(attention_module, "BACKENDS", {"sdpa": read_shape}), room_for_code():
         batches = [refit(batch, way.capacity(batch)) for batch in draws]
         assert len({(batch.capacity.documents, batch.capacity.longest) for batch in batches}) > 4
         way.prepare(batches)
@@ -276,21 +275,21 @@ def test_compiled_layers_take_documents_as_they_are() -> None:
 
 
 def test_bench_step_of_layers_with_compiled_graphs_and_buckets() -> None:
-    options = StepOptions(
-        "tiny",
-        2,
-        (32,),
-        ("eager", "chunk+compile", "auto"),
+    options = StepArguments(
+        model="tiny",
+        layers=2,
+        tokens=(32,),
+        ways=("eager", "chunk+compile", "auto"),
         rounds=2,
         calls=2,
         mean=8.0,
         sigma=0.8,
         part="layers",
         buckets=3,
-        compiler="aot_eager",
     )
     rows = Rows(facts(CPU, "abc123"), write=False)
-    bench_step(options, CPU, rows, Deadline(None))
+    with mock.patch.object(StepArguments, "compiler", "aot_eager"):
+        bench_step(options, CPU, rows, Deadline(None))
     for row in rows.all:
         json.dumps(row)
         assert (
@@ -310,13 +309,21 @@ def test_bench_step_of_layers_with_compiled_graphs_and_buckets() -> None:
 
 
 def test_ways_that_are_ready_when_time_is_up_run_a_few_rounds() -> None:
-    options = StepOptions(
-        "tiny", 2, (32,), ("eager",), rounds=5, calls=1, mean=8.0, sigma=0.8, documents=4
+    options = StepArguments(
+        model="tiny",
+        layers=2,
+        tokens=(32,),
+        ways=("eager",),
+        rounds=5,
+        calls=1,
+        mean=8.0,
+        sigma=0.8,
+        documents=4,
     )
     rows, deadline = Rows(facts(CPU, "abc123"), write=False), Deadline(1000)
     made: list[Way] = []
     with (
-        mock.patch.object(Deadline, "passed", side_effect=lambda: bool(made)),
+        mock.patch.object(Deadline, "passed", side_effect=lambda *_: bool(made)),
         mock.patch.object(Way, "prepare", side_effect=made.append),
     ):
         bench_step(options, CPU, rows, deadline)
@@ -335,7 +342,7 @@ def test_small_benchmarks_write_rows(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], count: int
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    assert cli.main(["bench", *words, "--out", str(out)]) == 0
+    assert main([*words, "--out", str(out)]) == 0
     captured = capsys.readouterr()
     rows = [json.loads(line) for line in captured.out.splitlines()]
     assert captured.out == out.read_text() and len(rows) == count
@@ -369,7 +376,7 @@ def test_benchmarks_of_banks_stop_in_time(capsys: pytest.CaptureFixture[str]) ->
             if name != "attention"
             else ["--model", "tiny", "--tokens", "32", "--device", "cpu"]
         )
-        assert cli.main(["bench", name, *words, "--seconds", "1e-9"]) == 1
+        assert main([name, *words, "--seconds", "1e-9"]) == 1
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert rows and all("the limit of 1e-09 seconds" in row["reason"] for row in rows)
 
@@ -383,7 +390,7 @@ def test_memory_is_compared_with_eager_where_both_are_known() -> None:
 
 def test_room_for_code_ends_with_its_block() -> None:
     before = torch._dynamo.config.recompile_limit
-    with ways.room_for_code():
+    with room_for_code():
         assert torch._dynamo.config.recompile_limit > before
         assert torch._dynamo.config.fail_on_recompile_limit_hit
     assert torch._dynamo.config.recompile_limit == before

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from offloadkit import CAPACITIES, DENSE, EXPERTS, config, engine_of
+from offloadkit import CAPACITIES, DENSE, EXPERTS, config, runtime_of
 from trainkit import RandomPacks, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.decoder import DecoderModel
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.runner import sample_batch
+from packgraph.train.config.sections import OffloadConfig
+from packgraph.train.runners import sample_batch
 from packgraph.train.signals import StopRequest
 
 
@@ -36,7 +36,7 @@ def no_garbage_is_collected() -> Iterator[None]:
 def test_a_graphed_model_goes_with_its_last_reference(where, modules, closed):
     model = DecoderModel(config(2, experts=True), seed=1)
     graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True, **where)
-    engine = engine_of(graphed, model, modules) if modules else None
+    runtime = runtime_of(graphed, model, modules) if modules else None
     arguments = sample_batch(CAPACITIES[0]), torch.tensor(7)
     for _ in range(3):
         graphed(*arguments).backward()
@@ -50,18 +50,18 @@ def test_a_graphed_model_goes_with_its_last_reference(where, modules, closed):
         *(slot.pool for slot in graphed._slots.all),
     ]
     living = [weakref.ref(thing) for thing in held]
-    if engine is not None:
-        living.append(weakref.ref(engine))
+    if runtime is not None:
+        living.append(weakref.ref(runtime))
     if closed:
         graphed.close()
-    del held, model, graphed, engine
+    del held, model, graphed, runtime
     assert [found for of in living if (found := of()) is not None] == []
 
 
 def test_a_layer_may_outlive_the_one_it_was_taken_from():
     """Its parameters still stay where they are."""
     model = DecoderModel(config(2), seed=1)
-    engine_of(model, model, DENSE)
+    runtime_of(model, model, DENSE)
     attention = next(layer.self_attn for layer in model.layers.values())
     stays = attention.offload._stays
     before = {id(tensor) for tensor in stays()}

@@ -13,7 +13,7 @@ from packgraph.models.branches import BALANCE, KINDS, BranchWork, layer_cost, to
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderConfig, DecoderModel, stage_layers
 from packgraph.parallel.pipeline.chunks import split_layers
-from packgraph.train.presets import preset
+from packgraph.train.config.presets import preset
 
 CONFIG = DecoderConfig(
     vocab_size=50,

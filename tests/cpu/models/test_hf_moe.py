@@ -20,10 +20,10 @@ from packgraph.models.hf import (
     split_experts,
 )
 from packgraph.models.hf_config import config_from_json, config_to_json
-from packgraph.parallel.pieces import expert_part
-from packgraph.train.config import read_config
-from packgraph.train.presets import preset
-from packgraph.train.weights import shape_layer
+from packgraph.parallel.pieces import part_of
+from packgraph.train.checkpoint.weights import shape_layer
+from packgraph.train.config.presets import preset
+from packgraph.train.config.reading import read_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -128,7 +128,7 @@ def differing(part, whole, mine):
     values, stacks = whole.state_dict(), 0
     wrong = []
     for name, parameter in part.named_parameters():
-        found = expert_part(parameter)
+        found = part_of(parameter)
         stacks += found is not None
         assert found is None or (found.shape == values[name].shape and len(parameter) == len(mine))
         if not torch.equal(

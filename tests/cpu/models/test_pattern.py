@@ -15,7 +15,7 @@ from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.tensor import tensor_problems
 from packgraph.train.decoder_estimates import DecoderMemory
-from packgraph.train.plan_context import context_cost
+from packgraph.train.plan import context_cost
 
 DENSE = DecoderConfig(
     vocab_size=50,

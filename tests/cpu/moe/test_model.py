@@ -234,6 +234,6 @@ def test_an_evaluation_takes_no_pages():
     with torch.no_grad():
         model(batch)
     model.eval()(batch).backward()
-    assert not stash.verdict() and stash.need_hi() == 0
+    assert not stash.overflow_flag() and stash.need_hi() == 0
     model.train()(batch).backward()
-    assert stash.verdict()
+    assert stash.overflow_flag()

@@ -125,6 +125,6 @@ def test_what_was_taken_before_a_piece_could_not_be_had_is_there_later():
 def test_groups_that_lie_in_several_pieces_change_no_bit(granularity):
     kept = train(config())[0]
     with small_pieces(512, 1024):
-        found, engine, _ = train(config(), DENSE, granularity=granularity, late=("out", "back"))
-    assert max(group.bytes for group in engine.trace.groups) > 2048
+        found, runtime, _ = train(config(), DENSE, granularity=granularity, late=("out", "back"))
+    assert max(group.bytes for group in runtime.trace.groups) > 2048
     assert same(found, kept)

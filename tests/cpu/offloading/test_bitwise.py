@@ -3,7 +3,7 @@ may run."""
 
 import pytest
 import torch
-from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, engine_of, same, train
+from offloadkit import CAPACITIES, DENSE, EXPERTS, by_hand, config, runtime_of, same, train
 
 from packgraph.graphs.copy_streams import captured_copy_streams
 from packgraph.graphs.errors import CaptureError
@@ -40,9 +40,9 @@ def experts():
 @pytest.mark.parametrize("late", [("out",), ("back",)])
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
 def test_all_modules_are_bitwise_what_stays(granularity, late, dense):
-    found, engine, graphed = train(config(), DENSE, granularity=granularity, late=late)
+    found, runtime, graphed = train(config(), DENSE, granularity=granularity, late=late)
     assert same(found, dense)
-    assert engine.trace.bytes > 0
+    assert runtime.trace.bytes > 0
     if graphed is not None:
         assert graphed.stats.replayed == 3
 
@@ -55,10 +55,10 @@ def test_any_number_of_microbatches_of_several_shapes(granularity):
 
 @pytest.mark.parametrize("modules", SETS)
 def test_every_module_by_itself(modules, dense):
-    found, engine, _ = train(config(), modules, granularity="chunk", late=("out", "back"))
+    found, runtime, _ = train(config(), modules, granularity="chunk", late=("out", "back"))
     assert same(found, dense)
-    assert {group.name for group in engine.trace.groups} == set(modules)
-    assert all(group.bytes > 0 for group in engine.trace.groups if group.name != "attn_proj")
+    assert {group.name for group in runtime.trace.groups} == set(modules)
+    assert all(group.bytes > 0 for group in runtime.trace.groups if group.name != "attn_proj")
 
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
@@ -66,14 +66,14 @@ def test_every_module_by_itself(modules, dense):
     "knobs", [{"fraction": 0.0}, {"fraction": 0.5}, {"margin": None}, {"in_flight": 0}]
 )
 def test_plans_are_followed_without_a_changed_bit(granularity, knobs, dense):
-    found, engine, _ = train(
+    found, runtime, _ = train(
         config(), DENSE, granularity=granularity, late=("out",), policy=by_hand(**knobs)
     )
     assert same(found, dense)
     if granularity is not None:
-        assert engine.plan is not None
-        assert sum(engine.plan.moves) == {0.0: 0, 0.5: 6}.get(
-            knobs.get("fraction"), sum(engine.plan.moves)
+        assert runtime.plan is not None
+        assert sum(runtime.plan.moves) == {0.0: 0, 0.5: 6}.get(
+            knobs.get("fraction"), sum(runtime.plan.moves)
         )
 
 
@@ -89,16 +89,16 @@ def every_other(trace: OffloadTrace) -> OffloadPlan:
 @pytest.mark.parametrize("late", [("out",), ("back",), ("out", "back")])
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
 def test_parts_of_what_a_block_saves_move_by_themselves(granularity, late, dense):
-    found, engine, _ = train(
+    found, runtime, _ = train(
         config(), DENSE, granularity=granularity, late=late, policy=every_other, parts=4
     )
     assert same(found, dense)
-    groups = engine.trace.groups
-    assert max(group.part for group in groups) >= 2 and engine.trace.blocks[-1] == 2 * len(DENSE)
+    groups = runtime.trace.groups
+    assert max(group.part for group in groups) >= 2 and runtime.trace.blocks[-1] == 2 * len(DENSE)
     whole = train(config(), DENSE, granularity=granularity, policy=by_hand())[1].trace
     for block, one in enumerate(whole.groups, 1):
         parts = [
-            group for group, of in zip(groups, engine.trace.blocks, strict=True) if of == block
+            group for group, of in zip(groups, runtime.trace.blocks, strict=True) if of == block
         ]
         assert {(group.layer, group.name) for group in parts} == {(one.layer, one.name)}
         assert sum(group.bytes for group in parts) == one.bytes and [g.part for g in parts] == [
@@ -109,7 +109,7 @@ def test_parts_of_what_a_block_saves_move_by_themselves(granularity, late, dense
 @pytest.mark.parametrize("granularity", [None, "chunk"])
 def test_parts_of_rows_of_several_shapes(granularity):
     varied = {"counts": (2, 2, 3, 2), "capacities": CAPACITIES}
-    found, engine, _ = train(
+    found, runtime, _ = train(
         config(experts=True),
         EXPERTS,
         granularity=granularity,
@@ -119,7 +119,7 @@ def test_parts_of_rows_of_several_shapes(granularity):
         **varied,
     )
     assert same(found, train(config(experts=True), **varied)[0])
-    assert sum(engine.plan.moves) > 10
+    assert sum(runtime.plan.moves) > 10
 
 
 @pytest.mark.parametrize("scope", [("attn",), ("mlp",)])
@@ -134,21 +134,21 @@ def test_eager_stages_between_captured_ones(scope, postpones, dense):
 
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
 def test_experts(granularity, experts):
-    found, engine, _ = train(
+    found, runtime, _ = train(
         config(experts=True), EXPERTS, granularity=granularity, late=("out", "back")
     )
     assert same(found, experts)
-    assert {group.name for group in engine.trace.groups} == set(EXPERTS)
+    assert {group.name for group in runtime.trace.groups} == set(EXPERTS)
 
 
 @pytest.mark.parametrize("modules", [("expert_fc1",), ("moe_act",)])
 def test_every_module_of_experts_by_itself(modules, experts):
-    found, engine, _ = train(
+    found, runtime, _ = train(
         config(experts=True), modules, granularity="chunk", late=("out", "back")
     )
     assert same(found, experts)
-    assert {group.name for group in engine.trace.groups} == set(modules)
-    assert all(group.bytes > 0 for group in engine.trace.groups)
+    assert {group.name for group in runtime.trace.groups} == set(modules)
+    assert all(group.bytes > 0 for group in runtime.trace.groups)
 
 
 def test_graphs_need_less_memory():
@@ -166,8 +166,8 @@ def test_evaluation_between_steps_changes_nothing(dense):
     memory taken. What eager passes took goes to the captures."""
     model = DecoderModel(config(), seed=1)
     graphed = graph(model, capacities=CAPACITIES, warmup=2, strict=True)
-    engine = OffloadRuntime(DENSE, graphed.capture_backend.copy_streams, min_bytes=1)
-    attach(engine, model)
+    runtime = OffloadRuntime(DENSE, graphed.capture_backend.copy_streams, min_bytes=1)
+    attach(runtime, model)
     batch = PackedBatch.build([[1, 2, 3], [4, 5]], CAPACITIES[0])
     taken = []
     for _ in range(4):
@@ -177,8 +177,8 @@ def test_evaluation_between_steps_changes_nothing(dense):
             model.train()
         graphed(batch, torch.tensor(5))
         graphed(batch, torch.tensor(5)).backward()
-        engine.end_step()
-        taken.append(engine.copy_streams.memories.arenas.nbytes())
+        runtime.end_step()
+        taken.append(runtime.copy_streams.memories.arenas.nbytes())
     assert taken[0] > 0 and taken[1:] == [0, 0, 0], "captured in the second step"
 
 
@@ -222,18 +222,18 @@ def test_a_compiled_layer_is_one_group():
             model, capacities=CAPACITIES[:1], warmup=1, strict=True, compile="aot_eager"
         )
         if modules:
-            engine = OffloadRuntime(
+            runtime = OffloadRuntime(
                 modules, graphed.capture_backend.copy_streams, min_bytes=1, policy=by_hand()
             )
-            engine.copy_streams.queues.late.add("out")
-            attach(engine, model)
+            runtime.copy_streams.queues.late.add("out")
+            attach(runtime, model)
         torch.manual_seed(3)
         for _ in range(4):
             graphed(batch, torch.tensor(7)).backward()
         facts.append([parameter.grad.clone() for parameter in model.parameters()])
         assert graphed.stats.replayed == 3
     assert same(*facts)
-    assert [(group.name, group.layer) for group in engine.trace.groups] == [
+    assert [(group.name, group.layer) for group in runtime.trace.groups] == [
         ("layer", 0),
         ("layer", 1),
     ]
@@ -251,8 +251,8 @@ def test_clocks_are_read_before_a_capture_begins(monkeypatch):
     monkeypatch.setattr(EmulatedCopyStreams, "elapsed_us", outside)
     model = DecoderModel(config(), seed=1)
     graphed = graph(model, capacities=CAPACITIES[:1], warmup=1, strict=True)
-    engine = engine_of(graphed, model, DENSE, policy=by_hand(fraction=0.5))
+    runtime = runtime_of(graphed, model, DENSE, policy=by_hand(fraction=0.5))
     arguments = PackedBatch.build([[1, 2, 3], [4, 5, 6, 7]], CAPACITIES[0]), torch.tensor(7)
     for _ in range(2):
         graphed(*arguments).backward()
-    assert graphed.stats.replayed == 1 and engine.plan is not None
+    assert graphed.stats.replayed == 1 and runtime.plan is not None

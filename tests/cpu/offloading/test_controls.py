@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 import torch
-from offloadkit import DENSE, batches, config, engine_of, same, train
+from offloadkit import DENSE, batches, config, runtime_of, same, train
 
 from packgraph.graphs.copy_streams import HostMemory, aligned
 from packgraph.graphs.recorder.copy_streams import (
@@ -196,7 +196,7 @@ def test_the_controls_differ_by_what_they_break_alone(kept):
 
 def test_a_second_backward_through_what_has_moved_is_refused():
     model = DecoderModel(config(), seed=1)
-    engine_of(model, model, DENSE)
+    runtime_of(model, model, DENSE)
     loss = model(batches(1)[0], torch.tensor(9))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second time"):
@@ -219,14 +219,14 @@ def test_views_of_one_memory_are_one_copy_and_keep_their_layout():
     for measures in (True, False):
         torch.manual_seed(0)
         module = Views()
-        engine = OffloadRuntime(
+        runtime = OffloadRuntime(
             ("core_attn",), EmulatedCopyStreams({"out", "back"}), min_bytes=1, measures=measures
         )
-        attach(engine, module)
+        attach(runtime, module)
         x = torch.randn(5, 6, requires_grad=True)
         module(x).backward()
         results.append([module.weight.grad, x.grad])
-        (group,) = engine.trace.groups
+        (group,) = runtime.trace.groups
         # The product [5, 4], of which both halves were saved, and the sine [5, 2]; x is a leaf.
         assert (group.bytes, group.copies) == (4 * (5 * 4 + 5 * 2), 2)
     assert same(*results)

@@ -1,4 +1,4 @@
-"""Who holds memory of a group beside the engine is counted exactly, and what is held stays in the
+"""Who holds memory of a group beside the runtime is counted exactly, and what is held stays in the
 next pass."""
 
 from dataclasses import replace
@@ -56,8 +56,8 @@ class Saving(nn.Module):
 def saving(who, late=(), **options):
     """(what stays of every group, by passes; copies to the host, by passes; gradient)"""
     module, copy_streams = Saving(who), EmulatedCopyStreams(late)
-    engine = OffloadRuntime(MODULES, copy_streams, **{"min_bytes": 32} | options)
-    attach(engine, module)
+    runtime = OffloadRuntime(MODULES, copy_streams, **{"min_bytes": 32} | options)
+    attach(runtime, module)
     stays, copies = [], []
     for _ in range(3):
         before = copy_streams._count
@@ -69,8 +69,8 @@ def saving(who, late=(), **options):
         )
         loss.backward()
         del loss, held
-        stays.append([group.stays for group in engine._pass.times.trace().groups])
-        engine.end_step()
+        stays.append([group.stays for group in runtime._pass.times.trace().groups])
+        runtime.end_step()
     return stays, copies, module.weight.grad
 
 
@@ -100,8 +100,10 @@ def test_the_last_traced_pass_decides():
     """Who holds memory in the first pass alone, as the compiler of a kernel may, keeps nothing from
     moving."""
     module = Saving("the caller")
-    engine = OffloadRuntime(MODULES, EmulatedCopyStreams(), min_bytes=32, policy=lambda trace: None)
-    attach(engine, module)
+    runtime = OffloadRuntime(
+        MODULES, EmulatedCopyStreams(), min_bytes=32, policy=lambda trace: None
+    )
+    attach(runtime, module)
     bytes_of, moved, kept = [], [], []
     for keeps in (True, False, False, True):
         loss, held = module(INPUT)
@@ -110,13 +112,13 @@ def test_the_last_traced_pass_decides():
         moved.append(
             sum(
                 group.moved_bytes
-                for entry in engine._pass.entries
+                for entry in runtime._pass.entries
                 if (group := entry.group()) is not None
             )
         )
         loss.backward()
-        engine.end_step()
-        bytes_of.append(engine.trace.groups[0].bytes)
+        runtime.end_step()
+        bytes_of.append(runtime.trace.groups[0].bytes)
     assert kept and bytes_of == [0, 32, 32, 0], "of the newest pass"
     assert moved == [64, 32, 64, 64]
 
@@ -124,22 +126,22 @@ def test_the_last_traced_pass_decides():
 def test_nothing_that_a_plan_decides_changes_behind_it():
     """Passes that follow a plan, also one that began before it, find nothing new."""
     module = Saving("the caller")
-    engine = OffloadRuntime(MODULES, EmulatedCopyStreams(), min_bytes=32, policy=by_hand())
-    attach(engine, module)
+    runtime = OffloadRuntime(MODULES, EmulatedCopyStreams(), min_bytes=32, policy=by_hand())
+    attach(runtime, module)
     for _ in range(2):
         loss, held = module(INPUT)
         del held
         loss.backward()
-        engine.end_step()
+        runtime.end_step()
     begun, held = module(INPUT)
-    engine.settle()
+    runtime.settle()
     begun.backward()
     for _ in range(2):
         loss, held = module(INPUT)
         loss.backward()
-        engine.end_step()
-        assert held is not None and not any(engine._stays.values())
-    assert engine.plan.moves == (True, False, True)
+        runtime.end_step()
+        assert held is not None and not any(runtime._stays.values())
+    assert runtime.plan.moves == (True, False, True)
 
 
 def shared(**options):
@@ -162,11 +164,11 @@ def test_graphs_leave_the_same_memory_where_it_is(granularity, monkeypatch):
 
     modules = [name for name in EXPERTS if granularity == "chunk" or "norm" not in name]
     monkeypatch.setattr(SavedGroup, "commit", watched)
-    found, engine, _ = train(
+    found, runtime, _ = train(
         shared(), modules, granularity=granularity, late=("out", "back"), policy=by_hand(), **counts
     )
     assert same(found, train(shared(), **counts)[0])
-    (group,) = [group for group in engine.trace.groups if group.stays]
+    (group,) = [group for group in runtime.trace.groups if group.stays]
     assert (group.name, group.layer) == ("mlp_act", 1) and group.bytes > 0
     assert bool(moved[True]) == (granularity is not None)
     for key, passes in moved[True].items():
@@ -177,5 +179,5 @@ def test_graphs_leave_the_same_memory_where_it_is(granularity, monkeypatch):
 
 @pytest.mark.parametrize("granularity", [None, "chunk"])
 def test_nobody_else_holds_what_all_modules_of_a_dense_layer_save(granularity):
-    _, engine, _ = train(config(), DENSE, granularity=granularity, counts=(1, 3, 1))
-    assert all(group.bytes > 0 and not group.stays for group in engine.trace.groups)
+    _, runtime, _ = train(config(), DENSE, granularity=granularity, counts=(1, 3, 1))
+    assert all(group.bytes > 0 and not group.stays for group in runtime.trace.groups)

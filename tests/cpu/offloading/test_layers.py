@@ -70,20 +70,20 @@ def test_layers_by_the_names_of_modules(names, expected):
     ids=["sequence", "wrapped", "two", "stages"],
 )
 def test_a_forward_is_one_pass_with_a_group_for_every_layer(module, groups):
-    engine = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
-    assert attach(engine, module) == list(range(groups))
+    runtime = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
+    assert attach(runtime, module) == list(range(groups))
     x = torch.randn(4, 8)
     for part in module.values() if isinstance(module, nn.ModuleDict) else (module,):
         x = part(x)
     x.sum().backward()
-    assert [group.layer for group in engine.trace.groups] == list(range(groups))
+    assert [group.layer for group in runtime.trace.groups] == list(range(groups))
 
 
 def test_layers_that_are_graphed_themselves_get_the_engine_too():
     model = nn.ModuleList([packgraph.graph(Layer(), warmup=1) for _ in range(2)])
-    engine = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
-    assert attach(engine, model) == [0, 1]
-    assert attach(engine, packgraph.graph(Layer())) == [0]
+    runtime = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
+    assert attach(runtime, model) == [0, 1]
+    assert attach(runtime, packgraph.graph(Layer())) == [0]
 
 
 def test_two_modules_of_a_layer_may_open_blocks_of_one_name():
@@ -98,12 +98,12 @@ def test_two_modules_of_a_layer_may_open_blocks_of_one_name():
             return self.cross_attention(self.attention(x))
 
     module = nn.Sequential(Crossed(), Crossed())
-    engine = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
-    assert attach(engine, module) == [0, 1]
+    runtime = OffloadRuntime(("core_attn",), EmulatedCopyStreams(), min_bytes=1)
+    assert attach(runtime, module) == [0, 1]
     for _ in range(2):
         module(torch.randn(4, 8)).sum().backward()
-        engine.end_step()
-    assert [(group.layer, group.name) for group in engine.trace.groups] == [
+        runtime.end_step()
+    assert [(group.layer, group.name) for group in runtime.trace.groups] == [
         (0, "core_attn"),
         (0, "core_attn 2"),
         (1, "core_attn"),

@@ -79,7 +79,7 @@ def run(model_config, modules, parts, follows=None, policy=None, passes=2):
     allocator, model = Allocator(), DecoderModel(model_config, seed=1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    engine = OffloadRuntime(
+    runtime = OffloadRuntime(
         modules,
         Counted(allocator),
         min_bytes=1,
@@ -87,19 +87,19 @@ def run(model_config, modules, parts, follows=None, policy=None, passes=2):
         policy=policy,
         measures=follows is None and policy is None,
     )
-    attach(engine, model)
+    attach(runtime, model)
     if follows is not None:
-        engine.follow(*follows)
+        runtime.follow(*follows)
     batch = PackedBatch.build([list(range(1, 20)), list(range(1, 15))], CAPACITIES[1])
     torch.manual_seed(3)
     for number in range(passes):  # the first one makes what is made once
         if policy is not None and number == passes - 1:
-            engine.settle()
+            runtime.settle()
         with allocator:
             begin = allocator.peak = allocator.now
             model(batch, torch.tensor(20)).backward()
-        engine.end_step()
-    return allocator.peak - begin, engine.trace
+        runtime.end_step()
+    return allocator.peak - begin, runtime.trace
 
 
 def shared_experts(layers=4):

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from offloadkit import by_hand, engine_of
+from offloadkit import by_hand, runtime_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -63,9 +63,9 @@ class Net(nn.Module):
 
 
 def offloaded(module: nn.Module, late=("out", "back"), **options) -> OffloadRuntime:
-    engine = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
-    attach(engine, module)
-    return engine
+    runtime = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
+    attach(runtime, module)
+    return runtime
 
 
 def sample(rows: int = 64, seed: int = 1) -> torch.Tensor:
@@ -79,16 +79,16 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 def same_as_kept(
     make, run=lambda module: module(sample().requires_grad_()).sum().backward()
 ) -> OffloadRuntime:
-    """Run `make()` with and without an engine, which is returned."""
+    """Run `make()` with and without a runtime, which is returned."""
     plain, moving = make(), make()
-    engine = offloaded(moving)
+    runtime = offloaded(moving)
     for module in (plain, moving):
         run(module)
     assert all(
         torch.equal(ours, theirs)
         for ours, theirs in zip(gradients(moving), gradients(plain), strict=True)
     )
-    return engine
+    return runtime
 
 
 PASSED_BY = "ignore:offloading passes:packgraph.graphs.errors.PackgraphWarning"
@@ -97,19 +97,19 @@ PASSED_BY = "ignore:offloading passes:packgraph.graphs.errors.PackgraphWarning"
 @pytest.mark.filterwarnings(PASSED_BY)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_drops_and_computes_again_is_its_own(reentrant):
-    engine = same_as_kept(lambda: Net(reentrant=reentrant))
-    assert engine.trace is None and engine.copy_streams.memories.arenas.nbytes() == 0
+    runtime = same_as_kept(lambda: Net(reentrant=reentrant))
+    assert runtime.trace is None and runtime.copy_streams.memories.arenas.nbytes() == 0
 
 
 def test_blocks_that_are_passed_by_are_told_once_each():
     module = Net(reentrant=False)
-    engine = offloaded(module, policy=by_hand())
+    runtime = offloaded(module, policy=by_hand())
     with pytest.warns(PackgraphWarning, match="hooks") as told:
         module(sample()).sum().backward()
     assert sorted(str(warning.message).split()[2] for warning in told) == sorted(NAMES)
     module(sample()).sum().backward()
-    engine.settle()
-    assert engine.plan is None
+    runtime.settle()
+    assert runtime.plan is None
 
 
 @pytest.mark.filterwarnings(PASSED_BY)
@@ -119,13 +119,13 @@ def test_a_pool_is_no_larger_for_offloading_beside_checkpoints(fraction):
     for moves in (False, True):
         model = Net(6, reentrant=False)
         called = packgraph.graph(model, warmup=1, slots=1, strict=True)
-        engine = (
-            engine_of(called, model, NAMES, policy=by_hand(fraction=fraction)) if moves else None
+        runtime = (
+            runtime_of(called, model, NAMES, policy=by_hand(fraction=fraction)) if moves else None
         )
         for seed in range(3):
             called(sample(512, seed)).sum().backward()
-            if engine is not None:
-                engine.end_step()
+            if runtime is not None:
+                runtime.end_step()
         assert called.stats.replayed == 2
         pools.append(
             (
@@ -208,11 +208,11 @@ def test_chunks_whose_blocks_save_nothing_are_captured():
 
     model = Headed()
     called = packgraph.graph(model, warmup=1, strict=True)
-    engine = engine_of(called, model, NAMES, policy=by_hand())
+    runtime = runtime_of(called, model, NAMES, policy=by_hand())
     for seed in range(3):
         called(sample(seed=seed)).sum().backward()
-        engine.end_step()
-    assert called.stats.replayed == 2 and engine.plan is None
+        runtime.end_step()
+    assert called.stats.replayed == 2 and runtime.plan is None
     with pytest.raises(RuntimeError, match="there is nothing to plan offloading by"):
         OffloadRuntime(NAMES, EmulatedCopyStreams(), policy=by_hand()).settle()
 
@@ -275,8 +275,8 @@ class Nested(Block):
 
 @pytest.mark.parametrize("kind", [Force, Nested])
 def test_blocks_may_hold_backwards_and_blocks(kind):
-    engine = same_as_kept(lambda: Net(kind=kind))
-    assert len(engine.trace.groups) == 6 and min(group.bytes for group in engine.trace.groups) > 0
+    runtime = same_as_kept(lambda: Net(kind=kind))
+    assert len(runtime.trace.groups) == 6 and min(group.bytes for group in runtime.trace.groups) > 0
 
 
 def test_a_block_that_fails_is_none_of_its_pass():
@@ -297,8 +297,8 @@ def test_a_block_that_fails_is_none_of_its_pass():
         for parameter in module.layers[1].parameters():
             parameter.grad = torch.zeros_like(parameter)
 
-    engine = same_as_kept(Net, run)
-    assert [group.layer for group in engine.trace.groups] == [0, 0, 2, 2]
+    runtime = same_as_kept(Net, run)
+    assert [group.layer for group in runtime.trace.groups] == [0, 0, 2, 2]
 
 
 def test_who_looks_at_what_was_saved_takes_nothing_from_the_backward():
@@ -316,26 +316,26 @@ def test_who_looks_at_what_was_saved_takes_nothing_from_the_backward():
 def test_host_memory_does_not_grow_with_every_new_size():
     for sizes in (range(64, 128), range(128, 64, -1)):
         module = Net()
-        engine = offloaded(module)
+        runtime = offloaded(module)
         for rows in sizes:
             module(sample(rows)).sum().backward()
-            engine.end_step()
+            runtime.end_step()
         largest = offloaded(Net())
         module = Net()
         attach(largest, module)
         module(sample(128)).sum().backward()
         assert (
-            engine.copy_streams.memories.arenas.nbytes()
+            runtime.copy_streams.memories.arenas.nbytes()
             == largest.copy_streams.memories.arenas.nbytes()
         )
-        assert len(engine.copy_streams.memories._buffers) == len(
+        assert len(runtime.copy_streams.memories._buffers) == len(
             largest.copy_streams.memories._buffers
         )
 
 
 def test_nothing_is_kept_of_passes_that_no_step_ends():
     module = Net()
-    engine, counts = offloaded(module), []
+    runtime, counts = offloaded(module), []
     for number in range(3 * LOOKS):
         loss = module(sample()).sum()
         if number % 2:
@@ -348,8 +348,8 @@ def test_nothing_is_kept_of_passes_that_no_step_ends():
         del loss
         counts.append(
             (
-                len(engine._waits.all),
-                sum(len(copy.held) for copy in engine.copy_streams._under_way.values()),
+                len(runtime._waits.all),
+                sum(len(copy.held) for copy in runtime.copy_streams._under_way.values()),
             )
         )
     assert counts[-1][0] == counts[2 * LOOKS][0], "clocks"

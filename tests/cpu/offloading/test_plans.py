@@ -46,7 +46,7 @@ def drawn_plan(data, trace):
 @given(data=st.data())
 def test_any_plan_is_followed_without_a_changed_bit(granularity, data):
     late = data.draw(st.sets(st.sampled_from(("out", "back"))), label="late")
-    found, engine, _ = train(
+    found, runtime, _ = train(
         config(),
         DENSE,
         granularity=granularity,
@@ -55,13 +55,13 @@ def test_any_plan_is_followed_without_a_changed_bit(granularity, data):
         policy=lambda trace: drawn_plan(data, trace),
     )
     assert same(found, kept())
-    assert engine.plan is not None
+    assert runtime.plan is not None
 
 
 def test_a_plan_that_cannot_be_followed_is_refused():
-    _, engine, _ = train(config(), DENSE, counts=(1,))
-    count = len(engine.trace.groups)
+    _, runtime, _ = train(config(), DENSE, counts=(1,))
+    count = len(runtime.trace.groups)
     with pytest.raises(ValueError, match="the trace has 12 groups, the plan 1 moves"):
-        engine.follow(engine.trace, OffloadPlan((True,), (0,), 2))
+        runtime.follow(runtime.trace, OffloadPlan((True,), (0,), 2))
     with pytest.raises(ValueError, match="comes after its own"):
-        engine.follow(engine.trace, OffloadPlan((True,) * count, (0,) * count, 2))
+        runtime.follow(runtime.trace, OffloadPlan((True,) * count, (0,) * count, 2))

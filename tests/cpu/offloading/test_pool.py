@@ -66,9 +66,10 @@ def test_what_eager_stages_between_have_saved_is_not_the_graphs(scope, postpones
 def test_what_a_rehearsal_had_on_the_host_is_free_when_its_capture_begins(monkeypatch):
     """The dry run reads it, but no graph does; kept, it would be pinned twice."""
     monkeypatch.setattr(RecorderBackend, "warm_up", lambda self, run, as_called=False: run())
-    graphed, engine, arguments = warmed(config(), DENSE)
+    graphed, runtime, arguments = warmed(config(), DENSE)
     pinned = [
-        weakref.ref(piece.untyped_storage()) for piece in engine.copy_streams.memories.arenas.pieces
+        weakref.ref(piece.untyped_storage())
+        for piece in runtime.copy_streams.memories.arenas.pieces
     ]
     alive, window = [], RecorderBackend.window
     monkeypatch.setattr(
@@ -130,32 +131,32 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
     work."""
     facts = []
     for traces in (0, 1):
-        graphed, engine, arguments = warmed(
+        graphed, runtime, arguments = warmed(
             config(), DENSE, policy=POLICIES[way], times_graphs=times_graphs, late=("out", "back")
         )
-        passes, seen, trace = engine._looks, engine._times, engine.trace
-        memory = engine.copy_streams.memories.arenas.nbytes()
+        passes, seen, trace = runtime._looks, runtime._times, runtime.trace
+        memory = runtime.copy_streams.memories.arenas.nbytes()
         for _ in range(traces):
             trial_memory(graphed, [arguments], 1)
-        assert engine._captured == [], (
+        assert runtime._captured == [], (
             "nobody will ask for times of graphs that are gone, whose host memory they hold"
         )
         assert (
-            engine.copy_streams.scope == 0
-            and engine.copy_streams.timed is None
-            and not engine.copy_streams._under_way
+            runtime.copy_streams.scope == 0
+            and runtime.copy_streams.timed is None
+            and not runtime.copy_streams._under_way
         )
-        assert engine._looks == passes and engine._times is seen and engine.trace == trace
-        assert engine.copy_streams.memories.arenas.nbytes() == (0 if traces else memory), (
+        assert runtime._looks == passes and runtime._times is seen and runtime.trace == trace
+        assert runtime.copy_streams.memories.arenas.nbytes() == (0 if traces else memory), (
             "it is the next capture's"
         )
-        assert engine.times_graphs == times_graphs
+        assert runtime.times_graphs == times_graphs
         torch.manual_seed(3)
         for _ in range(3):
             graphed(*arguments).backward()
         assert graphed.stats.replayed == 3
-        assert (engine.replayed(CopySpeed()) is not None) == (
-            times_graphs and engine.plan is not None
+        assert (runtime.replayed(CopySpeed()) is not None) == (
+            times_graphs and runtime.plan is not None
         )
         facts.append(([p.grad.clone() for p in graphed.parameters()], graphed.stats.pool_bytes))
     (plain, pool), (after, taken) = facts
@@ -164,7 +165,7 @@ def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
 
 def test_a_trace_that_has_no_room_leaves_no_copy_under_way(monkeypatch):
     """Their sources would be held, beside all that is measured later."""
-    graphed, engine, arguments = warmed(config(), DENSE, late=("out", "back"))
+    graphed, runtime, arguments = warmed(config(), DENSE, late=("out", "back"))
     own, under_way, windows = RecorderWindow.own, [], []
 
     def full(self, tensor):
@@ -180,7 +181,7 @@ def test_a_trace_that_has_no_room_leaves_no_copy_under_way(monkeypatch):
     assert (
         under_way[-1]
         and not windows[-1].copy_streams._under_way
-        and not engine.copy_streams._under_way
+        and not runtime.copy_streams._under_way
     )
     monkeypatch.undo()
     fresh, _, same_arguments = warmed(config(), DENSE, late=("out", "back"))

@@ -18,8 +18,8 @@ from packgraph.offloading.plan import KEPT, CopySpeed, OffloadPlan, OffloadTrace
 from packgraph.offloading.runtime import OffloadRuntime
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train import offloading
-from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.config.sections import OffloadConfig
+from packgraph.train.features import offload as offloading
 from packgraph.train.signals import StopRequest
 
 EAGER, REPLAYED, WAIT = 1000.0, 10.0, 300.0  # seconds of a group, and of a copy that main waits for
@@ -80,22 +80,22 @@ def replayed(
     graphed = graph(
         model, capacities=[CAPACITY], warmup=0, granularity=granularity, scope=scope, strict=True
     )
-    engine = OffloadRuntime(
+    runtime = OffloadRuntime(
         modules,
         graphed.capture_backend.copy_streams,
         min_bytes=1,
         policy=policy,
         times_graphs=times_graphs,
     )
-    attach(engine, model)
+    attach(runtime, model)
     graphed.run_eagerly(batch, tokens).backward()
-    eager = engine.trace
+    eager = runtime.trace
     graphed.build([(batch, tokens)])
-    assert engine.replayed(CopySpeed()) is None, "nothing has run"
+    assert runtime.replayed(CopySpeed()) is None, "nothing has run"
     with graphed.frozen():
         for _ in range(2):
             forward_backward(graphed, batch, tokens)
-    found = engine.replayed(CopySpeed())
+    found = runtime.replayed(CopySpeed())
     graphed.close()
     return eager, found
 

@@ -13,7 +13,7 @@ from offloadkit import DENSE, config, same, train
 
 from packgraph.graphs.copy_streams import DeviceMemory
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.offloading import runtime as engine
+from packgraph.offloading import runtime
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime
@@ -133,11 +133,11 @@ def test_a_forward_may_be_what_takes_most():
     assert room.nbytes == 0 and room.of([0, 1, 2]) == (0, 48, 46)
 
 
-@pytest.mark.parametrize(("policy", "looks"), [(False, engine.LOOKS), (True, engine.LOOKS + 4)])
+@pytest.mark.parametrize(("policy", "looks"), [(False, runtime.LOOKS), (True, runtime.LOOKS + 4)])
 def test_passes_are_traced_for_good_only_where_a_plan_will_end_it(policy, looks):
     copy_streams = EmulatedCopyStreams()
-    made = engine.OffloadRuntime([], copy_streams, policy=(lambda trace: None) if policy else None)
-    traced = [made._begin(copy_streams).times is not None for _ in range(engine.LOOKS + 4)]
+    made = runtime.OffloadRuntime([], copy_streams, policy=(lambda trace: None) if policy else None)
+    traced = [made._begin(copy_streams).times is not None for _ in range(runtime.LOOKS + 4)]
     assert sum(traced) == looks and traced[0]
 
 
@@ -182,8 +182,8 @@ def test_groups_on_the_device_are_counted(measures, monkeypatch):
         "reached",
         lambda self, before, after, module: seen.append((before, after, module)),
     )
-    _, engine, _ = train(config(layers=3), DENSE, counts=(1,), measures=measures, in_flight=1)
-    sizes = [group.bytes for group in engine.trace.groups]
+    _, runtime, _ = train(config(layers=3), DENSE, counts=(1,), measures=measures, in_flight=1)
+    sizes = [group.bytes for group in runtime.trace.groups]
     made, reached = seen[: len(sizes)], seen[len(sizes) :]
     if measures:
         assert made == [sum(sizes[: index + 1]) for index in range(len(sizes))]
@@ -231,7 +231,7 @@ def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(
             left.append((place, sum(not copy.done for copy in self._under_way[now.copy_streams])))
 
     monkeypatch.setattr(OffloadRuntime, "_release", watched)
-    found, engine, _ = train(
+    found, runtime, _ = train(
         config(),
         DENSE,
         granularity=granularity,
@@ -240,14 +240,14 @@ def test_main_waits_for_a_copy_where_the_plan_gives_its_memory_back(
         policy=given_back_at(offset),
     )
     assert same(found, train(config(), counts=counts)[0])
-    moved = [index for index, moves in enumerate(engine.plan.moves) if moves]
+    moved = [index for index, moves in enumerate(runtime.plan.moves) if moves]
     assert left and all(
         count == sum(place - offset < index <= place for index in moved) for place, count in left
     )
 
 
-def on_their_way(engine, copy_streams):
-    return sum(not copy.done for copy in engine._under_way.get(copy_streams, ()))
+def on_their_way(runtime, copy_streams):
+    return sum(not copy.done for copy in runtime._under_way.get(copy_streams, ()))
 
 
 def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch):
@@ -261,11 +261,11 @@ def test_a_copy_that_was_postponed_is_waited_for_at_the_next_commit(monkeypatch)
             self.copy_streams.launched()
 
     monkeypatch.setattr(OffloadRuntime, "_commit", launching)
-    found, engine, _ = train(
+    found, runtime, _ = train(
         config(), DENSE, counts=(1, 1), late=("out",), policy=given_back_at(0), postpones=True
     )
     assert same(found, train(config(), counts=(1, 1))[0])
-    assert sum(engine.plan.moves) > 1 and left and set(left) == {0}
+    assert sum(runtime.plan.moves) > 1 and left and set(left) == {0}
 
 
 def test_memory_is_given_back_at_a_later_group_where_a_pass_lacks_the_one_that_the_plan_names(
@@ -309,7 +309,7 @@ def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypat
     monkeypatch.setattr(OffloadRuntime, "_begin", beginning)
     monkeypatch.setattr(OffloadRuntime, "_reached", reaching)
     counts = (1, 1, 2)
-    found, engine, _ = train(
+    found, runtime, _ = train(
         config(),
         DENSE,
         granularity=granularity,
@@ -318,7 +318,7 @@ def test_main_waits_for_all_copies_when_a_forward_is_over(granularity, monkeypat
         policy=given_back_at(99),
     )
     assert same(found, train(config(), counts=counts)[0])
-    assert set(engine.plan.release_at) == {KEPT} and engine.plan.in_flight == 99
+    assert set(runtime.plan.release_at) == {KEPT} and runtime.plan.in_flight == 99
     assert left and set(left) == {0}
 
 

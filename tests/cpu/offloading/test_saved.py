@@ -36,9 +36,9 @@ class Marked(nn.Module):
 
 
 def offloaded(module: nn.Module, late=("out", "back"), **options) -> OffloadRuntime:
-    engine = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
-    attach(engine, module)
-    return engine
+    runtime = OffloadRuntime(NAMES, EmulatedCopyStreams(set(late)), **{"min_bytes": 1, **options})
+    attach(runtime, module)
+    return runtime
 
 
 def gradients_of(
@@ -62,10 +62,10 @@ def gradients_of(
 )
 def test_gradients_are_those_without_offloading(made, dtype):
     plain, moving = Marked(made, dtype=dtype), Marked(made, dtype=dtype)
-    engine = offloaded(moving)
+    runtime = offloaded(moving)
     for ours, theirs in zip(gradients_of(moving), gradients_of(plain), strict=True):
         assert torch.equal(ours, theirs)
-    assert engine.trace.bytes > 0
+    assert runtime.trace.bytes > 0
 
 
 def test_another_backward_that_asks_again_is_refused():
@@ -161,11 +161,11 @@ def no_collections():
 
 def test_a_forward_without_backward_gives_its_host_memory_back_at_once(no_collections):
     module = Marked(lambda h: h.sin() * h.cos().exp())
-    engine = offloaded(module)
+    runtime = offloaded(module)
     for _ in range(20):
         module(torch.randn(32, 32))
-        engine.end_step()
-    assert len(engine.copy_streams.memories._buffers) == 1
+        runtime.end_step()
+    assert len(runtime.copy_streams.memories._buffers) == 1
 
 
 def test_what_came_back_for_an_output_that_nobody_used_is_freed_with_it(
@@ -209,16 +209,16 @@ def every(trace):
 def test_frozen_layers_save_nothing_and_the_others_are_planned_for():
     module = Stack(4)
     module.layers[0].requires_grad_(False)
-    engine = offloaded(module, policy=every)
+    runtime = offloaded(module, policy=every)
     gradients_of(module)
-    engine.settle()
-    assert [(group.layer, group.bytes > 0) for group in engine.trace.groups] == [
+    runtime.settle()
+    assert [(group.layer, group.bytes > 0) for group in runtime.trace.groups] == [
         (0, False),
         (1, True),
         (2, True),
         (3, True),
     ]
-    assert engine.plan.moved_bytes > 0
+    assert runtime.plan.moved_bytes > 0
 
 
 def test_what_the_loss_leaves_out_is_needed_last():
@@ -235,14 +235,14 @@ def test_what_the_loss_leaves_out_is_needed_last():
             return x.sin(), extra
 
     module = Extra()
-    engine = offloaded(module, policy=every)
+    runtime = offloaded(module, policy=every)
     for _ in range(2):
         made, _ = module(torch.randn(32, 32))
         made.sum().backward()
-        engine.end_step()
-    engine.settle()
-    assert [group.name for group in engine.trace.groups] == ["core_attn", "mlp_act"]
-    assert engine.trace.backward_order[-1] == 1
+        runtime.end_step()
+    runtime.settle()
+    assert [group.name for group in runtime.trace.groups] == ["core_attn", "mlp_act"]
+    assert runtime.trace.backward_order[-1] == 1
     made, _ = module(torch.randn(32, 32))
     made.sum().backward()
 
@@ -259,11 +259,11 @@ def test_a_reload_that_nobody_came_for_writes_to_memory_that_is_still_its_own(
 
     monkeypatch.setattr(recorder_lanes, "copy_back", noting)
     module = Stack(4)
-    engine = offloaded(module)
+    runtime = offloaded(module)
     loss = module(torch.randn(32, 32)).sum()
     torch.autograd.grad(loss, list(module.layers[2:].parameters()))
     del loss
-    engine.end_step()
+    runtime.end_step()
     assert len(gone) == 3 and not any(gone)
 
 

@@ -49,14 +49,14 @@ def traced(measures, modules=DENSE, in_flight=1):
         if isinstance(module, nn.Linear):
             module.register_forward_hook(work)
             module.register_full_backward_pre_hook(work)
-    engine = OffloadRuntime(
+    runtime = OffloadRuntime(
         modules, copy_streams, min_bytes=1, in_flight=in_flight, measures=measures
     )
-    attach(engine, model)
+    attach(runtime, model)
     for _ in range(2):
         model(PackedBatch.build([[1, 2, 3], [4, 5]], Capacity(24, 4))).backward()
-    engine.end_step()
-    return engine.trace, copy_streams.waits
+    runtime.end_step()
+    return runtime.trace, copy_streams.waits
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 3])

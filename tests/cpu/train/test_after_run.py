@@ -10,9 +10,9 @@ import pytest
 
 from packgraph import cli
 from packgraph.parallel.processes import Launch
-from packgraph.train.after_run import closing_lines, next_commands
+from packgraph.train.config.presets import preset
+from packgraph.train.launch import closing_lines, next_commands
 from packgraph.train.metrics import summarize
-from packgraph.train.presets import preset
 
 TINY = preset("qwen3-tiny")
 ENDED = {"ended": "all steps done", "steps": 7, "replayed": 3, "fallbacks": {}}

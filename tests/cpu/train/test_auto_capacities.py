@@ -13,13 +13,12 @@ from packgraph import cli
 from packgraph.packing.buckets.cost import FLASH4, CostModel
 from packgraph.packing.capacity import Capacity
 from packgraph.train.auto_capacities import bucket_request, read_lengths, with_capacities
-from packgraph.train.bucket_options import BucketConfig
-from packgraph.train.config import ConfigError, ConfigLayer, read_config, to_dict
+from packgraph.train.config.presets import preset
+from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config, to_dict
+from packgraph.train.config.sections import BucketConfig, GraphConfig, ParallelConfig, TrainConfig
 from packgraph.train.data import DataConfig, build_tokenizer, open_documents
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost
 from packgraph.train.launch import prepare
-from packgraph.train.options import GraphConfig, ParallelConfig, TrainConfig
-from packgraph.train.presets import preset
 
 SMALL = [
     "--model.hidden-size",

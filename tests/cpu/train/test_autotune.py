@@ -6,6 +6,7 @@ none of its matter.
 
 import dataclasses
 import itertools
+import math
 import random
 
 import pytest
@@ -16,22 +17,34 @@ from packgraph.graphs.graphed import Control, control, graph
 from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.slots import Slots
 from packgraph.graphs.step import GraphedStep
+from packgraph.graphs.timer import Stopwatch
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import single_process
 from packgraph.train import autotune
-from packgraph.train.autotune import ATTEMPTS, FASTER, TIMED, Autotune, Clock
+from packgraph.train.autotune import (
+    EAGER,
+    FASTER,
+    FEWEST_SAMPLES,
+    MARGIN,
+    MOST_SAMPLES,
+    REPLAY,
+    SAMPLES,
+    TIMED,
+    Autotune,
+    Choice,
+    choose,
+)
 from packgraph.train.build import build_model
-from packgraph.train.choice import EAGER, REPLAY, SAMPLES, Choice, Timing
-from packgraph.train.config_values import render
+from packgraph.train.config.sections import GraphConfig
+from packgraph.train.config.values import render
 from packgraph.train.executor import Executor
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import GraphConfig
-from packgraph.train.runner import MicrobatchRunner, sample_batch
+from packgraph.train.runners import MicrobatchRunner, sample_batch
 from packgraph.train.signals import StopRequest
 from packgraph.verification.verify import verify
 
 # Two of warm-up, five timed each way, and some after the choice; every step times all buckets.
-STEPS, ALL_ATTEMPTS = 2 + 2 * SAMPLES + 4, 2 + 2 * SAMPLES * ATTEMPTS + 2
+STEPS = 2 + 2 * SAMPLES + 4
 TOKENS = 108
 NAMES = [render(capacity) for capacity in CAPACITIES]
 WAYS = [
@@ -122,7 +135,7 @@ def train(folder, settings, hands=None):
         folder, settings, AlikePacks() if settings.graph.granularity == "step" else EachPacks()
     )
     if hands is not None:
-        run.executor.autotune.clock = Clock(CPU, hands.read)
+        run.executor.autotune.clock = Stopwatch(CPU, hands.read)
     summary = run.run(StopRequest())
     state = state_of(run)
     log = (folder.parent / "log").read_text()
@@ -221,18 +234,6 @@ def test_replay_is_kept_where_eager_is_slower(tmp_path, monkeypatch):
     )
 
 
-def test_what_is_lost_in_noise_is_timed_again_and_then_left_to_replay(tmp_path, monkeypatch):
-    hands = Hands(monkeypatch, noisy(10), noisy(10.7))
-    summary = train(tmp_path / "tuned", config(ALL_ATTEMPTS), hands)[2]
-    for choice in summary["choices"].values():
-        assert choice["decided"] and choice["way"] == "replay"
-        assert choice["eager_samples"] == choice["replay_samples"] == SAMPLES * ATTEMPTS
-        assert choice["replay_ms"] == pytest.approx(10.7) and choice["eager_ms"] == pytest.approx(
-            10
-        )
-    assert FASTER not in summary["fallbacks"]
-
-
 def test_noise_does_not_hide_what_is_clearly_slower(tmp_path, monkeypatch):
     summary = train(tmp_path / "tuned", config(), Hands(monkeypatch, noisy(10), noisy(40)))[2]
     for choice in summary["choices"].values():
@@ -258,7 +259,7 @@ def test_whole_steps_are_given_up_as_one(ways, untimed, tmp_path, monkeypatch):
 def test_the_device_is_waited_for_between_steps_only(tmp_path, monkeypatch):
     """R13, and the negative control: the waits are there."""
     inside, waits = [], []
-    run_step, wait = MicrobatchRunner.run_step, Clock.wait
+    run_step, wait = MicrobatchRunner.run_step, Stopwatch.wait
 
     def stepping(self, *args):
         inside.append(True)
@@ -267,7 +268,7 @@ def test_the_device_is_waited_for_between_steps_only(tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(MicrobatchRunner, "run_step", stepping)
-    monkeypatch.setattr(Clock, "wait", lambda self: waits.append(bool(inside)) or wait(self))
+    monkeypatch.setattr(Stopwatch, "wait", lambda self: waits.append(bool(inside)) or wait(self))
     train(tmp_path / "tuned", config())
     assert waits and not any(waits)
 
@@ -321,7 +322,7 @@ def test_without_room_for_eager_steps_graphs_stay(tmp_path, monkeypatch):
 def test_a_bucket_that_is_captured_again_each_time_is_not_judged(tmp_path, monkeypatch):
     changes = iter(range(10**6))
     monkeypatch.setattr(Executor, "changes", lambda self: (next(changes), 0))
-    run = train(tmp_path / "tuned", config(ALL_ATTEMPTS))
+    run = train(tmp_path / "tuned", config())
     assert all(
         choice["decided"] and choice["way"] == "replay" and choice["eager_ms"] is None
         for choice in run[2]["choices"].values()
@@ -365,7 +366,7 @@ def test_a_capacity_over_the_memory_budget_is_not_timed(untimed, tmp_path, monke
 def test_after_a_rebuild_there_are_no_graphs_of_what_runs_eagerly(tmp_path):
     run = trainer(tmp_path / "run", config(3))
     run.run(StopRequest())
-    run.executor.autotune.choices[CAPACITIES[1]] = Choice(EAGER, Timing(), Timing())
+    run.executor.autotune.choices[CAPACITIES[1]] = Choice(EAGER)
     run.executor.rebuild()
     (slot,) = run.executor.runner.graphed[0]._slots.all
     assert len(slot.variants) == len(CAPACITIES) - 1
@@ -390,3 +391,88 @@ def test_a_capture_between_two_microbatches_spoils_their_lap():
         with tuning.microbatch(sample_batch(CAPACITIES[0])):
             pass
     assert [good for *_, good in tuning._timed] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("eager", "replay", "way"),
+    [
+        (10.0, 5.0, REPLAY),
+        (10.0, 10.0, REPLAY),
+        (10.0, 10.0 * (1 + MARGIN) - 0.001, REPLAY),
+        (10.0, 10.0 * (1 + MARGIN) + 0.001, EAGER),
+        (10.0, 20.0, EAGER),
+    ],
+)
+def test_replay_stays_unless_it_is_slower_by_more_than_the_margin(eager, replay, way):
+    choice = choose([(eager, replay)])
+    assert choice == Choice(way, eager, replay)
+    assert choice.gain == max(eager, replay) / min(eager, replay) or way == REPLAY
+
+
+def test_the_slowest_rank_decides_and_ranks_without_timings_have_no_vote():
+    """Replay is faster on two ranks, but all wait for the third."""
+    assert choose([(10, 5), (10, 6), (11, 13)]).way == EAGER
+    assert choose([(10, 5), (14, 6), (11, 13)]).way == REPLAY
+    nothing = (math.nan, math.nan)
+    assert choose([(10, 5), nothing]) == choose([(10, 5)]) and choose([nothing]).way == REPLAY
+
+
+class Replicas:
+    """Graphs of all capacities, and who runs which of `shares` of a step; `batches` are capacities,
+    a list for each replica."""
+
+    def __init__(self, replicas):
+        self.replicas = replicas
+
+    def share_of(self, batches, replica):
+        return batches[replica]
+
+    def bank(self):
+        return CAPACITIES
+
+    def changes(self):
+        return 0, 0
+
+    def pool_bytes(self):
+        return 0
+
+    def tell_choices(self, choices):
+        pass
+
+    def free_graphs(self, bucket):
+        pass
+
+
+def turns_of(steps, replicas):
+    """The way of each of `steps`, run as replica 0; the choices at the end."""
+    graphs = Replicas(replicas)
+    tuning = Autotune(graphs, single_process(), CPU, whole_steps=False, sharing=graphs)
+    ways = []
+    for shares in steps:
+        batches = [[sample_batch(capacity) for capacity in share] for share in shares]
+        ways.append(tuning._way if tuning.begin(batches, lambda note: None) else None)
+        for batch in batches[0]:
+            with tuning.microbatch(batch):
+                pass
+    return ways, tuning.choices
+
+
+def test_turns_alternate_from_replay_on_and_end():
+    ways, choices = turns_of([[[CAPACITIES[0]]]] * 14, 1)
+    assert ways == [REPLAY, EAGER] * SAMPLES + [None] * 4 and list(choices) == [CAPACITIES[0]]
+
+
+def test_buckets_that_take_turns_are_timed_both_ways():
+    ways, choices = turns_of([[[CAPACITIES[step % 2]]] for step in range(24)], 1)
+    for bucket in range(2):
+        of_bucket = ways[bucket::2]
+        assert of_bucket.count(REPLAY) == of_bucket.count(EAGER) == SAMPLES
+    assert set(choices) == set(CAPACITIES[:2])
+
+
+def test_every_replica_gets_a_vote_and_one_to_which_a_bucket_never_comes_is_not_waited_for_long():
+    one, both = [[CAPACITIES[0]], []], [[CAPACITIES[0]], [CAPACITIES[0]]]
+    ways, _ = turns_of([one] * 2 * (MOST_SAMPLES + 2), 2)
+    assert len([way for way in ways if way]) == 2 * MOST_SAMPLES
+    ways, _ = turns_of([one] * 2 * SAMPLES + [both] * 10, 2)
+    assert len([way for way in ways if way]) == 2 * (SAMPLES + FEWEST_SAMPLES)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 import packgraph.train
-from packgraph.train.checkpoint import (
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.writer import (
     LATEST,
     latest_checkpoint,
     load_state,
     load_tensors,
     save_checkpoint,
 )
-from packgraph.train.checkpoint_reader import CheckpointError
 
 SOURCE = Path(packgraph.train.__file__).parents[2]
 
@@ -154,7 +154,7 @@ ENDLESS = """
 import sys
 from pathlib import Path
 import torch
-from packgraph.train.checkpoint import save_checkpoint
+from packgraph.train.checkpoint.writer import save_checkpoint
 step = 0
 while True:
     step += 1

@@ -15,17 +15,18 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from packgraph.train.checkpoint import (
+from packgraph.train.checkpoint.reader import CheckpointError, read_metadata_file
+from packgraph.train.checkpoint.writer import (
     LATEST,
+    OLD_FORMAT,
     latest_checkpoint,
     load_state,
     load_tensors,
     newest_whole_checkpoint,
     remove_leftovers,
     save_checkpoint,
+    write_state,
 )
-from packgraph.train.checkpoint_reader import CheckpointError, read_metadata_file
-from packgraph.train.checkpoint_state import OLD_FORMAT, write_state
 
 STATE = {"data": {"position": 7, "share": 0.1}, "graphs": {"captured": 3}}
 
@@ -81,7 +82,7 @@ def test_a_shard_that_is_missing_when_saving_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
-    from packgraph.train import checkpoint
+    from packgraph.train.checkpoint import writer as checkpoint
 
     whole = checkpoint._write_tensors
 

@@ -10,8 +10,8 @@ from trainkit import CAPACITIES, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.packing.batch import PackedBatch
+from packgraph.train.config.sections import GraphConfig
 from packgraph.train.metrics import METRICS, read_metrics
-from packgraph.train.options import GraphConfig
 from packgraph.train.signals import StopRequest
 
 NEVER = 10**6
@@ -39,7 +39,7 @@ def train(folder, **options):
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "packgraph.train.runner.graph",
+            "packgraph.train.runners.graph",
             lambda *args, compile, **options: graph(
                 *args, compile="aot_eager" if compile else False, **options
             ),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity
-from packgraph.train.command_line import all_options, options_help, parse_arguments
-from packgraph.train.config import (
+from packgraph.train.config.command_line import all_options, options_help, parse_arguments
+from packgraph.train.config.presets import preset
+from packgraph.train.config.reading import (
     ConfigError,
     ConfigLayer,
     differences,
@@ -22,7 +23,7 @@ from packgraph.train.config import (
     read_config,
     to_dict,
 )
-from packgraph.train.config_values import (
+from packgraph.train.config.values import (
     CommandArguments,
     Count,
     ValueProblem,
@@ -31,7 +32,6 @@ from packgraph.train.config_values import (
     plain,
     render,
 )
-from packgraph.train.presets import preset
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,14 @@ from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.train.build import build_chunks
-from packgraph.train.experts import make_stash, planned_pages, restore_room, room_of_experts, share
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.sections import OffloadConfig, ParallelConfig
+from packgraph.train.features.moe import (
+    make_stash,
+    planned_pages,
+    restore_room,
+    room_of_experts,
+    share,
+)
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
@@ -98,7 +103,7 @@ def traced(monkeypatch):
     """torch's tracing compiler instead of the one that generates code."""
     torch._dynamo.reset()
     monkeypatch.setattr(
-        "packgraph.train.runner.graph",
+        "packgraph.train.runners.graph",
         lambda *args, compile, **options: graph(
             *args, compile="aot_eager" if compile else False, **options
         ),

@@ -13,7 +13,7 @@ from trainkit import state_of, tiny, trainer
 from packgraph import cli
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf import load_pretrained, save_pretrained
-from packgraph.train.offload_options import OffloadConfig
+from packgraph.train.config.sections import OffloadConfig
 from packgraph.train.signals import StopRequest
 
 SHAPE = hybrid(
@@ -90,11 +90,11 @@ def test_a_run_that_offloads_what_mamba_saves_is_bitwise_one_that_does_not(
         run = trainer(tmp_path / str(number), settings)
         run.run(StopRequest())
         states.append(state_of(run))
-        engines = [] if run.executor.prepare is None else run.executor.prepare.engines
+        runtimes = [] if run.executor.prepare is None else run.executor.prepare.runtimes
         run.close()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    (engine,) = engines
-    assert engine.plan.moves and all(engine.plan.moves)
+    (runtime,) = runtimes
+    assert runtime.plan.moves and all(runtime.plan.moves)
 
 
 @pytest.mark.parametrize("granularity", ["step", pytest.param("layer", marks=pytest.mark.slow)])

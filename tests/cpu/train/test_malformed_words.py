@@ -17,8 +17,8 @@ from malformedkit import (
     refuse,
 )
 
-from packgraph.train.command_line import Leaf, leaves
-from packgraph.train.presets import preset
+from packgraph.train.config.command_line import Leaf, leaves
+from packgraph.train.config.presets import preset
 
 LEAVES = {leaf.path: leaf for leaf in leaves(preset("qwen3-tiny")) if leaf.path != "preset"}
 # The model's sizes by which matrices are made; those of sections that are off mean nothing.

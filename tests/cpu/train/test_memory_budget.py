@@ -18,13 +18,12 @@ from packgraph.graphs.key import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.memory import trial as memory_trial
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.packing.capacity import Capacity
-from packgraph.train import memory_budget
+from packgraph.train import memory as memory_budget
 from packgraph.train.auto_capacities import bucket_request
-from packgraph.train.bucket_options import BucketConfig
 from packgraph.train.build import build_model
-from packgraph.train.memory_budget import plan_memory
-from packgraph.train.options import TrainConfig
-from packgraph.train.runner import sample_batch
+from packgraph.train.config.sections import BucketConfig, TrainConfig
+from packgraph.train.memory import plan_memory
+from packgraph.train.runners import sample_batch
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
@@ -217,7 +216,9 @@ def test_arguments_without_room_are_voted_on_too():
         asked.append(error)
         return error
 
-    plan = plan_memory([graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, vote=vote)
+    plan = plan_memory(
+        [graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, consensus=vote
+    )
     assert plan.dropped == CAPACITIES[:1] and asked[0] is not None
 
 
@@ -238,7 +239,7 @@ def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
         return CaptureError("no room", "line 1", "on rank 1") if len(asked) == 2 else error
 
     monkeypatch.setattr(memory_budget, "trial_memory", noted)
-    plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, vote=vote)
+    plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, consensus=vote)
     assert (
         traced == [0, 1] and asked == [None, None] and not plan.banks and "no room" in plan.notes[0]
     )

@@ -10,10 +10,11 @@ import torch
 
 from packgraph.cli import main
 from packgraph.models.decoder import DecoderModel
-from packgraph.train import launch, memory_need
-from packgraph.train.config import ConfigError, ConfigLayer, read_config
-from packgraph.train.memory_need import available_memory, check_memory, need_of
-from packgraph.train.presets import PRESETS, preset
+from packgraph.train import launch
+from packgraph.train import memory as memory_need
+from packgraph.train.config.presets import PRESETS, preset
+from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config
+from packgraph.train.memory import available_memory, check_memory, need_of
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -208,10 +209,10 @@ def test_the_memory_of_this_machine_is_read():
 PEAK = """
 import sys, threading, time
 import torch
-from packgraph.train.config import ConfigLayer, read_config
+from packgraph.train.config.reading import ConfigLayer, read_config
 from packgraph.train.launch import train
-from packgraph.train.memory_need import need_of
-from packgraph.train.presets import preset
+from packgraph.train.memory import need_of
+from packgraph.train.config.presets import preset
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

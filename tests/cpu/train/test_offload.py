@@ -11,10 +11,9 @@ from trainkit import CPU, RandomPacks, state_of, tiny, trainer
 from packgraph.offloading.plan import KEPT
 from packgraph.offloading.timing import Headroom
 from packgraph.parallel.mesh import single_process
-from packgraph.train.config import ConfigError
-from packgraph.train.offload_options import OffloadConfig
-from packgraph.train.offloading import report_offloading
-from packgraph.train.options import ParallelConfig
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import OffloadConfig, ParallelConfig
+from packgraph.train.features.offload import report_offloading
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
@@ -28,7 +27,7 @@ def finish(folder, config):
     if prepare is not None:
         (told,) = summary["offload"]
         assert told["moved_bytes"] <= told["bytes"] and told["groups"] == len(
-            prepare.engines[0].plan.moves
+            prepare.runtimes[0].plan.moves
         )
     run.close()
     return state, prepare
@@ -57,11 +56,11 @@ def test_a_run_that_offloads_is_bitwise_one_that_does_not(
     found, offloading = finish(tmp_path / "run", config)
     assert found.keys() == kept.keys()
     assert all(torch.equal(found[name], kept[name]) for name in kept)
-    (engine,) = offloading.engines
-    assert sum(engine.plan.moves) == len(engine.plan.moves) * fraction
+    (runtime,) = offloading.runtimes
+    assert sum(runtime.plan.moves) == len(runtime.plan.moves) * fraction
     assert all(
         (at == KEPT) != moves
-        for moves, at in zip(engine.plan.moves, engine.plan.reload_at, strict=True)
+        for moves, at in zip(runtime.plan.moves, runtime.plan.reload_at, strict=True)
     )
 
 
@@ -88,7 +87,7 @@ def test_a_budget_of_memory_or_of_time_says_what_moves(asked, kept, tmp_path):
     found, offloading = finish(tmp_path / "run", config)
     assert all(torch.equal(found[name], kept[name]) for name in kept)
     (planned,) = [planner.planned for planner in offloading.planners]
-    assert planned.plan == offloading.engines[0].plan and planned.measured.slots == 1
+    assert planned.plan == offloading.runtimes[0].plan and planned.measured.slots == 1
     if "budget" in asked:
         assert planned.plan.peak_bytes <= 48 * 1024 < planned.plan.kept_peak_bytes
     else:

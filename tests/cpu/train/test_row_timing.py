@@ -14,12 +14,18 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.plan import plan_context
 from packgraph.parallel.context.request import COEFFICIENTS, ContextCost, ContextRequest
+from packgraph.train.config.sections import GraphConfig
 from packgraph.train.data import DataConfig, PlannedSteps
 from packgraph.train.executor import Executor
-from packgraph.train.options import GraphConfig
+from packgraph.train.features.context import (
+    is_wanted,
+    measured_cost,
+    put_back,
+    sample_rows,
+    time_row,
+)
 from packgraph.train.random_state import random_states
-from packgraph.train.row_timing import is_wanted, measured_cost, put_back, sample_rows, time_row
-from packgraph.train.runner import MicrobatchRunner
+from packgraph.train.runners import MicrobatchRunner
 
 CPU = torch.device("cpu")
 PRIOR = ContextCost(
@@ -97,7 +103,7 @@ def test_times_that_nothing_explains_leave_the_estimates(monkeypatch):
     def nonsense(*_, **__):
         raise ValueError("ContextCost: token_us must be positive numbers")
 
-    monkeypatch.setattr("packgraph.train.row_timing.fit", nonsense)
+    monkeypatch.setattr("packgraph.train.features.context.fit", nonsense)
     found = measured_cost(ContextRequest(world=2, tokens=64, cost=PRIOR), 7, lambda row: 1.0)
     assert found.cost is None and "plans go on by estimates" in found.note
 
@@ -132,7 +138,7 @@ def test_timing_leaves_nothing_behind_but_gradients(enabled):
 
 def stream(cost=PRIOR):
     source = Source(64, 120)
-    request = ContextRequest(world=4, tokens=16, places=(4, 64), waves=3, cost=cost)
+    request = ContextRequest(world=4, tokens=16, places=(4, 64), microsteps=3, cost=cost)
     return PlannedSteps(
         DataConfig(window=8), source, Tokens(source), [Capacity(64, 4), Capacity(64, 64)], request
     )

@@ -11,14 +11,13 @@ import torch
 from trainkit import state_of, tiny, trainer
 
 from packgraph import cli
-from packgraph.train.checkpoint_reader import CheckpointError
-from packgraph.train.checkpoint_state import read_state
-from packgraph.train.config import ConfigError, to_dict
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.writer import read_state
+from packgraph.train.config.reading import ConfigError, to_dict
 from packgraph.train.metrics import METRICS, MetricsLog, read_metrics
 from packgraph.train.run_files import read_json, write_json
-from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, check_same_run
+from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY, check_same_run, stored_config
 from packgraph.train.signals import StopRequest
-from packgraph.train.stored_config import stored_config
 
 CONFIGURATION = tiny(steps=6, checkpoint_every=2)
 
@@ -54,7 +53,7 @@ def test_a_resume_falls_back_to_the_newest_whole_checkpoint_and_says_so(
 
 
 def test_a_state_without_its_parts_is_passed_over(tmp_path: Path) -> None:
-    from packgraph.train.checkpoint_state import write_state
+    from packgraph.train.checkpoint.writer import write_state
 
     go(tmp_path / "run", 6, False)
     path = tmp_path / "run" / CHECKPOINTS / "step-00000006" / "state.json"

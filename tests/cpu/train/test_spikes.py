@@ -11,8 +11,12 @@ import pytest
 import torch
 from trainkit import StopAfter, equal, state_of, tiny, trainer
 
-from packgraph.train.checkpoint import best_checkpoint, checkpoints_by_step, latest_checkpoint
-from packgraph.train.options import TrainConfig
+from packgraph.train.checkpoint.writer import (
+    best_checkpoint,
+    checkpoints_by_step,
+    latest_checkpoint,
+)
+from packgraph.train.config.sections import TrainConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import LEAST, MOST_IN_A_ROW, MOST_RETURNS, Limits, Spikes
 from packgraph.train.trainer import NonFiniteLossError, SpikeError, Trainer

@@ -10,9 +10,9 @@ from trainkit import CAPACITIES, state_of, tiny, trainer
 
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.step import GraphedStep
+from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.optimizer import Optimizer
-from packgraph.train.options import ParallelConfig, TrainConfig
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
@@ -68,7 +68,7 @@ def test_steps_with_the_update_inside_equal_eager_steps_bitwise(dtype, tmp_path)
 
 def test_a_step_beyond_the_bank_or_the_capacities_runs_by_microbatch(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "packgraph.train.step_runner.GraphedStep", functools.partial(GraphedStep, limit=1)
+        "packgraph.train.runners.GraphedStep", functools.partial(GraphedStep, limit=1)
     )
     graph = train(tmp_path / "graph", config(30, capacities=CAPACITIES[:2]))
     assert_equal(graph, train(tmp_path / "eager", config(30, enabled=False)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packgraph import cli
-from packgraph.train.config import ConfigError
+from packgraph.train.config.reading import ConfigError
 from packgraph.verification.hf_model import read_hf_config, verify_hf_config
 
 CPU = torch.device("cpu")

@@ -116,7 +116,7 @@ def test_compiled_code_is_compared_with_itself():
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    ("given", "expected"),
     [
         (True, {"deterministic": True}),
         ({"max_autotune": False}, {"deterministic": True, "max_autotune": False}),

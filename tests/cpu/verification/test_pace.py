@@ -83,17 +83,17 @@ def test_the_runs_in_lockstep_are_one_phase_and_those_apart_are_two() -> None:
         VerificationProgress(lines.append, Clock(), every=0.0),
         tiny_config("chunk", 0.0, 3),
     )
-    together = verify("run", config, random_packs(1), CPU, pace=often)
+    together = verify("run", config, random_packs(1), CPU, progress=often)
     assert lines == ["step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s"]
     lines.clear()
-    apart = verify_sequential("run", config, lambda: random_packs(1), CPU, pace=often)
+    apart = verify_sequential("run", config, lambda: random_packs(1), CPU, progress=often)
     assert lines == [
         f"{phase}: {text}"
         for phase in ("eager run", "graph run")
         for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")
     ]
     assert together.good and together == apart == verify(
-        "run", config, random_packs(1), CPU, pace=SILENT
+        "run", config, random_packs(1), CPU, progress=SILENT
     )
 
 

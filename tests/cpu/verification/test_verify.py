@@ -14,7 +14,7 @@ from packgraph import cli
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.capacity import Capacity
-from packgraph.train import runner
+from packgraph.train import runners as runner
 from packgraph.train.random_state import random_states
 from packgraph.verification import command
 from packgraph.verification.compare import first_difference

@@ -11,10 +11,10 @@ record serves all tensors of a layer that have the same rows: page p is rows p *
 same tensors nothing is wasted.
 
 Reserving is arithmetic of one program; copying is parallel and knows only the record. An allocation
-that does not fit is refused as a whole and sets the verdict, which refuses all later ones until it
-is cleared. Demand is counted whether it fits or not, so its high-water mark says how many pages
-would have sufficed. Device pages go first, host pages (if there are any) take what is left, page by
-page. Resetting starts a new epoch: records of an earlier one are void.
+that does not fit is refused as a whole and sets the overflow flag, which refuses all later ones
+until it is cleared. Required pages are counted whether they fit or not, so the high-water mark says
+how many would have sufficed. Device pages go first, host pages (if there are any) take what is
+left, page by page. Resetting starts a new epoch: records of an earlier one are void.
 
 Here are the tensors and the operations in plain torch (static shapes, no host sync): they run on
 the CPU and are the specification of the kernels in `kernel.py`. The order of work is that of
@@ -45,8 +45,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# What a reset leaves alone comes first: the verdict, high-water marks (pages in demand, pages in
-# host memory).
+# What a reset leaves alone comes first: the overflow flag, high-water marks (pages in demand, pages
+# in host memory).
 OVERFLOW, NEED_HI, SPILLED_HI, EPOCH, DEMAND, HEAD, TAIL, HOST_HEAD, HOST_TAIL, HEADER = range(10)
 ROWS, FITS, ON_DEVICE, RECORD_EPOCH, RECORD_HEADER = range(5)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -73,13 +73,13 @@ class Pages:
         self.state = self._initial.clone()
 
     def reset(self) -> None:
-        """All pages are free again. What is in flight is lost, verdict and marks stay. No host
-        sync."""
+        """All pages are free again. What is in flight is lost, overflow flag and marks stay. No
+        host sync."""
         self.state[EPOCH] += 1
         self.state[DEMAND:].copy_(self._initial[DEMAND:])
 
     def clear(self) -> None:
-        """Forget the verdict and the marks. No host sync."""
+        """Forget the overflow flag and the marks. No host sync."""
         self.state[: SPILLED_HI + 1].zero_()
 
 
@@ -150,7 +150,7 @@ def naive_release(
     state: Tensor, record: Tensor, page_rows: int, pages: int, host_pages: int
 ) -> None:
     """Give the record's pages back. A record of an earlier epoch has none to give, and sets the
-    verdict: what was read by it may be another's.
+    overflow flag: what was read by it may be another's.
     """
     state = _unversioned(state)
     valid = record[RECORD_EPOCH] == state[EPOCH]

@@ -436,7 +436,7 @@ class Stash:
             True,
         )[:-1]
 
-    def verdict(self) -> Tensor:
+    def overflow_flag(self) -> Tensor:
         """Whether something did not fit since the last `clear`: bool [], on the device, a tensor of
         its own."""
         return self.pages.state[OVERFLOW] != 0
@@ -455,11 +455,12 @@ class Stash:
 
     def reset(self) -> None:
         """All pages are free again: for the beginning of a step, when nothing is in flight. The
-        verdict stays."""
+        overflow flag stays."""
         self.pages.reset()
 
     def clear(self) -> None:
-        """Forget verdict and high-water marks: once somebody has read them and acted on them."""
+        """Forget overflow flag and high-water marks: once somebody has read them and acted on
+        them."""
         self.pages.clear()
 
     def reserve(self, offsets: Tensor, rows: int) -> Tensor:

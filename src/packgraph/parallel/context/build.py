@@ -3,9 +3,10 @@ the rest where it delays least.
 
     1 bins    documents of more tokens than a rank has go, best fit decreasing, into bins of several
               ranks' tokens
-    2 blocks  bins become rows, largest first, each on the least busy block of ranks that has a wave
+    2 blocks  bins become rows, largest first, each on the least busy block of ranks with a
+              microstep left
               left
-    3 rows    what is left of the waves becomes rows of the smallest size
+    3 rows    what is left of the microsteps becomes rows of the smallest size
     4 rest    every other document goes, longest first, to the row that is done earliest with it
 
 Best fit and longest processing time first are the classic rules for packing and for makespans
@@ -31,8 +32,8 @@ Bin = tuple[int, list[int]]  # ranks that share it, documents
 class Opening:
     """What a plan begins with. chain: sizes that divide one another, ascending. smallest: of them,
     the least size of any row. bins: rows that are larger than that. alone: other documents, longest
-    first. least_us: no rank's time can be less than this with these bins, in the waves they were
-    made for.
+    first. least_us: no rank's time can be less than this with these bins, in the microsteps they
+    were made for.
     """
 
     chain: tuple[int, ...]
@@ -43,7 +44,7 @@ class Opening:
 
 
 def openings(
-    order: Sequence[int], lengths: Sequence[int], request: ContextRequest, waves: int
+    order: Sequence[int], lengths: Sequence[int], request: ContextRequest, microsteps: int
 ) -> list[Opening]:
     """Openings for the documents of `order`, which has the longest first; those of least time
     first."""
@@ -83,7 +84,7 @@ def openings(
                             smallest,
                             [lengths[document] for document in order],
                             request,
-                            waves,
+                            microsteps,
                         ),
                     )
                 )
@@ -93,7 +94,11 @@ def openings(
 
 
 def _least_us(
-    bins: Sequence[Bin], smallest: int, lengths: Sequence[int], request: ContextRequest, waves: int
+    bins: Sequence[Bin],
+    smallest: int,
+    lengths: Sequence[int],
+    request: ContextRequest,
+    microsteps: int,
 ) -> float:
     cost = request.cost
     base = cost.row_us(smallest, request.tokens, request.places[0], 0.0)
@@ -103,7 +108,7 @@ def _least_us(
     )
     # Rows that stay empty need not be larger than the smallest size there is.
     pairs = cost.attention_us * sum(length * length for length in lengths)
-    return base * waves + (groups + pairs) / request.world
+    return base * microsteps + (groups + pairs) / request.world
 
 
 def _allowed(sizes: Sequence[int], tokens: int, per_rank: int) -> int:
@@ -230,69 +235,75 @@ class ContextAssignment:
 
 
 def build(
-    opening: Opening, lengths: Sequence[int], request: ContextRequest, waves: int
+    opening: Opening, lengths: Sequence[int], request: ContextRequest, microsteps: int
 ) -> tuple[ContextAssignment, list[int]]:
-    """Rows of so many waves, and the documents that this opening found no place for."""
-    board = ContextAssignment(lengths, request, opening.chain)
-    left = _place(board, opening.bins, waves)
+    """Rows of so many microsteps, and the documents that this opening found no place for."""
+    assignment = ContextAssignment(lengths, request, opening.chain)
+    left = _place(assignment, opening.bins, microsteps)
     for first in range(0, request.world, opening.smallest):
-        for _ in range(waves - board.used[first]):
-            board.open(opening.smallest, first)
-    return board, left + fill(board, opening.alone)
+        for _ in range(microsteps - assignment.used[first]):
+            assignment.open(opening.smallest, first)
+    return assignment, left + fill(assignment, opening.alone)
 
 
-def fill(board: ContextAssignment, documents: Sequence[int]) -> list[int]:
+def fill(assignment: ContextAssignment, documents: Sequence[int]) -> list[int]:
     """Add documents, in this order, to rows that there are; returns those that no row has room
     for."""
-    nodes, left = board.nodes(), []
+    nodes, left = assignment.nodes(), []
     for document in documents:
-        row = _earliest(board, board.lengths[document], nodes)
+        row = _earliest(assignment, assignment.lengths[document], nodes)
         if row is None:
             left.append(document)
         else:
-            board.put(document, row)
+            assignment.put(document, row)
     return left
 
 
-def _place(board: ContextAssignment, bins: Sequence[Bin], waves: int) -> list[int]:
+def _place(assignment: ContextAssignment, bins: Sequence[Bin], microsteps: int) -> list[int]:
     """Make the bins rows, larger sizes first and of one size the longest first, so that blocks stay
     whole.
 
-    Returns the documents of bins for which there was no wave left.
+    Returns the documents of bins for which there was no microstep left.
     """
 
     def busy(one: Bin) -> tuple[int, int]:
-        return -one[0], -sum(board.lengths[document] ** 2 for document in one[1])
+        return -one[0], -sum(assignment.lengths[document] ** 2 for document in one[1])
 
-    smallest, left = board.empty_us[board.chain[0]], []
+    smallest, left = assignment.empty_us[assignment.chain[0]], []
     for size, documents in sorted(bins, key=busy):
-        free = [first for first in range(0, board.request.world, size) if board.used[first] < waves]
+        free = [
+            first
+            for first in range(0, assignment.request.world, size)
+            if assignment.used[first] < microsteps
+        ]
         if not free:
             left += documents
             continue
         # Rows still to come are empty ones of the smallest size.
-        first = min(free, key=lambda rank: (board.loads[rank] - board.used[rank] * smallest, rank))
-        row = board.open(size, first)
+        first = min(
+            free, key=lambda rank: (assignment.loads[rank] - assignment.used[rank] * smallest, rank)
+        )
+        row = assignment.open(size, first)
         for document in documents:
-            board.put(document, row)
+            assignment.put(document, row)
     return left
 
 
 def _earliest(
-    board: ContextAssignment, length: int, nodes: Sequence[tuple[int, int]]
+    assignment: ContextAssignment, length: int, nodes: Sequence[tuple[int, int]]
 ) -> OpenRow | None:
     """The row whose ranks are done earliest with one more document of `length` tokens."""
     best, best_time, pairs = None, float("inf"), length * length
     for node in nodes:
-        shelf = board.shelves.get(node)
+        shelf = assignment.shelves.get(node)
         if shelf and shelf[-1][0] >= length:
             size, first = node
-            load = max(board.loads[first : first + size]) + board.pair_us[size] * pairs
+            load = max(assignment.loads[first : first + size]) + assignment.pair_us[size] * pairs
             if load < best_time:
                 # Of the block's rows the tightest, and the one with most room, which may have a
                 # place free.
                 for _, number in (shelf[bisect_left(shelf, (length, -1))], shelf[-1]):
-                    time = load + board.step_us(board.rows[number])
+                    time = load + assignment.step_us(assignment.rows[number])
                     if time < best_time:
-                        best, best_time = board.rows[number], time
+                        best, best_time = assignment.rows[number], time
     return best

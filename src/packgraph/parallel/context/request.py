@@ -3,7 +3,7 @@ places for documents, and what one packed row costs the ranks that share it.
 
 W = 8 ranks, L tokens each        a group of c ranks is an aligned block of c consecutive ranks
 0 1 2 3 4 5 6 7                   and runs one row of at most c·L tokens:
-[      4      ][  2  ][1][1]      one wave
+[      4      ][  2  ][1][1]      one microstep
 
 The cost of a row is time by its static shape and by the documents in it (`ContextCost`).
 
@@ -215,7 +215,7 @@ class ContextRequest:
     microbatch. sizes: legal sizes of groups, divisors of W, of which the smallest must divide all
     (default: the powers of two that divide W). places: how many documents a row may have places
     for, any of them at any size; each (size, places) is a bucket and so a variant of the graphs.
-    waves: most microbatches of the step; documents that find no room wait for the next one
+    microsteps: most microbatches of the step; documents that find no room wait for the next one
     (default: as many microbatches as it takes).
     """
 
@@ -223,7 +223,7 @@ class ContextRequest:
     tokens: int
     sizes: tuple[int, ...] = ()
     places: tuple[int, ...] = PLACES
-    waves: int | None = None
+    microsteps: int | None = None
     cost: ContextCost = field(default_factory=lambda: ContextCost.of(CostModel()))
 
     def __post_init__(self) -> None:
@@ -232,7 +232,7 @@ class ContextRequest:
             for name, value, least in (
                 ("world", self.world, 1),
                 ("tokens", self.tokens, 1),
-                ("waves", 1 if self.waves is None else self.waves, 1),
+                ("microsteps", 1 if self.microsteps is None else self.microsteps, 1),
             )
             if value < least
         ]

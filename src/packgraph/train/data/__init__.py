@@ -18,10 +18,9 @@ PlannedSteps(..., request): the same for dynamic context parallelism, a planned 
 source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ window ──▶ PackedBatch
 """
 
-from packgraph.train.data.config import DataConfig
+from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.formats import open_documents
-from packgraph.train.data.microbatches import Microbatches, open_microbatches
-from packgraph.train.data.planned_steps import PlannedSteps
+from packgraph.train.data.microbatches import Microbatches, PlannedSteps, open_microbatches
 from packgraph.train.data.source import (
     DataError,
     DocumentSource,

@@ -43,7 +43,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from packgraph.train.data.config import DataConfig
+from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.files import FileStamp, check_all, files_of, read_unchanged
 from packgraph.train.data.source import (
     BadDocumentError,

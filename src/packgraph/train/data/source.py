@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from packgraph.train.config_values import SHOWN, shown
+from packgraph.train.config.values import SHOWN, shown
 
 PLACES_KEPT = 5
 MOST_NAMED = 8  # columns in one message

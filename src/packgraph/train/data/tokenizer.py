@@ -25,8 +25,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from packgraph.packing.document import IGNORED, Document, Ids, read_item
-from packgraph.train.config_values import shown
-from packgraph.train.data.config import DataConfig
+from packgraph.train.config.sections import DataConfig
+from packgraph.train.config.values import shown
 from packgraph.train.data.source import (
     ROLES,
     BadDocumentError,

@@ -62,5 +62,5 @@ def test_a_new_pool_that_is_attached_is_captured_again():
         out = graphed(*toy_inputs(10))
         assert 0 < stash.in_use().item() <= 4
         toy_loss(out).backward()
-        assert stash.in_use().item() == 0 and not stash.verdict().item()
+        assert stash.in_use().item() == 0 and not stash.overflow_flag().item()
     assert graphed.stats.replayed == 3

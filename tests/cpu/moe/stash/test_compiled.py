@@ -25,7 +25,7 @@ def test_kept_and_brought_back_by_an_autograd_function():
         )
         == []
     )
-    assert stash.in_use().item() == 0 and not stash.verdict().item()
+    assert stash.in_use().item() == 0 and not stash.overflow_flag().item()
     stash, model = by_hand()
     graphed = graph(model, granularity="chunk", warmup=1)
     assert (
@@ -34,7 +34,11 @@ def test_kept_and_brought_back_by_an_autograd_function():
         )
         == []
     )
-    assert stash.in_use().item() == 0 and not stash.verdict().item() and graphed.stats.replayed > 3
+    assert (
+        stash.in_use().item() == 0
+        and not stash.overflow_flag().item()
+        and graphed.stats.replayed > 3
+    )
 
 
 class KeptExperts(Experts):

@@ -16,7 +16,7 @@ from packgraph.moe.experts import Experts
 from packgraph.moe.stash.experts import columns_of, stashed_experts
 from packgraph.moe.stash.stash import Stash
 from packgraph.packing.capacity import Capacity
-from packgraph.train.experts import share
+from packgraph.train.features.moe import share
 
 PAGE, CAPACITY = 16, Capacity(32, 4)
 CONFIG = DecoderConfig(
@@ -81,7 +81,7 @@ def test_the_operation_is_experts_bit_by_bit(live, host_pages, activation):
     expected = by(lambda experts, *given: experts(*given), live, activation)
     found = by(lambda experts, *given: stashed_experts(experts, *given, stash), live, activation)
     assert all(map(torch.equal, expected, found))
-    assert stash.in_use() == 0 and stash.need_hi() == -(-live // PAGE) and not stash.verdict()
+    assert stash.in_use() == 0 and stash.need_hi() == -(-live // PAGE) and not stash.overflow_flag()
 
 
 def test_what_is_not_to_be_differentiated_takes_no_pages_and_gives_no_gradient():
@@ -129,10 +129,10 @@ def test_pages_of_a_backward_of_the_second_product_alone_come_back_at_the_next_r
     stash.reset()
     assert stash.in_use() == 0
     stashed_experts(experts, values, weights, ends, stash).backward(gradient)
-    assert stash.in_use() == 0 and not stash.verdict()
+    assert stash.in_use() == 0 and not stash.overflow_flag()
 
 
-@pytest.mark.parametrize("what", ["product", "matrices_gradient"])
+@pytest.mark.parametrize("what", ["rows_gradient", "matrices_gradient"])
 def test_rows_that_came_back_stand_beside_as_little_as_they_can(what, monkeypatch):
     """Rows are gone when the products after theirs begin."""
     stash, experts, taken, alive = stash_of(), Experts(4, 16, 16), [], []
@@ -152,7 +152,7 @@ def test_rows_that_came_back_stand_beside_as_little_as_they_can(what, monkeypatc
         lambda *given: alive.append([of() is not None for of in taken]) or then(*given),
     )
     made.backward(gradient)
-    assert alive == ([[], [False, False]] if what == "product" else [[False], [False, True]])
+    assert alive == ([[], [False, False]] if what == "rows_gradient" else [[False], [False, True]])
 
 
 def test_a_second_backward_is_an_error():
@@ -246,5 +246,5 @@ def test_graphs_of_a_decoder_are_the_same_bits(compile, options):
         and not stats.fallbacks["capture failed"]
         and bool(stats.compiled) == bool(compile)
     )
-    assert stash.in_use() == 0 and not stash.verdict() and stash.need_hi() > 1
+    assert stash.in_use() == 0 and not stash.overflow_flag() and stash.need_hi() > 1
     assert {(rows, 16), (rows, 32)} <= set(plain) and not {(rows, 16), (rows, 32)} & set(saved)

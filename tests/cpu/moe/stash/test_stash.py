@@ -133,7 +133,7 @@ def test_the_exact_number_of_pages_suffices_and_one_less_does_not(rows, spare):
     with stash.saving(offsets, 48):
         made = experts(values * 1, torch.rand(48), offsets)
     made[:rows].sum().backward()
-    assert stash.verdict().item() == (spare < 0)
+    assert stash.overflow_flag().item() == (spare < 0)
     assert stash.need_hi().item() == need and stash.in_use().item() == 0
     assert values.grad[:rows].any().item() == (spare >= 0)
 
@@ -145,7 +145,11 @@ def stashed(**options):
 
 
 def checked(trace, stash):
-    assert not stash.verdict().item() and stash.in_use().item() == 0 and stash.need_hi().item() > 0
+    assert (
+        not stash.overflow_flag().item()
+        and stash.in_use().item() == 0
+        and stash.need_hi().item() > 0
+    )
     return trace
 
 
@@ -319,7 +323,7 @@ def test_an_overflow_is_a_verdict_and_the_next_step_is_whole(plain):
     ids, x = toy_inputs(12)
     ids[0] = 0
     toy_loss(graphed(ids, x)).backward()
-    assert not stash.verdict().item()
+    assert not stash.overflow_flag().item()
     need, whole = stash.need_hi().item(), x.grad.clone()
     small = Stash("cpu", page_rows=16)
     small.allocate(need - 1, columns=COLUMNS)
@@ -327,14 +331,18 @@ def test_an_overflow_is_a_verdict_and_the_next_step_is_whole(plain):
     graphed = graph(model, granularity="chunk", warmup=0)
     for _ in range(3):
         toy_loss(graphed(ids, x)).backward()
-    assert small.verdict().item() and small.need_hi().item() == need and small.in_use().item() == 0
+    assert (
+        small.overflow_flag().item()
+        and small.need_hi().item() == need
+        and small.in_use().item() == 0
+    )
     small.reset()
-    assert small.verdict().item(), "a verdict stays until somebody has read it"
+    assert small.overflow_flag().item(), "a verdict stays until somebody has read it"
     small.allocate(need)
     x.grad = None
     model.zero_grad()
     toy_loss(graph(model, granularity="chunk", warmup=0)(ids, x)).backward()
-    assert torch.equal(x.grad, whole) and not small.verdict().item()
+    assert torch.equal(x.grad, whole) and not small.overflow_flag().item()
 
 
 def test_measuring_tells_columns_and_pages_and_changes_nothing(plain):
@@ -376,7 +384,7 @@ def test_a_backward_from_before_the_reset_sets_the_verdict_and_takes_no_page():
     out = make_expert_toy(stash)(*toy_inputs(8))
     stash.reset()
     toy_loss(out).backward()
-    assert stash.verdict().item() and stash.in_use().item() == 0
+    assert stash.overflow_flag().item() and stash.in_use().item() == 0
     free = free_pages(stash.pages.state.tolist(), PLENTY, 0)
     assert sorted(free) == list(range(PLENTY))
 
@@ -403,7 +411,7 @@ def test_what_was_saved_twice_is_stashed_and_brought_back_once():
         changed.add_(1.0)  # the same memory with other contents
         y = (changed @ weight).sum()
     (out + y).backward()
-    assert stash.in_use().item() == 0 and not stash.verdict().item()
+    assert stash.in_use().item() == 0 and not stash.overflow_flag().item()
     x = 2 * leaf.detach()
     expected = (
         x.sum(0)[:, None].expand(8, 8)

@@ -79,15 +79,20 @@ def lengths_for(request, most):
 def check(plan: ContextPlan) -> None:
     """Everything that holds of every plan."""
     request, lengths = plan.request, plan.lengths
-    placed = [document for wave in plan.waves for group in wave for document in group.documents]
+    placed = [
+        document
+        for microstep in plan.microsteps
+        for group in microstep
+        for document in group.documents
+    ]
     assert sorted([*placed, *plan.left]) == list(range(len(lengths))), (
         "every document once, or it waits"
     )
-    for wave in plan.waves:
-        assert [rank for group in wave for rank in group.ranks] == list(range(request.world)), (
-            "all ranks, once"
-        )
-        for group in wave:
+    for microstep in plan.microsteps:
+        assert [rank for group in microstep for rank in group.ranks] == list(
+            range(request.world)
+        ), "all ranks, once"
+        for group in microstep:
             tokens = [lengths[document] for document in group.documents]
             assert group.size in request.sizes and group.first % group.size == 0
             assert group.bucket.holds(sum(tokens), len(tokens), max(tokens, default=0))
@@ -106,7 +111,7 @@ def check(plan: ContextPlan) -> None:
     )
     assert plan.step_us <= plan.barrier_us * (1 + 1e-12)
     assert plan.balance <= 1 + 1e-9, "the bound is one"
-    assert len(plan.waves) >= plan.bound.waves
+    assert len(plan.microsteps) >= plan.bound.microsteps
     assert len(plan.buckets) <= len(request.sizes) * len(request.places)
     sizes = sorted({size for size, _ in plan.buckets})
     assert all(large % small == 0 for small, large in itertools.pairwise(sizes)), (
@@ -114,12 +119,12 @@ def check(plan: ContextPlan) -> None:
     )
 
 
-def brute_force(lengths, request, waves, best):
-    """The least time of the busiest rank in so many waves, if below `best`: branch and bound over
-    all rows."""
+def brute_force(lengths, request, microsteps, best):
+    """The least time of the busiest rank in so many microsteps, if below `best`: branch and bound
+    over all rows."""
     cost, tokens = request.cost, request.tokens
     empty = cost.row_us(request.sizes[0], tokens, request.places[0], 0.0)
-    loads, used, rows = [empty * waves] * request.world, [0] * request.world, []
+    loads, used, rows = [empty * microsteps] * request.world, [0] * request.world, []
     order = sorted(lengths, reverse=True)
 
     def us(size, row):
@@ -146,7 +151,9 @@ def brute_force(lengths, request, waves, best):
                 row.pop()
         for size in request.sizes:
             for first in range(0, request.world if size * tokens >= length else 0, size):
-                if max(used[first : first + size]) < waves and not (not rows and size in tried):
+                if max(used[first : first + size]) < microsteps and not (
+                    not rows and size in tried
+                ):
                     tried.add(size)
                     more = us(size, [length]) - empty
                     rows.append((size, first, [length]))
@@ -171,7 +178,7 @@ def test_every_plan_is_legal_and_the_same_twice(data):
 
 @settings(deadline=None, max_examples=40)
 @given(strategies.data(), strategies.integers(1, 4))
-def test_a_step_of_so_many_waves_leaves_the_rest_for_the_next(data, waves):
+def test_a_step_of_so_many_microsteps_leaves_the_rest_for_the_next(data, microsteps):
     asked = data.draw(requests())
     request = ContextRequest(
         world=asked.world,
@@ -179,35 +186,40 @@ def test_a_step_of_so_many_waves_leaves_the_rest_for_the_next(data, waves):
         sizes=asked.sizes,
         places=asked.places,
         cost=asked.cost,
-        waves=waves,
+        microsteps=microsteps,
     )
     waiting = data.draw(lengths_for(request, 30))
     while waiting:
         plan = plan_context(waiting, request)
         check(plan)
-        assert len(plan.waves) <= waves and 0 not in plan.left, "who waits longest always gets in"
+        assert len(plan.microsteps) <= microsteps and 0 not in plan.left, (
+            "who waits longest always gets in"
+        )
         waiting = [waiting[document] for document in plan.left]
 
 
-def test_a_step_uses_the_waves_it_may_before_it_leaves_documents():
-    """Three documents of two thirds of a rank fill one rank's two waves by tokens and need
+def test_a_step_uses_the_microsteps_it_may_before_it_leaves_documents():
+    """Three documents of two thirds of a rank fill one rank's two microsteps by tokens and need
     three."""
     lengths = [2 * TOKENS // 3] * 3
     plans = [
-        plan_context(lengths, ContextRequest(world=1, tokens=TOKENS, waves=waves))
-        for waves in (2, 3, 8)
+        plan_context(lengths, ContextRequest(world=1, tokens=TOKENS, microsteps=microsteps))
+        for microsteps in (2, 3, 8)
     ]
-    assert [(len(plan.waves), plan.left) for plan in plans] == [(2, (2,)), (3, ()), (3, ())]
+    assert [(len(plan.microsteps), plan.left) for plan in plans] == [(2, (2,)), (3, ()), (3, ())]
 
 
 def compare(lengths, request):
-    """The plan's time over the best there is in as many waves or one less."""
+    """The plan's time over the best there is in as many microsteps or one less."""
     plan = plan_context(lengths, request)
     check(plan)
     upper = plan.step_us * (1 + 1e-9)
     best = min(
-        brute_force(lengths, request, waves, upper)
-        for waves in {max(plan.bound.waves, len(plan.waves) - 1), len(plan.waves)}
+        brute_force(lengths, request, microsteps, upper)
+        for microsteps in {
+            max(plan.bound.microsteps, len(plan.microsteps) - 1),
+            len(plan.microsteps),
+        }
     )
     assert plan.bound.step_us <= best * (1 + 1e-9), "nothing is faster than the bound"
     return plan.step_us / best
@@ -240,11 +252,11 @@ def test_small_plans_are_best_nearly_always():
 def test_the_public_workload_is_balanced(cost):
     """8 ranks, 2,048 tokens each, 8 microbatches, lengths lognormal(mean 1024, sigma 1.5, at most
     8192)."""
-    request = ContextRequest(world=8, tokens=2048, waves=8, cost=cost)
+    request = ContextRequest(world=8, tokens=2048, microsteps=8, cost=cost)
     plans = [plan_context(lengths_like("lognormal", 400, 8192, seed), request) for seed in range(5)]
     for plan in plans:
         check(plan)
-        assert len(plan.waves) == 8 and plan.balance >= 0.97 and plan.padding < 0.01
+        assert len(plan.microsteps) == 8 and plan.balance >= 0.97 and plan.padding < 0.01
         assert len(plan.buckets) <= 6
     assert sum(plan.balance for plan in plans) / 5 >= 0.98
 
@@ -253,7 +265,8 @@ def test_the_public_workload_is_balanced(cost):
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
 def test_other_families_are_balanced(kind, world):
     plan = plan_context(
-        lengths_like(kind, 100 * world, 8192, 1), ContextRequest(world=world, tokens=2048, waves=8)
+        lengths_like(kind, 100 * world, 8192, 1),
+        ContextRequest(world=world, tokens=2048, microsteps=8),
     )
     check(plan)
     assert plan.balance >= 0.98 and plan.padding < 0.01
@@ -262,21 +275,23 @@ def test_other_families_are_balanced(kind, world):
 def test_edges():
     request = ContextRequest(world=4, tokens=TOKENS, places=(4, 16, 64), cost=PLAIN)
     whole = plan_context([4 * TOKENS], request)
-    assert [group.size for wave in whole.waves for group in wave] == [4] and whole.padding == 0
+    assert [group.size for microstep in whole.microsteps for group in microstep] == [
+        4
+    ] and whole.padding == 0
     one = plan_context([3], request)
     check(one)
-    assert len(one.waves) == 1 and sum(not group.documents for group in one.waves[0]) == 3, (
-        "empty ranks"
-    )
+    assert (
+        len(one.microsteps) == 1 and sum(not group.documents for group in one.microsteps[0]) == 3
+    ), "empty ranks"
     assert one.group_of(0, 2).documents == () and one.group_of(0, 2).bucket.documents == 4
     none = plan_context([], request)
-    assert none.waves == () and none.balance == 1 and none.step_us == 0 and none.padding == 0
-    assert "waves     0" in describe_context(none) and draw_context_svg(none, "none")
+    assert none.microsteps == () and none.balance == 1 and none.step_us == 0 and none.padding == 0
+    assert "in 0 microsteps" in describe_context(none) and draw_context_svg(none, "none")
     begun = time.process_time()
     tiny = plan_context([2] * 3000, request)
     assert time.process_time() - begun < 5
     check(tiny)
-    assert len(tiny.waves) == tiny.bound.waves == 47 and tiny.balance > 0.9
+    assert len(tiny.microsteps) == tiny.bound.microsteps == 47 and tiny.balance > 0.9
 
 
 def test_groups_are_as_large_as_it_pays():
@@ -289,10 +304,10 @@ def test_groups_are_as_large_as_it_pays():
     sizes = [
         {
             group.size
-            for wave in plan_context(
+            for microstep in plan_context(
                 lengths, ContextRequest(world=4, tokens=TOKENS, cost=cost)
-            ).waves
-            for group in wave
+            ).microsteps
+            for group in microstep
         }
         for cost in (dear, free)
     ]
@@ -301,9 +316,9 @@ def test_groups_are_as_large_as_it_pays():
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(
-        ValueError, match=r"world must be at least 1, got 0; tokens .* got 0; waves .* got 0"
+        ValueError, match=r"world must be at least 1, got 0; tokens .* got 0; microsteps .* got 0"
     ):
-        ContextRequest(world=0, tokens=0, waves=0)
+        ContextRequest(world=0, tokens=0, microsteps=0)
     with pytest.raises(ValueError, match="sizes: 3 does not divide the 8 ranks"):
         ContextRequest(world=8, tokens=1, sizes=(1, 3))
     with pytest.raises(ValueError, match="smallest, 2, must divide all others"):
@@ -351,7 +366,9 @@ def test_the_bound_knows_that_two_long_documents_share_no_pair_of_ranks():
     request = ContextRequest(world=2, tokens=TOKENS, cost=PLAIN)
     lengths = [TOKENS + 1] * 3
     plan, bound = plan_context(lengths, request), lower_bound(lengths, request)
-    assert len(plan.waves) == bound.waves == 3 and bound.step_us == pytest.approx(plan.step_us)
+    assert len(plan.microsteps) == bound.microsteps == 3 and bound.step_us == pytest.approx(
+        plan.step_us
+    )
     assert lower_bound(lengths, request, 4).step_us > bound.step_us
 
 
@@ -377,9 +394,9 @@ def test_the_drawings_show_every_document():
             right <= width + 0.01 and float(box.get("y", 0)) + float(box.get("height", 0)) <= height
         )
     values = json.loads(json.dumps(context_values(plan)))
-    assert sum(len(group["documents"]) for wave in values["waves"] for group in wave) == len(
-        lengths
-    )
+    assert sum(
+        len(group["documents"]) for microstep in values["waves"] for group in microstep
+    ) == len(lengths)
 
 
 @pytest.fixture
@@ -429,7 +446,7 @@ def test_the_command_plans_rows_in_zigzag_as_a_run_would(
         assert cli.main([*words, "--json", "--sizes", "1,4", "--parallel.cp-kind", kind]) == 0
         found = json.loads(capsys.readouterr().out)
         multiple = 8 if kind == "zigzag" else 1
-        tokens = {group["tokens"] % multiple for wave in found["waves"] for group in wave}
+        tokens = {group["tokens"] % multiple for microstep in found["waves"] for group in microstep}
         assert tokens == {0} and found["tokens"] % multiple == 0
         steps[kind] = found["step_us"]
     assert steps["ulysses"] != steps["zigzag"]

@@ -16,9 +16,9 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, DataError, PlannedSteps
-from packgraph.train.dynamic_context import context_request, rank_tokens, with_context_buckets
-from packgraph.train.options import ParallelConfig
+from packgraph.train.features.context import context_request, rank_tokens, with_context_buckets
 from packgraph.train.step import MicrobatchAssignment, groups_of, take_step
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import SwitchingSteps
@@ -26,10 +26,16 @@ from packgraph.verification.matrix import SwitchingSteps
 WORLD, TOKENS = 4, 16
 
 
-def stream(*, waves=3, world=WORLD, count=60, epochs=1, window=8, overlong="error", longest=None):
+def stream(
+    *, microsteps=3, world=WORLD, count=60, epochs=1, window=8, overlong="error", longest=None
+):
     source = Source(longest or WORLD * TOKENS, count)
     request = ContextRequest(
-        world=world, tokens=TOKENS, sizes=context_sizes(WORLD), places=(4, 64), waves=waves
+        world=world,
+        tokens=TOKENS,
+        sizes=context_sizes(WORLD),
+        places=(4, 64),
+        microsteps=microsteps,
     )
     config = DataConfig(window=window, epochs=epochs, overlong=overlong)
     return PlannedSteps(
@@ -58,9 +64,9 @@ def texts(steps):
     )
 
 
-@pytest.mark.parametrize("waves", [1, 3, 50])
-def test_every_document_is_in_one_pack_and_every_step_in_whole_waves(waves):
-    planned = stream(waves=waves)
+@pytest.mark.parametrize("microsteps", [1, 3, 50])
+def test_every_document_is_in_one_pack_and_every_step_in_whole_microsteps(microsteps):
+    planned = stream(microsteps=microsteps)
     source = Source(WORLD * TOKENS, 60)
     steps = steps_of(planned)
     expected = Counter(
@@ -74,7 +80,7 @@ def test_every_document_is_in_one_pack_and_every_step_in_whole_waves(waves):
             MicrobatchAssignment(WORLD, rank, rank_tokens=TOKENS).share(step)
             for rank in range(WORLD)
         ]
-        assert len({len(share) for share in shares}) == 1 and 1 <= len(shares[0]) <= waves
+        assert len({len(share) for share in shares}) == 1 and 1 <= len(shares[0]) <= microsteps
         sizes = [[pack.capacity.tokens for pack in share] for share in shares]
         assert all(row == sorted(row, reverse=True) for row in sizes), "large groups first"
     assert planned.report.tokens == int(source.lengths.sum()) and planned.report.documents == 60
@@ -130,8 +136,8 @@ def test_single_packs_of_a_planned_step_are_refused():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3).map(lambda power: 2**power), st.lists(st.integers(0, 3), max_size=40))
 def test_groups_follow_from_the_order_of_packs(world, powers):
-    """What a plan writes down as waves of aligned blocks is read back from sizes alone; anything
-    else is refused."""
+    """What a plan writes down as microsteps of aligned blocks is read back from sizes alone;
+    anything else is refused."""
     packs = [PackedBatch.empty(Capacity(TOKENS * 2**power, 1)) for power in powers]
     expected, first, wrong = [], 0, False
     for power in powers:
@@ -140,13 +146,13 @@ def test_groups_follow_from_the_order_of_packs(world, powers):
         expected.append(range(first, first + size))
         first = (first + size) % world
     if wrong or first:
-        with pytest.raises(ValueError, match="wave"):
+        with pytest.raises(ValueError, match="microstep"):
             list(groups_of(packs, TOKENS, world))
     else:
         assert [ranks for _, ranks in groups_of(packs, TOKENS, world)] == expected
 
 
-def test_switching_steps_are_whole_waves_of_every_kind():
+def test_switching_steps_are_whole_microsteps_of_every_kind():
     steps, sizes, lengths = SwitchingSteps(WORLD, TOKENS, (1, 2, 4), (4, 12), 32), [], []
     for _ in range(15):
         step = steps.next_step()
@@ -184,7 +190,7 @@ def test_what_a_run_is_asked_for_follows_from_its_options():
         (1, 2, 4),
         (8, 16),
     )
-    assert request.waves == 1, "60 tokens a step, and 8 ranks have 128 places"
+    assert request.microsteps == 1, "60 tokens a step, and 8 ranks have 128 places"
     buckets = with_context_buckets(config).graph.capacities
     assert [(bucket.tokens, bucket.documents) for bucket in buckets] == [
         (16, 8),

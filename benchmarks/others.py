@@ -1,0 +1,270 @@
+"""Baselines of others for `bench step`: torch's graphs, graphs made by hand, transformers' layers.
+
+    graphed-callables   torch.cuda.make_graphed_callables for every layer
+    whole-padded        one graph of forward and backward, with places for 256 documents, as those
+                        who cannot know their number take
+    transformers        its own DeepSeek-V3 layers, eagerly (transformers_layers.py)
+
+with `+compile`, each of compiled code.
+
+`WholeGraph` is made by hand from `torch.cuda.graph`, as trainers do it: warm up on another stream,
+capture once, copy inputs in. There is one shape, so rows are padded to the most tokens and the most
+documents, and the longest document may fill the row.
+
+    batch, hidden, gradient ── copy ──▶ static inputs ──▶ one replay ──▶ .grad, loss
+
+`GraphedCallables` gives torch's API what it needs: each layer as a function of tensors, boundaries
+of documents in a tensor of fixed length, and the longest document as a constant. What it can share
+is shared: all layers read rotary tables and boundaries from the same memory, filled once for each
+microbatch, so only hidden states are copied from layer to layer. Embedding and head run as they
+are. The API's own limits stay: inputs are copied in, gradients of parameters come back through
+autograd, and one microbatch can be in flight.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers_layers import transformers_stack
+
+from packgraph.bench.compiled import (
+    CompiledStack,
+    LayerStack,
+    Marks,
+    Rotary,
+    compiled_layers,
+    layers_of,
+    marks_of,
+)
+from packgraph.bench.models import TimedPart
+from packgraph.bench.variants import Compiled, Maker, Setting, Way, per_layer
+from packgraph.graphs.stages import State
+from packgraph.models.stack import DecoderStack
+from packgraph.ops.attention.metadata import AttentionMetadata
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+
+WARM_UP_CALLS = 3
+PADDED_DOCUMENTS = 256
+Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
+Result = TypeVar("Result")
+Make = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], tuple[Any, ...]]
+
+
+def record_on_cuda(run: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
+    """Capture `run` into a graph: (its result, how to replay it)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_CALLS):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return out, graph.replay
+
+
+class WholeGraph:
+    """Forward and backward of one microbatch as one graph. Gradients must be there before it is
+    made.
+
+    sample: a microbatch of the only capacity. record: makes a function repeatable.
+    """
+
+    def __init__(
+        self, work: TimedPart, sample: PackedBatch, record: Record = record_on_cuda
+    ) -> None:
+        self.work, self.capacity = work, sample.capacity
+        self.data = sample.data.clone()
+        self.batch = PackedBatch(self.data, sample.capacity)
+        _, *rest = work.arguments(self.batch)
+        self.rest = tuple(
+            value.clone().detach().requires_grad_() if isinstance(value, Tensor) else value
+            for value in rest
+        )
+        incoming = work.incoming(self.batch)
+        self.incoming = None if incoming is None else incoming.clone()
+        began = time.perf_counter()
+        self.out, self.replay = record(self._pass)
+        self.capture_seconds = time.perf_counter() - began
+
+    def _pass(self) -> Tensor:
+        for value in self.rest:
+            if isinstance(value, Tensor):
+                value.grad = None  # made anew by every pass, where a graph then writes it
+        out = self.work.model(self.batch, *self.rest)
+        torch.autograd.backward(out, self.incoming)
+        return out.detach()
+
+    def run(self, batch: PackedBatch) -> Tensor:
+        """Forward and backward of `batch`; what comes out is overwritten by the next call.
+
+        Raises ValueError for a microbatch of another capacity.
+        """
+        if batch.capacity != self.capacity:
+            raise ValueError(
+                f"this graph is of {self.capacity}, the microbatch is of {batch.capacity}"
+            )
+        self.data.copy_(batch.data)
+        _, *rest = self.work.arguments(batch)
+        with torch.no_grad():
+            for static, now in zip(self.rest, rest, strict=True):
+                if isinstance(static, Tensor):
+                    static.copy_(now)
+        incoming = self.work.incoming(batch)
+        if self.incoming is not None and incoming is not None:
+            self.incoming.copy_(incoming)
+        self.replay()
+        return self.out
+
+
+class TensorLayer(nn.Module):
+    """A layer as a function of tensors alone. tables: of rotary positions. constants, marks: what
+    else a graph bakes."""
+
+    def __init__(
+        self, layer: nn.Module, tables: int, constants: AttentionMetadata, marks: Marks | None
+    ) -> None:
+        super().__init__()
+        self.layer, self.tables = layer, tables
+        self.masked = constants.mask is not None
+        self.constants = constants.longest, constants.backend, constants.finite_padding
+        self.capacity = None if marks is None else marks.capacity
+
+    def forward(self, hidden: Tensor, *shared: Tensor) -> Tensor:
+        """hidden: [T, H]; shared: as `shared_tensors` gives them. Returns [T, H]."""
+        rotary, (cu_seqlens, padding, *rest) = shared[: self.tables], shared[self.tables :]
+        mask, others = (rest[0], rest[1:]) if self.masked else (None, rest)
+        metadata = AttentionMetadata(cu_seqlens, padding, mask, *self.constants)
+        marks = None
+        if self.capacity is not None:
+            document_ids, labels, *documents = others
+            marks = Marks(padding, document_ids, labels, self.capacity, *documents)
+        return self.layer(hidden, rotary, metadata, marks)
+
+
+def shared_tensors(
+    rotary: Rotary, attention: AttentionMetadata, marks: Marks | None
+) -> tuple[Tensor, ...]:
+    """Everything that all layers read, as tensors: cos, sin, boundaries, padding, and mask and
+    marks where they are."""
+    mask = () if attention.mask is None else (attention.mask,)
+    read = [] if marks is None else [marks.document_ids, marks.labels]
+    if marks is not None and marks.documents is not None:
+        read.append(marks.documents)
+    return (*rotary, attention.cu_seqlens, attention.padding_mask, *mask, *read)
+
+
+class GraphedCallables(LayerStack):
+    """Computes what `model` does for microbatches of one capacity, its layers by graphs.
+
+    layers: of the model, as modules. arguments: the model's, for any microbatch of that capacity.
+    make: the API itself.
+    """
+
+    def __init__(
+        self,
+        model: DecoderStack,
+        layers: Sequence[nn.Module],
+        arguments: tuple[Any, ...],
+        make: Make = torch.cuda.make_graphed_callables,
+    ) -> None:
+        state = model.stages()[0].run(model.begin(*arguments))
+        constants: AttentionMetadata = state["attention"]
+        marks = marks_of(model, state)
+        self.shared = tuple(
+            tensor.detach().clone() for tensor in shared_tensors(state["rotary"], constants, marks)
+        )
+        modules = tuple(
+            TensorLayer(layer, len(state["rotary"]), constants, marks) for layer in layers
+        )
+        samples = tuple(
+            (torch.randn_like(state["hidden"]).requires_grad_(), *self.shared) for _ in modules
+        )
+        super().__init__(model, [])
+        self.capacity = arguments[0].capacity
+        began = time.perf_counter()
+        self.graphed = make(modules, samples)
+        self.capture_seconds = time.perf_counter() - began
+
+    def begin(self, batch: PackedBatch, *args: Any, **kwargs: Any) -> State:
+        """As DecoderStack.begin. Raises ValueError for a microbatch of another capacity."""
+        if batch.capacity != self.capacity:
+            raise ValueError(
+                f"these graphs are of {self.capacity}, the microbatch is of {batch.capacity}"
+            )
+        return super().begin(batch, *args, **kwargs)
+
+    def run_layers(self, state: State) -> State:
+        given = shared_tensors(state["rotary"], state["attention"], marks_of(self.model, state))
+        for static, now in zip(self.shared, given, strict=True):
+            static.copy_(now)
+        hidden = state["hidden"]
+        for layer in self.graphed:
+            hidden = layer(hidden, *self.shared)
+        return {**state, "hidden": hidden}
+
+
+class Recorded(Way):
+    """torch's own graphs: of each layer, or of everything at once. make: the call, given the first
+    microbatch."""
+
+    def __init__(
+        self, name: str, work: TimedPart, capacity: Capacity, make: Callable[[PackedBatch], Any]
+    ) -> None:
+        super().__init__(name, work, (capacity,))
+        self._make = make
+
+    def prepare(self, batches: Sequence[PackedBatch]) -> None:
+        self.call = self._make(batches[0])
+        super().prepare(batches)
+
+    def run(self, batch: PackedBatch) -> Tensor:
+        return self.call.run(batch) if isinstance(self.call, WholeGraph) else super().run(batch)
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | per_layer(self.call.capture_seconds, self.work, 1)  # type: ignore[attr-defined]
+
+
+def _callables(name: str, setting: Setting) -> Way:
+    setting.needs_cuda(name)
+    model = setting.model_of(name)
+    work, compiled = setting.work.by(model), name.endswith("+compile")
+    layers = (
+        compiled_layers(model, setting.compiler, dynamic=False) if compiled else layers_of(model)
+    )
+    return Recorded(
+        name,
+        work,
+        setting.capacity,
+        lambda batch: GraphedCallables(model, layers, work.arguments(batch)),
+    )
+
+
+def _whole(name: str, setting: Setting) -> Way:
+    setting.needs_cuda(name)
+    model = setting.model_of(name)
+    work = setting.work.by(CompiledStack(model) if name.endswith("+compile") else model)
+    documents = max(PADDED_DOCUMENTS, setting.capacity.documents)
+    padded = Capacity(setting.capacity.tokens, documents)
+    return Recorded(name, work, padded, lambda batch: WholeGraph(work, batch))
+
+
+def _transformers(name: str, setting: Setting) -> Way:
+    compiler = setting.compiler if name.endswith("+compile") else None
+    stack = transformers_stack(setting.model_of(name), compiler)
+    return Compiled(name, setting.work.by(stack), (), stack)
+
+
+OTHERS: dict[str, Maker] = {
+    f"{name}{end}": make
+    for name, make in (
+        ("graphed-callables", _callables),
+        ("whole-padded", _whole),
+        ("transformers", _transformers),
+    )
+    for end in ("", "+compile")
+}

@@ -1,0 +1,545 @@
+"""Checkpoints: whole or not there.
+
+Tensors (model, optimizer, random states) are written by torch.distributed.checkpoint, everything
+else as JSON; nothing that is read back can run code (`reader.py`). The invariant:
+whatever happens while saving (full disk, kill), the last whole checkpoint stays loadable and
+`latest` names it. Every rank writes the parts it holds, under full names and places, so a
+checkpoint can be read at any other layout; rank 0 alone moves folders.
+
+    checkpoints/
+      .writing-step-00000100/   written and fsynced here, then renamed
+      step-00000100/            .metadata  __RANK_N.distcp  state.json
+      latest                    name of the newest whole checkpoint, replaced atomically
+      best                      name of the one with the lowest loss, which stays
+
+Checkpoints are ordered by step: clocks can be set back. A run that went back to a lower step has
+left what it had computed after it, as metrics.jsonl is cut there, too. So its next save removes the
+checkpoints of higher steps: all that are left are of one history, and the highest step is the
+newest, also when `latest` is lost.
+
+`state.json` holds step and JSON state, and what the other files must be, so that a checkpoint that
+is read is the one that was written: a checksum
+over its own content and size and SHA-256 of every other file; `.metadata` and every file that it
+names must be among them. A shard that rank 0 cannot see when it writes this file is an error then,
+not when somebody resumes.
+
+Format 1 had no checksum over `state.json` itself. It is still read, with a warning, so that runs
+under way can go on; a file that has a checksum is checked whatever its format says.
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed.checkpoint as distributed_checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from packgraph.graphs.errors import PackgraphWarning
+from packgraph.parallel.heartbeat import is_broken_connection
+from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.processes import from_all, on_each, on_first
+from packgraph.train.checkpoint.reader import (
+    CheckpointError,
+    PlainWriter,
+    SafeReader,
+    check_extents,
+    files_of,
+    read_metadata_file,
+    tensor_entries,
+)
+from packgraph.train.config.values import shown
+from packgraph.train.node_folders import NodeFolders, gather_shards, shared_folder
+from packgraph.train.run_files import (
+    CHECKSUM,
+    WRITING,
+    checksum,
+    digest_of,
+    parse_json,
+    sync_file,
+    sync_folder,
+    write_synced,
+)
+
+FORMAT, OLD_FORMAT = "packgraph checkpoint 2", "packgraph checkpoint 1"
+STATE, METADATA = "state.json", ".metadata"
+
+
+class StoredState(NamedTuple):
+    """A state.json. files: name → size in bytes and SHA-256."""
+
+    step: int
+    state: dict[str, Any]
+    files: dict[str, tuple[int, str]]
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; None for other folders."""
+    match = re.fullmatch(r"step-(\d{8,18})", path.name)
+    return int(match[1]) if match else None
+
+
+def describe(
+    folder: Path, step: int, state: Mapping[str, Any], sent: Mapping[str, str] | None = None
+) -> None:
+    """Write state.json for the files in `folder`, after all that its metadata name were found.
+
+    Args:
+        folder: The folder of the checkpoint, which is being written.
+        step: Its step.
+        state: What is to be stored besides tensors; JSON-able.
+        sent: SHA-256 of the files that have come from other nodes.
+
+    Raises:
+        CheckpointError: If files are missing that other processes have written.
+        OSError: If it cannot be written.
+    """
+    found = read_metadata_file(folder / METADATA)
+    missing = [name for name in files_of(found) if not (folder / name).is_file()]
+    if missing:
+        shown = ", ".join(missing[:8]) + (
+            f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        )
+        raise CheckpointError(
+            f"{folder}: {shown}: written by other processes, but not to be seen by rank 0: the "
+            "checkpoint would not be "
+            "whole. All nodes must write to one shared file system: give a path on it as "
+            "--run.folder, or say --run.per-node-folder"
+        )
+    files = {path.name: (path.stat().st_size, digest_of(path)) for path in sorted(folder.iterdir())}
+    if changed := [name for name, digest in (sent or {}).items() if files[name][1] != digest]:
+        raise CheckpointError(f"{folder / changed[0]}: is not what its rank has sent")
+    check_extents(found, {name: size for name, (size, _) in files.items()}, folder / METADATA)
+    write_state(
+        folder / STATE, {"format": FORMAT, "step": step, "files": files, "state": dict(state)}
+    )
+
+
+def write_state(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the content of a state.json, and its checksum. Raises OSError."""
+    plain = json.loads(json.dumps(content, allow_nan=False))
+    write_synced(path, json.dumps({**plain, CHECKSUM: checksum(plain)}))
+
+
+def read_state(path: Path) -> StoredState:
+    """The state.json of the checkpoint at `path`; its other files are not looked at. Raises
+    CheckpointError."""
+    file = path / STATE
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{file}: damaged: it is no file")
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("format") not in (FORMAT, OLD_FORMAT):
+            raise CheckpointError(
+                f"{file}: not a checkpoint of this program (expected format {FORMAT!r})"
+            )
+        expected = checksum(content)
+    except OSError as error:
+        raise CheckpointError(
+            f"{file}: cannot be read: {error.strerror}; is this a checkpoint?"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: damaged: {error}") from error
+    if content["format"] == OLD_FORMAT and CHECKSUM not in content:
+        warnings.warn(
+            f"{file}: written before state.json had a checksum; damage of it may go unnoticed "
+            "until the next "
+            "checkpoint",
+            PackgraphWarning,
+            stacklevel=2,
+        )
+    elif content.get(CHECKSUM) != expected:
+        raise CheckpointError(
+            f"{file}: damaged: its contents are not what was written (its checksum differs)"
+        )
+    return StoredState(_step(content, path), _state(content, file), _files(content, file))
+
+
+def check_files(path: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """Hold all files of the checkpoint at `path` against its manifest. Raises CheckpointError
+    naming the file."""
+    for name, (size, digest) in files.items():
+        _check_file(path / name, size, digest)
+    found = read_metadata_file(path / METADATA)
+    missing = [name for name in files_of(found) if name not in files]
+    if missing:
+        raise CheckpointError(
+            f"{path / STATE}: damaged: it does not list {', '.join(missing[:8])}, which hold "
+            "tensors"
+        )
+    check_extents(found, {name: size for name, (size, _) in files.items()}, path / METADATA)
+
+
+def _step(content: Mapping[str, Any], path: Path) -> int:
+    step, named = content.get("step"), step_of(path)
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise CheckpointError(f"{path / STATE}: damaged: its step is {step!r}")
+    if named is not None and named != step:
+        raise CheckpointError(
+            f"{path / STATE}: damaged: it is of step {step}, its folder is of step {named}"
+        )
+    return step
+
+
+def _state(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    state = content.get("state")
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file}: damaged: it has no state")
+    return state
+
+
+def _files(content: Mapping[str, Any], file: Path) -> dict[str, tuple[int, str]]:
+    files = content.get("files")
+    if not isinstance(files, dict) or METADATA not in files:
+        raise CheckpointError(f"{file}: damaged: its list of files lacks {METADATA}")
+    for name, entry in files.items():
+        good = (
+            Path(name).name == name
+            and isinstance(entry, list)
+            and len(entry) == 2
+            and type(entry[0]) is int
+            and entry[0] >= 0
+            and isinstance(entry[1], str)
+            and re.fullmatch(r"[0-9a-f]{64}", entry[1])
+        )
+        if not good:
+            raise CheckpointError(
+                f"{file}: damaged: {name!r} has no size and SHA-256 in its list of files"
+            )
+    return {name: (size, digest) for name, (size, digest) in files.items()}
+
+
+def _check_file(path: Path, size: int, digest: str) -> None:
+    try:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing; the checkpoint is damaged")
+        if path.stat().st_size != size:
+            raise CheckpointError(
+                f"{path}: damaged: {path.stat().st_size} bytes, {size} were written"
+            )
+        if digest_of(path) != digest:
+            raise CheckpointError(
+                f"{path}: damaged: its contents are not what was written (SHA-256 differs)"
+            )
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+LATEST = "latest"
+BEST = "best"
+REPLACED = ".replaced-"
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep: int,
+    mesh: Mesh | None = None,
+    best: int | None = None,
+    nodes: NodeFolders | None = None,
+) -> Path:
+    """Write the checkpoint of `step`; keep the newest `keep` and that of step `best`, if there is
+    one. Collective.
+
+    tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank
+    0's is written. nodes: which ranks see the same folder, all of them by default; the checkpoint
+    is rank 0's. Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2)
+    is atomic within a file system. Raises CheckpointError (full disk, no permission, shards of
+    other ranks that rank 0 does not see) on all ranks; the earlier ones stay as they are. A
+    connection to another rank that breaks is no such error, and is raised as it is.
+    """
+    mesh = mesh or single_process()
+    nodes = nodes or shared_folder(mesh)
+    name = _name(step)
+    writing, leads = folder / (WRITING + name), nodes.leads(mesh.rank)
+    try:
+        # Rank 0 comes last: what it makes stays, even if another node's folder is its own after
+        # all.
+        if nodes.others:
+            on_each(mesh, lambda: _begin_writing(folder, writing) if leads else None, OSError)
+        on_first(mesh, lambda: _begin_writing(folder, writing), OSError)
+        _write_tensors(writing, tensors)
+        sent = gather_shards(writing, mesh, nodes)
+        on_first(
+            mesh,
+            lambda: _finish_writing(folder, writing, step, state, keep, best, sent),
+            OSError,
+            CheckpointError,
+        )
+    except CheckpointError:
+        # Where the folder is not shared, each rank has one of its own.
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    except OSError as error:
+        if mesh.rank == 0 or leads:
+            # What fails here as well (a disk that is gone) is removed by the next save.
+            shutil.rmtree(writing, ignore_errors=True)
+        raise CheckpointError(
+            f"{folder / name}: could not be written: {error.strerror or error}; earlier "
+            "checkpoints are untouched. "
+            "Free some space or choose another run.folder, then go on with --resume"
+        ) from error
+    if leads:
+        shutil.rmtree(writing, ignore_errors=True)  # its shards are on the node of rank 0
+    return folder / name
+
+
+def _begin_writing(folder: Path, writing: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+    remove_leftovers(folder)
+    writing.mkdir()
+
+
+def _finish_writing(
+    folder: Path,
+    writing: Path,
+    step: int,
+    state: Mapping[str, Any],
+    keep: int,
+    best: int | None,
+    sent: Mapping[str, str],
+) -> None:
+    """Describe what was written, give it its name, make it the latest and remove the oldest."""
+    for path in writing.iterdir():  # torch syncs a file before it writes what its buffer holds yet
+        sync_file(path)
+    describe(writing, step, state, sent)
+    sync_folder(writing)
+    name = writing.name.removeprefix(WRITING)
+    if (folder / name).exists():
+        (folder / name).rename(folder / (REPLACED + name))
+    writing.rename(folder / name)
+    _point(folder, LATEST, name)
+    if best is not None and (folder / _name(best)).is_dir():
+        _point(folder, BEST, _name(best))
+    sync_folder(folder)
+    remove_leftovers(folder)
+    _prune(folder, step, keep, best)
+
+
+def _point(folder: Path, pointer: str, name: str) -> None:
+    write_synced(folder / (WRITING + pointer), name + "\n")
+    os.replace(folder / (WRITING + pointer), folder / pointer)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint `latest` names, else the one with the highest step; None when there is
+    none."""
+    _restore_replaced(folder)
+    return _pointed(folder, LATEST) or next(iter(checkpoints_by_step(folder)), None)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint `best` names; None when there is none."""
+    return _pointed(folder, BEST)
+
+
+def _pointed(folder: Path, pointer: str) -> Path | None:
+    if not (folder / pointer).is_file():
+        return None
+    named = (
+        folder / Path((folder / pointer).read_text(encoding="utf-8", errors="replace").strip()).name
+    )
+    return named if step_of(named) is not None and named.is_dir() else None
+
+
+class FoundCheckpoint(NamedTuple):
+    """A whole checkpoint. damaged: what is wrong with each newer one that was passed over."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    damaged: tuple[str, ...]
+
+
+def newest_whole_checkpoint(folder: Path, needed: Collection[str] = ()) -> FoundCheckpoint | None:
+    """The checkpoint `latest` names if it is as it was written, else the next lower one that is;
+    None without any.
+
+    Args:
+        folder: The folder of all checkpoints of a run.
+        needed: Keys that its state must have.
+
+    Raises:
+        CheckpointError: If there are checkpoints and none of them is whole, naming the damage of
+            the newest.
+    """
+    newest = latest_checkpoint(folder)
+    if newest is None:
+        return None
+    limit, others = (
+        step_of(newest) or 0,
+        [path for path in checkpoints_by_step(folder) if path != newest],
+    )
+    # Higher steps than the named one are of a history that the run has left; they come last.
+    others.sort(key=lambda path: (step_of(path) or 0) > limit)
+    damaged: list[str] = []
+    for path in (newest, *others):
+        try:
+            step, state = load_state(path)
+            missing = [key for key in needed if key not in state]
+            if missing:
+                raise CheckpointError(f"{path / STATE}: damaged: it has no {', '.join(missing)}")
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        return FoundCheckpoint(path, step, state, tuple(damaged))
+    raise CheckpointError(f"{damaged[0]}; there is no other checkpoint that is whole in {folder}")
+
+
+def load_state(path: Path) -> tuple[int, dict[str, Any]]:
+    """Step and JSON state of a checkpoint, after all its files were checked. Raises CheckpointError
+    naming the file."""
+    step, state, files = read_state(path)
+    check_files(path, files)
+    return step, state
+
+
+def load_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    optional: str | tuple[str, ...] | None = None,
+    mesh: Mesh | None = None,
+) -> None:
+    """Copy a checkpoint into `tensors` in place; names, shapes and dtypes must agree exactly.
+
+    tensors: those of this rank; all processes of `mesh` call it, and together must want all that is
+    stored. optional: stored names that start so (or with one of these) may be left out: ranks of
+    another layout had them. Raises CheckpointError on all ranks, listing all that does not fit on
+    any of them, before anything was changed.
+    """
+    stored = tensor_entries(path / METADATA)
+    wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    everyones = {
+        name: kind
+        for part in from_all(mesh or single_process(), wanted)
+        for name, kind in part.items()
+    }
+    problems = [f"{name} is missing" for name in everyones if name not in stored]
+    problems += [
+        f"{name} is not part of this run"
+        for name in stored
+        if name not in everyones and not (optional and name.startswith(optional))
+    ]
+    for name in everyones.keys() & stored.keys():
+        kind, needed = (stored[name].properties.dtype, tuple(stored[name].size)), everyones[name]
+        if kind != needed:
+            problems.append(
+                f"{name} is {kind[0]} {shown(list(kind[1]))}, this run needs {needed[0]} "
+                f"{list(needed[1])}"
+            )
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise CheckpointError(
+            f"{path}: does not fit this run: " + "; ".join(sorted(problems)[:8]) + more
+        )
+    try:
+        with _single_process_is_meant():
+            distributed_checkpoint.load(dict(tensors), storage_reader=SafeReader(path))
+    except CheckpointException as error:
+        failure = _first_failure(error)
+        # torch would advise to load what it has refused.
+        what = (
+            "a shard holds something else than tensors"
+            if isinstance(failure, pickle.UnpicklingError)
+            else _shown(failure)
+        )
+        raise CheckpointError(f"{path}: damaged: {what}") from error
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        with _single_process_is_meant():
+            distributed_checkpoint.save(
+                dict(tensors), storage_writer=PlainWriter(folder, sync_files=True)
+            )
+    except CheckpointException as error:
+        if is_broken_connection(error):
+            raise
+        failure = _first_failure(error)
+        raise (
+            failure if isinstance(failure, OSError) else OSError(_short_of_space(folder, failure))
+        ) from error
+    except RuntimeError as error:
+        if is_broken_connection(error):
+            raise
+        raise OSError(_short_of_space(folder, error)) from error
+
+
+def _short_of_space(folder: Path, failure: BaseException) -> str:
+    """Why torch could not write: its own writer says where its bytes ended, not that the disk is
+    full."""
+    said = _shown(failure)
+    try:
+        free = f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there"
+    except OSError:
+        free = "the file system cannot be asked"
+    return f"torch could not write all bytes, as on a full disk or beyond a quota ({free}): {said}"
+
+
+def _shown(failure: BaseException) -> str:
+    return (str(failure).splitlines() or [type(failure).__name__])[0]
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """The cause of the first failing rank: an exception, wrapped with its traceback."""
+    return next(iter(error.failures.values()))[0]
+
+
+def _single_process_is_meant() -> Any:
+    """Torch warns when no process group exists; a run on one device means exactly that."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed or failed save left in the folder of all checkpoints, if there is one.
+    Only for the process that writes the run. Raises OSError."""
+    _restore_replaced(folder)
+    for leftover in (*folder.glob(REPLACED + "*"), *folder.glob(WRITING + "*")):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def _restore_replaced(folder: Path) -> None:
+    """Give a checkpoint that was to be replaced its name back, if the save was killed before the
+    new one came."""
+    for leftover in folder.glob(REPLACED + "*"):
+        original = folder / leftover.name.removeprefix(REPLACED)
+        if not original.exists():
+            leftover.rename(original)
+
+
+def checkpoints_by_step(folder: Path) -> list[Path]:
+    """All checkpoints, the highest step first."""
+    return sorted(
+        (path for path in folder.glob("step-*") if step_of(path) is not None),
+        key=lambda path: step_of(path) or 0,
+        reverse=True,
+    )
+
+
+def _prune(folder: Path, newest: int, keep: int, best: int | None) -> None:
+    """Keep the `keep` highest steps up to `newest`, which was just saved, and the best; higher ones
+    are of a history left behind."""
+    known = checkpoints_by_step(folder)
+    past = [path for path in known if (step_of(path) or 0) <= newest]
+    kept = past[:keep] + [path for path in past if step_of(path) == best]
+    for path in known:
+        if path not in kept:
+            doomed = path.rename(folder / (WRITING + path.name))
+            shutil.rmtree(doomed)

@@ -1,0 +1,1 @@
+"""Configuration of a run: sections, values, files and command line."""

@@ -1,0 +1,267 @@
+"""Reading nested frozen dataclasses from files and the command line.
+
+The problem: a run is described by a tree of small frozen dataclasses. Its values come from a
+preset, then a TOML or JSON file, then `--dotted.options`. One typo must not cost a started run, and
+ten typos must not cost ten attempts.
+
+The invariant: either every value given is known, well typed and accepted by its dataclass, or one
+`ConfigError` lists all problems at once, each with its place (file and key, or option) and, for an
+unknown key, the nearest known one. `to_dict` is the inverse of `read_config`: what it writes reads
+back equal.
+
+    preset ─▶ Layer(file, {...}) ─▶ Layer(option, {...}) ─▶ typed values ─▶ frozen dataclass
+"""
+
+import dataclasses
+import difflib
+import tomllib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from packgraph.graphs.errors import PackgraphWarning
+from packgraph.train.config.values import (
+    SHOWN,
+    ValueProblem,
+    convert,
+    is_section,
+    path_problem,
+    plain,
+    resolved_types,
+    shown,
+)
+from packgraph.train.run_files import CHECKSUM, parse_json
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, found in one pass. `problems` holds one line
+    for each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        super().__init__(
+            f"{len(self.problems)} {noun} in the configuration:\n  " + "\n  ".join(self.problems)
+        )
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[str, ...]]]:
+        """What other ranks raise it from."""
+        return type(self), (self.problems,)
+
+
+# Options of earlier versions, with the value that is left out without a word.
+RETIRED: Mapping[str, Any] = {"model.merge_projections": False}
+
+
+@dataclass(frozen=True)
+class ConfigLayer:
+    """Values from one place.
+
+    where: a file name or `command line`. text: leaves are text to parse. problems: what was wrong
+    before values could be told apart. others: options of the command itself, of which an unknown
+    one may be meant. positional: paths that are given by their place among the words.
+    """
+
+    where: str
+    values: Mapping[str, Any]
+    text: bool = False
+    problems: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    positional: frozenset[str] = frozenset()
+
+    def place(self, path: str) -> str:
+        if path in self.positional:
+            return path.upper()
+        path = path if len(path) <= SHOWN else path[:SHOWN] + "…"
+        return f"--{path.replace('_', '-')}" if self.text else f"{self.where}: {path}"
+
+
+def read_config(base: T, layers: Sequence[ConfigLayer]) -> T:
+    """Overlay `layers` on `base`, a frozen dataclass tree, later layers winning. Raises
+    ConfigError."""
+    problems: list[str] = []
+    result = overlay(base, layers, problems)
+    if problems:
+        raise ConfigError(problems)
+    return result
+
+
+def overlay(base: T, layers: Sequence[ConfigLayer], problems: list[str]) -> T:
+    """As `read_config`; what is wrong goes to `problems`, and `base` decides there."""
+    paths = known_paths(base)
+    values: dict[str, Any] = {}
+    for layer in layers:
+        problems.extend(layer.problems)
+        _collect(base, layer, layer.values, "", [*paths, *layer.others], values, problems)
+    return _rebuild(base, "", values, problems)
+
+
+def known_paths(section: Any, prefix: str = "") -> list[str]:
+    """Dotted paths of all leaves of a dataclass tree, in order of declaration."""
+    paths: list[str] = []
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        path = prefix + field.name
+        paths.extend(known_paths(value, path + ".") if is_section(value) else [path])
+    return paths
+
+
+def _collect(
+    section: Any,
+    layer: ConfigLayer,
+    given: Mapping[str, Any],
+    prefix: str,
+    known: list[str],
+    values: dict[str, Any],
+    problems: list[str],
+) -> None:
+    """Type the leaves of one layer into `values` (dotted path → value); walks sections
+    recursively."""
+    types = resolved_types(type(section))
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        path = prefix + name
+        if path in RETIRED:
+            problems.extend(_retired(path, value, layer))
+        elif name not in types:
+            problems.extend(_unknown(path, value, layer, known))
+        elif is_section(getattr(section, name)):
+            if isinstance(value, Mapping):
+                _collect(getattr(section, name), layer, value, path + ".", known, values, problems)
+            else:
+                problems.append(
+                    f"{layer.place(path)}: this is a section; set one of its keys, such as "
+                    f"{layer.place(_first_key(path, known))}"
+                )
+        else:
+            try:
+                values[path] = convert(value, types[name], from_text=layer.text)
+            except ValueProblem as problem:
+                problems.append(f"{layer.place(path)}: {problem}")
+
+
+def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
+    """What to say of an option of earlier versions: files may name it still."""
+    told = f"{layer.place(path)}: no longer an option, for it made nothing faster"
+    if layer.text:
+        return [told]
+    if value != RETIRED[path]:
+        warnings.warn(f"{told}: {value!r} is left out", PackgraphWarning, stacklevel=2)
+    return []
+
+
+def _first_key(section: str, known: Sequence[str]) -> str:
+    return next((path for path in known if path.startswith(section + ".")), section)
+
+
+def _unknown(path: str, value: Any, layer: ConfigLayer, known: Sequence[str]) -> list[str]:
+    """What to say of a key that is not known: an unknown section of a file once, of options each of
+    its keys."""
+    if not isinstance(value, Mapping):
+        near = nearest(path, known)
+        shown = f"--{near.replace('_', '-')}" if layer.text else near
+        return [f"{layer.place(path)}: unknown key, did you mean {shown}?"]
+    if layer.text:
+        return [
+            line
+            for key, inner in value.items()
+            for line in _unknown(f"{path}.{key}", inner, layer, known)
+        ]
+    sections = sorted({candidate.rpartition(".")[0] for candidate in known} - {""})
+    near = max(sections, key=lambda section: _likeness(path, section), default="")
+    return [f"{layer.place(path)}: unknown section" + (f", did you mean {near}?" if near else "")]
+
+
+def nearest(path: str, known: Sequence[str]) -> str:
+    """The known path most like `path`: one with the same last word, with its initials (`lr`), or
+    else spelled alike."""
+
+    def likeness(candidate: str) -> tuple[bool, bool, float]:
+        last, wanted = candidate.rpartition(".")[2], path.rpartition(".")[2]
+        initials = "".join(part[0] for part in last.split("_") if part)
+        spelling = max(_likeness(path, candidate), 0.9 * _likeness(wanted, last))
+        return last == wanted, len(wanted) > 1 and initials == wanted, spelling
+
+    return max(known, key=likeness)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
+
+
+def _rebuild(section: T, prefix: str, values: Mapping[str, Any], problems: list[str]) -> T:
+    """A copy of `section` with `values` put in; a dataclass that refuses them adds its reason to
+    `problems`."""
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        value = getattr(section, field.name)
+        path = prefix + field.name
+        if is_section(value):
+            changes[field.name] = _rebuild(value, path + ".", values, problems)
+        elif path in values:
+            changes[field.name] = values[path]
+    try:
+        return dataclasses.replace(section, **changes)  # type: ignore[type-var]
+    except ValueError as error:
+        problems.append(f"section {prefix[:-1]}: {error}" if prefix else str(error))
+        return section
+
+
+def to_dict(section: Any) -> dict[str, Any]:
+    """The tree as JSON-able values; `read_config(base, [Layer(..., to_dict(config))])` gives the
+    same tree back."""
+    return {
+        field.name: to_dict(value) if is_section(value) else plain(value)
+        for field in dataclasses.fields(section)
+        for value in (getattr(section, field.name),)
+    }
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Dotted paths at which two `to_dict` trees differ → (old value, new value)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(set(old) | set(new)):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found.update(differences(before, after, f"{prefix}{key}."))
+        elif before != after:
+            found[prefix + key] = (before, after)
+    return found
+
+
+def load_file(path: Path) -> ConfigLayer:
+    """A `.toml` or `.json` file as a layer. Raises ConfigError naming the file when it is missing
+    or malformed.
+
+    The checksum of a run's config.json is left out: a copy of it may be edited.
+    """
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError([f"{shown(str(path))}: a config file ends in .toml or .json"])
+    kind = path.suffix[1:].upper()
+    problem = path_problem(str(path))
+    if problem is None and path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ConfigError([f"{path}: cannot be read: it is no file"])
+    if problem is not None:
+        raise ConfigError([f"{shown(str(path))}: cannot be read: {problem}"])
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{path}: not valid {kind}: nested too deeply"]) from error
+    except (
+        ValueError
+    ) as error:  # TOMLDecodeError, JSONDecodeError, UnicodeDecodeError, nested too deeply
+        raise ConfigError([f"{path}: not valid {kind}: {error}"]) from error
+    if not isinstance(values, dict):
+        raise ConfigError(
+            [f"{path}: the top level must be an object with the sections of the configuration"]
+        )
+    return ConfigLayer(str(path), {key: value for key, value in values.items() if key != CHECKSUM})

@@ -1,0 +1,542 @@
+"""What a training run can be told: one small frozen dataclass for each part.
+
+Every field has a default in its preset, a type that `train/config/reading.py` reads from files and
+options, and one line of help in the docstring of its class (`name: help`), which is what
+`packgraph train --help all` prints. A section refuses values that are wrong in themselves; what is
+wrong between sections is found by `train/validate.py`.
+"""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from packgraph.graphs.memory.budget import budget_bytes
+from packgraph.models.decoder import DecoderConfig
+from packgraph.offloading.knobs import OffloadKnobs
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train.config.values import path_problem, shown
+
+DEFAULT_DOCUMENTS_CAP = 50
+
+
+def _refuse(problems: dict[str, bool]) -> None:
+    """Raise one ValueError with all texts whose condition is true."""
+    found = [text for text, wrong in problems.items() if wrong]
+    if found:
+        raise ValueError("; ".join(found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up, cosine decay and clipping by the global gradient norm.
+
+    learning_rate: peak learning rate.
+    weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
+    betas: decay rates of AdamW's two running means.
+    eps: added to AdamW's denominator.
+    warmup_steps: steps of linear warm-up.
+    decay_steps: step at which the cosine decay ends; none = the last step of the run.
+    min_learning_rate_fraction: learning rate after the decay, as a fraction of the peak.
+    clip_norm: largest global gradient norm; none = no clipping.
+    """
+
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    warmup_steps: int = 10
+    decay_steps: int | None = None
+    min_learning_rate_fraction: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _refuse(
+            {
+                f"learning_rate must be positive, got {self.learning_rate}": self.learning_rate
+                <= 0,
+                f"weight_decay must not be negative, got {self.weight_decay}": self.weight_decay
+                < 0,
+                f"betas must lie in [0, 1), got {self.betas}": not all(
+                    0 <= beta < 1 for beta in self.betas
+                ),
+                f"eps must be positive, got {self.eps}": self.eps <= 0,
+                f"warmup_steps must not be negative, got {self.warmup_steps}": self.warmup_steps
+                < 0,
+                f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1)
+                < 1,
+                "min_learning_rate_fraction must lie in [0, 1], got "
+                f"{self.min_learning_rate_fraction}": not 0 <= self.min_learning_rate_fraction <= 1,
+                f"clip_norm must be positive, got {self.clip_norm}": self.clip_norm is not None
+                and self.clip_norm <= 0,
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """How microbatches are packed into static shapes and which parts run as captured graphs.
+
+    enabled: capture and replay graphs; false trains eagerly.
+    backend: cuda = CUDA graphs, recorder = the CPU backend, auto = what the device has.
+    warmup: optimizer steps that run eagerly before the graphs are captured.
+    slots: microbatches that may be in flight at once; none = as many as come. Training runs one
+        after the other.
+    strict: stop with an error where a graph cannot be captured, instead of going on eagerly.
+    scope: names of the stages to capture, such as attn,mlp; none = all.
+    granularity: layer = one graph for each layer, chunk = one for all layers, step = one for a
+        whole step.
+    compile: send what is captured through torch.compile first; calls that run eagerly run the same
+        code.
+    optimizer: with granularity step, the update of the weights is part of the graph too.
+    capacities: static shapes of a microbatch, as TOKENSxDOCUMENTS[xLONGEST], separated by commas;
+        auto = chosen from the lengths of the documents, see the section buckets.
+    autotune: time the first steps after the capture both ways and let each bucket run eagerly where
+        that is faster; auto = on CUDA only.
+    memory_budget: memory that graphs may take on one device, as 12GiB, 512MiB or 40%; capacities
+        that would need more are not captured, largest first, and run eagerly. none = no limit.
+    max_documents: largest number of documents in a captured microbatch (50 when given without a
+        value); packs with more run eagerly. none = the capacities alone decide.
+    """
+
+    enabled: bool = True
+    backend: Literal["auto", "cuda", "recorder"] = "auto"
+    warmup: int = 2
+    slots: int | None = 1
+    strict: bool = False
+    scope: tuple[str, ...] | None = None
+    granularity: Literal["layer", "chunk", "step"] = "layer"
+    compile: bool = False
+    optimizer: bool = False
+    autotune: bool | Literal["auto"] = "auto"
+    capacities: tuple[Capacity, ...] | Literal["auto"] = (Capacity(1024, 32),)
+    memory_budget: str | None = None
+    max_documents: int | None = field(default=None, metadata={"bare": str(DEFAULT_DOCUMENTS_CAP)})
+
+    def __post_init__(self) -> None:
+        _refuse(
+            {
+                f"warmup must be at least 1, got {self.warmup}": self.warmup < 1,
+                "compile is of captured code, so it needs enabled = true": self.compile
+                and not self.enabled,
+                f"slots must be at least 1, got {self.slots}": self.slots is not None
+                and self.slots < 1,
+                "capacities must name at least one static shape, such as "
+                "1024x32": not self.capacities,
+                f"max_documents must be at least 1, got {self.max_documents}": self.max_documents
+                is not None
+                and self.max_documents < 1,
+            }
+        )
+        if self.memory_budget is not None:
+            budget_bytes(self.memory_budget, total=1)
+
+    def is_autotuned(self, device_type: str) -> bool:
+        """Whether graphs are timed against eager on a device of this type (`cpu` or `cuda`)."""
+        return device_type == "cuda" if self.autotune == "auto" else self.autotune
+
+    def captured_capacities(self) -> list[Capacity]:
+        """The shapes graphs are captured for, smallest first: the capacities with the documents cap
+        put in."""
+        cap = self.max_documents
+        capped = {
+            dataclasses.replace(
+                capacity, documents=min(capacity.documents, cap or capacity.documents)
+            )
+            for capacity in self.declared_capacities()
+        }
+        return sorted(capped)
+
+    def packing_capacities(self) -> list[Capacity]:
+        """The shapes packs may have, smallest first: the captured ones and, under a documents cap,
+        the full ones."""
+        return sorted({*self.captured_capacities(), *self.declared_capacities()})
+
+    def declared_capacities(self) -> tuple[Capacity, ...]:
+        """`capacities` once they are known. Raises RuntimeError while they are to be chosen."""
+        if self.capacities == "auto":
+            raise RuntimeError(
+                "graph.capacities = auto: they are not chosen yet, which `train.launch.prepare` "
+                "does"
+            )
+        return self.capacities
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a run is spread over the processes that torchrun starts.
+
+    dp: replicas that train on different packs; none = all processes that cp, tp and pp leave over.
+    cp: ranks that every row of tokens is spread over; in attention they share the heads instead.
+    cp_kind: how these share attention: ulysses = by heads, zigzag = by parts of documents, for
+        which places are padded to multiples of twice the ranks; auto = ulysses where the ranks
+        divide the heads.
+    dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each
+        microbatch anew; the documents of a step are shared out to all ranks of dp x cp together.
+    time_rows: once graphs are captured, time rows of every number of ranks, and plan by that
+        instead of by estimates, with dynamic_cp; auto = on CUDA, unless the run is deterministic,
+        since other times may make other plans.
+    tp: ranks that every matrix is split over (tensor parallelism).
+    pp: ranks that the layers are split over (pipeline parallelism).
+    chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles,
+        more transfers.
+    sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
+    ep: replicas, of dp, that share the experts of every layer; each keeps a part of them, and
+        tokens travel.
+    dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of ranks, which
+        graphs can capture; symmetric = ranks read what is routed from each other's memory, on up to
+        8 GPUs of one host, which graphs can capture, too; host_splits = exactly what is routed,
+        whose sizes the host waits for; auto = local with ep = 1, else padded.
+    expert_room: rows (per pair of ranks with padded, per rank with symmetric) over what equally
+        busy experts would need; where it does not suffice the step is repeated with more.
+    expert_stash: pages for what experts keep for the backward, over what equally busy experts would
+        need, such as 1.1; only rows that hold tokens take memory then. 0 = all static rows are kept
+        as they are.
+    """
+
+    dp: int | None = None
+    cp: int = 1
+    cp_kind: Literal["auto", "ulysses", "zigzag"] = "auto"
+    dynamic_cp: bool = False
+    time_rows: bool | Literal["auto"] = "auto"
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    sequence: bool = True
+    ep: int = 1
+    dispatcher: Literal["auto", "local", "host_splits", "padded", "symmetric"] = "auto"
+    expert_room: float = 1.5
+    expert_stash: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "dp": 1 if self.dp is None else self.dp,
+            "cp": self.cp,
+            "tp": self.tp,
+            "pp": self.pp,
+            "chunks": self.chunks,
+            "ep": self.ep,
+            "expert_room": self.expert_room,
+        }
+        problems = {
+            f"{name} must be at least 1, got {size}": size < 1 for name, size in sizes.items()
+        }
+        problems[
+            f"dispatcher = local sends nothing, but ep = {self.ep} ranks share the experts; use "
+            "padded or "
+            "host_splits"
+        ] = self.dispatcher == "local" and self.ep > 1
+        problems[f"expert_stash must be 0 or at least 1, got {self.expert_stash}"] = (
+            self.expert_stash != 0 and self.expert_stash < 1
+        )
+        _refuse(problems)
+
+    def layout(self) -> Layout:
+        """The ranks along each axis."""
+        contexts = context_sizes(self.cp) if self.dynamic_cp else ()
+        return Layout(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, contexts=contexts)
+
+    @property
+    def dispatcher_name(self) -> str:
+        """The dispatcher, with `auto` decided."""
+        if self.dispatcher != "auto":
+            return self.dispatcher
+        return "local" if self.ep == 1 else "padded"
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether hidden states are a part of the rows on each tensor parallel rank."""
+        return self.sequence and self.tp > 1
+
+    @property
+    def row_parts(self) -> int:
+        """Ranks that share the rows of hidden states."""
+        return self.cp * (self.tp if self.splits_rows else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run is written, how long it is and what it runs on.
+
+    name: folder of the run under `folder`; none = the preset's name, made unique by a number.
+    folder: folder that holds all runs.
+    per_node_folder: the folder is not shared between nodes: each writes the shards of its ranks
+        there, and checkpoints are gathered on the node of rank 0.
+    steps: optimizer steps.
+    tokens_per_step: real tokens of an optimizer step; packs are taken until they are reached, so
+        their number varies.
+    log_every: steps between two lines of a log that is no terminal.
+    checkpoint_every: steps between two checkpoints; there is always one at the end.
+    keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
+    resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh:
+        one command for first starts and restarts (torchrun --max-restarts, a requeued job).
+    max_minutes: minutes after which the run saves and ends with exit code 75, to be started again;
+        none = no limit.
+    timeout: seconds without a sign of life of a rank, or without an answer to a failed capture,
+        after which all others end with exit code 69; a rank that is stopped for less goes on.
+    on_spike: what happens to a step whose loss or gradient norm is far outside of those before:
+        warn = say so and go on, stop = the run ends, skip = its update is left out, rollback = back
+        to the newest checkpoint and on with other data. The last two do so, too, where loss or
+        gradients are no numbers, which else ends the run.
+    seed: seed of the weights and of dropout.
+    init_from: folder with Hugging Face weights that the run starts from, in their shape; none =
+        fresh ones.
+    dtype: type of weights and activations; under bfloat16 the optimizer keeps float32 copies of the
+        weights.
+    device: auto = cuda where there is one, cpu otherwise.
+    deterministic: only deterministic kernels; an operation that has none is an error.
+    """
+
+    name: str | None = None
+    folder: str = "runs"
+    per_node_folder: bool = False
+    steps: int = 100
+    tokens_per_step: int = 4096
+    log_every: int = 10
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 3
+    resume: bool | Literal["auto"] = False
+    max_minutes: float | None = None
+    timeout: float = 10.0
+    on_spike: Literal["warn", "stop", "skip", "rollback"] = "warn"
+    seed: int = 0
+    init_from: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "tokens_per_step", "log_every", "checkpoint_every", "keep_checkpoints")
+        problems = {
+            f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1
+            for name in counts
+        }
+        problems[f"max_minutes must be more than 0, got {self.max_minutes}"] = (
+            self.max_minutes is not None and self.max_minutes <= 0
+        )
+        problems[f"timeout must be at least 5 seconds, got {self.timeout}"] = self.timeout < 5
+        bad_name = self.name is not None and (
+            self.name.strip() in ("", ".", "..") or "/" in self.name or "\\" in self.name
+        )
+        problems[f"name must be the name of one folder, got {shown(self.name)}"] = bad_name
+        problems[
+            "folder must name the folder that is to hold all runs; . is the current one"
+        ] = not self.folder
+        whole = f"{self.folder}/{self.name or ''}"
+        for name, path in {"folder and name": whole, "init_from": self.init_from or ""}.items():
+            problem = path_problem(path)
+            problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = (
+                problem is not None
+            )
+        bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
+        problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
+        _refuse(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketConfig:
+    """What graph.capacities = auto may choose.
+
+    max_tokens: tokens of the largest capacity, and so of the longest document that is not cut or
+        dropped.
+    max_count: how many capacities at most.
+    memory_gib: GiB of device memory that the graphs of all slots may take, by a prediction; none =
+        no limit.
+    documents: how many documents are read to know their lengths.
+    """
+
+    max_tokens: int = 8192
+    max_count: int = 8
+    memory_gib: float | None = None
+    documents: int = 20_000
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be at least 1, got {getattr(self, name)}"
+            for name in ("max_tokens", "max_count", "documents")
+            if getattr(self, name) < 1
+        ]
+        if self.memory_gib is not None and self.memory_gib <= 0:
+            problems.append(f"memory_gib must be positive, got {self.memory_gib}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Which activations wait in pinned host memory between forward and backward, to fit longer
+    rows. Until there is a plan all that may move does, so the host needs room for what `modules`
+    save.
+
+    modules: activations that may move to the host; of attn_norm, qkv_linear, core_attn, attn_proj,
+        mamba_norm, mamba_scan, mlp_norm, mlp_act, expert_fc1 and moe_act; none = nothing. With
+        graph.compile any of them means all that a layer saves.
+    budget: device memory that these activations may hold at a time, as 4GiB or 512MiB; of groups of
+        all microbatches in flight together: what has to move for that with the least waiting moves.
+        With one microbatch in flight they may hold more wherever all else was seen to take less
+        than at its most. none = no such limit.
+    lost: share of a microbatch's time that may be lost to waiting for copies, such as 0.01: what
+        saves most memory within that moves, by what graphs take once they have run for two steps;
+        that may be less than at first. none = the options below alone decide, else they say what
+        may move.
+    fraction: of the groups (one module of one layer each) that may move, those first in the forward
+        move.
+    min_bytes: tensors and groups smaller than that stay.
+    margin: groups that stay because the backward needs them first; none = the last one of each
+        module.
+    delta_bytes_per_pp_rank: bytes more that stay on each later rank of a pipeline, which has less
+        in flight.
+    in_flight: copies to the host at one time; more hide more of the copying and hold more memory.
+    delay_until_replay: copies of eager stages between graphs are queued after the next graph's
+        launch.
+    """
+
+    modules: tuple[str, ...] = ()
+    budget: str | None = None
+    lost: float | None = None
+    fraction: float = 1.0
+    min_bytes: int = 2**20
+    margin: int | None = None
+    delta_bytes_per_pp_rank: int = 0
+    in_flight: int = 2
+    delay_until_replay: bool = True
+
+    def __post_init__(self) -> None:
+        self.knobs()
+        self.budget_bytes()
+        if self.lost is not None and not 0 <= self.lost < 1:
+            raise ValueError(f"lost must be a share of the time, 0 to 1, got {self.lost}")
+        if self.lost is not None and self.budget is not None:
+            raise ValueError("budget and lost are two ways to say how much moves: give one of them")
+
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes. Raises ValueError when its text is none, or a share of a memory of
+        unknown size."""
+        return None if self.budget is None else budget_bytes(self.budget, None)
+
+    def knobs(self) -> OffloadKnobs:
+        """As plans take them. Raises ValueError with all reasons."""
+        return OffloadKnobs(
+            fraction=self.fraction,
+            min_bytes=self.min_bytes,
+            margin=self.margin,
+            delta_bytes_per_pp_rank=self.delta_bytes_per_pp_rank,
+            in_flight=self.in_flight,
+        )
+
+
+NEEDS_PATH = ("jsonl", "text", "parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where documents come from, how they become tokens and how they are packed.
+
+    source: where documents come from; stdlib = the source code of Python's own library (no
+        download), jsonl = one JSON object a line with text or chat messages, text = a folder of
+        text files, parquet = tables with the same columns as jsonl.
+    path: file or folder of the source (not for stdlib).
+    suffixes: endings of the files that count in a folder of text files.
+    text_column: name of the column that holds the text in jsonl and parquet.
+    tokenizer: bytes = one token a byte, or the path of a tokenizer.json.
+    overlong: documents longer than every capacity: error = stop, split = cut into pieces, drop =
+        leave out.
+    on_bad: documents that cannot be read, or hold words that the tokenizer has not: stop = end the
+        run at the first, skip = leave them out and count them.
+    window: documents that wait to be combined into packs; more means less padding.
+    seed: seed of the order of documents.
+    epochs: passes over the documents; none = repeat until the run has all its steps.
+    max_documents_loaded: only the first documents up to this number; none = all (stdlib: a sample
+        of 6000).
+    """
+
+    source: Literal["stdlib", "jsonl", "text", "parquet"] = "stdlib"
+    path: str | None = None
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst")
+    text_column: str = "text"
+    tokenizer: str = "bytes"
+    overlong: Literal["error", "split", "drop"] = "error"
+    on_bad: Literal["stop", "skip"] = "stop"
+    window: int = 256
+    seed: int = 0
+    epochs: int | None = None
+    max_documents_loaded: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be at least 1, got {value}"
+            for name, value in (
+                ("window", self.window),
+                ("epochs", self.epochs),
+                ("max_documents_loaded", self.max_documents_loaded),
+            )
+            if value is not None and value < 1
+        ]
+        if self.seed < 0:
+            problems.append(f"seed must not be negative, got {self.seed}")
+        if self.source in NEEDS_PATH and not self.path:
+            problems.append(f"source = {self.source} needs a path, the file or folder to read")
+        if self.source not in NEEDS_PATH and self.path:
+            problems.append(
+                f"path is set ({self.path}), but source = {self.source} reads none; set source to "
+                "one of "
+                f"{', '.join(NEEDS_PATH)}"
+            )
+        for name, path in (("path", self.path or ""), ("tokenizer", self.tokenizer)):
+            problem = path_problem(path)
+            if problem:
+                problems.append(
+                    f"{name} cannot be the path of a file or folder, got {shown(path)}: {problem}"
+                )
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run.
+
+    preset: name of the preset that the other values started from.
+    """
+
+    preset: str
+    model: DecoderConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
+    buckets: BucketConfig = field(default_factory=BucketConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+# Help for fields that their own class does not explain, because there it goes without saying.
+FURTHER_HELP = {
+    "vocab_size": "rows of the embedding; at least the token ids of the tokenizer",
+    "hidden_size": "width of the residual stream",
+    "intermediate_size": "width of the feed-forward layers",
+    "num_layers": "decoder layers",
+    "num_heads": "query heads",
+    "rope_theta": "base of the rotary embedding's wavelengths",
+    "rms_norm_eps": "added to the mean square in RMSNorm",
+}
+
+
+def field_help(section: type, name: str) -> str:
+    """The help of a field: what follows `name: ` in its class's docstring, up to the next field or
+    an empty line."""
+    text = section.__doc__ or ""
+    if text.startswith(section.__name__ + "("):
+        return FURTHER_HELP.get(
+            name, ""
+        )  # a signature that dataclass made up, for want of a docstring
+    names = "|".join(field.name for field in dataclasses.fields(section))
+    found = re.search(
+        rf"(?<![\w.]){name}:\s(.*?)(?=(?<![\w.])(?:{names}):\s|\n\s*\n|\bRaises |\Z)",
+        text,
+        re.DOTALL,
+    )
+    if found is None:
+        return FURTHER_HELP.get(name, "")
+    return " ".join(found[1].split()).rstrip(".")

@@ -1,0 +1,438 @@
+"""Context parallelism in a run: how rows are cut for the ranks that share them, what its options
+mean, and what rows cost on this machine.
+
+With dynamic context parallelism:
+
+    parallel.cp = 4, parallel.dynamic_cp, graph.capacities = 8192x16,8192x64
+
+    8192 tokens on 4 ranks are L = 2048 a rank
+    rows of 1, 2 or 4 ranks: 2048, 4096 or 8192 tokens, each with places for 16 or 64 documents:
+    6 buckets
+
+A capacity is that of the largest row, as without dynamic_cp, so `cp` says how long a document may
+be. The number of ranks of a row follows from its tokens (T / L), so a bucket of the bank is a
+capacity as ever. The ranks of dp x cp are one plane, in which groups are blocks of consecutive
+ranks; none is larger than cp, so a block never leaves its `cp`.
+
+A few rows of every size are timed, and the planner's costs are fitted to them:
+
+    estimates plan the first steps ─▶ warm-up, capture, one step ─▶ rows timed ─▶ fit
+    ─▶ measured costs plan the rest
+
+Rows are those that the run replays, at the sizes and places that its plans have: one document that
+fills the row, whose cost is attention, and short ones, whose cost is all else. All ranks run the
+same rows in groups of one size at a time, and the slowest rank counts, so all of them find the same
+numbers and go on with the same plans.
+
+The invariant: of the timed rows nothing is left but gradients, which the next step begins by
+zeroing. Weights are not touched; buffers, random states and counts are put back.
+"""
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from packgraph.graphs.timer import synchronize
+from packgraph.models.branches import head_sizes
+from packgraph.models.config import DecoderConfig
+from packgraph.ops.attention.api import choose_backend
+from packgraph.ops.attention.kind import ContextChoice, document_multiple
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.buckets.cost import FLASH4, CostModel
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.context.request import (
+    COEFFICIENTS,
+    EXCHANGE_US,
+    GATHER_US,
+    GROUP_US,
+    ContextCost,
+    ContextRequest,
+    RowTiming,
+    fit,
+)
+from packgraph.parallel.context.rows import context_choice
+from packgraph.parallel.mesh import Mesh, context_sizes
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.decoder_estimates import MEASURED_HEADS, MEASURED_LAYERS, decoder_cost
+from packgraph.train.random_state import random_states, set_random_states
+
+
+def context_choices(config: TrainConfig) -> dict[int, ContextChoice]:
+    """How ranks share attention, for every number of ranks over 1 that may share a row of the run.
+
+    Raises ValueError where that cannot be, which `validate` finds first.
+    """
+    parallel = config.parallel
+    return choices_of(
+        config, {parallel.cp, *(context_sizes(parallel.cp) if parallel.dynamic_cp else ())}
+    )
+
+
+def choices_of(config: TrainConfig, sizes: Iterable[int]) -> dict[int, ContextChoice]:
+    """How ranks share attention of the run's model, for each of these numbers of ranks over 1; see
+    `context_choices`."""
+    parallel = config.parallel
+    return {
+        size: context_choice(config.model, size, parallel.tp, parallel.cp_kind)
+        for size in sorted({*sizes} - {1})
+    }
+
+
+def zigzag_sizes(choices: Mapping[int, ContextChoice]) -> tuple[int, ...]:
+    """The numbers of ranks whose rows are cut in zigzag."""
+    return tuple(size for size, choice in choices.items() if choice.kind == "zigzag")
+
+
+def common_multiple(choices: Mapping[int, ContextChoice]) -> int:
+    """Documents take up multiples of so many places, whatever row they come to."""
+    return math.lcm(*(document_multiple(choice.kind, size) for size, choice in choices.items()))
+
+
+def places_multiple(config: TrainConfig) -> int:
+    """`common_multiple` of the run."""
+    return 1 if config.parallel.cp_kind == "ulysses" else common_multiple(context_choices(config))
+
+
+def context_notes(config: TrainConfig) -> list[str]:
+    """What people are to know of rows that are cut in zigzag; nothing where none is."""
+    return notes_of(context_choices(config))
+
+
+def notes_of(choices: Mapping[int, ContextChoice]) -> list[str]:
+    """What people are to know of rows that are cut in zigzag; nothing where none is."""
+    cut = {size: choices[size] for size in zigzag_sizes(choices)}
+    why = "; ".join(f"{size} ranks: {choice.reason}" for size, choice in cut.items())
+    return (
+        [
+            f"rows are cut in zigzag ({why}), documents take up multiples of "
+            f"{common_multiple(choices)} places"
+        ]
+        if cut
+        else []
+    )
+
+
+def longest_row(config: TrainConfig) -> int:
+    """Tokens that one rank has of the longest row; rows are spread over the ranks of a context."""
+    auto = config.graph.capacities == "auto"
+    row = (
+        config.buckets.max_tokens
+        if auto
+        else max(c.tokens for c in config.graph.packing_capacities())
+    )
+    return -(-row // config.parallel.cp)
+
+
+def stage_tokens(config: TrainConfig) -> int:
+    """Tokens that meet one copy of a layer's weights, for `models.decoder.stage_layers`: of all
+    ranks that share experts."""
+    return longest_row(config) * config.parallel.ep
+
+
+def rank_tokens(config: TrainConfig) -> int | None:
+    """Tokens L that every rank has of whatever row it works on; None where the ranks of a row do
+    not change."""
+    if not config.parallel.dynamic_cp:
+        return None
+    return (
+        max(capacity.tokens for capacity in config.graph.packing_capacities()) // config.parallel.cp
+    )
+
+
+def rank_rows(config: TrainConfig) -> int | None:
+    """Rows of hidden states that a rank has of whatever row; None as for `rank_tokens`."""
+    tokens = rank_tokens(config)
+    return (
+        None
+        if tokens is None
+        else tokens // (config.parallel.tp if config.parallel.splits_rows else 1)
+    )
+
+
+def with_context_buckets(config: TrainConfig) -> TrainConfig:
+    """`config` whose capacities are those of all rows that a plan may have, for graphs; itself
+    without dynamic_cp."""
+    tokens = rank_tokens(config)
+    if tokens is None:
+        return config
+    buckets = sorted(
+        {
+            Capacity(size * tokens, capacity.documents)
+            for size in context_sizes(config.parallel.cp)
+            for capacity in config.graph.declared_capacities()
+        }
+    )
+    return replace(config, graph=replace(config.graph, capacities=tuple(buckets)))
+
+
+def context_request(config: TrainConfig, world: int, device: torch.device) -> ContextRequest:
+    """What the plan of a step is asked for. world: processes of the run. device: says which
+    attention kernels run.
+
+    A step has as many microbatches as its tokens fill (`run.tokens_per_step`, rounded up).
+    """
+    parallel, tokens = config.parallel, rank_tokens(config)
+    assert tokens is not None
+    plane = parallel.layout().replicas(world) * parallel.cp
+    backend = config.model.attention_backend
+    if backend == "auto":
+        backend = choose_backend(
+            device, getattr(torch, config.run.dtype), *head_sizes(config.model)
+        ).name
+    return ContextRequest(
+        world=plane,
+        tokens=tokens,
+        sizes=context_sizes(parallel.cp),
+        places=tuple(capacity.documents for capacity in config.graph.packing_capacities()),
+        microsteps=-(-config.run.tokens_per_step // (plane * tokens)),
+        cost=context_cost(
+            config.model,
+            parallel.tp,
+            FLASH4 if backend == "flash" else CostModel(),
+            zigzag_sizes(context_choices(config)),
+        ),
+    )
+
+
+def context_cost(
+    model: DecoderConfig, parts: int, measured: CostModel, zigzag: tuple[int, ...] = ()
+) -> ContextCost:
+    """`decoder_cost` and what groups exchange: by heads what every branch exchanges
+    (`models/branches.py`), in zigzag keys and values alone.
+
+    parts: ranks that share heads (tp). zigzag: sizes of groups whose rows are cut so. Latent
+    attention exchanges keys and values of all heads.
+    """
+    attending = model.count("attn")
+    exchanging = sum(model.count(name) for name, kind in model.kinds().items() if kind.is_mixer)
+    key_heads = model.num_heads if model.latent.enabled else model.num_kv_heads
+    columns = sum(
+        model.count(name) * kind.exchanged_columns(model) for name, kind in model.kinds().items()
+    )
+    measured_columns = MEASURED_LAYERS * 2 * MEASURED_HEADS * (1 + MEASURED_KV_SHARE)
+    gathered = (
+        attending
+        * key_heads
+        * sum(head_sizes(model))
+        / (MEASURED_LAYERS * 2 * MEASURED_HEADS * MEASURED_KV_SHARE)
+    )
+    return ContextCost.of(
+        decoder_cost(model, parts, measured),
+        zigzag=zigzag,
+        group_us=GROUP_US * exchanging / MEASURED_LAYERS,
+        exchange_us=EXCHANGE_US * columns / measured_columns / parts,
+        gather_us=GATHER_US * gathered / parts,
+    )
+
+
+def context_problems_of_run(config: TrainConfig) -> list[str]:
+    """What keeps the ranks of a row from changing from microbatch to microbatch, all reasons at
+    once."""
+    parallel, graph = config.parallel, config.graph
+    if not parallel.dynamic_cp:
+        return (
+            [
+                "parallel.time_rows = true is for plans of groups that change; it goes with "
+                "parallel.dynamic_cp = true"
+            ]
+            if parallel.time_rows is True
+            else []
+        )
+    problems = {
+        "parallel.dynamic_cp chooses among groups of up to parallel.cp ranks, and that is 1; give "
+        "the ranks that the "
+        "longest document needs": parallel.cp == 1,
+        "parallel.dynamic_cp with graph.granularity = step is not there: which rows a rank has "
+        "differs from step to "
+        "step and from rank to rank, so nearly every step would be captured anew; use layer or "
+        "chunk": graph.enabled and graph.granularity == "step",
+        "parallel.dynamic_cp needs graph.capacities that are named, such as 8192x16,8192x64: the "
+        "tokens of a row on "
+        "parallel.cp ranks, and places for documents; auto chooses for rows of one number of "
+        "ranks": graph.capacities == "auto",
+    }
+    known = () if graph.capacities == "auto" else graph.declared_capacities()
+    if len({capacity.tokens for capacity in known}) > 1:
+        several = ", ".join(
+            str(tokens) for tokens in sorted({capacity.tokens for capacity in known})
+        )
+        problems[
+            "parallel.dynamic_cp needs graph.capacities of one number of tokens, that of a row on "
+            "parallel.cp = "
+            f"{parallel.cp} ranks (shorter rows follow from it), not {several}"
+        ] = True
+    problems[
+        "parallel.dynamic_cp bounds documents by the ranks they get, so capacities cannot have a "
+        "longest document "
+        "of their own; leave it out"
+    ] = any(capacity.bound != capacity.tokens for capacity in known)
+    return [text for text, wrong in problems.items() if wrong]
+
+
+MEASURED_KV_SHARE = 0.5  # of the measured model: heads of keys and values per head of queries
+ROWS = 2  # in a run, as in a step: the host's way to the first one does not count as much
+RUNS = 2  # that count, after one that does not
+SHORT = 32  # tokens of short documents, at least
+WEIGHT = 1e-4  # of the estimates in the fit: rows are few, and estimates may be off by factors
+
+TimeRow = Callable[[PackedBatch], float]
+Slowest = Callable[[float], float]
+
+
+class RunsSteps(Protocol):
+    """What of an executor rows are timed by."""
+
+    def run_step(self, batches: Sequence[PackedBatch], loss_tokens: int) -> object:
+        """Forward and backward of microbatches."""
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Steps within are none of the run's."""
+
+
+def is_wanted(wish: bool | str, device: torch.device, deterministic: bool) -> bool:
+    """Whether to time rows. wish: as of `parallel.time_rows`; auto = on CUDA, where times mean
+    something, and not in a run that is to give the same bits again, since other times may make
+    other plans."""
+    return device.type == "cuda" and not deterministic if wish == "auto" else bool(wish)
+
+
+def sample_rows(request: ContextRequest, vocabulary: int) -> list[tuple[int, PackedBatch]]:
+    """Rows to be timed, with their numbers of ranks, largest first: of every size one with a single
+    document, and one with short documents for the fewest and for the most places. Tokens are drawn,
+    so that experts are about equally busy; the same on all ranks."""
+    draw, rows = np.random.default_rng(0), list[tuple[int, PackedBatch]]()
+    for size in reversed(request.sizes):
+        tokens = size * request.tokens
+        multiple = document_multiple("zigzag" if size in request.cost.zigzag else "ulysses", size)
+        contents = [(request.places[0], [tokens])]
+        for places in dict.fromkeys((request.places[0], request.places[-1])):
+            short = min(tokens, -(-max(SHORT, tokens // places) // multiple) * multiple)
+            contents.append((places, [short] * min(places, tokens // short)))
+        rows += [
+            (
+                size,
+                PackedBatch.build(
+                    [draw.integers(vocabulary, size=length) for length in lengths],
+                    Capacity(tokens, places),
+                ),
+            )
+            for places, lengths in contents
+        ]
+    return rows
+
+
+@dataclass(frozen=True)
+class MeasuredCost:
+    """cost: what plans go by from now on, None where nothing sensible was found. note: for
+    people."""
+
+    cost: ContextCost | None
+    note: str
+
+
+def measured_cost(request: ContextRequest, vocabulary: int, time_row: TimeRow) -> MeasuredCost:
+    """The costs of `request` fitted to rows. time_row: microseconds of forward and backward of a
+    row, on the slowest rank, while all ranks run the same row in groups of its size; called in the
+    same order everywhere."""
+    timings = [
+        RowTiming(
+            size,
+            request.tokens,
+            row.capacity.documents,
+            sum(length * length for length in row.lengths),
+            time_row(row),
+        )
+        for size, row in sample_rows(request, vocabulary)
+    ]
+    try:
+        cost = fit(timings, _scaled(request.cost, timings), weight=WEIGHT)
+    except ValueError as error:
+        return MeasuredCost(
+            None, f"rows were timed, but no costs explain them ({error}); plans go on by estimates"
+        )
+    errors = [
+        abs(cost.row_us(row.size, row.tokens, row.places, row.pairs) / row.us - 1)
+        for row in timings
+    ]
+    spans = []
+    for size in request.sizes:
+        of_size = sorted(timing.us / 1000 for timing in timings if timing.size == size)
+        spans.append(
+            f"{size} rank{'s' if size > 1 else ''} {of_size[0]:.3g} to {of_size[-1]:.3g} ms"
+        )
+    return MeasuredCost(
+        cost,
+        f"rows were timed: {', '.join(spans)}; plans go by these from here on (fitted within "
+        f"{max(errors):.0%})",
+    )
+
+
+def _scaled(cost: ContextCost, timings: Sequence[RowTiming]) -> ContextCost:
+    """`cost` times the one factor that explains `timings` best: how much slower this machine is as
+    a whole, which a fit near the estimates would not find."""
+    shares = [cost.row_us(row.size, row.tokens, row.places, row.pairs) / row.us for row in timings]
+    factor = sum(shares) / sum(share * share for share in shares)
+    return replace(cost, **{name: factor * getattr(cost, name) for name in COEFFICIENTS})
+
+
+def time_row(executor: RunsSteps, device: torch.device, slowest: Slowest) -> TimeRow:
+    """Times rows by what runs the steps of a run. Gradients are added to `.grad`. slowest: see
+    `slowest_rank`."""
+
+    def timed(row: PackedBatch) -> float:
+        times = []
+        for number in range(RUNS + 1):
+            synchronize(device)
+            slowest(0.0)  # a common start
+            began = time.perf_counter()
+            executor.run_step([row] * ROWS, row.num_tokens)
+            synchronize(device)
+            if number:
+                times.append(1e6 * (time.perf_counter() - began) / ROWS)
+        return slowest(statistics.median(times))
+
+    return timed
+
+
+def slowest_rank(mesh: Mesh) -> Slowest:
+    """The largest number of all ranks; waits for all of them."""
+    group = mesh.everyone()
+
+    def slowest(number: float) -> float:
+        if group is None:
+            return number
+        every = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
+        return every.item()
+
+    return slowest
+
+
+@contextlib.contextmanager
+def put_back(
+    modules: Sequence[nn.Module], executor: RunsSteps, device: torch.device
+) -> Iterator[None]:
+    """What is run within leaves gradients alone behind: buffers, random states and the executor's
+    counts are put back.
+
+    Nothing may be in flight.
+    """
+    buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
+    random = random_states(device)
+    try:
+        with executor.aside():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+        set_random_states(random, device)

@@ -1,0 +1,465 @@
+"""Memory of a run, known before it is taken: its graphs, within a budget; and the least that the
+whole run needs.
+
+    largest capacity ─▶ trial capture of every chunk ─▶ within the budget? ─▶ capture
+           ▲                                                    │ no
+           └────── dropped: its microbatches run eagerly ◀──────┘
+
+A slot's pool is as large as its largest bucket needs, so only dropping the largest helps, and
+tracing it is enough. The trace takes the memory of one eager microbatch of that capacity, which a
+run needs in any case (a microbatch that has no graph runs eagerly), then that of its graphs in one
+slot. What is decided is the same on all ranks: all of them measure, and one that has no room
+decides for all.
+
+What a run takes at least is held against what there is before anything is allocated:
+
+    weights + gradients + optimizer state     from the shapes of this rank's part of the model
+    one microbatch                            estimated from the shape; SURE of it is certain
+    its graphs, on the CPU                    as much again: the recorder's pool beside what eager
+                                              warm-up has left
+
+A run that cannot fit would fill the machine until the system ends it (and others) without a word. A
+run that may fit must not be refused, so only what is certain counts: of a microbatch, what autograd
+saves. In six small decoders on the CPU that was 0.75 to 3.7 times the estimate of
+`decoder_estimates.py`; four whole runs there took 1.05 to 1.14 times `Need.total`.
+
+`available_memory` is what a process may still take: of the device, or of the host within the limits
+of its control groups.
+
+A container or a batch system limits a process to less than the machine has. The kernel ends what
+takes more without a word, so the smallest of all limits counts. Caches of files do not: the kernel
+gives them up first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from packgraph.graphs.cache import Consensus, alone
+from packgraph.graphs.capture import explained
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.fallback import OVER_BUDGET
+from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.key import CapturedCapacities
+from packgraph.graphs.memory.allocator import free_memory
+from packgraph.graphs.memory.budget import budget_bytes, shown
+from packgraph.graphs.memory.trial import BankMemory, trial_memory
+from packgraph.models.decoder import stage_weights
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.mesh import Layout
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.decoder_estimates import DecoderMemory
+from packgraph.train.features.context import stage_tokens
+
+Arguments = Callable[[int, Capacity], tuple[Any, ...]]
+Agree = Callable[[bool], bool]
+
+
+def limit_of(budget: str | None, device: torch.device) -> int | None:
+    """The bytes of a budget on `device`, None where there is none. Raises ValueError as
+    `budget_bytes`."""
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return None if budget is None else budget_bytes(budget, total)
+
+
+def agreement(group: dist.ProcessGroup | None, device: torch.device) -> Agree:
+    """A question to all ranks of `group` (None: this process alone): is it so everywhere?
+    Collective."""
+    if group is None:
+        return lambda mine: mine
+
+    def agree(mine: bool) -> bool:
+        told = torch.tensor(int(mine), device=device)
+        dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
+        return bool(told.item())
+
+    return agree
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What will be captured. kept: capacities, smallest first. dropped: those over the budget.
+    banks: the prediction for each chunk of this rank, empty where there is none. notes: what is to
+    be said of it.
+    """
+
+    kept: tuple[Capacity, ...]
+    dropped: tuple[Capacity, ...] = ()
+    banks: tuple[BankMemory, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def pools(self) -> int:
+        """Predicted bytes of all pools of this rank."""
+        return sum(bank.pools for bank in self.banks)
+
+    def summary(self, measured: int) -> dict[str, Any]:
+        """What summary.json says. measured: bytes that the pools hold."""
+        if not self.banks:
+            return (
+                {"dropped": [str_of(capacity) for capacity in self.dropped]} if self.dropped else {}
+            )
+        return {
+            "slots": [bank.slots for bank in self.banks],
+            "slot_bytes": [bank.slot for bank in self.banks],
+            "shared_bytes": [bank.shared for bank in self.banks],
+            "buffer_bytes": [bank.buffers for bank in self.banks],
+            "predicted_pool_bytes": self.pools,
+            "measured_pool_bytes": measured,
+            "predicted_to_measured": self.pools / measured if measured else None,
+            "dropped": [str_of(capacity) for capacity in self.dropped],
+        }
+
+
+def plan_memory(
+    chunks: Sequence[GraphedModule],
+    arguments: Arguments,
+    slots: Sequence[int],
+    capacities: Sequence[Capacity],
+    budget: int | None = None,
+    agree: Agree = lambda mine: mine,
+    consensus: Consensus = alone,
+) -> MemoryPlan:
+    """Predict the graphs of `capacities` in `slots` slots of each chunk, and tell the chunks what
+    is dropped.
+
+    arguments: of a call of chunk number ... for a capacity. budget: bytes for pools and slot
+    buffers of all chunks, None = no limit. consensus: whether a trace went well on all ranks that
+    exchange data in it. Changes no training state. Collective where `agree` is, or the chunks are.
+    """
+    kept, dropped, notes = sorted(set(capacities)), list[Capacity](), list[str]()
+    banks: tuple[BankMemory, ...] = ()
+    while kept:
+        largest = str_of(kept[-1])
+        banks, failed = _predicted(chunks, arguments, slots, kept[-1], consensus)
+        needed, why = sum(bank.total for bank in banks), "it is too large on another rank"
+        if failed is not None:
+            notes.append(f"memory of graphs of {largest} is not predicted: {failed.what}")
+        fits = failed is None or not failed.no_room
+        if not fits:
+            why = "there is no room for its graphs"
+        elif budget is not None and needed > budget:
+            fits, why = False, f"its graphs need {shown(needed)}"
+        if budget is None or agree(fits):
+            break
+        notes.append(
+            f"capacity {largest} is dropped: {why}, graph.memory_budget is {shown(budget)}; its "
+            "microbatches "
+            f"run eagerly, counted as '{OVER_BUDGET}'"
+        )
+        dropped.append(kept.pop())
+        banks = ()
+    if dropped:
+        for chunk in chunks:
+            control(chunk).capacities = CapturedCapacities(
+                kept, dict.fromkeys(dropped, OVER_BUDGET)
+            )
+    if banks:
+        notes.append(_told(banks, kept))
+    return MemoryPlan(tuple(kept), tuple(dropped), banks, tuple(notes))
+
+
+class _Failed(NamedTuple):
+    """Why a trace failed, on this rank or another; whether that was for want of memory here."""
+
+    what: str
+    no_room: bool
+
+
+def _predicted(
+    chunks: Sequence[GraphedModule],
+    arguments: Arguments,
+    slots: Sequence[int],
+    capacity: Capacity,
+    consensus: Consensus,
+) -> tuple[tuple[BankMemory, ...], _Failed | None]:
+    """The banks of `capacity` alone, one of each chunk; none where a trace failed on any rank that
+    votes. They ask each other after every chunk, since the next one's trace exchanges data, too."""
+    banks = []
+    for number, chunk in enumerate(chunks):
+        error: CaptureError | None = None
+        try:
+            # Also want of memory for arguments, say: who does not come to agree is waited for.
+            with explained():
+                sample = arguments(number, capacity)
+                banks.append(trial_memory(chunk, [sample], slots[number]))
+        except CaptureError as failed:
+            error = failed
+        error = consensus(f"the memory of graphs of {str_of(capacity)}", error)
+        if error is not None:
+            told = _Failed(error.what, isinstance(error.__cause__, torch.OutOfMemoryError))
+            error = None  # its traceback holds this frame, and what was to be captured
+            for traced in chunks:
+                control(traced).forget_code()
+            free_memory(
+                chunks[0].device
+            )  # the next trial may need it, and no allocator looks for it
+            return (), told
+    return tuple(banks), None
+
+
+def _told(banks: Sequence[BankMemory], kept: Sequence[Capacity]) -> str:
+    shared = [f" + {shown(bank.shared)} shared" if bank.shared else "" for bank in banks]
+    chunks = [
+        f"{bank.slots} x {shown(bank.slot)} for slots{also} + {bank.slots} x {shown(bank.buffers)} "
+        "for inputs"
+        for bank, also in zip(banks, shared, strict=True)
+    ]
+    count = f"{len(kept)} capacit{'y' if len(kept) == 1 else 'ies'} up to {str_of(kept[-1])}"
+    return (
+        f"graphs of {count} will take {shown(sum(bank.total for bank in banks))}: "
+        f"{'; '.join(chunks)}"
+    )
+
+
+def str_of(capacity: Capacity) -> str:
+    """A capacity as the options write it."""
+    return f"{capacity.tokens}x{capacity.documents}"
+
+
+ROOT = Path("/")
+UNLIMITED = 2**60  # control groups of version 1 write a number near 2**63 where there is no limit
+SURE = 0.7  # of the estimate of a microbatch
+LEFT = 1.5  # of a microbatch: what malloc keeps of freed activations counts as taken
+MOMENTS, MASTERS = (
+    8,
+    8,
+)  # bytes of an element: two running means; a float32 copy and its gradient, under bfloat16
+
+
+def available_memory(
+    device: torch.device, local_processes: int = 1, root: Path = ROOT
+) -> int | None:
+    """Bytes that this process may still take on `device`; None where the system does not say.
+
+    Args:
+        device: A CUDA device, whose free memory counts, or the CPU.
+        local_processes: Processes of the run on this host, which share the memory of the host.
+        root: Where `proc` and `sys` are.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = [*_of_machine(root), *_of_control_groups(root)]
+    return max(min(found), 0) // local_processes if found else None
+
+
+def _of_machine(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            yield int(rest.split()[0]) * 1024
+
+
+def _of_control_groups(root: Path) -> Iterator[int]:
+    """What each limit leaves: of the process's own control group and of those around it."""
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _limits(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            yield from _limits(
+                root / "sys/fs/cgroup/memory",
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_",
+            )
+
+
+def _limits(top: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
+    group = top / path.lstrip("/")
+    inside = [group, *group.parents]
+    # A container sees its own group as the top, and the host's path to it leads nowhere.
+    for folder in inside[: inside.index(top) + 1]:
+        most, taken = _number(folder / limit), _number(folder / usage)
+        if most is not None and taken is not None and most < UNLIMITED:
+            counts = dict(line.split() for line in _lines(folder / "memory.stat"))
+            yield (
+                most
+                - taken
+                + sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            )
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None where there is none, or `max`."""
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:  # another system, or one that does not show it
+        return []
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a run takes on one rank. microbatch: eager, of `capacity`; graphs: of its pool
+    beside that."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    microbatch: int
+    graphs: int
+    capacity: Capacity
+
+    @property
+    def state(self) -> int:
+        """Bytes that do not depend on the microbatch."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def least(self) -> int:
+        """Bytes that the run takes in any case."""
+        return self.state + round(SURE * (self.microbatch + self.graphs))
+
+    @property
+    def total(self) -> int:
+        """Bytes that the run is expected to take on a CPU."""
+        return self.state + round(LEFT * self.microbatch) + self.graphs
+
+
+def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0) -> Need:
+    """What the run of `config` takes on one rank. Allocates nothing.
+
+    Args:
+        config: A run whose capacities are known.
+        device_type: `cpu` or `cuda`.
+        world: Number of processes.
+        rank: This one's.
+    """
+    layout, model = config.parallel.layout().resolved(world), config.model
+    dense, experts, layers = _elements(config, layout, rank)
+    is_last = layout.coordinates(rank)["pp"] == layout.pp - 1
+    itemsize = getattr(torch, config.run.dtype).itemsize
+    replicas = layout.replicas(world) * layout.cp
+    # Every rank updates its own part of what its replicas hold, too; of experts there are fewer
+    # copies.
+    updated = dense / replicas + experts / (replicas // layout.ep)
+    per_element = MOMENTS + (MASTERS if itemsize < torch.float32.itemsize else 0)
+    capacity = _sure_capacity(config)
+    kept = partial(DecoderMemory, model, itemsize=itemsize, parts=layout.tp, rows=layout.cp)
+    microbatch = kept(layers)(capacity) - (
+        0 if is_last else kept(0)(capacity)
+    )  # the head is the last stage's
+    held = (dense + experts) * itemsize
+    return Need(
+        held,
+        held,
+        round(updated * per_element),
+        0 if _may_keep_less(config) else microbatch,
+        microbatch if _has_pool(config, device_type) else 0,
+        capacity,
+    )
+
+
+def check_memory(
+    config: TrainConfig,
+    device: torch.device,
+    available: int | None,
+    *,
+    world: int = 1,
+    rank: int = 0,
+) -> None:
+    """Refuse a run that cannot fit.
+
+    Args:
+        config: A run whose capacities are known.
+        device: What it runs on.
+        available: Bytes that this process may still take there; None = nobody knows, and nothing is
+            refused.
+        world: Number of processes.
+        rank: This one's.
+
+    Raises:
+        ConfigError: With what is needed, each part of it, what there is, and what can be changed.
+    """
+    need = need_of(config, device.type, world, rank)
+    if available is None or need.least <= available:
+        return
+    where = (
+        "free on " + str(device)
+        if device.type == "cuda"
+        else "available to a process on this machine"
+    )
+    parts = [
+        f"weights {shown(need.weights)}",
+        f"gradients {shown(need.gradients)}",
+        f"optimizer state {shown(need.optimizer)}",
+    ]
+    if need.microbatch:
+        parts.append(f"a microbatch of {str_of(need.capacity)} {shown(SURE * need.microbatch)}")
+    if need.graphs:
+        parts.append(f"its graphs {shown(SURE * need.graphs)}")
+    raise ConfigError(
+        [
+            f"memory: this run needs at least {shown(need.least)}, and {shown(available)} are "
+            f"{where}: "
+            f"{', '.join(parts)}. {_way_out(need, available)}"
+        ]
+    )
+
+
+def _way_out(need: Need, available: int) -> str:
+    if need.state > available:
+        return (
+            "The model alone does not fit: choose a smaller one (another preset, "
+            "--model.num-layers, "
+            "--model.hidden-size), spread it over more devices (torchrun with --parallel.tp or "
+            "--parallel.pp; more "
+            "replicas share the optimizer state), or take a machine with more memory"
+        )
+    graphs = " or --graph.enabled false," if need.graphs else ""
+    return (
+        f"The model fits, the microbatch does not: choose smaller --graph.capacities,{graphs} a "
+        "smaller model, "
+        "or a machine with more memory"
+    )
+
+
+def _elements(config: TrainConfig, layout: Layout, rank: int) -> tuple[int, int, int]:
+    """Elements of this rank's parameters, of its experts, and its layers."""
+    chunks, place, experts = config.parallel.chunks, layout.coordinates(rank), config.model.experts
+    mine = range(-(-experts.count // layout.ep)) if experts.enabled and layout.ep > 1 else None
+    of = layout.pp * chunks
+    found = [
+        stage_weights(config.model, chunk * layout.pp + place["pp"], of, stage_tokens(config), mine)
+        for chunk in range(chunks)
+    ]
+    dense, owned, layers = (sum(numbers) for numbers in zip(*found, strict=True))
+    return dense // layout.tp, owned, layers
+
+
+def _sure_capacity(config: TrainConfig) -> Capacity:
+    """The largest capacity of which a microbatch or a capture comes for sure."""
+    graph = config.graph
+    if graph.enabled and graph.memory_budget is None:
+        return graph.captured_capacities()[-1]
+    return graph.packing_capacities()[0]
+
+
+def _may_keep_less(config: TrainConfig) -> bool:
+    """Whether a forward may keep less than its layers do one by one."""
+    return config.graph.compile or bool(config.offload.modules)
+
+
+def _has_pool(config: TrainConfig, device_type: str) -> bool:
+    """Whether graphs take memory beside an eager microbatch; CUDA's allocator gives that back
+    before."""
+    graph = config.graph
+    return (
+        device_type == "cpu"
+        and graph.enabled
+        and graph.memory_budget is None
+        and graph.scope is None
+        and not _may_keep_less(config)
+    )

@@ -1,0 +1,322 @@
+"""`packgraph plan DATA`: what a run would choose for its documents. Nothing is run.
+
+Buckets, and what they will cost; with `--world N`, which rank would hold which document of a step,
+in groups of which size. Costs are those of a measured model scaled to the run's, or those that a
+run has measured.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from packgraph.ops.attention.kind import ContextChoice, row_problems
+from packgraph.packing.buckets.cost import FLASH4, CostModel
+from packgraph.packing.buckets.lengths import LengthHistogram
+from packgraph.packing.buckets.planner import BucketRequest, measure
+from packgraph.packing.capacity import places
+from packgraph.packing.pack import Overlong
+from packgraph.parallel.context.plan import ContextPlan, plan_context
+from packgraph.parallel.context.request import (
+    COEFFICIENTS,
+    PLACES,
+    ContextCost,
+    ContextRequest,
+)
+from packgraph.parallel.context.rows import context_problems
+from packgraph.train.auto_capacities import Lengths, bucket_request, plan_capacities, read_lengths
+from packgraph.train.config.presets import PRESETS
+from packgraph.train.config.reading import ConfigError, ConfigLayer
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.values import CommandArguments, Count, option, path_problem, shown
+from packgraph.train.data import build_tokenizer, open_documents
+from packgraph.train.features.context import (
+    choices_of,
+    common_multiple,
+    context_cost,
+    notes_of,
+    zigzag_sizes,
+)
+from packgraph.train.run_files import read_json
+from packgraph.train.run_folder import SUMMARY
+from packgraph.viz.buckets import describe_plan, plan_values
+from packgraph.viz.context import context_values, describe_context, draw_context_svg
+
+WITH_WORLD = frozenset(("tokens_per_rank", "sizes", "places", "microbatches", "costs", "svg"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments(CommandArguments):
+    """Own options of `packgraph plan DATA`."""
+
+    data: str | None = option(
+        None,
+        "a .jsonl or .parquet file, a folder of text files, or stdlib; a preset or --config FILE "
+        "name their own",
+        positional=True,
+    )
+    preset: str | None = option(
+        None,
+        "the run whose model and options are meant (see `packgraph presets`)",
+        positional=True,
+    )
+    config: Path | None = option(None, "values from a .toml or .json file", metavar="FILE")
+    batch: Count | None = option(
+        None,
+        "so many documents are packed at a time and none waits for the next ones, as with "
+        "`packgraph.pack`; without it they are packed as the trainer does, while data.window wait",
+        metavar="N",
+    )
+    json: bool = option(False, "print JSON instead of a table")
+    world: int | None = option(
+        None,
+        "share out one step's documents to N ranks (data x context parallel) instead, in groups of "
+        "the size that each needs; the following options go with it",
+        metavar="N",
+    )
+    tokens_per_rank: int = option(
+        2048, "tokens that a rank has places for in a microbatch", metavar="N"
+    )
+    sizes: tuple[int, ...] = option(
+        (),
+        "sizes of groups, divisors of N (default: the powers of two that divide N)",
+        metavar="C,C,...",
+    )
+    places: tuple[int, ...] = option(
+        PLACES,
+        "places for documents that a row may have, each a variant of the graphs",
+        metavar="N,N,...",
+    )
+    microbatches: int = option(8, "of the step; documents that come later wait", metavar="N")
+    costs: Path | None = option(
+        None,
+        "costs of rows as this run has measured them (--parallel.time-rows), its folder or its "
+        "summary.json; without it they are estimates",
+        metavar="RUN",
+    )
+    svg: Path | None = option(None, "also draw to this file, with all documents", metavar="FILE")
+
+    def problems(self, given: Collection[str]) -> list[str]:
+        """What is wrong with these options together, of which `given` were given."""
+        alone = [f"--{name.replace('_', '-')}" for name in sorted(WITH_WORLD.intersection(given))]
+        if self.world is None:
+            return [f"{name}: goes with --world N" for name in alone]
+        if self.batch is not None:
+            return ["--batch: chooses buckets, and --world shares out documents; give one of them"]
+        return []
+
+
+def plan_data_context(config: TrainConfig, asked: PlanArguments) -> str:
+    """The plan of the first step on the data of `config`, as text; draws the SVG. Raises
+    ConfigError and DataError."""
+    request, choices = _request(config, asked)
+    read = read_lengths(config, open_documents(config.data), build_tokenizer(config.data))
+    multiple = common_multiple(choices)
+    fitting = _fitting(read.planned, request.longest // multiple * multiple, config.data.overlong)
+    plan = plan_context([places(length, multiple) for length in fitting], request)
+    title = _context_title(config, plan, asked)
+    if asked.svg is not None:
+        try:
+            asked.svg.write_text(draw_context_svg(plan, title), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                [f"--svg {asked.svg}: cannot be written: {error.strerror}"]
+            ) from error
+    if asked.json:
+        return json.dumps(context_values(plan), indent=2) + "\n"
+    return "\n".join([title, *notes_of(choices), "", describe_context(plan)])
+
+
+def _request(
+    config: TrainConfig, asked: PlanArguments
+) -> tuple[ContextRequest, dict[int, ContextChoice]]:
+    """What is asked of the plan, and how the ranks of its groups share attention. Raises
+    ConfigError."""
+    assert asked.world is not None
+    try:
+        request = ContextRequest(
+            world=asked.world,
+            tokens=asked.tokens_per_rank,
+            sizes=asked.sizes,
+            places=asked.places,
+            microsteps=asked.microbatches,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            [f"{error} (--world, --tokens-per-rank, --sizes, --places, --microbatches)"]
+        ) from error
+    parallel, flash = config.parallel, config.model.attention_backend == "flash"
+    problems = [
+        f"{problem} (--sizes)"
+        for size in request.sizes
+        if size > 1
+        for problem in context_problems(config.model, size, parallel.tp, parallel.cp_kind)
+    ]
+    if not problems:
+        choices = choices_of(config, request.sizes)
+        problems = [
+            f"{problem} (--tokens-per-rank)"
+            for size, choice in choices.items()
+            for problem in row_problems(None, size * asked.tokens_per_rank, choice.kind, size)
+        ]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    cost = context_cost(
+        config.model, parallel.tp, FLASH4 if flash else CostModel(), zigzag_sizes(choices)
+    )
+    return replace(
+        request, cost=cost if asked.costs is None else _measured(asked.costs, cost)
+    ), choices
+
+
+def _measured(run: Path, prior: ContextCost) -> ContextCost:
+    """What the summary of a run says that rows cost. Raises ConfigError where it says nothing."""
+    path = run / SUMMARY if run.is_dir() else run
+    found = read_json(path).get("context", {})
+    coefficients = {name: found.get("cost", {}).get(name) for name in COEFFICIENTS}
+    if not found.get("cost_is_measured") or None in coefficients.values():
+        raise ConfigError(
+            [
+                f"--costs {run}: {path} holds no measured costs; name a run made with "
+                "--parallel.dynamic-cp true --parallel.time-rows true, of more steps than its "
+                "warm-up"
+            ]
+        )
+    return replace(prior, **coefficients)
+
+
+def _fitting(lengths: Sequence[int], longest: int, overlong: Overlong) -> list[int]:
+    """`lengths` in their order, those of more than `longest` tokens split or dropped. Raises
+    ConfigError for an error."""
+    found: list[int] = []
+    for length in lengths:
+        if length <= longest:
+            found.append(length)
+        elif overlong == "error":
+            raise ConfigError(
+                [
+                    f"a document has {length:,} tokens, and the largest group holds {longest:,}: "
+                    "give ranks "
+                    "more tokens (--tokens-per-rank) or allow larger groups (--sizes), or choose "
+                    "--data.overlong split or drop"
+                ]
+            )
+        elif overlong == "split":
+            found += [min(longest, length - start) for start in range(0, length, longest)]
+    if not found:
+        raise ConfigError(
+            [
+                f"no document has at most {longest:,} tokens, and all others are dropped: give "
+                "ranks more "
+                "tokens (--tokens-per-rank), or choose --data.overlong split"
+            ]
+        )
+    return found
+
+
+def _context_title(config: TrainConfig, plan: ContextPlan, asked: PlanArguments) -> str:
+    left = set(plan.left)
+    placed = [length for index, length in enumerate(plan.lengths) if index not in left]
+    source = config.data.path or config.data.source
+    return (
+        f"{source}: {len(placed):,} documents of {min(placed)} to {max(placed):,} tokens on "
+        f"{plan.request.world} "
+        f"ranks of {plan.request.tokens:,} tokens, {len(plan.microsteps)} microbatches; costs "
+        + (
+            f"estimated for {config.preset}"
+            if asked.costs is None
+            else f"as measured by {asked.costs}"
+        )
+    )
+
+
+USAGE = """\
+usage: packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
+
+Choose the capacities graphs are captured for from the lengths of the documents, as
+`--graph.capacities auto` does in `packgraph train`, and say what they cost: padding, memory, time
+for capture. Nothing is run, no GPU is needed. The preset is {preset} where none is named.
+
+    packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --buckets.max-tokens 16384
+    packgraph plan chats.jsonl qwen3-0.6b --data.tokenizer tokenizer.json --world 8
+
+Further options are those of `packgraph train --help all`; those that count are data.*, buckets.*,
+graph.slots, model.* and parallel.*."""
+SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+
+
+def introduction() -> str:
+    """The text of --help."""
+    return USAGE.format(preset=next(iter(PRESETS)))
+
+
+def is_data_plan(words: Sequence[str]) -> bool:
+    """Whether `packgraph plan` is asked about data and not about a schedule, which has no words but
+    options."""
+    return bool(words) and (
+        not words[0].startswith("-")
+        or any(
+            word.partition("=")[0] in ("--config", "--world")
+            or word.startswith(("--data.", "--buckets."))
+            for word in words
+        )
+    )
+
+
+def data_layers(data: str | None) -> list[ConfigLayer]:
+    """DATA as values of a configuration. Raises ConfigError for unknown data."""
+    if data is None:
+        return []
+    if data == "stdlib":
+        return [ConfigLayer("DATA", {"data": {"source": "stdlib"}})]
+    problem = path_problem(data)
+    if problem is not None:
+        raise ConfigError([f"{shown(data)} cannot be the path of data: {problem}"])
+    path = Path(data).expanduser()
+    if not path.exists():
+        raise ConfigError([f"{data}: no such file or folder, and no preset ({', '.join(PRESETS)})"])
+    source = SOURCES.get(path.suffix.lower(), "text")
+    return [ConfigLayer("DATA", {"data": {"source": source, "path": data}})]
+
+
+def plan_data(config: TrainConfig, asked: PlanArguments) -> str:
+    """The plan for the data of `config` as text. Raises ConfigError and DataError."""
+    lengths = read_lengths(config, open_documents(config.data), build_tokenizer(config.data))
+    request = bucket_request(config, batch=asked.batch)
+    plan = plan_capacities(lengths, request)
+    try:
+        unseen = measure(plan.capacities, lengths.held_out, request.policy)
+    except ValueError as error:
+        raise ConfigError([f"{error} (buckets.max_tokens, data.overlong)"]) from error
+    if asked.json:
+        histogram = LengthHistogram.of(lengths.planned)
+        facts = {
+            "documents": len(lengths.planned),
+            "documents_held_out": len(lengths.held_out),
+            "mean_tokens": histogram.mean,
+            "longest_tokens": histogram.longest,
+        }
+        return json.dumps(facts | plan_values(plan, unseen), indent=2) + "\n"
+    return f"{_bucket_title(config, lengths, request)}\n\n{describe_plan(plan, unseen)}"
+
+
+def _bucket_title(config: TrainConfig, lengths: Lengths, request: BucketRequest) -> str:
+    histogram = LengthHistogram.of(lengths.planned)
+    source = config.data.path or config.data.source
+    some = (
+        ""
+        if lengths.read == lengths.total
+        else f" (a sample of {lengths.read:,} of {lengths.total:,})"
+    )
+    how = (
+        f"{request.policy.documents} packed at a time"
+        if request.policy.batches
+        else f"{request.policy.documents} wait to be combined"
+    )
+    if histogram.documents == 1:
+        return f"{source}{some}: 1 document of {histogram.longest:,} tokens; {how}"
+    return (
+        f"{source}{some}: {histogram.documents:,} documents of {histogram.lengths[0]:,} to "
+        f"{histogram.longest:,} "
+        f"tokens, half of them up to {histogram.quantile(0.5):,}, mean {histogram.mean:,.0f}; {how}"
+    )

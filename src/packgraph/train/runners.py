@@ -1,0 +1,536 @@
+"""How a rank runs the microbatches of an optimizer step.
+
+`MicrobatchRunner` runs them one after another, by a graph for each capacity; `StepRunner` a whole
+step and its update as one graph; `PipelineRunner` this rank's part of a pipeline's schedule. Which
+of them a run has is decided once, in `build.py`; the executor (`executor.py`) treats them alike.
+
+A whole step:
+
+    [zero  F0 B0  F1 B1  ...  reduce  clip  AdamW]      one launch; reads the learning rate from
+                                                        device memory
+
+What changes from step to step is device data: documents, label count and learning rate are copied
+in before the replay, the optimizer's own step number is advanced by the graph. Betas, eps, weight
+decay and the clipping norm are constants of a run, so they may be baked. A step whose shapes are
+not in the bank runs by graphs of its microbatches, and the same update follows eagerly; it is
+counted with its reason.
+
+In a pipeline the number of slots is what the schedule needs for any number of microbatches; all
+graphs are captured in them after the warm-up steps. With granularity `step` the whole schedule of
+this rank is one graph where that can be.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from packgraph.graphs import fallback
+from packgraph.graphs.backend import profiler_range
+from packgraph.graphs.cache import Consensus, alone
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
+from packgraph.graphs.fallback import WARM_UP, Stats, eager
+from packgraph.graphs.graphed import GraphedModule, control, forward_backward, graph
+from packgraph.graphs.key import undeclared
+from packgraph.graphs.stages import Staged, in_scope
+from packgraph.graphs.step import GraphedStep
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.pipeline.executor import Pipeline
+from packgraph.parallel.pipeline.links import make_links
+from packgraph.parallel.pipeline.schedule import slot_counts
+from packgraph.train.config.sections import GraphConfig, TrainConfig
+from packgraph.train.features.context import rank_rows
+from packgraph.train.optimizer import Optimizer
+from packgraph.train.step import BeforeLast, accumulate
+
+
+class Ways(Protocol):
+    """Says by contexts which work runs through graphs and which eagerly."""
+
+    def microbatch(self, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of one microbatch."""
+
+    def step(self, batches: Sequence[PackedBatch]) -> contextlib.AbstractContextManager[None]:
+        """Around all of a step."""
+
+
+class _Graphs:
+    """Everything runs through graphs."""
+
+    def microbatch(self, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def step(self, batches: Sequence[PackedBatch]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+GRAPHS: Ways = _Graphs()
+
+
+class Runner(Protocol):
+    """Runs the microbatches of a step.
+
+    Attributes:
+        replays: Whether warm-up is over, so that graphs are replayed.
+        captures_ahead: Whether `build` captures what steps will need; otherwise a step captures
+            what it needs.
+    """
+
+    replays: bool
+    captures_ahead: bool
+
+    @property
+    def graphed(self) -> Sequence[GraphedModule]:
+        """The chunks of the model that this rank runs; empty where graphs are off."""
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """Of each chunk: the microbatches in flight."""
+
+    def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
+        """Arguments of a call of chunk number `chunk` with this capacity, for capture."""
+
+    def build(self, capacities: Sequence[Capacity]) -> None:
+        """Captures these capacities, largest first."""
+
+    def run_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        before_last: BeforeLast | None = None,
+        ways: Ways = GRAPHS,
+    ) -> Tensor:
+        """Forward and backward of all microbatches of a step; see `step.accumulate`."""
+
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+        ways: Ways = GRAPHS,
+    ) -> tuple[Tensor, Tensor]:
+        """A whole optimizer step: its loss, and the gradient norm before clipping."""
+
+    def agree_by(self, stage: Consensus, replica: Consensus) -> None:
+        """Agrees about captures by `stage`; about those of whole steps, which reach over all
+        stages, by `replica`."""
+
+    def free_whole_steps(self) -> None:
+        """Frees the graphs of whole steps."""
+
+    @property
+    def step_stats(self) -> Stats | None:
+        """Counts of graphs of whole steps, None where there are none."""
+
+    def close(self) -> None:
+        """Frees all graphs and their memory."""
+
+
+def step_and_update(
+    runner: Runner,
+    batches: Sequence[PackedBatch],
+    loss_tokens: int,
+    optimizer: Optimizer,
+    learning_rate: float,
+    ways: Ways,
+) -> tuple[Tensor, Tensor]:
+    """`Runner.train_step` by `run_step` and the optimizer's own step."""
+    optimizer.zero_grad()
+    overlap = optimizer.flat.overlap if optimizer.flat.group is not None else None
+    loss = runner.run_step(batches, loss_tokens, overlap, ways)
+    return loss, optimizer.step(learning_rate, loss)
+
+
+class MicrobatchRunner:
+    """Runs microbatches of one model one after another; a `Runner`."""
+
+    captures_ahead = True
+    step_stats: Stats | None = None
+
+    def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
+        self.model, self.replays = model, False
+        self._device = device
+        self.slots = [options.slots or 1]
+        self.graphed: list[GraphedModule] = []
+        if options.enabled:
+            # One call of warm-up shows which outputs get gradients; the executor counts the rest of
+            # the warm-up steps.
+            self.graphed = [
+                graph(
+                    model,
+                    capacities=options.captured_capacities(),
+                    backend=options.backend,
+                    warmup=1,
+                    slots=options.slots,
+                    strict=options.strict,
+                    scope=options.scope,
+                    granularity=options.granularity,
+                    compile=options.compile,
+                )
+            ]
+
+    def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
+        """As `Runner.arguments`."""
+        tokens_in_step = torch.ones((), dtype=torch.int64, device=self._device)
+        return sample_batch(capacity).to(self._device), tokens_in_step
+
+    def build(self, capacities: Sequence[Capacity]) -> None:
+        """As `Runner.build`."""
+        for graphed in self.graphed:
+            graphed.build([self.arguments(0, capacity) for capacity in capacities])
+
+    def loss(self, batch: PackedBatch, tokens_in_step: Tensor) -> Tensor:
+        """Loss of one microbatch on the device, float32 []: its sum of token losses /
+        tokens_in_step (int64 [])."""
+        if not self.graphed:
+            return self.model(batch, tokens_in_step)
+        (graphed,) = self.graphed
+        if self.replays or not graphed.stats.fallbacks:
+            return graphed(batch, tokens_in_step)
+        with eager(WARM_UP):
+            return graphed(batch, tokens_in_step)
+
+    def run_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        before_last: BeforeLast | None = None,
+        ways: Ways = GRAPHS,
+    ) -> Tensor:
+        """As `Runner.run_step`."""
+        if not self.graphed or not self.replays:
+            return accumulate(
+                self.loss, batches, self._device, loss_tokens=loss_tokens, before_last=before_last
+            )
+        (graphed,) = self.graphed
+        tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        with graphed.frozen():
+            for number, batch in enumerate(batches):
+                before = before_last if number == len(batches) - 1 else None
+                with ways.microbatch(batch), profiler_range("microbatch", number, batch.capacity):
+                    total += forward_backward(
+                        graphed, batch.to(self._device), tokens_in_step, before=before
+                    )
+        return total
+
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+        ways: Ways = GRAPHS,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Runner.train_step`."""
+        return step_and_update(self, batches, loss_tokens, optimizer, learning_rate, ways)
+
+    def agree_by(self, stage: Consensus, replica: Consensus) -> None:
+        """As `Runner.agree_by`."""
+        for graphed in self.graphed:
+            control(graphed).consensus = stage
+
+    def free_whole_steps(self) -> None:
+        """There are none."""
+
+    def close(self) -> None:
+        """As `Runner.close`."""
+        for graphed in self.graphed:
+            graphed.close()
+
+
+def sample_batch(capacity: Capacity) -> PackedBatch:
+    """A valid microbatch of one document of token 0, for capture: only its shapes matter.
+
+    One of half the row fits however documents are padded; two halves do not, where rows are cut in
+    zigzag.
+    """
+    return PackedBatch.build([[0] * min(capacity.bound, max(1, capacity.tokens // 2))], capacity)
+
+
+class StepRunner:
+    """Runs whole steps of a model that is not cut into stages, by one process or by ranks that see
+    the same packs; a `Runner`.
+
+    A step that cannot be one graph runs by graphs of its microbatches.
+    """
+
+    captures_ahead = False
+
+    def __init__(self, model: nn.Module, options: GraphConfig, device: torch.device) -> None:
+        self._model, self._options, self._device = model, options, device
+        self._microbatches = MicrobatchRunner(model, replace(options, granularity="chunk"), device)
+        self._whole: GraphedStep | None = None
+        self._consensus: Consensus = alone
+
+    @property
+    def replays(self) -> bool:
+        """Whether warm-up is over."""
+        return self._microbatches.replays
+
+    @replays.setter
+    def replays(self, replays: bool) -> None:
+        self._microbatches.replays = replays
+
+    @property
+    def graphed(self) -> Sequence[GraphedModule]:
+        """The model with graphs of microbatches."""
+        return self._microbatches.graphed
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """As `Runner.slots`."""
+        return self._microbatches.slots
+
+    def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
+        """As `Runner.arguments`."""
+        return self._microbatches.arguments(chunk, capacity)
+
+    def build(self, capacities: Sequence[Capacity]) -> None:
+        """As `Runner.build`."""
+        self._microbatches.build(capacities)
+
+    def run_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        before_last: BeforeLast | None = None,
+        ways: Ways = GRAPHS,
+    ) -> Tensor:
+        """As `Runner.run_step`: by graphs of microbatches."""
+        return self._microbatches.run_step(batches, loss_tokens, before_last)
+
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+        ways: Ways = GRAPHS,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Runner.train_step`, in one replay where the step's shapes are in the bank.
+
+        Raises:
+            CaptureError: With `strict`, if the step cannot be captured.
+        """
+        by_microbatch = partial(
+            self._microbatches.train_step, batches, loss_tokens, optimizer, learning_rate
+        )
+        if not self.replays or not batches:
+            return by_microbatch()
+        if self._whole is None:
+            self._whole = self._graphed_step(optimizer)
+        whole, tokens_in_step = (
+            self._whole,
+            torch.full((), loss_tokens, dtype=torch.int64, device=self._device),
+        )
+        with ways.step(batches):
+            if fallback.bypass_reason() is not None:
+                return by_microbatch()
+            uploaded = [batch.to(self._device) for batch in batches]
+            if isinstance(self._model, Staged):
+                for (
+                    batch
+                ) in uploaded:  # may refuse what the host alone knows, and a graph would not
+                    self._model.begin(batch, tokens_in_step)
+            reason = self._reason_against(whole, tokens_in_step, uploaded)
+            if reason is not None:
+                whole.stats.fallbacks[reason] += 1
+                return by_microbatch()
+            optimizer.set_learning_rate(learning_rate)
+            loss, norm = whole(tokens_in_step, *uploaded).unbind()
+            return loss, norm
+
+    def agree_by(self, stage: Consensus, replica: Consensus) -> None:
+        """As `Runner.agree_by`."""
+        self._microbatches.agree_by(stage, replica)
+        self._consensus = replica
+
+    def free_whole_steps(self) -> None:
+        """As `Runner.free_whole_steps`."""
+        if self._whole is not None:
+            self._whole.close()
+
+    @property
+    def step_stats(self) -> Stats | None:
+        """Counts of graphs of whole steps, None before the first."""
+        return None if self._whole is None else self._whole.stats
+
+    def close(self) -> None:
+        """As `Runner.close`."""
+        self.free_whole_steps()
+        self._microbatches.close()
+
+    def _graphed_step(self, optimizer: Optimizer) -> GraphedStep:
+        # Nothing of ours: that would be a cycle, with the model in it.
+        (graphed,), device = self.graphed, self._device
+
+        def run(tokens_in_step: Tensor, *batches: PackedBatch) -> Tensor:
+            optimizer.zero_grad()
+            total = torch.zeros((), dtype=torch.float32, device=device)
+            for batch in batches:
+                loss = graphed.run_eagerly(batch, tokens_in_step)
+                total += loss.detach()
+                loss.backward()
+            return torch.stack([total, optimizer.update(total)])
+
+        made = GraphedStep(
+            [self._model], run, graphed.capture_backend, device, compiled=graphed.compiles
+        )
+        made.consensus = self._consensus
+        return made
+
+    def _reason_against(
+        self, whole: GraphedStep, tokens_in_step: Tensor, batches: Sequence[PackedBatch]
+    ) -> str | None:
+        """Why this step cannot be a replay, or None; captures it if it is new."""
+        reason = undeclared((tokens_in_step, *batches), {}, self._options.captured_capacities())
+        if reason is not None:
+            return reason
+        try:
+            return None if whole.ready(tokens_in_step, *batches) else fallback.TOO_MANY_KEYS
+        except CaptureError as error:
+            if self._options.strict:
+                raise
+            warnings.warn(
+                "this step runs by its microbatches' graphs, because it cannot be one graph: "
+                f"{error}",
+                PackgraphWarning,
+                stacklevel=4,
+            )
+            return fallback.CAPTURE_FAILED
+
+
+OFF = "graphs are off"
+
+
+class PipelineRunner:
+    """Runs this rank's chunks of a pipeline; a `Runner`. Collective: every rank of the pipeline
+    runs the same steps."""
+
+    captures_ahead = True
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], config: TrainConfig, device: torch.device, mesh: Mesh
+    ) -> None:
+        """chunks: this rank's part of the model, in the order of its stages."""
+        options = config.graph
+        self._options, self._device = options, device
+        self.replays = False
+        links = make_links(mesh)
+        self.slots = slot_counts(links.size, len(chunks))[links.rank]
+        self.graphed = [
+            graph(
+                chunk,
+                capacities=options.captured_capacities(),
+                backend=options.backend,
+                warmup=0,
+                slots=slots,
+                strict=options.strict,
+                scope=_own_scope(chunk, options),
+                granularity="chunk" if options.granularity == "step" else options.granularity,
+                compile=options.compile,
+            )
+            for chunk, slots in zip(chunks, self.slots, strict=True)
+        ]
+        self._parameters = [list(chunk.parameters()) for chunk in chunks]
+        self._pipeline = Pipeline(
+            self.graphed,
+            links,
+            config.model.hidden_size,
+            getattr(torch, config.run.dtype),
+            device,
+            whole_steps=options.granularity == "step" and options.enabled,
+            row_parts=config.parallel.row_parts,
+            rank_rows=rank_rows(config),
+        )
+
+    def run_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        before_last: BeforeLast | None = None,
+        ways: Ways = GRAPHS,
+    ) -> Tensor:
+        """As `Runner.run_step`.
+
+        before_last: called for each chunk, with the output whose backward is its last and the
+        chunk's parameters; not called where a whole step is one graph.
+        """
+        tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
+        if not batches:  # a step with fewer packs than replicas: all ranks of this one have none
+            return torch.zeros((), dtype=torch.float32, device=self._device)
+
+        def settle(chunk: int, output: Tensor) -> None:
+            assert before_last is not None
+            before_last(output, self._parameters[chunk])
+
+        uploaded = [batch.to(self._device) for batch in batches]
+        with self._bypass(), ways.step(batches):
+            return self._pipeline.step(
+                uploaded, tokens_in_step, None if before_last is None else settle
+            )
+
+    def _bypass(self) -> contextlib.AbstractContextManager[None]:
+        if not self._options.enabled:
+            return eager(OFF)
+        return contextlib.nullcontext() if self.replays else eager(WARM_UP)
+
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+        ways: Ways = GRAPHS,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Runner.train_step`."""
+        return step_and_update(self, batches, loss_tokens, optimizer, learning_rate, ways)
+
+    def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
+        """As `Runner.arguments`."""
+        return self._pipeline.sample_arguments(chunk, sample_batch(capacity).to(self._device))
+
+    def build(self, capacities: Sequence[Capacity]) -> None:
+        """As `Runner.build`."""
+        self._pipeline.build(
+            [sample_batch(capacity).to(self._device) for capacity in capacities], self.slots
+        )
+
+    def agree_by(self, stage: Consensus, replica: Consensus) -> None:
+        """As `Runner.agree_by`."""
+        for graphed in self.graphed:
+            control(graphed).consensus = stage
+        self._pipeline.agree_on_steps(replica)
+
+    def free_whole_steps(self) -> None:
+        """As `Runner.free_whole_steps`."""
+        self._pipeline.free_whole_steps()
+
+    @property
+    def step_stats(self) -> Stats | None:
+        """What graphs of whole steps have done, None where there are none."""
+        return self._pipeline.step_stats
+
+    def close(self) -> None:
+        """Frees all graphs, before the process groups go."""
+        self._pipeline.close()
+
+
+def _own_scope(chunk: nn.Module, options: GraphConfig) -> tuple[str, ...] | None:
+    """The names in the scope that this chunk has a stage for; only the last one of a pipeline has a
+    head."""
+    if options.scope is None or not isinstance(chunk, Staged):
+        return options.scope
+    stages = chunk.stages()
+    return tuple(
+        name for name in options.scope if any(in_scope(stage.name, [name]) for stage in stages)
+    )
