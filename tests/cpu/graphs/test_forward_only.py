@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from helpers.graphkit import (
+from graphkit import (
     differences,
     make_toy,
     poison_free_slots,

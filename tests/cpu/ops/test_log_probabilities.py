@@ -3,8 +3,8 @@ gradients."""
 
 import pytest
 import torch
-from helpers.graphkit import poison_free_slots
-from helpers.packed_families import build
+from graphkit import poison_free_slots
+from packed_families import build
 from torch import nn
 
 import packgraph

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.graphkit import differences, make_toy, toy_inputs, toy_loss, train
+from graphkit import differences, make_toy, toy_inputs, toy_loss, train
 from torch import nn
 
 import packgraph
