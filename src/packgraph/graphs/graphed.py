@@ -6,6 +6,7 @@ execution is counted under its reason.
 """
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -258,6 +259,7 @@ class Control:
     def _call_for_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call in inference mode, by graphs that were captured with gradients off: they need
         tensors with versions. Eager code, which may ask for its mode, runs in inference mode."""
+        self._refuse_released()
         with self._lock:
             self._turn()
             whole = all(run.captured for run in self._capturer.program.runs)
@@ -456,7 +458,7 @@ class Control:
         self._refuse_released()
         calls = []
         for args in samples:
-            call = signature(args, {}, self.device)
+            call = self._signature(args)
             if call is None:
                 raise ValueError(
                     "a sample to build graphs for has an argument that cannot be part of a key: "
@@ -563,14 +565,24 @@ class Control:
         self._warm_calls_left[True] = max(self._warm_calls_left[True], calls)
 
     def forget(self, args: tuple[Any, ...]) -> int:
-        """Free the graphs of calls like `args` in all slots; how many variants there were.
+        """Free the graphs of calls like `args`, in whatever modes, in all slots; how many variants
+        there were.
 
         The device must have ended what it was given. A later call captures again. The memory of a
         pool belongs to all graphs in it, so it is free when the slot's last variant is gone. Raises
         RuntimeError when a slot is in flight.
         """
-        call = signature(args, {}, self.device)
-        return 0 if call is None else self._slots.drop(call.key)
+        calls = [
+            self._signature(args, *modes) for modes in itertools.product((True, False), repeat=2)
+        ]
+        return sum(self._slots.drop(call.key) for call in calls if call is not None)
+
+    def _signature(
+        self, args: tuple[Any, ...], training: bool = True, grads: bool = True
+    ) -> Signature | None:
+        """The signature of a call in these modes, whatever modes there are now."""
+        with torch.inference_mode(False), torch.set_grad_enabled(grads):
+            return signature(args, {}, self.device, training)
 
     def forget_all(self) -> int:
         """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager
@@ -596,7 +608,7 @@ class Control:
         Raises CaptureError where a capture could not begin.
         """
         self._refuse_released()
-        refused, call = find_unsupported(self.module), signature(args, {}, self.device)
+        refused, call = find_unsupported(self.module), self._signature(args)
         if refused is not None:
             raise CaptureError(refused.what, user_line(), refused.remedy)
         if call is None:

@@ -318,3 +318,18 @@ def test_modes_are_captured_as_they_are():
                 with mode():
                     assert torch.equal(graphed(x), module(x))
     assert graphed.stats.captured == 4 and graphed.stats.replayed == 18
+
+
+def test_a_bank_is_built_for_training_whatever_the_modes_are_and_forgotten_in_all():
+    eager, graphed = make_toy(dropout=0.0), graph(make_toy(dropout=0.0), warmup=0)
+    own, inputs = packgraph.control(graphed), toy_inputs(8)
+    graphed.eval()
+    with torch.no_grad():
+        own.build([inputs])
+        assert_same(graphed(*inputs), eager(*inputs))
+    assert graphed.stats.captured == 2
+    graphed.train()
+    toy_loss(graphed(*inputs)).backward()
+    assert graphed.stats.captured == 2 and graphed.stats.replayed == 2
+    with torch.no_grad():
+        assert own.forget(inputs) == 2 and not own._slots.all

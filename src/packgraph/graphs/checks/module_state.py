@@ -14,7 +14,6 @@ Of tensors graphs bake identity, which is watched where they are held, and memor
 (`TensorState`).
 """
 
-import contextlib
 import gc
 import operator
 from collections.abc import Callable, Iterable, Set
@@ -171,8 +170,10 @@ class TensorState:
         return True
 
     def _forms_hold(self) -> bool:
+        if self._checks and torch.is_grad_enabled():
+            return any(check(*self._locals) for check in self._checks)
         if self._checks:
-            with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+            with torch.enable_grad():
                 return any(check(*self._locals) for check in self._checks)
         return (
             list(map(_form, self._locals)) == self._forms
