@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from packgraph.packing.document import PackableDocument
 from packgraph.train.config.values import SHOWN, shown
 
 PLACES_KEPT = 5
@@ -71,17 +72,30 @@ class Message:
 
 
 @dataclass(frozen=True)
+class StoredRow:
+    """What a document became when it was tokenized; its tokens are read when they are used.
+
+    tokenizer: fingerprint of the tokenizer, and `tokenizer_name` what it was called.
+    """
+
+    documents: tuple[PackableDocument, ...]
+    tokenizer: str
+    tokenizer_name: str
+
+
+@dataclass(frozen=True)
 class SourceDocument:
-    """One document before tokenization; exactly one of text, messages and row is not None.
+    """One document before tokenization; exactly one of text, messages, row and stored is not None.
 
     where: place it came from, such as `file:line`, for messages. row: an already tokenized row
-    (`input_ids`, and what else `packgraph.pack` takes).
+    (`input_ids`, and what else `packgraph.pack` takes). stored: from shards.
     """
 
     where: str
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     row: Mapping[str, Any] | None = None
+    stored: StoredRow | None = None
 
 
 class DocumentSource(Protocol):
