@@ -19,7 +19,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait as wait_for_processes
@@ -188,8 +195,13 @@ class ShardWork:
 _worker: list[tuple[ShardWork, Tokenizer]] = []
 
 
+def _hold(work: ShardWork) -> None:
+    """In a new worker: what it is to work on."""
+    _worker[:] = [(work, build_tokenizer(work.config))]
+
+
 def _begin(work: ShardWork) -> None:
-    """In a new worker: end with the process that started it, and leave Ctrl-C to that."""
+    """In a new process: end with the one that started it, and leave Ctrl-C to that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -199,7 +211,7 @@ def _begin(work: ShardWork) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _worker.append((work, build_tokenizer(work.config)))
+    _hold(work)
 
 
 def _write(number: int) -> ShardFacts:
@@ -300,6 +312,14 @@ def _with_earlier(folder: Path, manifest: Manifest) -> Manifest:
     return replace(manifest, shards=earlier.shards)
 
 
+def _pool(work: ShardWork, workers: int) -> Executor:
+    """What runs the workers; one of them needs no process of its own."""
+    if workers == 1:
+        return ThreadPoolExecutor(1, initializer=_hold, initargs=(work,))
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(work,))
+
+
 def _run(work: ShardWork, workers: int, tell: Callable[[str], None]) -> None:
     """Check the shards that are there and write the others, a few ahead."""
     manifest = work.manifest
@@ -307,12 +327,7 @@ def _run(work: ShardWork, workers: int, tell: Callable[[str], None]) -> None:
         (_check if number in manifest.shards else _write, number)
         for number in range(manifest.count)
     )
-    pool = ProcessPoolExecutor(
-        min(workers, manifest.count),
-        multiprocessing.get_context("spawn"),
-        initializer=_begin,
-        initargs=(work,),
-    )
+    pool = _pool(work, min(workers, manifest.count))
     open_: dict[Future[Any], tuple[Callable[[int], Any], int]] = {}
     progress = BuildProgress(manifest, tell)
     try:
