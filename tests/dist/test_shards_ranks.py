@@ -36,7 +36,9 @@ def trained(mesh, folder: Path, data: DataConfig):
 
     Shard.read = counted
     config = dataclasses.replace(
-        tiny(steps=STEPS), data=data, parallel=ParallelConfig(dp=mesh.size("dp"))
+        tiny(steps=STEPS, tokens_per_step=200),
+        data=data,
+        parallel=ParallelConfig(dp=mesh.size("dp")),
     )
     packs = open_microbatches(data, open_documents(data), build_tokenizer(data), CAPACITIES)
     run = trainer(folder, config, packs, mesh=mesh)
