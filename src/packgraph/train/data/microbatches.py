@@ -280,6 +280,8 @@ class Microbatches:
             self.unlabelled_documents += len(encoded) - len(labelled)
             self._first_unlabelled = self._first_unlabelled or _why_unlabelled(document)
         limit = self._capacities.longest
+        if all(len(whole) <= limit for whole in labelled):
+            return labelled
         try:
             return [
                 part

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from packgraph.packing.document import IGNORED, Document, Ids
 from packgraph.train.data.files import FileStamp, check_all
 from packgraph.train.data.order import SourcePart
-from packgraph.train.data.source import BadDocuments, DataError, SourceDocument, StoredRow
+from packgraph.train.data.source import BadDocuments, DataError, SourceDocument, TokenizerName
 from packgraph.train.run_files import read_json
 
 FORMAT = 1
@@ -215,8 +215,11 @@ class Shard:
             self.stamps.append((folder / name, FileStamp.of((folder / name).stat())))
         prefix = folder / f"{facts.number:05}"
         records, rows = (prefix.with_suffix(f".{name}") for name in INDEX)
-        self.records: NDArray[Any] = np.load(records, mmap_mode="r")
-        self.rows: NDArray[np.int64] = np.load(rows, mmap_mode="r")
+        # Plain views of the map: one of class memmap takes ten times as long for a number.
+        self.records: NDArray[Any] = np.load(records, mmap_mode="r").view(np.ndarray)
+        self.rows: NDArray[np.int64] = np.load(rows, mmap_mode="r").view(np.ndarray)
+        self._lengths, self._kinds = self.records["length"], self.records["kind"]
+        self._loss_tokens = self.records["loss_tokens"]
         self.path = prefix.with_suffix(".tokens")
         self._tokens = _mapped(self.path, token_type)
         targets = prefix.with_suffix(".targets")
@@ -224,6 +227,19 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self.rows) - 1
+
+    def row(self, number: int) -> "tuple[StoredDocument, ...]":
+        """The documents of row `number`, whose tokens are not read."""
+        first, stop = self.rows.item(number), self.rows.item(number + 1)
+        lengths, loss_tokens = self._lengths, self._loss_tokens
+        return tuple(
+            StoredDocument(self, place, 0, lengths.item(place), loss_tokens.item(place))
+            for place in range(first, stop)
+        )
+
+    def predicts_all(self, number: int) -> bool:
+        """Whether all tokens of document `number` are to be predicted."""
+        return self._kinds.item(number) == ALL
 
     def read(self, number: int) -> Document:
         """Document `number`, from the disk. Raises DataError if it is not what was written."""
@@ -245,14 +261,18 @@ def _mapped(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:
     return np.memmap(path, kind, mode="r")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class StoredDocument:
-    """The tokens from `start` to `stop` of document `number` of a shard, read by `load`."""
+    """The tokens from `start` to `stop` of document `number` of a shard, read by `load`.
+
+    loss_tokens: how many of them are to be predicted.
+    """
 
     shard: Shard
     number: int
     start: int
     stop: int
+    loss_tokens: int
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -262,19 +282,13 @@ class StoredDocument:
         """As `Document.predicts`."""
         return self.loss_tokens > 0
 
-    @property
-    def loss_tokens(self) -> int:
-        """As `Document.loss_tokens`; by the index, but for a piece of a document with labels."""
-        record = self.shard.records[self.number]
-        if record["kind"] == ALL:
-            return len(self) - 1
-        if len(self) == record["length"]:
-            return int(record["loss_tokens"])
-        return self.load().loss_tokens
-
     def part(self, start: int, stop: int) -> "StoredDocument":
-        """As `Document.part`; nothing is read."""
-        return StoredDocument(self.shard, self.number, self.start + start, self.start + stop)
+        """As `Document.part`; targets are read where they are of the document's own."""
+        start, stop = self.start + start, self.start + stop
+        part = StoredDocument(self.shard, self.number, start, stop, stop - start - 1)
+        if not self.shard.predicts_all(self.number):
+            part.loss_tokens = part.load().loss_tokens
+        return part
 
     def load(self) -> Document:
         """Its tokens. Raises DataError if they are not what was written."""
@@ -294,6 +308,7 @@ class ShardSource:
                 "packgraph data build again, which goes on"
             )
         self._path = path
+        self._made = TokenizerName(manifest.tokenizer, manifest.tokenizer_name)
         facts = [manifest.shards[number] for number in range(manifest.count)]
         self._shards = [Shard(folder, one, manifest.token_type) for one in facts]
         self._rows = manifest.rows if limit is None else min(limit, manifest.rows)
@@ -310,14 +325,9 @@ class ShardSource:
 
     def __getitem__(self, index: int) -> SourceDocument:
         number, row = divmod(index, self.manifest.rows_per_shard)
-        shard = self._shards[number]
-        first, stop = int(shard.rows[row]), int(shard.rows[row + 1])
-        lengths = shard.records["length"][first:stop].tolist()
-        documents = tuple(
-            StoredDocument(shard, first + place, 0, length) for place, length in enumerate(lengths)
+        return SourceDocument(
+            f"{self._path}, document {index}", stored=self._shards[number].row(row), made=self._made
         )
-        stored = StoredRow(documents, self.manifest.tokenizer, self.manifest.tokenizer_name)
-        return SourceDocument(f"{self._path}, document {index}", stored=stored)
 
     def check_unchanged(self) -> None:
         """Raise DataChangedError naming a file that is not what it was when it was opened."""

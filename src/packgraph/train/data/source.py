@@ -7,7 +7,7 @@ The message of an error is all a user needs: where (file:line), what, and what t
 that are left out are counted, with the places of the first ones (`BadDocuments`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,15 +72,14 @@ class Message:
 
 
 @dataclass(frozen=True)
-class StoredRow:
-    """What a document became when it was tokenized; its tokens are read when they are used.
+class TokenizerName:
+    """The tokenizer that stored tokens were made with."""
 
-    tokenizer: fingerprint of the tokenizer, and `tokenizer_name` what it was called.
-    """
+    fingerprint: str
+    name: str
 
-    documents: tuple[PackableDocument, ...]
-    tokenizer: str
-    tokenizer_name: str
+    def __str__(self) -> str:
+        return f"{self.name} ({self.fingerprint})"
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,16 @@ class SourceDocument:
     """One document before tokenization; exactly one of text, messages, row and stored is not None.
 
     where: place it came from, such as `file:line`, for messages. row: an already tokenized row
-    (`input_ids`, and what else `packgraph.pack` takes). stored: from shards.
+    (`input_ids`, and what else `packgraph.pack` takes). stored: the documents that it was tokenized
+    into, by the tokenizer `made`; their tokens are read when they are used.
     """
 
     where: str
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     row: Mapping[str, Any] | None = None
-    stored: StoredRow | None = None
+    stored: Sequence[PackableDocument] | None = None
+    made: TokenizerName | None = None
 
 
 class DocumentSource(Protocol):

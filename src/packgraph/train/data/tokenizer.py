@@ -288,13 +288,13 @@ def tokenized(document: SourceDocument, tokenizer: Tokenizer) -> Sequence[Packab
 
     Raises DataError where it was stored by another tokenizer.
     """
-    stored = document.stored
-    if stored is None:
+    if document.stored is None:
         return tokenizer.encode(document)
-    if stored.tokenizer != tokenizer.fingerprint:
+    made = document.made
+    if made is None or made.fingerprint != tokenizer.fingerprint:
         raise DataError(
-            f"{document.where}: tokenized with {stored.tokenizer_name} ({stored.tokenizer}), not "
-            f"with data.tokenizer ({tokenizer.fingerprint}); name the tokenizer that the shards "
-            "were built with, or build them again"
+            f"{document.where}: tokenized with {made}, not with data.tokenizer "
+            f"({tokenizer.fingerprint}); name the tokenizer that the shards were built with, or "
+            "build them again"
         )
-    return stored.documents
+    return document.stored
