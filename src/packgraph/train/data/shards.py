@@ -229,8 +229,11 @@ class Shard:
         return len(self.rows) - 1
 
     def row(self, number: int) -> "tuple[StoredDocument, ...]":
-        """The documents of row `number`, whose tokens are not read."""
+        """The documents of row `number`, whose tokens are not read. Raises DataError if the index
+        is not what was opened."""
         first, stop = self.rows.item(number), self.rows.item(number + 1)
+        if not 0 <= first <= stop <= len(self.records):
+            raise damaged(self.path.with_suffix(".rows.npy"), "it was written to")
         lengths, loss_tokens = self._lengths, self._loss_tokens
         return tuple(
             StoredDocument(self, place, 0, lengths.item(place), loss_tokens.item(place))

@@ -202,8 +202,12 @@ def test_bad_documents_end_the_build_or_are_counted(tmp_path):
 def test_shards_that_change_during_a_run_end_it_with_the_epoch(shards, tmp_path):
     stream = opened(shards)
     next(stream)
-    spoil(tmp_path / "shards" / "00000.rows.npy")
+    os.utime(tmp_path / "shards" / "00000.rows.npy")
     with pytest.raises(DataChangedError, match=r"00000\.rows\.npy: changed"):
+        list(islice(stream, 200))
+    stream = opened(shards)
+    spoil(tmp_path / "shards" / "00000.rows.npy")  # the last row ends behind all documents
+    with pytest.raises(DataError, match=r"00000\.rows\.npy: damaged: it was written to"):
         list(islice(stream, 200))
 
 
