@@ -13,7 +13,7 @@ from offloadkit import DENSE, config, same, train
 
 from packgraph.graphs.copy_streams import DeviceMemory
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.offloading import runtime as runtime
+from packgraph.offloading import runtime
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
 from packgraph.offloading.plan import KEPT, CopySpeed
 from packgraph.offloading.runtime import OffloadRuntime

@@ -11,12 +11,12 @@ import pytest
 import torch
 from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
 
-from packgraph.graphs.capture import explained
+from packgraph.graphs.dry_run import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import control, graph
+from packgraph.graphs.key import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.memory import trial as memory_trial
 from packgraph.graphs.memory.budget import budget_bytes, shown
-from packgraph.graphs.signature import OVER_BUDGET, CapturedCapacities
 from packgraph.packing.capacity import Capacity
 from packgraph.train import memory as memory_budget
 from packgraph.train.auto_capacities import bucket_request
@@ -216,7 +216,9 @@ def test_arguments_without_room_are_voted_on_too():
         asked.append(error)
         return error
 
-    plan = plan_memory([graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, vote=vote)
+    plan = plan_memory(
+        [graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, consensus=vote
+    )
     assert plan.dropped == CAPACITIES[:1] and asked[0] is not None
 
 
@@ -237,7 +239,7 @@ def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
         return CaptureError("no room", "line 1", "on rank 1") if len(asked) == 2 else error
 
     monkeypatch.setattr(memory_budget, "trial_memory", noted)
-    plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, vote=vote)
+    plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, consensus=vote)
     assert (
         traced == [0, 1] and asked == [None, None] and not plan.banks and "no room" in plan.notes[0]
     )
