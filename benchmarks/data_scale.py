@@ -99,10 +99,11 @@ def wait(asked) -> dict:
         began = time.perf_counter()
         step = feed.take()
         waits.append(time.perf_counter() - began)
+        feed.go_on()
         tokens = sum(pack.num_tokens for pack in step.packs)
         seconds = tokens / asked.ranks / asked.rate
         steps.append(seconds)
-        time.sleep(max(0.0, seconds - waits[-1]))
+        time.sleep(max(0.0, began + seconds - time.perf_counter()))
     feed.close()
     # the first step is waited for as a whole
     share = sum(waits[1:]) / sum(steps[1:])

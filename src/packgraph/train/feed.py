@@ -1,7 +1,10 @@
 """Steps of a run, made ahead by a thread: planned, shared out, and read into packs.
 
     stream ─▶ packs of a step, planned ─▶ assignment ─▶ this rank's packs, pinned ─▶ `take`
-    └───────────── at most `ahead` steps before the device needs them ──────────┘
+    └────────────── at most `ahead` steps before they are taken ─────────────────┘
+
+    main     take  launch  wait for the numbers of the step before  take  launch ...
+    thread               └─ go_on: make steps ─┘                        └─ ...
 
 All ranks plan all packs by lengths alone; tokens are read for the packs of this rank. A pack waits
 in pinned memory, so its upload is one copy that the host does not wait for. The invariant: the
@@ -99,15 +102,21 @@ class StepFeed:
         return step
 
     def _next(self) -> FedStep:
-        """The oldest step of the thread, which goes on making others."""
+        if not self._making:
+            self._start()
+        return self._making.popleft().result()
+
+    def go_on(self) -> None:
+        """Let the thread make further steps. To be called when the step that was taken is launched:
+        from there on the caller waits for the device, and the thread does not take Python away
+        from the launch."""
+        while len(self._making) < self._ahead:
+            self._start()
+
+    def _start(self) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "packgraph-data")
-        while len(self._making) < self._ahead:
-            self._making.append(self._thread.submit(self._make))
-        step = self._making.popleft().result()
-        if step.packs:
-            self._making.append(self._thread.submit(self._make))
-        return step
+        self._making.append(self._thread.submit(self._make))
 
     def _make(self) -> FedStep:
         if not self._is_whole:

@@ -427,6 +427,7 @@ class Trainer:
             starting=captured or timed or rows_timed or self._made == 1,
         )
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.verdicts(loss), stop))
+        self.feed.go_on()
         return True
 
     def _enter_step(self) -> None:

@@ -83,6 +83,7 @@ def test_a_feed_is_where_its_last_step_left_it_whatever_was_made_ahead(rows, ahe
     plain, feed = feed_of(rows, 0), feed_of(rows, ahead)
     for number in range(12):
         expected, found = plain.take(), feed.take()
+        feed.go_on()
         assert tokens_of(expected) == tokens_of(found) and len(found.packs)
         assert feed.state_dict() == plain.state_dict() and feed.counts == plain.counts
         if number == 5:
@@ -91,6 +92,7 @@ def test_a_feed_is_where_its_last_step_left_it_whatever_was_made_ahead(rows, ahe
         if number == 8:
             state = feed.state_dict()
             feed.take()
+            feed.go_on()
             feed.load_state_dict(state)
     feed.close()
 
@@ -100,6 +102,7 @@ def test_the_end_of_the_data_is_a_step_without_packs(rows):
     plain, feed = feed_of(once, 0), feed_of(once, 2)
     while (expected := plain.take()).packs:
         assert tokens_of(expected) == tokens_of(feed.take())
+        feed.go_on()
     assert not feed.take().packs and not feed.take().packs
     assert feed.counts == plain.counts
 
