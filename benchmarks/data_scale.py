@@ -6,9 +6,9 @@
 
 `plan` times, on one rank, the packing and assignment of whole steps by the index alone. `wait` runs
 one rank of so many, which takes a step as often as its rate allows and sleeps in between, as a rank
-does whose device computes. `tokenize` times the tokenizer in one process, and a build with as many
-as there are cores. FOLDER is filled with made-up documents where it is empty. One JSON line per
-row.
+does whose device computes. `tokenize` times the tokenizer, packing from text and from shards, and
+builds by one core and all. FOLDER is filled with made-up documents where it is empty. One JSON line
+per row.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import platform
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -117,26 +118,56 @@ def wait(asked) -> dict:
 
 
 def tokenize(asked) -> dict:
-    """Tokens a second: of the tokenizer in one process, and of a build by all cores."""
-    source = DataConfig(tokenizer=asked.tokenizer, max_documents_loaded=asked.documents)
-    documents, tokenizer = open_documents(source), build_tokenizer(source)
-    some = [documents[index] for index in range(len(documents))]
-    began = time.perf_counter()
+    """Tokens a second: of the tokenizer alone, of one rank that packs from text and from shards,
+    and of builds, by what a longer source takes more time."""
+    library = open_documents(DataConfig(max_documents_loaded=asked.documents))
+    tokenizer = build_tokenizer(DataConfig(tokenizer=asked.tokenizer))
+    some = [library[index] for index in range(len(library))]
+    began = time.thread_time()
     tokens = sum(len(one) for document in some for one in tokenizer.encode(document))
-    alone = time.perf_counter() - began
-    found = {"tokens": tokens, "tokenizer_per_core": round(tokens / alone)}
-    for workers in sorted({1, len(os.sched_getaffinity(0))}):
-        with tempfile.TemporaryDirectory() as folder:
-            began = time.perf_counter()
-            build_shards(
-                source, Path(folder), workers=workers, rows_per_shard=200, tell=lambda _: None
+    found = {"tokens": tokens, "tokenizer_a_core": round(tokens / (time.thread_time() - began))}
+    with tempfile.TemporaryDirectory() as folder:
+        root, sources = Path(folder), []
+        for copies in (1, 1 + asked.copies):
+            path = root / f"{copies}.jsonl"
+            lines = [json.dumps({"text": document.text}) + "\n" for document in some]
+            path.write_text("".join(lines * copies))
+            sources.append(
+                DataConfig(source="jsonl", path=str(path), tokenizer=asked.tokenizer, window=64)
             )
-            found[f"build_{workers}_workers"] = round(tokens / (time.perf_counter() - began))
-    stream = open_microbatches(source, documents, tokenizer, [Capacity(2**17, 256)])
-    began = time.perf_counter()
-    packed = sum(pack.num_tokens for pack in itertools.islice(stream, 4))
-    found["packed_on_the_fly"] = round(packed / (time.perf_counter() - began))
+        for workers in sorted({1, len(os.sched_getaffinity(0))}):
+            seconds, cpu = [], []
+            for number, source in enumerate(sources):
+                began, used = time.perf_counter(), time.process_time()
+                target = root / f"shards-{workers}-{number}"
+                build_shards(
+                    source, target, workers=workers, rows_per_shard=500, tell=lambda _: None
+                )
+                seconds.append(time.perf_counter() - began)
+                cpu.append(time.process_time() - used)
+            if workers == 1:  # its worker is a thread
+                found["build_a_core"] = round(asked.copies * tokens / (cpu[1] - cpu[0]))
+            rate = asked.copies * tokens / (seconds[1] - seconds[0])
+            found[f"build_{workers}_workers"] = round(rate)
+            found[f"start_{workers}_workers_s"] = round(seconds[0] - tokens / rate, 2)
+        shards = replace(sources[0], source="shards", path=str(root / "shards-1-0"))
+        found["packed_from_text"] = packed_rate(sources[0])
+        found["packed_from_shards"] = packed_rate(shards)
     return found
+
+
+def packed_rate(config: DataConfig) -> int:
+    """Tokens a second of one thread that plans and reads packs."""
+    stream = open_microbatches(
+        replace(config, overlong="split"),
+        open_documents(config),
+        build_tokenizer(config),
+        [Capacity(8192, 64)],
+    )
+    next(stream)
+    began = time.thread_time()
+    packed = sum(pack.num_tokens for pack in itertools.islice(stream, 60))
+    return round(packed / (time.thread_time() - began))
 
 
 def main() -> None:
@@ -151,6 +182,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokenizer", default="bytes")
     parser.add_argument("--documents", type=int, default=2000)
+    parser.add_argument("--copies", type=int, default=4, help="that make the longer source")
     asked = parser.parse_args()
     measured = {"plan": plan, "wait": wait, "tokenize": tokenize}[asked.what](asked)
     options = {name: str(value) for name, value in vars(asked).items() if name != "folder"}
