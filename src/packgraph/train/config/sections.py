@@ -515,6 +515,8 @@ class DataConfig:
                 raise ValueError(f"mixture: expected FOLDER=WEIGHT, such as web=0.7, got {text!r}")
             if folder in found:
                 raise ValueError(f"mixture: {folder} is named twice")
+            if problem := path_problem(folder):
+                raise ValueError(f"mixture: {shown(folder)} cannot be a folder: {problem}")
             found[folder] = number
         return found
 

@@ -251,6 +251,7 @@ def test_a_mixture_goes_on_as_if_never_stopped(mixture, taken):
         ({"mixture": ("a",)}, "expected FOLDER=WEIGHT"),
         ({"mixture": ("a=0",)}, "expected FOLDER=WEIGHT"),
         ({"mixture": ("a=1", "a=2")}, "named twice"),
+        ({"mixture": ("a" * 300 + "=1",)}, "cannot be a folder"),
         ({"mixture": ("a=1", "b=2"), "epochs": 1}, "use run.steps"),
         ({}, "needs a path"),
     ],
