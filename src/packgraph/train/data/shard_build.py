@@ -166,12 +166,15 @@ class ShardWork:
         bad = BadDocuments()
         with writing(self.folder, REMEDY):
             writer = ShardWriter(self.folder, number, self.manifest.token_type)
-            try:
-                for row in self.manifest.rows_of(number):
-                    writer.add(self._documents(row, tokenizer, bad))
+        try:
+            for row in self.manifest.rows_of(number):
+                documents = self._documents(row, tokenizer, bad)
+                with writing(self.folder, REMEDY):
+                    writer.add(documents)
+            with writing(self.folder, REMEDY):
                 return writer.finish(bad)
-            finally:
-                writer.drop()
+        finally:
+            writer.drop()
 
     def _documents(self, row: int, tokenizer: Tokenizer, bad: BadDocuments) -> list[Document]:
         try:
