@@ -25,7 +25,7 @@ from packgraph.train.config.sections import GraphConfig
 from packgraph.train.memory import MemoryPlan, agreement, limit_of, plan_memory
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.runners import GRAPHS, Runner, Ways
-from packgraph.train.step import BeforeLast
+from packgraph.train.step import BeforeLast, StepPack
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Executor:
         )
         return self.memory.kept[::-1]
 
-    def tune(self, batches: Sequence[PackedBatch], note: Callable[[str], None]) -> bool:
+    def tune(self, batches: Sequence[StepPack], note: Callable[[str], None]) -> bool:
         """After `before_step`: decide which way each microbatch of the step runs; whether the step
         is timed for that.
 
