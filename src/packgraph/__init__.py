@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from packgraph.graphs.graphed import control as control
     from packgraph.graphs.graphed import graph as graph
     from packgraph.graphs.stages import Stage as Stage
+    from packgraph.models.recompute import recompute as recompute
     from packgraph.offloading.api import offload as offload
     from packgraph.offloading.marks import offload_block as offload_block
     from packgraph.ops.attention.api import packed_attention as packed_attention
@@ -57,6 +58,7 @@ __all__ = [
     "pack_stream",
     "packed_attention",
     "plan_buckets",
+    "recompute",
     "replicate",
     "verify",
 ]
@@ -83,6 +85,7 @@ _HOMES = {
     "pack_stream": "packing.pack",
     "packed_attention": "ops.attention.api",
     "plan_buckets": "packing.buckets.planner",
+    "recompute": "models.recompute",
     "replicate": "parallel.replicate",
     "verify": "verification.module",
 }

@@ -78,6 +78,7 @@ stderr where it is. Further options are those of `packgraph train --help all`.""
 PLAN_USAGE = """\
 usage: packgraph plan --ranks N --microbatches N [--chunks N] [--group N] [--svg FILE] ...
        packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
+       packgraph plan memory [PRESET] [--tokens N] [--memory SIZE] [--json]
 
 Draw a pipeline schedule: who runs what when, in which slot and bucket; and say what it costs: slots
 per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
@@ -87,7 +88,8 @@ per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data ar
 
 `packgraph plan DATA` chooses buckets for the lengths of documents instead, and with --world N
 shares out one step's documents to ranks (dynamic context parallelism); see
-`packgraph plan stdlib --help`."""
+`packgraph plan stdlib --help`. `packgraph plan memory` shows time against memory of recomputation
+and offloading."""
 
 EXPORT_USAGE = """\
 usage: packgraph export RUN FOLDER
@@ -531,9 +533,29 @@ def _plan_data(words: list[str]) -> int:
     return 0
 
 
+def _plan_memory(words: list[str]) -> int:
+    from packgraph.train.config.presets import PRESETS
+    from packgraph.train.config.reading import ConfigError
+    from packgraph.train.plan_memory import USAGE, PlanMemoryArguments, plan_memory_choices
+
+    read = _read("plan memory", words, PlanMemoryArguments())
+    if read.own.help:
+        return _help(USAGE, PlanMemoryArguments())
+    if problems := read.own.problems():
+        raise ConfigError([*read.overrides.problems, *problems])
+    preset = read.own.preset
+    if preset is None and read.own.config is None:
+        preset = next(iter(PRESETS))
+    config = _configure(read, preset)
+    print(plan_memory_choices(config, read.own), end="")
+    return 0
+
+
 def _plan(words: list[str]) -> int:
     from packgraph.train.plan import is_data_plan
 
+    if words[:1] == ["memory"]:
+        return _plan_memory(words[1:])
     return _plan_data(words) if is_data_plan(words) else _plan_schedule(words)
 
 
@@ -638,6 +660,7 @@ def _completion(words: list[str]) -> int:
     from packgraph.train.config.command_line import completion_script, leaves, parse_arguments
     from packgraph.train.config.presets import PRESETS
     from packgraph.train.plan import PlanArguments
+    from packgraph.train.plan_memory import PlanMemoryArguments
 
     asked = parse_arguments(words, CompletionArguments()).own
     if asked.help:
@@ -651,6 +674,7 @@ def _completion(words: list[str]) -> int:
     options = {
         "train": [*leaves(TrainArguments()), *config],
         "verify": [*leaves(VerifyArguments()), *config],
+        "plan memory": [*leaves(PlanMemoryArguments()), *config],
         "plan": list({leaf.option: leaf for leaf in plan}.values()),
         "data": list(leaves(DataArguments())),
         "export": list(leaves(ExportArguments())),
@@ -662,7 +686,7 @@ def _completion(words: list[str]) -> int:
         "": tuple(COMMANDS),
         "train": presets,
         "verify": presets,
-        "plan": ("stdlib", *presets),
+        "plan": ("stdlib", "memory", *presets),
         "data": ("build", "check"),
         "bench": tuple(BENCHMARKS),
         "completion": ("bash", "zsh", "fish"),

@@ -35,7 +35,7 @@ RANKS = {
 # Planners decide, as pure functions of host facts, and lie beside what they plan.
 PLANNERS = (
     "packing/buckets/*",
-    "graphs/stages.py",
+    "graphs/checkpointed.py",
     "graphs/stages.py",
     "graphs/memory/budget.py",
     "moe/stash/plan.py",

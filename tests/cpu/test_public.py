@@ -29,6 +29,7 @@ NAMES = {
     "pack_stream",
     "packed_attention",
     "plan_buckets",
+    "recompute",
     "replicate",
     "verify",
 }

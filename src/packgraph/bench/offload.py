@@ -72,6 +72,7 @@ from packgraph.bench.variants import Graphed
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.trial import trial_memory
+from packgraph.models.recompute import NONE, recompute
 from packgraph.models.stack import DecoderStack
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import OffloadKnobs, plan_by_knobs
@@ -128,6 +129,12 @@ class OffloadArguments(WorkArguments):
     )
     attention: Attention = option("auto", "attention of every way")
     modules: tuple[Annotated[str, MODULES], ...] = option(USUAL_MODULES, "what may move")
+    recompute: str = option(
+        NONE,
+        "what the backward of every way computes again: none, selective, full, or stages; with it "
+        "--modules layer_input moves what that begins with",
+        metavar="WHAT",
+    )
     lost: float = option(0.01, "share of the time that the way `planned` may lose", metavar="SHARE")
     in_flight: Count = option(2, "copies to the host at a time", metavar="N")
     min_bytes: Count = option(2**20, "bytes of the smallest tensor that moves", metavar="N")
@@ -160,6 +167,7 @@ def bench_offload(
     config = shape(str(options.model), options.layers)
     model = build_part(options.part, config, device, dtype_on(device))
     zero_gradients([model])
+    recompute(model, options.recompute)
     known, takes = dict.fromkeys(OFFLOAD_WAYS, 0), dict.fromkeys(OFFLOAD_WAYS, HeldBytes())
     any_size = OffloadCase(options, model, device, 0, copy_ceiling(device))
     ways = [way for way in OFFLOAD_WAYS if way == "kept" or way in options.ways]
@@ -241,6 +249,7 @@ class OffloadCase:
             "layers": self.model.config.num_layers,
             "documents": options.documents,
             "modules": list(options.modules),
+            "recompute": options.recompute,
             "compile": options.compile,
             "attention": self.model.attention_choice().name,
             "reason": reason,

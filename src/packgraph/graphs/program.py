@@ -39,6 +39,7 @@ from packgraph.graphs.stages import (
     State,
     compile_units_of,
     cut_runs,
+    run_in_order,
 )
 from packgraph.packing.batch import PackedBatch
 
@@ -126,9 +127,7 @@ class Program:
         """Run the stages of `run` on `state`."""
         if self.compiler is not None and run.captured:
             return self.compiler.run(self.pieces[run], _as_in_graphs(state))
-        for stage in self.stages[run.start : run.stop]:
-            state = stage.run(state)
-        return state
+        return run_in_order(self.stages[run.start : run.stop], state)
 
     def execute(self, state: State, handler: RunHandler) -> State:
         """Executes all runs in order by `handler`: the last state."""

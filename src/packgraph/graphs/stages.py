@@ -18,17 +18,21 @@ all stages that begin with it (`moe` for `moe_router`, `moe_experts` and so on).
 never be captured says why (`Stage.eager`): without a scope it stays eager, naming it is an error.
 
 torch.compile gets the stages of one layer together (`compile_units_of`), so that all like layers
-share one piece of code.
+share one piece of code. Stages of one layer that are recomputed in the backward (`Stage.recompute`)
+are recomputed together, as far as they run together.
 """
 
 import contextlib
 import difflib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+from packgraph.graphs.checkpointed import FULL, SELECTIVE, checkpointed
 
 State = dict[str, Any]
 
@@ -45,6 +49,13 @@ class Stage:
         layer: Index of its layer; -1 before the first layer, the number of layers after the last.
         run: Maps the state to the next state. It must not change the dict it is given.
         eager: Why the stage can never be captured, such as a wait for the host; empty if it can.
+        recompute: `full`: the backward computes the stage again from its input; `selective`: only
+            what is cheap per byte (no products, no attention); empty: all is kept. Random numbers
+            are never drawn again. What else the stage does to tensors that are there before (a
+            counter) is done twice.
+
+    Raises:
+        ValueError: If `recompute` is something else.
 
     Example:
         >>> def run(state):
@@ -57,6 +68,14 @@ class Stage:
     layer: int
     run: Callable[[State], State]
     eager: str = ""
+    recompute: str = ""
+
+    def __post_init__(self) -> None:
+        if self.recompute not in ("", FULL, SELECTIVE):
+            raise ValueError(
+                f"recompute of stage {self.name!r} must be '', {FULL!r} or {SELECTIVE!r}, not "
+                f"{self.recompute!r}"
+            )
 
 
 @runtime_checkable
@@ -72,39 +91,63 @@ class Staged(Protocol):
 
 def run_stages(module: Staged, *args: Any, **kwargs: Any) -> Any:
     """Run all stages of `module` in order: what `forward` of a staged module does."""
-    state = module.begin(*args, **kwargs)
-    for stage in module.stages():
-        state = stage.run(state)
-    return module.end(state)
+    return module.end(run_in_order(module.stages(), module.begin(*args, **kwargs)))
+
+
+def run_in_order(stages: Sequence[Stage], state: State) -> State:
+    """Run these stages as they are, those of one layer together where they are recomputed."""
+    for (_, recompute), found in groupby(stages, lambda stage: (stage.layer, stage.recompute)):
+        together = list(found)
+        if recompute:
+            state = checkpointed(_in_turn(together), state, recompute, mark=_mark(together[0]))
+        else:
+            for stage in together:
+                state = stage.run(state)
+    return state
+
+
+def _in_turn(stages: Sequence[Stage]) -> Callable[[State], State]:
+    def run(state: State) -> State:
+        for stage in stages:
+            state = stage.run(state)
+        return state
+
+    return run
+
+
+def _mark(stage: Stage) -> Callable[..., contextlib.AbstractContextManager[None]] | None:
+    """The mark `offload` of the module whose method a stage is, if it has one."""
+    owner = getattr(stage.run, "__self__", None)
+    return getattr(owner, "offload", None) if isinstance(owner, torch.nn.Module) else None
 
 
 class CompileUnit(NamedTuple):
     """Consecutive stages of one layer that are compiled together.
 
     owner: the module whose methods they are, or None. methods: what to call: functions of (owner,
-    state), or of state.
+    state), or of state. recompute: see Stage.
     """
 
     owner: Any
     methods: tuple[Callable[..., State], ...]
     name: str
+    recompute: str = ""
 
 
 def compile_units_of(stages: Sequence[Stage]) -> tuple[CompileUnit, ...]:
-    """Cut consecutive stages where the layer or the owner changes."""
+    """Cut consecutive stages where the layer, the owner or recomputation changes."""
     pieces: list[CompileUnit] = []
     last: int | None = None
     for stage in stages:
         owner, method = getattr(stage.run, "__self__", None), getattr(stage.run, "__func__", None)
         if not isinstance(owner, torch.nn.Module) or method is None:
             owner, method = None, stage.run
-        if pieces and last == stage.layer and pieces[-1].owner is owner:
-            before = pieces.pop()
-            pieces.append(
-                CompileUnit(owner, (*before.methods, method), f"{before.name}, {stage.name}")
-            )
+        how, before = stage.recompute, pieces[-1] if pieces else None
+        if before and last == stage.layer and (before.owner, before.recompute) == (owner, how):
+            name = f"{before.name}, {stage.name}"
+            pieces[-1] = CompileUnit(owner, (*before.methods, method), name, how)
         else:
-            pieces.append(CompileUnit(owner, (method,), stage.name))
+            pieces.append(CompileUnit(owner, (method,), stage.name, how))
         last = stage.layer
     return tuple(pieces)
 

@@ -97,6 +97,11 @@ class BranchKind:
         """Numbers per token that autograd saves for the backward."""
         raise NotImplementedError
 
+    def product_columns(self, config: "DecoderConfig") -> float:
+        """Numbers per token that selective recomputation keeps: results of products, attention and
+        scans; see `graphs/checkpointed.py`."""
+        raise NotImplementedError
+
     def exchanged_columns(self, config: "DecoderConfig") -> int:
         """Numbers per token that ranks exchange which share a row by heads (Ulysses)."""
         return 0
@@ -164,6 +169,16 @@ class AttentionBranch(BranchKind):
             latent.kv_rank + latent.query_rank
         )
 
+    def product_columns(self, config: "DecoderConfig") -> float:
+        """Queries, keys, values, what attention makes of them, and the output; of latent attention
+        also the small vectors that they come from."""
+        latent, heads = config.latent, config.num_heads
+        if not latent.enabled:
+            return (2 * heads + 2 * config.num_kv_heads) * config.head_dim + config.hidden_size
+        small = latent.kv_rank + latent.rope_dim + latent.query_rank
+        each = latent.query_dim + latent.nope_dim + 2 * latent.value_dim
+        return heads * each + small + config.hidden_size
+
     def exchanged_columns(self, config: "DecoderConfig") -> int:
         """Queries, keys, values and outputs; latent attention has keys and values of all heads."""
         keys = config.num_heads if config.latent.enabled else config.num_kv_heads
@@ -201,6 +216,12 @@ class MambaBranch(BranchKind):
             + 2 * mamba.inner * mamba.state / mamba.chunk
         )
 
+    def product_columns(self, config: "DecoderConfig") -> float:
+        """What the first product makes, the scan's result and states, and the output."""
+        mamba = config.mamba
+        states = 2 * mamba.inner * mamba.state / mamba.chunk
+        return 2 * mamba.inner + mamba.channels + mamba.num_heads + states + config.hidden_size
+
     def exchanged_columns(self, config: "DecoderConfig") -> int:
         """What goes into the convolution, the time steps, and the outputs."""
         return config.mamba.channels + config.mamba.num_heads + config.mamba.inner
@@ -229,6 +250,10 @@ class FeedForwardBranch(BranchKind):
         """4 vectors of the block's width."""
         return 4 * config.intermediate_size
 
+    def product_columns(self, config: "DecoderConfig") -> float:
+        """What the products make."""
+        return (_matrices(config) - 1) * config.intermediate_size + config.hidden_size
+
 
 class ExpertsBranch(BranchKind):
     """Experts with a router."""
@@ -248,6 +273,14 @@ class ExpertsBranch(BranchKind):
         experts = config.experts
         blocks = 4 * (experts.per_token + experts.shared) * experts.intermediate_size
         return blocks + 2 * experts.per_token * routed_width(config)
+
+    def product_columns(self, config: "DecoderConfig") -> float:
+        """Logits in float32, what the products of experts make of every copy of a token, and what
+        shared experts make."""
+        experts, width = config.experts, (_matrices(config) - 1) * config.experts.intermediate_size
+        routed = experts.per_token * (width + routed_width(config))
+        shared = experts.shared * width + (config.hidden_size if experts.shared else 0)
+        return 2 * experts.count + routed + shared
 
     def _weights(self, config: "DecoderConfig", experts: int) -> int:
         """Elements of the router's matrix, and of those of so many experts and the shared ones."""

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from packgraph.graphs.stages import Stage, State, run_stages
+from packgraph.graphs.stages import Stage, State, run_in_order, run_stages
 from packgraph.mamba.conv import live_document_ids
 from packgraph.models.branches import head_sizes, rotary_width
 from packgraph.models.config import DecoderConfig
@@ -161,8 +161,7 @@ class DecoderStack(nn.Module):
         """Logits [T, V] of all rows (of this rank's, where rows are spread); those of padding mean
         nothing but are finite."""
         state = self.begin(batch)
-        for stage in self.stages()[:-1]:
-            state = stage.run(state)
+        state = run_in_order(self.stages()[:-1], state)
         return F.linear(self.norm(state["hidden"]), self.head_weight)
 
     def run_embed(self, state: State) -> State:

@@ -15,15 +15,18 @@ What stands against a set:
   it frees nothing.
 * A module whose activations somebody else already gets rid of: recomputation, or the stash of
   experts.
+* layer_input without recomputation, which begins with it.
 """
 
 import difflib
 from collections.abc import Collection, Sequence
 
+from packgraph.graphs.checkpointed import LAYER_INPUT
 from packgraph.graphs.stages import NamedStage, Run
 
 # The stages that a module is part of; a model has it if it has one of them.
 STAGES_OF = {
+    LAYER_INPUT: ("attn", "mamba", "mlp", "moe_router"),
     "attn_norm": ("attn",),
     "qkv_linear": ("attn",),
     "core_attn": ("attn",),
@@ -43,6 +46,7 @@ NORM_SPANS = {
     "mamba_norm": (("mamba", "mamba"),),
     "mlp_norm": (("mlp", "mlp"), ("moe_router", "moe_combine")),
 }
+NORM_SPANS[LAYER_INPUT] = tuple(span for spans in NORM_SPANS.values() for span in spans)
 
 
 def why_not(
@@ -83,7 +87,13 @@ def why_not(
             "keeps on "
             "the device; add core_attn or leave attn_proj out"
         )
+    if LAYER_INPUT in asked and not recomputed:
+        errors.append(
+            f"{LAYER_INPUT} is what recomputation begins with: recompute stages, or leave it out"
+        )
     for name in asked:
+        if name == LAYER_INPUT:
+            continue
         owners = [owner for owner in recomputed if owner == name or owner in STAGES_OF[name]]
         errors += [
             f"{name} is computed again in the backward (recomputation of {owner}), so there is "

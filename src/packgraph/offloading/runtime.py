@@ -296,9 +296,11 @@ class OffloadRuntime:
             place = next(
                 saves
             )  # of all, since what a capture takes in stays there, and moves elsewhere
-            if not _can_move(tensor) or _address(tensor) in fixed:
-                return staying(tensor, group.told)
-            return group.pack(tensor, now.known(local_tensor(tensor)), place)
+            # What is looked at here is no call of captured code.
+            with torch._C.DisableTorchFunction():
+                if not _can_move(tensor) or _address(tensor) in fixed:
+                    return staying(tensor, group.told)
+                return group.pack(tensor, now.known(local_tensor(tensor)), place)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield

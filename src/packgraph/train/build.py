@@ -20,6 +20,7 @@ from packgraph.train.executor import Executor
 from packgraph.train.features.context import rank_tokens, stage_tokens, with_context_buckets
 from packgraph.train.features.moe import ExpertBalance, Overflow, make_stash
 from packgraph.train.features.offload import make_offloading
+from packgraph.train.features.recompute import AUTO, apply_recompute
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.parallelisms import PARALLELISMS
 from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner, StepRunner
@@ -45,6 +46,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     models = _build(config, device, stages, ranks * chunks, mine)
     for parallelism in PARALLELISMS:
         parallelism.apply(models, mesh, config)
+    apply_recompute(config, models)
     return ModelChunks(models)
 
 
@@ -76,6 +78,7 @@ def make_executor(
     runner = _make_runner(model, config, device, mesh)
     executor = Executor(runner, config.graph, device)
     executor.everyone = mesh.everyone()
+    executor.chooses_recompute = config.run.recompute == AUTO
     # A partner of a failed capture has begun its own at the same time; only compiling may take it
     # much longer.
     patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout

@@ -8,7 +8,7 @@ capacities and no step of training pays for capture.
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,14 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.autotune import Autotune
 from packgraph.train.config.sections import GraphConfig
-from packgraph.train.memory import MemoryPlan, agreement, limit_of, plan_memory
+from packgraph.train.features.recompute import choose_recompute
+from packgraph.train.memory import (
+    MemoryPlan,
+    agreement,
+    available_memory,
+    limit_of,
+    plan_memory,
+)
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.runners import GRAPHS, Runner, Ways
 from packgraph.train.step import BeforeLast, StepPack
@@ -63,6 +70,7 @@ class Executor:
             it.
         memory: What graphs take, measured on trial; known when warm-up is over.
         everyone: The ranks that must capture the same, None = this one alone.
+        chooses_recompute: Whether trials choose the least recomputation that fits.
     """
 
     def __init__(self, runner: Runner, options: GraphConfig, device: torch.device) -> None:
@@ -71,6 +79,7 @@ class Executor:
         self.prepare: Preparation | None = None
         self.memory: MemoryPlan | None = None
         self.everyone: dist.ProcessGroup | None = None
+        self.chooses_recompute = False
         self._options, self._device = options, device
         self._consensus: Consensus = alone
         self._measured = 0
@@ -154,16 +163,34 @@ class Executor:
 
     def _within_budget(self) -> Sequence[Capacity]:
         """Predicts what graphs will take; the capacities to capture, largest first."""
-        self.memory = plan_memory(
+        limit = limit_of(self._options.memory_budget, self._device)
+        chosen = self._choose_recompute(limit) if self.chooses_recompute else ()
+        plan = self._plan(self._options.captured_capacities(), limit)
+        self.memory = replace(plan, notes=(*chosen, *plan.notes))
+        return self.memory.kept[::-1]
+
+    def _plan(self, capacities: Sequence[Capacity], limit: int | None) -> MemoryPlan:
+        return plan_memory(
             self.runner.graphed,
             self.runner.arguments,
             self.runner.slots,
-            self._options.captured_capacities(),
-            limit_of(self._options.memory_budget, self._device),
+            capacities,
+            limit,
             agreement(self.everyone, self._device),
             self._consensus,
         )
-        return self.memory.kept[::-1]
+
+    def _choose_recompute(self, limit: int | None) -> tuple[str, ...]:
+        """Leaves the model with the least recomputation that fits; what is to be said of it."""
+        largest = max(self._options.captured_capacities())
+
+        def needed() -> int | None:
+            banks = self._plan([largest], None).banks
+            return sum(bank.total for bank in banks) if banks else None
+
+        room = available_memory(self._device) if limit is None else limit
+        agree = agreement(self.everyone, self._device)
+        return (choose_recompute(self.runner.graphed, needed, room, agree)[1],)
 
     def tune(self, batches: Sequence[StepPack], note: Callable[[str], None]) -> bool:
         """After `before_step`: decide which way each microbatch of the step runs; whether the step

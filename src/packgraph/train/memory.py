@@ -449,7 +449,7 @@ def _sure_capacity(config: TrainConfig) -> Capacity:
 
 def _may_keep_less(config: TrainConfig) -> bool:
     """Whether a forward may keep less than its layers do one by one."""
-    return config.graph.compile or bool(config.offload.modules)
+    return config.graph.compile or bool(config.offload.modules) or config.run.recompute != "none"
 
 
 def _has_pool(config: TrainConfig, device_type: str) -> bool:

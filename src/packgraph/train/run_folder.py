@@ -87,6 +87,7 @@ FREE_ON_RESUME = (
     "run.per_node_folder",
     "run.keep_checkpoints",
     "run.device",
+    "run.recompute",
     "graph.enabled",
     "graph.backend",
     "graph.warmup",

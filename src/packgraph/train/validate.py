@@ -5,6 +5,7 @@ from packgraph.models.decoder import named_stages
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
+from packgraph.train.features.recompute import problems_of_recompute
 from packgraph.train.parallelisms import PARALLELISMS, known_capacities
 
 FEWEST_TOKENS = 2  # of a document with a token to predict
@@ -66,6 +67,7 @@ def validate(
             f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"
         ] = size < vocabulary
     found = [text for text, wrong in problems.items() if wrong]
+    found += problems_of_recompute(config)
     found += offload_problems(config) + _optimizer_problems(config, world)
     for parallelism in PARALLELISMS:
         found += parallelism.problems(config, world)

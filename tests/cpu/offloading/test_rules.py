@@ -124,7 +124,7 @@ EAGER = (Run(0, len(DENSE), False),)
 
 
 def test_all_modules_go_with_eager_and_with_chunk_graphs() -> None:
-    known = [name for name in MODULES if "mamba" not in name]
+    known = [name for name in MODULES if "mamba" not in name and name != "layer_input"]
     dense = [name for name in known if name not in ("expert_fc1", "moe_act")]
     assert (
         why_not(dense, DENSE, EAGER) == why_not(dense, DENSE, cut_runs(DENSE, None, "chunk")) == []
@@ -174,6 +174,15 @@ def test_norms_between_regions_free_nothing(
     )
 
 
+def test_inputs_of_layers_move_where_something_is_recomputed() -> None:
+    chunk = cut_runs(DENSE, None, "chunk")
+    assert why_not(["layer_input"], DENSE, chunk, recomputed=["attn", "mlp"]) == []
+    (reason,) = why_not(["layer_input"], DENSE, chunk)
+    assert reason.startswith("layer_input is what recomputation begins with")
+    (reason,) = why_not(["layer_input"], DENSE, cut_runs(DENSE, None, "layer"), recomputed=["attn"])
+    assert reason.startswith("layer_input saves a hidden state that a region takes in")
+
+
 def test_all_reasons_are_given_at_once() -> None:
     reasons = why_not(
         ["attn_proj", "mlp_act", "moe_act", "core_atn", "x"],
@@ -184,7 +193,7 @@ def test_all_reasons_are_given_at_once() -> None:
     )
     said = [
         "there is no module 'core_atn': did you mean 'core_attn'",
-        "there is no module 'x', only attn_norm, ",
+        "there is no module 'x', only .*attn_norm, ",
         "attn_proj needs core_attn",
         "mlp_act is computed again .*recomputation of mlp_act",
         "moe_act is computed again .*recomputation of moe_experts",

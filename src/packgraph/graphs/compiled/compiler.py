@@ -30,6 +30,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._pytree import tree_flatten
 
+from packgraph.graphs.checkpointed import FULL, checkpointed, draws
 from packgraph.graphs.checks.host_sync import all_is_compiled
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
@@ -37,6 +38,7 @@ from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.key import CONSTANTS
+from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.packing.batch import Field, PackedBatch, layout_of
 
@@ -144,6 +146,10 @@ class Compiler:
     def _call(self, piece: CompileUnit, code: Code, state: State) -> State:
         self._now = piece.name
         try:
+            if piece.recompute:
+                mark = getattr(piece.owner, "offload", None)
+                run = partial(_again, code, piece, self._uses)
+                return checkpointed(run, state, piece.recompute, mark=mark, compiled=True)
             with saving(piece, state):
                 return code(piece.owner, state)
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
@@ -228,14 +234,21 @@ class Compiler:
 
 
 class _Uses:
-    """How often forwards have used each parameter, by address; None where nobody counts."""
+    """now: how often forwards have used each parameter, by address; None where nobody counts.
+    draws: how often code was called that draws random numbers."""
 
     def __init__(self) -> None:
         self.now: Counter[int] | None = None
+        self.draws = 0
+
+    def note_drawing(self, arguments: Sequence[Any]) -> None:
+        """Such code is called, and draws random numbers."""
+        self.draws += 1
+        self.note(arguments)
 
     def note(self, arguments: Sequence[Any]) -> None:
-        """A forward's code is called."""
-        if self.now is not None:
+        """A forward's code is called; one that a backward makes again uses what it has used."""
+        if self.now is not None and not in_backward():
             self.now.update({x.data_ptr() for x in arguments if isinstance(x, torch.nn.Parameter)})
 
 
@@ -258,6 +271,7 @@ def _code_of(
     if products:
         totals = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
         inputs = [*inputs, *(total.meta["val"] for total in totals)]
+    is_random = any(_draws(node) for node in graph.graph.nodes)
     written = written_inputs(graph)  # before code is generated: Inductor rewrites the graph
     function = generate(graph, inputs, is_backward=is_backward, **options)
     code = CompiledCode(
@@ -265,9 +279,31 @@ def _code_of(
         "backward" if is_backward else "forward",
         len(inputs),
         written,
-        None if is_backward else uses.note,
+        None if is_backward else (uses.note_drawing if is_random else uses.note),
     )
     return code if shared is None or not products else AddingCode(code, products, shared)
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an operation of a traced graph draws random numbers."""
+    operation: Any = node.target
+    return isinstance(operation, torch._ops.OpOverload) and draws(operation, node.args, node.kwargs)
+
+
+def _again(code: Code, piece: CompileUnit, uses: "_Uses", state: State) -> State:
+    """Run code that a backward may call again, in its own thread. Raises CaptureError where it
+    draws random numbers: they lie inside of it, where nothing keeps them."""
+    before = uses.draws
+    with unguarded():
+        made = code(piece.owner, state)
+    if uses.draws > before and piece.recompute == FULL:
+        raise CaptureError(
+            f"compiled code of {piece.name} is to be recomputed in full and draws random numbers "
+            "(dropout), which its backward would draw anew",
+            _definition(piece),
+            "leave out dropout, recompute='full' of these stages, or compile",
+        )
+    return made
 
 
 def _chain(piece: CompileUnit) -> Code:

@@ -13,9 +13,10 @@ stage reads and replaces `hidden` in the state; the rest of the model does not k
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
+from packgraph.graphs.checkpointed import FULL
 from packgraph.graphs.stages import Stage, State
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.attention import GroupedQueryAttention, LatentAttention
@@ -35,12 +36,17 @@ MIXERS: Mapping[str, Callable[[DecoderConfig], Mixer]] = MappingProxyType(
 )
 # Names of modules as in Hugging Face checkpoints, where they are not those of stages.
 ATTRIBUTES = MappingProxyType({"attn": "self_attn"})
+COMPILED_ROUTER = (
+    "moe stages cannot be recomputed in compiled code, whose routers would count their load twice: "
+    "name the other stages, such as attn or attn,mlp, or leave compiling out"
+)
 
 
 class DecoderLayer(nn.Module):
     """Branches of a layer as its config says, each with pre-norm, residual and dropout.
 
     mixer: name of its branch that exchanges information between tokens; empty = it has none.
+    recompute: of stages by name, what the backward computes again (`graphs/stages.py`).
     """
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
@@ -48,6 +54,7 @@ class DecoderLayer(nn.Module):
         self.index = index
         self.dropout = config.dropout
         self.offload: Mark = offload_block
+        self.recompute: dict[str, str] = {}
         self.branches = config.branches(index)
         self.mixer = self.branches[0] if self.branches[0] in MIXERS else ""
         if self.mixer:
@@ -68,9 +75,10 @@ class DecoderLayer(nn.Module):
         return [stage for branch in self.branches for stage in self._stages_of(branch)]
 
     def _stages_of(self, branch: str) -> Sequence[Stage]:
+        again = self.recompute
         if branch != "moe":
             run = self.run_mixer if branch == self.mixer else self.run_mlp
-            return [Stage(branch, self.index, run)]
+            return [Stage(branch, self.index, run, recompute=again.get(branch, ""))]
         moe_runs = {
             "moe_router": self.run_router,
             "moe_preprocess": self.run_preprocess,
@@ -80,7 +88,8 @@ class DecoderLayer(nn.Module):
         }
         why_not = self._moe.dispatcher.why_not
         return [
-            Stage(name, self.index, run, why_not.get(name, "")) for name, run in moe_runs.items()
+            Stage(name, self.index, run, why_not.get(name, ""), again.get(name, ""))
+            for name, run in moe_runs.items()
         ]
 
     def run_mixer(self, state: State) -> State:
@@ -102,6 +111,8 @@ class DecoderLayer(nn.Module):
     def run_router(self, state: State) -> State:
         """Stage `moe_router`: reads hidden and batch; see MoEBlock for what it and the next ones
         add to the state."""
+        if torch.compiler.is_compiling() and self.recompute.get("moe_router") == FULL:
+            raise ValueError(COMPILED_ROUTER)
         with self.offload("mlp_norm"):
             normed = self.post_attention_layernorm(state["hidden"])
         return self._moe.run_router(state, normed)
@@ -134,8 +145,7 @@ class DecoderLayer(nn.Module):
         return self.mlp
 
     def _drop(self, branch: Tensor) -> Tensor:
-        return (
-            F.dropout(branch, self.dropout, training=True)
-            if self.training and self.dropout
-            else branch
-        )
+        if not (self.training and self.dropout):
+            return branch
+        # The bits of F.dropout, by one operation on all devices: recomputation can keep its mask.
+        return torch.native_dropout(branch, self.dropout, True)[0]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import State
 from packgraph.models.branches import routed_width
 from packgraph.models.config import DecoderConfig
@@ -163,8 +164,10 @@ class MoEBlock(nn.Module):
         if self.shared_experts is not None:
             found["moe_shared"] = self.shared_experts(x)
         if self.training:
-            with torch.no_grad():
-                self.gate.load.add_(expert_counts(scored.routing.experts, settings.count))
+            # A recomputation has counted before. Compiled routers are not recomputed.
+            if torch.compiler.is_compiling() or not in_backward():
+                with torch.no_grad():
+                    self.gate.load.add_(expert_counts(scored.routing.experts, settings.count))
             loss = self._loss(logits, scored.scores, scored.routing.experts, state, ~padding)
             if loss is not None:
                 found["hidden"] = attach(state["hidden"], loss, share_of_step(state))

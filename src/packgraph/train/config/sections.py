@@ -287,6 +287,10 @@ class RunConfig:
         weights.
     device: auto = cuda where there is one, cpu otherwise.
     deterministic: only deterministic kernels; an operation that has none is an error.
+    recompute: what the backward computes again instead of keeping it: none, selective = what is
+        cheap for its bytes, such as norms and activations; full = each layer from its input; names
+        of stages (attn,mlp) in full; auto = the least that fits graph.memory_budget, or else the
+        free memory.
     """
 
     name: str | None = None
@@ -306,6 +310,7 @@ class RunConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"
     deterministic: bool = False
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         counts = ("steps", "tokens_per_step", "log_every", "checkpoint_every", "keep_checkpoints")
@@ -371,7 +376,8 @@ class OffloadConfig:
     save.
 
     modules: activations that may move to the host; of attn_norm, qkv_linear, core_attn, attn_proj,
-        mamba_norm, mamba_scan, mlp_norm, mlp_act, expert_fc1 and moe_act; none = nothing. With
+        mamba_norm, mamba_scan, mlp_norm, mlp_act, expert_fc1 and moe_act, and of layer_input, with
+        which recomputation begins; none = nothing. With
         graph.compile any of them means all that a layer saves.
     budget: device memory that these activations may hold at a time, as 4GiB or 512MiB; of groups of
         all microbatches in flight together: what has to move for that with the least waiting moves.

@@ -46,6 +46,7 @@ from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, TrainConfig
 from packgraph.train.executor import Executor
+from packgraph.train.features.recompute import recomputed_stages
 from packgraph.train.run_files import writing
 from packgraph.viz.offload import chrome_trace, draw_offload_svg, offload_figures, offload_table
 
@@ -276,7 +277,13 @@ def offload_problems(config: TrainConfig) -> list[str]:
         runs: Sequence[Run] = [Run(0, len(stages), False)]
     else:
         runs = cut_runs(stages, graph.scope, granularity)
-    found = why_not(options.modules, stages, runs, stashed=config.parallel.expert_stash > 0)
+    found = why_not(
+        options.modules,
+        stages,
+        runs,
+        list(recomputed_stages(config)),
+        stashed=config.parallel.expert_stash > 0,
+    )
     return [f"offload.modules: {problem}" for problem in found]
 
 

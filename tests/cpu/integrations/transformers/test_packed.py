@@ -157,6 +157,23 @@ def test_gradient_checkpointing_through_graphs(family):
     assert found and found.replayed == 3, found
 
 
+def is_checkpointed(model):
+    return any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+
+
+def test_recompute_turns_checkpointing_on_and_off():
+    model = build("llama")
+    made = packed(model.train())
+    expected = {name: g.clone() for name, g in gradients(made(batch_of()), model).items()}
+    assert packgraph.recompute(made, "full") is made and is_checkpointed(model)
+    found = gradients(made(batch_of()), model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(ValueError, match="recomputes whole layers or nothing"):
+        packgraph.recompute(made, "selective")
+    packgraph.recompute(made, "none")
+    assert not is_checkpointed(model)
+
+
 def test_reentrant_checkpointing_says_why_it_runs_eagerly():
     model = build("llama")
     model.gradient_checkpointing_enable({"use_reentrant": True})

@@ -1,0 +1,116 @@
+"""Activation recomputation in the trainer: what keeps it from being, and the least that fits.
+
+`run.recompute = auto` warms up with everything recomputed, since numbers are the same. Then graphs
+of the largest capacity are captured on trial with nothing recomputed, selectively, in full; the
+first whose pools fit stays:
+
+    none ──▶ trial ──▶ too large ──▶ selective ──▶ trial ──▶ too large ──▶ full
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.memory.budget import shown
+from packgraph.graphs.stages import in_scope
+from packgraph.models.decoder import named_stages
+from packgraph.models.layers.decoder import COMPILED_ROUTER, DecoderLayer
+from packgraph.models.recompute import (
+    FULL,
+    KINDS,
+    SHARED,
+    STASHED,
+    kind_of,
+    recompute,
+    recompute_problems,
+)
+from packgraph.train.config.sections import TrainConfig
+
+AUTO = "auto"
+EXCHANGES = (
+    "stages that exchange data between ranks cannot be recomputed yet: the backward would exchange "
+    "once more"
+)
+
+
+def recomputed_stages(config: TrainConfig) -> dict[str, str]:
+    """How each stage of the model is recomputed, by name; only those that are, or may be."""
+    what = _at_first(config)
+    kinds = {stage.name: kind_of(stage.name, what) for stage in named_stages(config.model)}
+    return {name: kind for name, kind in kinds.items() if kind}
+
+
+def problems_of_recompute(config: TrainConfig) -> list[str]:
+    """All reasons why what `run.recompute` asks for cannot be."""
+    what, graph, parallel = config.run.recompute, config.graph, config.parallel
+    found = recompute_problems(_at_first(config), [s.name for s in named_stages(config.model)])
+    stages = recomputed_stages(config)
+    experts = any(in_scope(name, ["moe"]) for name in stages)
+    exchanges = parallel.tp > 1 or parallel.cp > 1 or parallel.dynamic_cp
+    compiled = graph.enabled and graph.compile and FULL in stages.values()
+    problems = {
+        STASHED: experts and parallel.expert_stash > 0,
+        SHARED: experts and parallel.ep > 1,
+        COMPILED_ROUTER: experts and compiled,
+        "compiled stages that draw random numbers cannot be recomputed in full: set "
+        "model.dropout = 0, graph.compile = false, or choose selective": compiled
+        and config.model.dropout > 0,
+        EXCHANGES: bool(stages) and exchanges,
+        "auto reads memory off graphs on trial: set graph.enabled = true, or choose none, "
+        "selective or full": what == AUTO and not graph.enabled,
+        "auto is not there yet with graph.granularity = step, whose graphs are captured as steps "
+        "come: choose none, selective or full": what == AUTO and graph.granularity == "step",
+    }
+    found += [text for text, wrong in problems.items() if wrong]
+    return [f"run.recompute = {what}: {problem}" for problem in found]
+
+
+def apply_recompute(config: TrainConfig, chunks: Sequence[nn.Module]) -> None:
+    """Let the layers of these chunks be recomputed as `config` says, or as `auto` begins."""
+    set_recompute(chunks, _at_first(config))
+
+
+def set_recompute(chunks: Sequence[nn.Module], what: str) -> None:
+    """Let the layers of these chunks be recomputed; a chunk may have none."""
+    for chunk in chunks:
+        module = control(chunk).module if isinstance(chunk, GraphedModule) else chunk
+        if any(isinstance(part, DecoderLayer) for part in module.modules()):
+            recompute(module, what)
+
+
+def choose_recompute(
+    chunks: Sequence[nn.Module],
+    needed: Callable[[], int | None],
+    limit: int | None,
+    agree: Callable[[bool], bool],
+) -> tuple[str, str]:
+    """Choose the least recomputation that fits, and leave the chunks with it.
+
+    Args:
+        chunks: Of this rank.
+        needed: Bytes that graphs of the largest capacity take now; None where a trial failed.
+        limit: Bytes that there are, None = nobody knows, and everything is recomputed.
+        agree: Whether something holds on all ranks. Collective.
+
+    Returns:
+        The choice, and what is to be said of it.
+    """
+    told = []
+    for kind in KINDS:
+        set_recompute(chunks, kind)
+        if kind == FULL:
+            break
+        found = needed() if agree(limit is not None) else None
+        told.append(f"{kind} {'unknown' if found is None else shown(found)}")
+        if agree(found is not None and limit is not None and found <= limit):
+            break
+    room = "an unknown budget" if limit is None else shown(limit)
+    return (
+        kind,
+        f"recompute auto chose {kind}: graphs of the largest row, {', '.join(told)}; {room}",
+    )
+
+
+def _at_first(config: TrainConfig) -> str:
+    return FULL if config.run.recompute == AUTO else config.run.recompute
