@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from packgraph.offloading.api import offload as offload
     from packgraph.offloading.marks import offload_block as offload_block
     from packgraph.ops.attention.api import packed_attention as packed_attention
+    from packgraph.ops.log_probabilities import logprobs as logprobs
     from packgraph.ops.loss import linear_cross_entropy as linear_cross_entropy
     from packgraph.packing.batch import PackedBatch as PackedBatch
     from packgraph.packing.buckets.planner import plan_buckets as plan_buckets
@@ -50,6 +51,7 @@ __all__ = [
     "eager",
     "graph",
     "linear_cross_entropy",
+    "logprobs",
     "offload",
     "offload_block",
     "pack",
@@ -76,6 +78,7 @@ _HOMES = {
     "eager": "graphs.fallback",
     "graph": "graphs.graphed",
     "linear_cross_entropy": "ops.loss",
+    "logprobs": "ops.log_probabilities",
     "offload": "offloading.api",
     "offload_block": "offloading.marks",
     "pack": "packing.pack",

@@ -1,4 +1,4 @@
-"""The command `packgraph`: train, verify, plan, bench, export, presets, completion.
+"""The command `packgraph`: train, verify, plan, data, bench, export, presets, completion.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails
 (the loss is no number, a verification differs) ends with 1; a run that was told to stop saves and
@@ -638,6 +638,13 @@ def _export(words: list[str]) -> int:
     return 0
 
 
+def _data(words: list[str]) -> int:
+    with _no_lost_ctrl_c():
+        from packgraph.train.data.command import data_command
+
+    return data_command(words)
+
+
 def _presets(words: list[str]) -> int:
     from packgraph.train.config.presets import PRESETS
     from packgraph.train.config.reading import ConfigError
@@ -660,6 +667,7 @@ def _completion(words: list[str]) -> int:
         return _help(COMPLETION_USAGE, CompletionArguments())
     with _no_lost_ctrl_c():
         from packgraph.bench.command import BENCHMARKS
+        from packgraph.train.data.command import DataArguments
 
     config, presets = list(leaves(next(iter(PRESETS.values()))())), tuple(PRESETS)
     plan = [*leaves(ScheduleArguments()), *leaves(PlanArguments()), *config]
@@ -668,6 +676,7 @@ def _completion(words: list[str]) -> int:
         "verify": [*leaves(VerifyArguments()), *config],
         "plan memory": [*leaves(PlanMemoryArguments()), *config],
         "plan": list({leaf.option: leaf for leaf in plan}.values()),
+        "data": list(leaves(DataArguments())),
         "export": list(leaves(ExportArguments())),
         "presets": list(leaves(CommandArguments())),
         "completion": list(leaves(CompletionArguments())),
@@ -678,6 +687,7 @@ def _completion(words: list[str]) -> int:
         "train": presets,
         "verify": presets,
         "plan": ("stdlib", "memory", *presets),
+        "data": ("build", "check"),
         "bench": tuple(BENCHMARKS),
         "completion": ("bash", "zsh", "fish"),
     }
@@ -703,6 +713,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command(
         _plan, "plan [DATA]", "draw a pipeline schedule, or choose buckets for the lengths of DATA"
     ),
+    "data": Command(_data, "data build|check", "tokenize documents once into memory-mapped shards"),
     "bench": Command(_bench, "bench NAME", "time eager, compiled and graph runs side by side"),
     "export": Command(
         _export, "export RUN DIR", "write a run's newest checkpoint as Hugging Face weights"

@@ -24,8 +24,7 @@ SILENT, LAST_BITS, UNWARNED, FOREIGN, BROKEN = (
 GOOD = (BITWISE, FALLBACK, ERROR, DOCUMENTED)
 ASKED = (
     "warm-up",
-    "evaluation mode",
-    "gradients are off",  # fallbacks of which nobody needs to be told
+    # fallbacks of which nobody needs to be told
     "the first backward, which no warm-up call has shown",
 )
 ANY_ERROR = (

@@ -22,6 +22,7 @@ NAMES = {
     "eager",
     "graph",
     "linear_cross_entropy",
+    "logprobs",
     "offload",
     "offload_block",
     "pack",

@@ -36,6 +36,10 @@ class RandomPacks:
     def __iter__(self) -> Iterator[PackedBatch]:
         return self
 
+    @property
+    def planned(self) -> Iterator[PackedBatch]:
+        return self
+
     def __next__(self) -> PackedBatch:
         if self.position == self.end:
             raise StopIteration

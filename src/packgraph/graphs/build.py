@@ -196,7 +196,7 @@ class VariantBuild:
         """Run uncoloured stages on real data, for which captured forwards run once; note which
         captured tensors and parameters they differentiate."""
         self.window.materialise()
-        with torch.enable_grad(), CaptureChecker(self.journal, refuse=False, device=None):
+        with CaptureChecker(self.journal, refuse=False, device=None):
             result = self.program.run(run, state)
         for leaf in leaves_behind(tree_leaves(result)):
             if id(leaf) in self.aliases.parameter_of:
@@ -216,11 +216,10 @@ class VariantBuild:
         facts = shown_facts(hide_lengths(state))
         versions = [leaf._version for leaf in leaves]
         torch.clear_autocast_cache()
-        with torch.enable_grad():
-            uses = Uses(self.storages, self.called)
-            captured, (result, aliases) = self.window.capture(
-                lambda: self._run_captured(run, shown, leaves, uses)
-            )
+        uses = Uses(self.storages, self.called)
+        captured, (result, aliases) = self.window.capture(
+            lambda: self._run_captured(run, shown, leaves, uses)
+        )
         graph = self._profiled(run, "forward", captured)
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)

@@ -143,7 +143,7 @@ class GraphCache:
         started = time.perf_counter()
         if self._retries.found_no_memory(call.key):
             free_memory(self._device)
-        self._stats.dropped(_LARGER, slot.make_room(call.nbytes))
+        self._stats.dropped(_LARGER, slot.make_room(call.size))
         made = capture()
         slot.variants[call.key] = made
         self._stats.dropped(_LARGER, slot.forget_smaller(call.key))

@@ -45,10 +45,11 @@ class Capturer:
     """Captures calls of one module into slots.
 
     Attributes:
-        program: The module's stages as they are now.
+        program: The module's stages as they are now, in its present mode.
         cache: The graphs, and the keys whose capture failed.
         lends: Whether outputs and gradients of inputs are handed out as static memory.
-        state: What graphs bake of the module, None before it was looked at.
+        state: What graphs bake of the module in its present mode, None before it was looked at.
+        training: Whether the present mode is training mode.
     """
 
     def __init__(
@@ -82,10 +83,20 @@ class Capturer:
         self._homes: dict[int, Tensor] = {}
         self._buffers = GradientBuffers(slots.launches)
         self.state: ModuleState | None = None
+        self.training = True
+        self._other_mode: tuple[Program, ModuleState | None] = program, None
         self._moved: Change | None = None  # by the last capture
         self._moves = set[tuple[Hashable, str]]()  # by captures, of each key
         self._dry_runs: dict[Hashable, DryRun] = {}
         self._compiled: set[Hashable] = set()
+
+    def turn(self, training: bool) -> None:
+        """The module is in training mode, or in evaluation mode, from here on: each has graphs and
+        a state of its own. Submodules may be in another mode than the module itself."""
+        if training != self.training:
+            self.training = training
+            now = self.program, self.state
+            (self.program, self.state), self._other_mode = self._other_mode, now
 
     def knows(self, key: Hashable) -> bool:
         """Whether calls of `key` were captured."""
@@ -254,7 +265,13 @@ class Capturer:
             warn(f"capturing again: {error}")
         if self._may_capture_now():
             self.cache.forgive()
-        self._stats.dropped("module changed", self._slots.clear())
+        self.start_over("module changed")
+
+    def start_over(self, reason: str) -> None:
+        """Frees all graphs, counted under `reason`, and forgets what they hold for."""
+        self.state, self._other_mode = None, (self.program, None)
+        self._moved = None
+        self._stats.dropped(reason, self._slots.clear())
         self._buffers = GradientBuffers(self._slots.launches, self._homes)
         self._gradients.forget()
         self._dry_runs.clear()

@@ -270,27 +270,20 @@ class _CheckedRun:
         self._know([*self.parameters, *inputs])
         if self.whole:  # eager stages may keep what they are given
             self.seen.hand([*self.parameters, *inputs], self.where)
-        with torch.enable_grad():
-            result = self.program.end(self.program.execute(state, self))
-            check_outputs(result)
-            self.seen.calls.note(
-                (
-                    "returns",
-                    *[
-                        repr(leaf)
-                        for leaf in tree_leaves(result)
-                        if not isinstance(leaf, torch.Tensor)
-                    ],
-                )
+        result = self.program.end(self.program.execute(state, self))
+        check_outputs(result)
+        self.seen.calls.note(
+            (
+                "returns",
+                *[repr(leaf) for leaf in tree_leaves(result) if not isinstance(leaf, torch.Tensor)],
             )
-            if self.whole:
-                leaves = tree_leaves(result)
-                self.ends = [
-                    ([leaves[number] for number in self.gradients.expected(leaves)], inputs)
-                ]
-            self.walked.clear()
-            while self.ends:
-                self._backward(*self.ends.pop())
+        )
+        if self.whole:
+            leaves = tree_leaves(result)
+            self.ends = [([leaves[number] for number in self.gradients.expected(leaves)], inputs)]
+        self.walked.clear()
+        while self.ends:
+            self._backward(*self.ends.pop())
         return DryRun(
             [tensor.detach() for tensor in self.read.values()],
             [tensor.detach() for tensor in self.written.values()],

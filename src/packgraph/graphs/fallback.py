@@ -51,12 +51,11 @@ def _reason(text: str, remedy: str, *, asked: bool = False) -> str:
 WARM_UP = _reason(
     "warm-up", "nothing: the first calls run eagerly, as many as graph(warmup=...) says", asked=True
 )
-EVALUATION = _reason(
-    "evaluation mode", "call train() on the module: graphs are for training", asked=True
-)
-NO_GRAD = _reason("gradients are off", "leave torch.no_grad: graphs are for training", asked=True)
 INFERENCE = _reason(
-    "inference mode", "leave torch.inference_mode: graphs are for training", asked=True
+    "inference mode",
+    "use torch.no_grad instead: in inference mode only whole modules replay, and only with "
+    "gradients off",
+    asked=True,
 )
 FIRST_BACKWARD = _reason(
     "the first backward, which no warm-up call has shown",

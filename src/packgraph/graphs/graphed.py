@@ -6,6 +6,7 @@ execution is counted under its reason.
 """
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as _DDP
+from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
@@ -26,6 +28,8 @@ from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
 from packgraph.graphs.key import Signature, call_key, signature, undeclared
+from packgraph.graphs.memory.allocator import free_memory
+from packgraph.graphs.memory.host_weights import HostWeights
 from packgraph.graphs.notices import Notices, detail
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
 from packgraph.graphs.parameters import module_generators
@@ -173,7 +177,7 @@ class Control:
         self.device = tensor.device if tensor is not None else torch.device("cpu")
         self._backend: Backend = choose_backend(backend, self.device, module_generators(module))
         self._slots = Slots(self._backend, self.device, slots)
-        self._warm_calls_left = warmup
+        self._warm_calls_left = {True: warmup, False: warmup}  # with gradients, and without
         self._output_gradients = OutputGradients(_counting(self.stats.fallbacks, self._notices))
         self._lock = threading.RLock()  # of what is noted here; not held while the module runs
         self._calls = Calls(self.device, _weakly(self._slots.in_flight_elsewhere))
@@ -187,6 +191,7 @@ class Control:
             self._notices,
         )
         self._closed = False
+        self._released: HostWeights | None = None
         self._frozen: object | None = None  # a block in which the module does not change
         self._forward_of_class = getattr(type(module), "forward", None)
         weakref.finalize(self, self._notices.end)
@@ -243,10 +248,32 @@ class Control:
         if is_traced():  # whatever follows is no part of what is traced
             self.stats.fell_back(fallback.TRACED)
             return self.module(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            return self._call_for_inference(args, kwargs)
         with self._calls:
             handle = self._acquire(args, kwargs)
             if not isinstance(handle, str):
                 return handle.replay(args, kwargs)
+        return self.fall_back(handle, args, kwargs)
+
+    def _call_for_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in inference mode, by graphs that were captured with gradients off: they need
+        tensors with versions. Eager code, which may ask for its mode, runs in inference mode."""
+        self._refuse_released()
+        with self._lock:
+            self._turn()
+            whole = all(run.captured for run in self._capturer.program.runs)
+        if torch.is_grad_enabled() or not whole:
+            return self.fall_back(fallback.INFERENCE, args, kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        with torch.inference_mode(False), torch.no_grad(), self._calls:
+            copies = {id(leaf): leaf.clone() for leaf in given if leaf.is_inference()}
+            own = tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
+            handle = self._acquire(*own)
+            if not isinstance(handle, str):
+                before = {id(copies[id(leaf)]): leaf for leaf in given if id(leaf) in copies}
+                result = handle.replay(*own)
+                return tree_map(lambda leaf: before.get(id(leaf), leaf), result)
         return self.fall_back(handle, args, kwargs)
 
     def acquire(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
@@ -279,6 +306,7 @@ class Control:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ReplayHandle | Signature | str:
         """A slot with graphs; the reason to run eagerly; or the signature of a call to capture."""
+        self._turn()
         state, cache = self._capturer.state, self._capturer.cache
         holds = self._frozen is not None or (state is not None and state.holds())
         if not holds or self._refusal is not None or _DDP._active_ddp_module is not None:
@@ -288,7 +316,7 @@ class Control:
         reason = self._reason_of_call(args, kwargs)
         if reason is not None:
             return reason
-        key = call_key(args, kwargs, self.device)
+        key = call_key(args, kwargs, self.device, self._capturer.training)
         if key is None:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
@@ -299,6 +327,13 @@ class Control:
                 ready[0].release()
         call = self._look(args, kwargs)
         return call if isinstance(call, str) else self._take(call, args, kwargs) or call
+
+    def _turn(self) -> None:
+        """Take up the mode that the module is in now. Nothing is known to be frozen in another
+        one."""
+        if self.module.training is not self._capturer.training:
+            self._capturer.turn(self.module.training)
+            self._frozen = None
 
     def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
         self.stats.replayed += 1
@@ -320,7 +355,7 @@ class Control:
         return self._calls.capture()
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | str:
-        call = signature(args, kwargs, self.device)
+        call = signature(args, kwargs, self.device, self._capturer.training)
         if call is None:
             return fallback.NO_KEY
         if self._capturer.failed(call.key):
@@ -377,6 +412,7 @@ class Control:
         nobody replaces `.grad` of its parameters in between, as another graphed module with the
         same parameters would.
         """
+        self._turn()
         if self._capturer.state is not None and self._check_state() is None:
             self._frozen = object()
         try:
@@ -419,9 +455,10 @@ class Control:
         as in a call. Captures what training will call: a module in evaluation mode is switched for
         the time, gradients are on.
         """
+        self._refuse_released()
         calls = []
         for args in samples:
-            call = signature(args, {}, self.device)
+            call = self._signature(args)
             if call is None:
                 raise ValueError(
                     "a sample to build graphs for has an argument that cannot be part of a key: "
@@ -429,8 +466,9 @@ class Control:
                     f"tensors on {self.device}, packed batches and constants"
                 )
             calls.append((call, args))
-        calls.sort(key=lambda pair: pair[0].nbytes, reverse=True)
+        calls.sort(key=lambda pair: pair[0].size, reverse=True)
         with as_in_training(self.module), contextlib.ExitStack() as held:
+            self._turn()
             self._ask_for_refusal()
             if (
                 self._refusal is not None
@@ -473,19 +511,78 @@ class Control:
         self._slots.clear()
         self._notices.end()
 
+    def release(self) -> int:
+        """Free all graphs and pools, and move the module's weights to host memory, between steps:
+        for another program on the same device, such as an inference engine.
+
+        Parameters, buffers and their gradients become pinned tensors of the host; their device
+        memory goes back to the driver. Other tensors stay: those of an optimizer, and those that
+        modules keep without registering them. A call before `restore` is an error.
+
+        Returns:
+            Bytes of weights that left the device.
+
+        Raises:
+            RuntimeError: A microbatch is in flight, another thread is inside the module, or the
+                weights are released already.
+            ValueError: A tensor is distributed, or its memory is not torch's.
+        """
+        self._refuse_released()
+        with self.alone() as free:
+            if not free or self._slots.in_flight():
+                raise RuntimeError(
+                    "release() between steps only: a microbatch waits for its backward, or another "
+                    "thread is inside the module"
+                )
+            self._released, self._frozen = HostWeights(self.module), None
+            self._capturer.start_over("weights were released")
+        free_memory(self.device)
+        return self._released.nbytes
+
+    def restore(self) -> None:
+        """Bring the weights back that `release` has moved, with the values that they have on the
+        host now. Storages are those of before, so optimizers and tied weights see them; calls are
+        captured again.
+
+        Raises:
+            RuntimeError: They are there.
+            torch.OutOfMemoryError: The device has no memory for them; another try may follow.
+        """
+        if self._released is None:
+            raise RuntimeError("the weights are there: restore() follows release()")
+        self._released.put_back()
+        self._released = None
+
+    def _refuse_released(self) -> None:
+        if self._released is not None:
+            raise RuntimeError(
+                "the weights were released and lie in host memory: call "
+                "packgraph.control(graphed).restore() first"
+            )
+
     def warm_up(self, calls: int) -> None:
-        """At least the next `calls` calls run eagerly."""
-        self._warm_calls_left = max(self._warm_calls_left, calls)
+        """At least the next `calls` calls with gradients run eagerly."""
+        self._warm_calls_left[True] = max(self._warm_calls_left[True], calls)
 
     def forget(self, args: tuple[Any, ...]) -> int:
-        """Free the graphs of calls like `args` in all slots; how many variants there were.
+        """Free the graphs of calls like `args`, in whatever modes, in all slots; how many variants
+        there were.
 
         The device must have ended what it was given. A later call captures again. The memory of a
         pool belongs to all graphs in it, so it is free when the slot's last variant is gone. Raises
         RuntimeError when a slot is in flight.
         """
-        call = signature(args, {}, self.device)
-        return 0 if call is None else self._slots.drop(call.key)
+        calls = [
+            self._signature(args, *modes) for modes in itertools.product((True, False), repeat=2)
+        ]
+        return sum(self._slots.drop(call.key) for call in calls if call is not None)
+
+    def _signature(
+        self, args: tuple[Any, ...], training: bool = True, grads: bool = True
+    ) -> Signature | None:
+        """The signature of a call in these modes, whatever modes there are now."""
+        with torch.inference_mode(False), torch.set_grad_enabled(grads):
+            return signature(args, {}, self.device, training)
 
     def forget_all(self) -> int:
         """As `forget`, for all calls. Unlike after `close`, what is compiled stays in use for eager
@@ -510,7 +607,8 @@ class Control:
 
         Raises CaptureError where a capture could not begin.
         """
-        refused, call = find_unsupported(self.module), signature(args, {}, self.device)
+        self._refuse_released()
+        refused, call = find_unsupported(self.module), self._signature(args)
         if refused is not None:
             raise CaptureError(refused.what, user_line(), refused.remedy)
         if call is None:
@@ -520,6 +618,7 @@ class Control:
                 f"pass tensors on {self.device}, packed batches and constants",
             )
         with as_in_training(self.module), self.alone() as free:
+            self._turn()
             if not free:
                 raise CaptureError(
                     "another thread is inside the module",
@@ -536,15 +635,12 @@ class Control:
 
     def _reason_around(self) -> str | None:
         """Why no call can be a replay where this one is made."""
+        self._refuse_released()
         reason = fallback.bypass_reason()
         if reason is not None:
             return reason
         if self._closed:
             return fallback.CLOSED
-        if not torch.is_grad_enabled():
-            return fallback.NO_GRAD
-        if not self.module.training:
-            return fallback.EVALUATION
         return reason_around()
 
     def _refused(self, state: ModuleState | None) -> str | None:
@@ -567,9 +663,11 @@ class Control:
         if known.seen_inside:
             return fallback.SEEN_INSIDE
         reason = undeclared(args, kwargs, self.capacities) if self.capacities else None
-        if reason is None and self._warm_calls_left > 0:
-            self._warm_calls_left -= 1
-            return fallback.WARM_UP
+        if reason is None and self._warm_calls_left[True] > 0:
+            grads = torch.is_grad_enabled()
+            if self._warm_calls_left[grads] > 0:
+                self._warm_calls_left[grads] -= 1
+                return fallback.WARM_UP
         return reason
 
     def _is_patched(self) -> bool:
@@ -600,7 +698,7 @@ class Control:
             )
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
-            key = call_key(args, kwargs, self.device)
+            key = call_key(args, kwargs, self.device, self.module.training)
             self._output_gradients.watch(key, open_objects(result))
         return result
 
@@ -623,13 +721,15 @@ class Control:
             self._closed
             or self._refusal is not None
             or self._is_patched()
-            or not (torch.is_grad_enabled() and self.module.training)
+            or torch.is_inference_mode_enabled()
             or undeclared(args, kwargs, self.capacities) is not None
         ):
             return False
         cache = self._capturer.cache
         with self._lock:
-            call = signature(args, kwargs, self.device)
+            if not capturing():
+                self._turn()
+            call = signature(args, kwargs, self.device, self.module.training)
             if call is None or cache.has_failed(call.key):
                 return False
             # of a whole step: the module has aliases for parameters now, and nothing can be tried

@@ -75,11 +75,12 @@ def _keys(context: Any) -> Any:
 
 
 class Signature(NamedTuple):
-    """key: hashable identity of a call's variant. nbytes: bytes of its tensor arguments, the size
-    of its bucket."""
+    """key: hashable identity of a call's variant. size: of its bucket, by which variants of a slot
+    are compared: whether gradients are on, since forwards alone need less, and the bytes of its
+    tensor arguments."""
 
     key: tuple[Any, ...]
-    nbytes: int
+    size: tuple[bool, int]
 
 
 def _getters(backend: str) -> tuple[Callable[[], Any], ...]:
@@ -112,6 +113,7 @@ _KERNELS: dict[str, tuple[Callable[[], Any], ...]] = {
     ),
 }
 _MODES: tuple[Callable[[], Any], ...] = (
+    torch.is_grad_enabled,
     partial(torch.is_autocast_enabled, "cpu"),
     partial(torch.get_autocast_dtype, "cpu"),
     partial(torch.is_autocast_enabled, "cuda"),
@@ -133,12 +135,12 @@ def kernel_settings(device_type: str) -> tuple[Any, ...]:
 
 
 def call_key(
-    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, training: bool = True
 ) -> tuple[Any, ...] | None:
     """The key of a call, or None when an argument cannot be part of one.
 
     Only tensors on `device` and plain constants can: the contents of any other object could change
-    unseen.
+    unseen. training: whether the module is in training mode.
     """
     facts: list[Any] = []
     for arg in (*args, *kwargs.values()) if kwargs else args:
@@ -147,6 +149,7 @@ def call_key(
             return None
         facts.append(fact)
     return (
+        training,
         len(args),
         tuple(kwargs),
         tuple(facts),
@@ -178,15 +181,16 @@ def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
 
 
 def signature(
-    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, training: bool = True
 ) -> Signature | None:
     """The key of a call with the size of its bucket, or None when an argument cannot be part of a
-    key."""
-    key = call_key(args, kwargs, device)
+    key. training: whether the module is in training mode."""
+    key = call_key(args, kwargs, device, training)
     if key is None:
         return None
     leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    return Signature(key, sum(leaf.numel() * leaf.element_size() for leaf in leaves))
+    nbytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    return Signature(key, (torch.is_grad_enabled(), nbytes))
 
 
 Pattern = tuple["Layout | None", ...]  # for each output of a segment, None = it gets no gradient

@@ -110,7 +110,8 @@ class StaticAliases:
 
     def note(self, tensor: torch.Tensor, token: Token, alias: bool) -> None:
         """`tensor` has the contents of the static memory `token`."""
-        self._homes[id(tensor)] = StaticAlias(tensor, token, tensor._version, alias)
+        version = -1 if tensor.is_inference() else tensor._version
+        self._homes[id(tensor)] = StaticAlias(tensor, token, version, alias)
 
     def token(self, tensor: torch.Tensor) -> Token | None:
         """The static memory with `tensor`'s contents, unless it was written to since."""
@@ -744,7 +745,7 @@ class ReplayHandle:
                     result = _left(result, self._aliases)
             replayed = True
         finally:
-            if not replayed:
+            if not replayed or not (self.lends or self.lease.pending):  # no backward is to come
                 self.lease.release()
         return result
 
@@ -784,12 +785,12 @@ def _left(result: Any, aliases: StaticAliases) -> Any:
 
 
 def _own_copies(state: State, aliases: StaticAliases) -> State:
-    """The state for an eager stage: differentiable static tensors are cloned, since autograd may
-    keep them."""
+    """The state for an eager stage: static tensors are cloned, since autograd, or the stage itself,
+    may keep them."""
     clones: dict[int, Any] = {}
 
     def own(leaf: Any) -> Any:
-        if not aliases.is_alias(leaf) or not leaf.requires_grad:
+        if not aliases.is_alias(leaf):
             return leaf
         if id(leaf) not in clones:
             clone, token = leaf.clone(), aliases.token(leaf)

@@ -279,7 +279,7 @@ class Slot:
         self.index, self.backend, self.device, self._shared = index, backend, device, shared
         self.pool: Pool = backend.new_pool()
         self.variants: dict[Hashable, Any] = {}
-        self.largest = 0
+        self.largest = (False, 0)
         self.outgrown = False
         self.retired = False
         self.thread: int | None = None  # whose microbatch has it, or had it last
@@ -321,12 +321,12 @@ class Slot:
         """Bytes that the slot holds outside of pools."""
         return sum(kept.numel() for kept in self._buffers.values())
 
-    def make_room(self, nbytes: int) -> int:
-        """Drop all variants if `nbytes` of arguments are more than the slot has ever held; how many
-        were dropped."""
-        if nbytes <= self.largest:
+    def make_room(self, size: tuple[bool, int]) -> int:
+        """Drop all variants if a call of this size is larger than any that the slot has held; how
+        many were dropped. size: see `Signature`."""
+        if size <= self.largest:
             return 0
-        self.largest = nbytes
+        self.largest = size
         return self.clear() if self.variants else 0
 
     def forget_smaller(self, key: Hashable) -> int:

@@ -9,8 +9,9 @@ layers share. Only the last has a head; the others end with hidden states.
 State: batch, tokens_in_step and, where the row is spread over ranks, context from `begin`; hidden
 [T, H] from `embed`, and for layers that read them rotary (cos, sin; empty where positions turn
 nothing), attention (metadata) and documents (int32 [T], -1 in padding, of all ranks' rows); the
-head leaves loss alone. Padding rows of hidden start as exact zeros, so that nothing a padding token
-holds reaches a result, and stay finite from there on; their gradients are zeros from the head on.
+head leaves output alone. Padding rows of hidden start as exact zeros, so that nothing a padding
+token holds reaches a result, and stay finite from there on; their gradients are zeros from the head
+on.
 
 Where the row is cut in zigzag, `embed` adds rows, which say what of the row is this rank's.
 """
@@ -34,9 +35,10 @@ from packgraph.ops.attention.api import BackendChoice, attention_metadata, choos
 from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.kind import row_problems
 from packgraph.ops.attention.zigzag import rank_rows, zigzag_tables
+from packgraph.ops.log_probabilities import Output, check_output
 from packgraph.ops.loss import IGNORED, token_count
 from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.vocabulary import embed, head_cross_entropy
+from packgraph.parallel.vocabulary import embed, head_cross_entropy, head_log_probabilities
 
 
 class DecoderStack(nn.Module):
@@ -93,7 +95,9 @@ class DecoderStack(nn.Module):
         tokens_in_step: Tensor | None = None,
         hidden: Tensor | None = None,
         context: int | None = None,
+        output: Output = "loss",
     ) -> State:
+        check_output(output)
         if isinstance(batch, PackedBatch) and not torch.compiler.is_compiling():
             # Compiled code would be made again for every number that it has looked at.
             batch.check_words(self.config.vocab_size)
@@ -104,6 +108,8 @@ class DecoderStack(nn.Module):
                 f"{sorted({1, *self.contexts})}; make others by packgraph.parallel.context.rows"
             )
         state: State = {"batch": batch, "tokens_in_step": tokens_in_step}
+        if output != "loss":
+            state["wanted"] = output
         if size != 1:
             spread = state["context"] = self.contexts[size]
             problems = row_problems(batch.host.lengths, batch.capacity.tokens, spread.kind, size)
@@ -123,7 +129,7 @@ class DecoderStack(nn.Module):
         return [Stage("embed", -1, self.run_embed), *inner, *head]
 
     def end(self, state: State) -> Tensor:
-        return state["loss" if self.last else "hidden"]
+        return state["output" if self.last else "hidden"]
 
     def forward(
         self,
@@ -131,8 +137,10 @@ class DecoderStack(nn.Module):
         tokens_in_step: Tensor | None = None,
         hidden: Tensor | None = None,
         context: int | None = None,
+        output: Output = "loss",
     ) -> Tensor:
-        """Sum of the token losses of `batch` divided by `tokens_in_step`: 0-d float32.
+        """Sum of the token losses of `batch` divided by `tokens_in_step`: 0-d float32; or what
+        `output` says.
 
         tokens_in_step: 0-d int64 or float32 on the batch's device, the labels that count in the
         whole step; None takes this batch's own count. A count of 0 divides by 1. hidden: [T, H]
@@ -140,10 +148,14 @@ class DecoderStack(nn.Module):
         returns its hidden states [T, H]. context: a host constant, the number of ranks that the row
         is spread over, all of which get the whole batch; None = as many as the model was spread
         over. Hidden states are then this rank's rows [T / context, H], and the loss is the sum over
-        them. Raises ValueError for a number that the model has no group for or that does not divide
-        T, and for documents that do not fit in T when they are padded as zigzag needs it.
+        them. output: a host constant; `log_probabilities` gives those of the labels, float32 [T], 0
+        where there is none, `log_probabilities_and_entropies` gives [2, T], with entropies in the
+        second row, `hidden` the normed states [T, H] that the head reads, zero in padding; all of
+        this rank's rows where rows are spread. Raises ValueError for a number that the model has no
+        group for or that does not divide T, and for documents that do not fit in T when they are
+        padded as zigzag needs it.
         """
-        return run_stages(self, batch, tokens_in_step, hidden, context)
+        return run_stages(self, batch, tokens_in_step, hidden, context, output)
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] of all rows (of this rank's, where rows are spread); those of padding mean
@@ -187,17 +199,22 @@ class DecoderStack(nn.Module):
         return found
 
     def run_head(self, state: State) -> State:
-        """Stage `head`: final norm, logits and loss; nothing but the loss is left in the state."""
+        """Stage `head`: final norm, logits and loss; nothing but the output is left in the
+        state."""
         labels, rows = state["batch"].labels, state.get("rows")
-        total = head_cross_entropy(
-            self.norm(state["hidden"]),
-            self.head_weight,
-            rank_rows(labels, state.get("context"), rows, IGNORED),
-        )
+        hidden, wanted = self.norm(state["hidden"]), state.get("wanted", "loss")
+        own = rank_rows(labels, state.get("context"), rows, IGNORED)
+        if wanted == "hidden":
+            padding = rank_rows(state["batch"].padding_mask, state.get("context"), rows, True)
+            return {"output": hidden.masked_fill(padding[:, None], 0.0)}
+        if wanted != "loss":
+            entropy = wanted == "log_probabilities_and_entropies"
+            return {"output": head_log_probabilities(hidden, self.head_weight, own, entropy)}
+        total = head_cross_entropy(hidden, self.head_weight, own)
         tokens = state["tokens_in_step"]
         tokens = token_count(labels) if tokens is None else tokens
         loss = total / tokens.clamp(min=1)
-        return {"loss": loss if rows is None else loss + rows.excess}
+        return {"output": loss if rows is None else loss + rows.excess}
 
     def reset_parameters(self, seed: int) -> None:
         """Normal matrices, norms of one, biases of zero; the same for a seed on every device

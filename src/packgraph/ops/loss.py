@@ -88,27 +88,6 @@ def linear_cross_entropy(
     )
 
 
-def linear_log_probabilities(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    chunk: int | None = None,
-    *,
-    scale: float = 1.0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Log-probability of each label under a linear head: float32 [T], 0 where the label is -100.
-
-    In chunks as `linear_cross_entropy`, with the same arguments; logits are made again in the
-    backward, as each row has a gradient of its own.
-    """
-    rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    return _LinearLogProbabilities.apply(hidden, weight, labels, rows, scale, softcap)
-
-
 def naive_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, scale: float = 1.0, softcap: float = 0.0
 ) -> Tensor:
@@ -142,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             counted = (labels[part] != IGNORED)[:, None]
             chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
-            grad_logits = _gradient_of_products(
+            grad_logits = gradient_of_products(
                 chunk_hidden @ weight.t(),
                 labels[part],
                 losses[part],
@@ -171,62 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return scaled(grad_hidden, grad), scaled(grad_weight, grad), *[None] * 6
 
 
-class _LinearLogProbabilities(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        rows: int,
-        scale: float,
-        softcap: float,
-    ) -> Tensor:
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-        for start in range(0, labels.shape[0], rows):
-            part = slice(start, start + rows)
-            counted = (labels[part] != IGNORED)[:, None]
-            products = hidden[part].masked_fill(~counted, 0.0) @ weight.t()
-            _gradient_of_products(
-                products, labels[part], losses[part], scale, softcap, wanted=False
-            )
-        ctx.save_for_backward(hidden, weight, labels)
-        ctx.rows, ctx.scale, ctx.softcap = rows, scale, softcap
-        return -losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight: Tensor | None = None
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-        for start in range(0, labels.shape[0], ctx.rows):
-            part = slice(start, start + ctx.rows)
-            counted = (labels[part] != IGNORED)[:, None]
-            chunk_hidden = hidden[part].masked_fill(~counted, 0.0)
-            found = _gradient_of_products(
-                chunk_hidden @ weight.t(),
-                labels[part],
-                losses[part],
-                ctx.scale,
-                ctx.softcap,
-                wanted=True,
-            )
-            assert found is not None
-            of_rows = (-grad[part, None]).masked_fill(~counted, 0.0)
-            found = (found * of_rows).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = found @ weight
-            if ctx.needs_input_grad[1]:
-                product = found.t() @ chunk_hidden
-                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 4
-
-
-def _gradient_of_products(
+def gradient_of_products(
     products: Tensor,
     labels: Tensor,
     losses: Tensor,

@@ -8,6 +8,7 @@ be ordered in all three at once.
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 LIMIT = 2**31  # kernels take boundaries of documents as 32-bit integers
@@ -135,7 +136,7 @@ class CapacitySet:
             )
         # What another one holds in every respect never decides how much room there is.
         self._widest = tuple(
-            one
+            (one.tokens, one.documents, one.bound)
             for one in self.sorted
             if not any(
                 other.holds(one.tokens, one.documents, one.bound)
@@ -144,7 +145,7 @@ class CapacitySet:
             )
         )
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens of the longest document that fits in any capacity."""
         return max(capacity.bound for capacity in self.sorted) // self.multiple * self.multiple
@@ -155,14 +156,11 @@ class CapacitySet:
 
     def room(self, tokens: int, documents: int, longest: int) -> int:
         """Length of the longest document that may join a pack of these totals (0: none may)."""
-        return max(
-            (
-                min(capacity.tokens - tokens, capacity.bound)
-                for capacity in self._widest
-                if capacity.holds(tokens, documents + 1, longest)
-            ),
-            default=0,
-        )
+        most = 0
+        for size, places, bound in self._widest:  # called for every document of a step
+            if tokens <= size and documents < places and longest <= bound:
+                most = max(most, min(size - tokens, bound))
+        return most
 
     def smallest(self, tokens: int, documents: int, longest: int) -> Capacity:
         """The smallest capacity that holds a pack of these totals. Raises ValueError when none

@@ -12,7 +12,7 @@ the host wait.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -43,11 +43,38 @@ class Document:
         """Whether any token of it is to be predicted; a document of one token never has one."""
         return len(self) > 1 and (self.targets is None or bool((self.targets[1:] != IGNORED).any()))
 
+    @property
+    def loss_tokens(self) -> int:
+        """How many of its tokens are to be predicted."""
+        if self.targets is None:
+            return len(self) - 1
+        return int(np.count_nonzero(self.targets[1:] != IGNORED))
+
     def part(self, start: int, stop: int) -> "Document":
         """The tokens from `start` to `stop` as a document of its own."""
         return Document(
             self.tokens[start:stop], None if self.targets is None else self.targets[start:stop]
         )
+
+    def load(self) -> "Document":
+        """Itself: its tokens are in memory."""
+        return self
+
+
+class PackableDocument(Protocol):
+    """What packing needs of a document; its tokens may be read later, by `load`."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def predicts(self) -> bool: ...
+
+    @property
+    def loss_tokens(self) -> int: ...
+
+    def part(self, start: int, stop: int) -> "PackableDocument": ...
+
+    def load(self) -> Document: ...
 
 
 def read_documents(documents: Any) -> Iterator[Document]:

@@ -9,17 +9,18 @@ its window.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.bins import OpenPack, WaitingLengths, best_fit
 from packgraph.packing.capacity import Capacity, CapacitySet
-from packgraph.packing.document import Document, read_documents
+from packgraph.packing.document import Document, PackableDocument, read_documents
 
 Overlong = Literal["error", "split", "drop"]
 Tag = TypeVar("Tag")
+Part = TypeVar("Part", bound=PackableDocument)
 
 
 @dataclass
@@ -80,8 +81,8 @@ def check_choice(overlong: str) -> None:
 
 
 def fitting_parts(
-    document: Document, limit: int, overlong: str, report: PackReport, name: str
-) -> Iterator[Document]:
+    document: Part, limit: int, overlong: str, report: PackReport, name: str
+) -> Iterator[Part]:
     """`document` itself when it has at most `limit` tokens; else nothing, its pieces, or a
     ValueError, as chosen.
 
@@ -102,7 +103,7 @@ def fitting_parts(
     else:
         report.split_documents += 1
         for start in range(0, len(document), limit):
-            yield document.part(start, min(start + limit, len(document)))
+            yield cast(Part, document.part(start, min(start + limit, len(document))))
 
 
 def build_pack(
@@ -116,6 +117,39 @@ def build_pack(
     return batch
 
 
+@dataclass(frozen=True)
+class PlannedPack:
+    """Which documents share a pack of which capacity, before its tokens are read.
+
+    What all ranks need to know of each other's packs follows from it; `load` is for those that run
+    it.
+    """
+
+    documents: Sequence[PackableDocument]
+    capacity: Capacity
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the pack."""
+        return len(self.documents)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents (without padding)."""
+        return sum(map(len, self.documents))
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that are to be predicted."""
+        return sum(document.loss_tokens for document in self.documents)
+
+    def load(self) -> PackedBatch:
+        """The packed batch, on the host. Raises what reading its documents raises."""
+        return PackedBatch.of_documents(
+            [document.load() for document in self.documents], self.capacity
+        )
+
+
 class PackingWindow(Generic[Tag]):
     """Documents waiting to be packed, each with a tag of the caller (where it came from)."""
 
@@ -123,7 +157,7 @@ class PackingWindow(Generic[Tag]):
         self._capacities = capacities
         self._report = report
         self._lengths = WaitingLengths(capacities)
-        self._waiting: dict[int, tuple[Document, Tag]] = {}
+        self._waiting: dict[int, tuple[PackableDocument, Tag]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -133,15 +167,21 @@ class PackingWindow(Generic[Tag]):
         restores the window."""
         return (tag for _, tag in self._waiting.values())
 
-    def add(self, document: Document, tag: Tag) -> None:
+    def add(self, document: PackableDocument, tag: Tag) -> None:
         """Let `document` (within the capacities' longest) wait."""
         self._waiting[self._lengths.add(len(document))] = (document, tag)
 
+    def plan(self) -> PlannedPack:
+        """Choose one pack of waiting documents; counted. Raises IndexError when none waits."""
+        chosen = self._lengths.take()
+        members = [self._waiting.pop(number)[0] for number in chosen.members]
+        planned = PlannedPack(members, chosen.capacity(self._capacities))
+        self._report.count_pack(planned.num_documents, planned.num_tokens, planned.capacity.tokens)
+        return planned
+
     def take(self) -> PackedBatch:
         """Make one pack of waiting documents. Raises IndexError when none waits."""
-        pack = self._lengths.take()
-        members = [self._waiting.pop(number)[0] for number in pack.members]
-        return build_pack(members, pack, self._capacities, self._report)
+        return self.plan().load()
 
 
 def pack(

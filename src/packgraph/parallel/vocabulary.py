@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from packgraph.ops.log_probabilities import linear_log_probabilities
 from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
 
 
@@ -90,6 +91,21 @@ def head_cross_entropy(
         mesh.get_group(),
         *wanted,
     )
+
+
+def head_log_probabilities(
+    hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool = False
+) -> Tensor:
+    """`linear_log_probabilities` of a head that is whole on every rank.
+
+    Raises ValueError for a head whose words are split over ranks.
+    """
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            "log-probabilities need a whole head, and tensor parallelism splits it along the "
+            "vocabulary: use data or context parallelism, or tp=1"
+        )
+    return linear_log_probabilities(hidden, weight, labels, entropy=entropy)
 
 
 def _own_words(weight: DTensor) -> Tensor:

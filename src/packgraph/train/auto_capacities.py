@@ -27,7 +27,7 @@ from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.reading import ConfigError, read_config
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data.source import BadDocumentError, DocumentSource
-from packgraph.train.data.tokenizer import Tokenizer
+from packgraph.train.data.tokenizer import Tokenizer, tokenized
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
 from packgraph.train.features.context import places_multiple
 from packgraph.train.memory import limit_of
@@ -64,7 +64,7 @@ def read_lengths(config: TrainConfig, documents: DocumentSource, tokenizer: Toke
     multiple = places_multiple(config)
     for index in order:
         try:
-            encoded = tokenizer.encode(documents[int(index)])
+            encoded = tokenized(documents[int(index)], tokenizer)
         except BadDocumentError:
             if config.data.on_bad == "stop":
                 raise

@@ -39,7 +39,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config.values import render
-from packgraph.train.step import MicrobatchAssignment
+from packgraph.train.step import MicrobatchAssignment, StepPack
 
 Way = Literal["eager", "replay"]
 EAGER: Way = "eager"
@@ -156,7 +156,7 @@ class Autotune:
         self._knows_room = False
         self._captures = 0  # at the last mark
 
-    def begin(self, batches: Sequence[PackedBatch], note: Callable[[str], None]) -> bool:
+    def begin(self, batches: Sequence[StepPack], note: Callable[[str], None]) -> bool:
         """Before the uploads of a step: read the timings of the last one, choose, and decide about
         this one's way.
 
@@ -169,10 +169,7 @@ class Autotune:
             self._buckets = [WHOLE_STEP] if self.whole_steps else sorted(self._bank)
         self._read_laps()
         self._choose([bucket for bucket in self._open() if not any(self._missing(bucket))], note)
-        replicas = range(self._sharing.replicas)
-        shares = [
-            self._buckets_of(self._sharing.share_of(batches, replica)) for replica in replicas
-        ]
+        shares = [self._buckets_of(share) for share in self._sharing.shares(batches)]
         way = None if self.off else self._next_way({one for share in shares for one in share})
         if way == EAGER and not self._has_room(note):
             way = None
@@ -268,7 +265,7 @@ class Autotune:
             return FASTER
         return TIMED if self._way == EAGER else None
 
-    def _buckets_of(self, batches: Sequence[PackedBatch]) -> list[Bucket]:
+    def _buckets_of(self, batches: Sequence[StepPack]) -> list[Bucket]:
         """The buckets that `batches`, run in one step, are timings of."""
         if not self.whole_steps:
             return [batch.capacity for batch in batches]

@@ -32,7 +32,7 @@ from packgraph.train.memory import (
 )
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.runners import GRAPHS, Runner, Ways
-from packgraph.train.step import BeforeLast
+from packgraph.train.step import BeforeLast, StepPack
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Executor:
         agree = agreement(self.everyone, self._device)
         return (choose_recompute(self.runner.graphed, needed, room, agree)[1],)
 
-    def tune(self, batches: Sequence[PackedBatch], note: Callable[[str], None]) -> bool:
+    def tune(self, batches: Sequence[StepPack], note: Callable[[str], None]) -> bool:
         """After `before_step`: decide which way each microbatch of the step runs; whether the step
         is timed for that.
 

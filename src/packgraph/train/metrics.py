@@ -31,6 +31,7 @@ NEEDED = {
     "seconds": (float, int),
     "starting": (bool,),
 }
+MORE = ("data_wait", "skipped")  # what a summary also reads
 
 
 class LateFetch:
@@ -134,7 +135,7 @@ class RowsOnly:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Keep the row."""
-        self.rows.append({name: row[name] for name in (*NEEDED, "skipped") if name in row})
+        self.rows.append({name: row[name] for name in (*NEEDED, *MORE) if name in row})
 
     def sync(self) -> None:
         """Nothing is written."""
@@ -216,8 +217,8 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[st
     loss_first and loss_last are means over the first and last `loss_window` steps whose update was
     not left out: `window`, or a quarter of the run if that is less (at least one);
     loss_first_steps and loss_last_steps are those. A resumed run keeps the loss_first of its
-    earlier summary. tokens_per_second leaves out a run's first step,
-    the one that captured and those timed for a choice.
+    earlier summary. tokens_per_second and data_wait_fraction leave out a run's first step, the one
+    that captured and those timed for a choice.
     """
     if not rows:
         return {"steps": 0, "tokens": 0}
@@ -237,4 +238,14 @@ def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[st
         "tokens_per_second": sum(row["tokens"] for row in steady)
         / max(sum(row["seconds"] for row in steady), 1e-9),
         "padding_fraction": 1 - tokens / places,
+        **_data_wait(steady),
     }
+
+
+def _data_wait(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Share of the time that steps waited for their data; rows of earlier versions do not say."""
+    known = [row for row in rows if "data_wait" in row]
+    if not known:
+        return {}
+    seconds = max(sum(row["seconds"] for row in known), 1e-9)
+    return {"data_wait_fraction": sum(row["data_wait"] for row in known) / seconds}

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from packgraph.train.config.values import printable
-from packgraph.train.data import Microbatches
+from packgraph.train.feed import StepFeed
 
 FIRST = {
     "split": "a document longer than every capacity was split into pieces",
@@ -84,10 +84,10 @@ class ProgressView:
 
 
 class LeftOut:
-    """Watches the counts of a stream of packs."""
+    """Watches the counts of a run's data."""
 
-    def __init__(self, microbatches: Microbatches, view: ProgressView) -> None:
-        self._microbatches, self._view = microbatches, view
+    def __init__(self, feed: StepFeed, view: ProgressView) -> None:
+        self._feed, self._view = feed, view
         self._said: set[str] = set()
 
     def watch(self) -> None:
@@ -102,15 +102,15 @@ class LeftOut:
     def counts(self) -> dict[str, Any]:
         """packed: documents in packs, pieces count one by one; the documents of each kind of FIRST;
         and, if there are bad ones, what is wrong with the first of them."""
-        bad = self._microbatches.bad
-        report = self._microbatches.report
+        counts = self._feed.counts
+        bad, report = counts.bad, counts.report
         return {
             "packed": report.documents,
             "split": report.split_documents,
             "dropped": report.dropped_documents,
             "dropped_tokens": report.dropped_tokens,
-            "empty": self._microbatches.empty_documents,
-            "unlabelled": self._microbatches.unlabelled_documents,
+            "empty": counts.empty_documents,
+            "unlabelled": counts.unlabelled_documents,
             "bad": bad.count,
             **({"first_bad": bad.first} if bad.count else {}),
         }

@@ -99,6 +99,8 @@ FREE_ON_RESUME = (
     "graph.optimizer",
     "graph.autotune",
     "data.path",
+    "data.mixture",
+    "data.prefetch",
     "offload.modules",
     "offload.budget",
     "offload.lost",

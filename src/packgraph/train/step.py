@@ -7,7 +7,7 @@ host before the step (packs carry host ints) and written to the device by a fill
 
 Which packs a rank runs (`MicrobatchAssignment`):
 
-    replicas    every pack goes to one replica, largest first                       `step.own_share`
+    replicas    every pack goes to one replica, largest first                       `step.shares`
     groups      packs stand in the order of the plan, and each is run by the ranks  `groups_share`
                 of its group: how many follows from its tokens, which of them from its place in
                     the step
@@ -15,9 +15,10 @@ Which packs a rank runs (`MicrobatchAssignment`):
 The invariant: every rank knows the share of every other, from host ints alone.
 """
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,63 +38,90 @@ class BeforeLast(Protocol):
     def __call__(self, output: Tensor, settled: Sequence[Tensor] | None = None) -> None: ...
 
 
+class StepPack(Protocol):
+    """What all ranks know of each other's packs: a `PackedBatch`, or a `PlannedPack` of it."""
+
+    @property
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_loss_tokens(self) -> int: ...
+
+
+Pack = TypeVar("Pack", bound=StepPack)
+
+
 @runtime_checkable
-class StepSource(Protocol):
+class StepSource(Protocol[Pack]):
     """A stream whose steps are planned as a whole."""
 
-    def next_step(self) -> list[PackedBatch]:
+    def next_step(self) -> list[Pack]:
         """The packs of the next step; none at the end."""
         ...
 
 
-Packs = Iterator[PackedBatch] | StepSource
+Packs = Iterator[PackedBatch] | StepSource[PackedBatch]
 
 
-def take_step(packs: Packs, tokens_per_step: int) -> list[PackedBatch]:
+def take_step(packs: Iterator[Pack] | StepSource[Pack], tokens_per_step: int) -> list[Pack]:
     """Packs from `packs` until they hold `tokens_per_step` real tokens (or `packs` ends); a step as
     it is planned."""
     if isinstance(packs, StepSource):
         return packs.next_step()
-    taken: list[PackedBatch] = []
-    while sum(pack.num_tokens for pack in taken) < tokens_per_step:
+    taken: list[Pack] = []
+    tokens = 0
+    while tokens < tokens_per_step:
         pack = next(packs, None)
         if pack is None:
             break
         taken.append(pack)
+        tokens += pack.num_tokens
     return taken
 
 
 def own_share(
-    batches: Sequence[PackedBatch], replicas: int, replica: int, together: int = 1
-) -> list[PackedBatch]:
-    """The packs of a step that one of `replicas` runs, in the order of the step.
+    batches: Sequence[Pack], replicas: int, replica: int, together: int = 1
+) -> list[Pack | PackedBatch]:
+    """The packs of a step that one of `replicas` runs, in the order of the step; see `shares`."""
+    return shares(batches, replicas, together)[replica]
+
+
+def shares(
+    batches: Sequence[Pack], replicas: int, together: int = 1
+) -> list[list[Pack | PackedBatch]]:
+    """The packs of a step that each of `replicas` runs, in the order of the step.
 
     together: consecutive replicas that share experts, so that each of their microbatches is one
         exchange among all of
     them: they must run packs of equal capacity at the same time. Where a step has too few, some run
         an empty one.
 
-    Every replica reads the whole stream, so all of them know the whole step from host ints alone,
-    and the position in the data does not depend on how many there are. The largest packs are dealt
-    out first, each to the replica with the fewest places so far (Graham 1969: at most 4/3 of the
-    best possible longest share).
+    Every replica knows the lengths of the whole stream, so all of them know the whole step from
+    host ints alone, and the position in the data does not depend on how many there are. The largest
+    packs are dealt out first, each to the replica with the fewest places so far (Graham 1969: at
+    most 4/3 of the best possible longest share).
     """
     rounds = _rounds(batches, together)
-    places = [0] * (replicas // together)
-    share: set[int] = set()
+    places = [(0, team) for team in range(replicas // together)]  # a heap
+    teams: list[list[int]] = [[] for _ in places]
     for index in sorted(range(len(rounds)), key=lambda index: -rounds[index][0].capacity.tokens):
-        least = min(range(len(places)), key=lambda candidate: places[candidate])
-        places[least] += rounds[index][0].capacity.tokens
-        if least == replica // together:
-            share.add(index)
-    return [batches[replica % together] for index, batches in enumerate(rounds) if index in share]
+        least, team = places[0]
+        heapq.heapreplace(places, (least + rounds[index][0].capacity.tokens, team))
+        teams[team].append(index)
+    return [
+        [rounds[index][replica % together] for index in sorted(teams[replica // together])]
+        for replica in range(replicas)
+    ]
 
 
-def _rounds(batches: Sequence[PackedBatch], together: int) -> list[list[PackedBatch]]:
+def _rounds(batches: Sequence[Pack], together: int) -> list[list[Pack | PackedBatch]]:
     """Packs of equal capacity, `together` at a time, filled up with empty ones; in the order of
     their first packs."""
-    rounds: list[list[PackedBatch]] = []
-    open_rounds: dict[Capacity, list[PackedBatch]] = {}
+    rounds: list[list[Pack | PackedBatch]] = []
+    open_rounds: dict[Capacity, list[Pack | PackedBatch]] = {}
     for batch in batches:
         found = open_rounds.setdefault(batch.capacity, [])
         if not found:
@@ -106,7 +134,7 @@ def _rounds(batches: Sequence[PackedBatch], together: int) -> list[list[PackedBa
     return rounds
 
 
-def count_loss_tokens(batches: Sequence[PackedBatch]) -> int:
+def count_loss_tokens(batches: Sequence[StepPack]) -> int:
     """Places of a whole step whose label is a token, at least 1."""
     return max(1, sum(batch.num_loss_tokens for batch in batches))
 
@@ -152,7 +180,7 @@ class MicrobatchAssignment:
     """How steps are shared out. replicas: ranks, or groups of them, with microbatches of their own;
     replica: this one.
 
-    together: replicas that share experts; see `own_share`. rank_tokens: of any row, where rows are
+    together: replicas that share experts; see `shares`. rank_tokens: of any row, where rows are
     those of groups of a changing size (dynamic context parallelism) and a replica is a rank of dp x
     cp; None: replicas are those of dp.
     """
@@ -174,25 +202,25 @@ class MicrobatchAssignment:
             mesh.layout.replicas(mesh.world) * ranks, place, rank_tokens=rank_tokens
         )
 
-    def share(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """This replica's packs of a step."""
-        return self.share_of(batches, self.replica)
+    def share(self, batches: Sequence[Pack]) -> list[Pack | PackedBatch]:
+        """This replica's packs of a step. Raises ValueError as `shares`."""
+        return self.shares(batches)[self.replica]
 
-    def share_of(self, batches: Sequence[PackedBatch], replica: int) -> list[PackedBatch]:
-        """The packs of a step that a replica runs, in its order. Raises ValueError for groups that
-        are no microsteps."""
+    def shares(self, batches: Sequence[Pack]) -> list[list[Pack | PackedBatch]]:
+        """The packs of a step that each replica runs, in its order. Raises ValueError for groups
+        that are no microsteps."""
         if self.rank_tokens is None:
-            return own_share(batches, self.replicas, replica, self.together)
-        return [
-            batch
-            for batch, ranks in groups_of(batches, self.rank_tokens, self.replicas)
-            if replica in ranks
-        ]
+            return shares(batches, self.replicas, self.together)
+        found: list[list[Pack | PackedBatch]] = [[] for _ in range(self.replicas)]
+        for batch, ranks in groups_of(batches, self.rank_tokens, self.replicas):
+            for rank in ranks:
+                found[rank].append(batch)
+        return found
 
 
 def groups_of(
-    batches: Sequence[PackedBatch], rank_tokens: int, world: int
-) -> Iterator[tuple[PackedBatch, range]]:
+    batches: Sequence[Pack], rank_tokens: int, world: int
+) -> Iterator[tuple[Pack, range]]:
     """Every pack of a planned step with the ranks of its group, of `world`.
 
     Packs stand microstep by microstep, and in a microstep by their first rank; so their sizes,

@@ -50,6 +50,7 @@ from packgraph.train.features.context import (
     time_row,
 )
 from packgraph.train.features.moe import restore_room, room_of_experts
+from packgraph.train.feed import StepFeed
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import learning_rate_at
@@ -60,7 +61,7 @@ from packgraph.train.run_files import read_json, write_json, writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import MOST_IN_A_ROW, MOST_RETURNS, Spikes
-from packgraph.train.step import MicrobatchAssignment, count_loss_tokens, take_step
+from packgraph.train.step import MicrobatchAssignment
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
@@ -102,6 +103,7 @@ class StepRecord:
     replayed: int
     fallbacks: int
     seconds: float
+    data_wait: float
     starting: bool
 
 
@@ -135,7 +137,10 @@ class Trainer:
                 TIMEOUT.total_seconds()
             )  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
-        self._sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
+        sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
+        self.feed = StepFeed(
+            microbatches, config.run.tokens_per_step, sharing, device, config.data.prefetch
+        )
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
@@ -154,7 +159,7 @@ class Trainer:
             int, dict[str, Any]
         ] = {}  # of the data, after each of the newest steps
         self._others_stopped = False
-        self._left_out = LeftOut(microbatches, view)
+        self._left_out = LeftOut(self.feed, view)
         self._graphs_before: dict[str, Any] = {}
         self._summary_before: dict[str, Any] = {}
 
@@ -185,7 +190,7 @@ class Trainer:
             self.view.note(told)
         for told in restore_room(self.model, self.config, self.mesh, state.get("experts", {})):
             self.view.note(told)
-        self.microbatches.load_state_dict(state["data"])
+        self.feed.load_state_dict(state["data"])
         self._graphs_before = state["graphs"]
         self._summary_before = on_first(
             self.mesh, lambda: read_json(self.folder / SUMMARY, checked=True)
@@ -332,7 +337,7 @@ class Trainer:
         while len(self._fetch):
             self._fetch.pop()
         self._repeats.forget()
-        self.microbatches.load_state_dict(self._position_after(found.step))
+        self.feed.load_state_dict(self._position_after(found.step))
         spikes, wrong = self.spikes, self.step
         path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
         self._load(path, step, state)
@@ -351,7 +356,8 @@ class Trainer:
         return RowsOnly([row for row in log.rows if row["step"] <= self.step])
 
     def close(self) -> None:
-        """Free all graphs and their memory."""
+        """Free all graphs and their memory, and end the thread that makes steps ahead."""
+        self.feed.close()
         self.executor.close()
 
     def _open_log(self) -> MetricsLog | RowsOnly:
@@ -383,9 +389,12 @@ class Trainer:
         """Launch one optimizer step; False when the data ended."""
         self._enter_step()
         rows_timed = self._time_rows()
-        self._positions[self.step] = self.microbatches.state_dict()
+        self._positions[self.step] = self.feed.state_dict()
         self._positions.pop(self.step - KEPT_POSITIONS, None)
-        batches = take_step(self.microbatches, self.config.run.tokens_per_step)
+        asked = time.perf_counter()
+        fed = self.feed.take()
+        data_wait = time.perf_counter() - asked
+        batches = fed.packs
         if not batches:
             return False
         self._left_out.watch()
@@ -397,10 +406,9 @@ class Trainer:
         ):
             self.view.note(told)
         timed = self.executor.tune(batches, self.view.note)
-        share = self._sharing.share(batches)
         learning_rate = self._learning_rate()
         loss, norm = self._repeats.launch(
-            share, count_loss_tokens(batches), learning_rate, self.spikes.limits(self.step + 1)
+            fed.share, fed.loss_tokens, learning_rate, self.spikes.limits(self.step + 1)
         )
         started, self._last_end = self._last_end, time.perf_counter()
         graphs = self._graphs()
@@ -415,9 +423,11 @@ class Trainer:
             replayed=graphs["replayed"],
             fallbacks=sum(graphs["fallbacks"].values()),
             seconds=self._last_end - started,
+            data_wait=data_wait,
             starting=captured or timed or rows_timed or self._made == 1,
         )
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.verdicts(loss), stop))
+        self.feed.go_on()
         return True
 
     def _enter_step(self) -> None:
@@ -443,9 +453,10 @@ class Trainer:
         with put_back(self.model.chunks, self.executor, self.device):
             found = measured_cost(steps.request, self.config.model.vocab_size, timed)
         if found.cost is not None:
-            steps.plan_by(found.cost)
+            with self.feed.paused():
+                steps.plan_by(found.cost)
         self._positions = dict.fromkeys(
-            self._positions, steps.state_dict()
+            self._positions, self.feed.state_dict()
         )  # earlier steps had other plans
         self.view.note(found.note)
         return True
@@ -496,6 +507,7 @@ class Trainer:
                 "replayed": record.replayed,
                 "fallbacks": record.fallbacks,
                 "seconds": record.seconds,
+                "data_wait": record.data_wait,
                 "starting": record.starting,
             }
             log.write(row | ({"skipped": True} if skipped else {}))
@@ -599,7 +611,7 @@ class Trainer:
         }
         self._saved_at = self.step
         state = {
-            "data": position or self.microbatches.state_dict(),
+            "data": position or self.feed.state_dict(),
             "random_device": self.device.type,
             "random_streams": all_streams(self.mesh, sequence=self._splits_rows),
             "graphs": self._graphs(),
@@ -622,7 +634,7 @@ class Trainer:
 
     def _position_after(self, step: int) -> dict[str, Any]:
         """Where the data were after `step`, one of the newest."""
-        return self._positions.get(step) or self.microbatches.state_dict()
+        return self._positions.get(step) or self.feed.state_dict()
 
     def _how_to_go_on(self, step: int, what: str) -> str:
         kept, best = self._whereabouts.checkpoint, best_checkpoint(self.folder / CHECKPOINTS)

@@ -35,8 +35,12 @@ def test_evaluation_is_seen():
     with graphed.frozen():
         forward_backward(graphed, x)
         graphed.eval()
-        graphed(x)
-    assert dict(graphed.stats.fallbacks) == {"evaluation mode": 1}
+        graphed.linear.weight.requires_grad_(False)  # what is promised holds for one mode
+        graphed(x).backward()
+    assert graphed.linear.weight.grad is not None and not graphed.stats.fallbacks
+    before = graphed.linear.weight.grad.clone()
+    graphed(x).backward()
+    assert torch.equal(graphed.linear.weight.grad, before)
 
 
 def test_closing_is_seen():

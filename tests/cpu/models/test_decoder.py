@@ -65,7 +65,7 @@ def test_stages_leave_the_state_they_are_given_alone():
         assert after is not state
         assert all(state[key] is before[key] for key in before) and state.keys() == before.keys()
         state = after
-    assert list(state) == ["loss"]
+    assert list(state) == ["output"]
 
 
 def test_fresh_parameters_follow_the_seed_and_touch_no_global_generator():

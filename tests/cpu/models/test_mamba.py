@@ -118,7 +118,7 @@ def test_a_changed_document_leaves_the_bits_of_others():
         for stage in inner[1:]:
             state = stage.run(state)
         out = state["hidden"]
-        loss = head.run({**state, "tokens_in_step": torch.tensor(20)})["loss"]
+        loss = head.run({**state, "tokens_in_step": torch.tensor(20)})["output"]
         (gradient,) = torch.autograd.grad(loss, leaf)
         found.append((out.detach()[rows], gradient[rows], out.detach()[~rows]))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])

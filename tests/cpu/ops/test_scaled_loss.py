@@ -4,12 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from packgraph.ops.loss import (
-    IGNORED,
-    linear_cross_entropy,
-    linear_log_probabilities,
-    naive_linear_cross_entropy,
-)
+from packgraph.ops.log_probabilities import linear_log_probabilities, naive_log_probabilities
+from packgraph.ops.loss import IGNORED, linear_cross_entropy, naive_linear_cross_entropy
 
 # float32 sums of 40 terms of size one in different order
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -70,3 +66,36 @@ def test_a_frozen_head_gets_no_gradient():
     found = linear_log_probabilities(hidden.requires_grad_(), weight, labels)
     found.sum().backward()
     assert hidden.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize(("scale", "softcap"), CASES)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_entropies_and_their_gradients(scale, softcap, chunk):
+    hidden, weight, labels = inputs()
+    counted = labels != IGNORED
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    options = {"scale": scale, "softcap": softcap, "entropy": True}
+    found = linear_log_probabilities(*leaves, labels, chunk, **options)
+    expected = naive_log_probabilities(
+        hidden.masked_fill(~counted[:, None], 0.0) @ weight.t(), labels, **options
+    )
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert not found[:, ~counted].any() and (found[1, counted] > 0).all()
+    one = linear_log_probabilities(*leaves, labels, chunk, scale=scale, softcap=softcap)
+    torch.testing.assert_close(found[0], one, **TOLERANCE)
+    factors = torch.linspace(-2, 3, 26).view(2, 13)
+    factors[:, 2] = torch.nan  # of a row that does not count
+    ours = gradients((found * factors)[:, counted].sum(), *leaves)
+    theirs = gradients((expected * factors)[:, counted].sum(), *leaves)
+    for mine, other in zip(ours, theirs):
+        torch.testing.assert_close(mine, other, **TOLERANCE)
+
+
+def test_a_certain_prediction_has_no_entropy_and_a_label_that_is_no_word_is_no_number():
+    hidden, weight = torch.ones(3, 2), torch.tensor([[1e4, 1e4], [0.0, 0.0]])
+    hidden.requires_grad_()
+    found = linear_log_probabilities(hidden, weight, torch.tensor([0, 0, 5]), entropy=True)
+    assert torch.equal(found[:, :2], torch.zeros(2, 2)) and found[:, 2].isnan().all()
+    (gradient,) = torch.autograd.grad(found[:, :2].sum(), hidden, retain_graph=True)
+    assert not gradient[:2].any()
+    assert torch.autograd.grad(found.sum(), hidden)[0][2].isnan().all()

@@ -424,8 +424,8 @@ class Replicas:
     def __init__(self, replicas):
         self.replicas = replicas
 
-    def share_of(self, batches, replica):
-        return batches[replica]
+    def shares(self, batches):
+        return batches[: self.replicas]
 
     def bank(self):
         return CAPACITIES

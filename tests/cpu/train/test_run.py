@@ -196,7 +196,8 @@ def test_a_file_that_changes_is_not_read_again_and_loses_no_finished_step(tmp_pa
             config, open_documents(config), build_tokenizer(config), CAPACITIES
         )
 
-    config = tiny(steps=12)
+    # steps made ahead would have read the documents before they change
+    config = dataclasses.replace(tiny(steps=12), data=DataConfig(prefetch=0))
     path.write_text(before)
     straight = trainer(tmp_path / "straight", config, packs())
     straight.run(StopRequest())

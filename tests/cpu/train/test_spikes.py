@@ -35,12 +35,13 @@ def config(policy: str, graph: bool = False, **run: object) -> TrainConfig:
 
 def poisoned(run: Trainer, factor: float, bad: range = range(BAD, BAD + 1)) -> Trainer:
     """Let the steps that hold these packs have `factor` times their loss and gradients."""
-    runner, packs = run.executor.runner, run.microbatches
+    runner = run.executor.runner
     original = runner.run_step
 
     def run_step(batches, *others):
         loss = original(batches, *others)
-        if any(packs.position - len(batches) <= number < packs.position for number in bad):
+        position = run.feed.state_dict()["position"]
+        if any(position - len(batches) <= number < position for number in bad):
             for gradient in run.optimizer.gradients().values():
                 gradient.mul_(factor)
             loss = loss * abs(factor)
@@ -192,7 +193,7 @@ def test_rollback_loads_the_checkpoint_and_takes_other_data(tmp_path):
     run, summary = trained(tmp_path, config("rollback"), 1e4)
     plain, _ = trained(tmp_path / "plain", config("warn"), 1.0)
     assert summary["spikes"]["rolled_back"] == 1 and summary["steps"] == STEPS
-    assert run.microbatches.position > plain.microbatches.position
+    assert run.feed.state_dict()["position"] > plain.feed.state_dict()["position"]
     found = rows(tmp_path)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1)) and max(
         row["loss"] for row in found

@@ -151,12 +151,28 @@ def _compare(tensor: torch.Tensor, old: _Facts, new: _Facts, where: str) -> None
 class _Builtins(Watcher):
     """Refuses what torch's function modes do not see."""
 
+    def __init__(self) -> None:
+        self._forward_only = not torch.is_grad_enabled()
+
     def builtins(self) -> dict[str, SeesBuiltin]:
-        return {
+        found: dict[str, SeesBuiltin] = {
             "register_hook": _refuse_on_node,
             "register_prehook": _refuse_on_node,
             "resize_": _refuse_resize,
         }
+        if self._forward_only:
+            found |= {"is_inference_mode_enabled": _refuse_asking, "is_inference": _refuse_asking}
+        return found
+
+
+def _refuse_asking(frame: FrameType, function: Any, done: bool) -> None:
+    if is_user_file(frame.f_code.co_filename):
+        raise CaptureError(
+            f"{function.__name__}() inside a captured stage: calls in inference mode replay graphs "
+            "that were captured with gradients off",
+            user_line(frame),
+            "ask torch.is_grad_enabled() instead, or outside of the call",
+        )
 
 
 def _refuse_on_node(frame: FrameType, function: Any, done: bool) -> None:

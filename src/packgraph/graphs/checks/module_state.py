@@ -172,6 +172,9 @@ class TensorState:
     def _forms_hold(self) -> bool:
         if self._checks and torch.is_grad_enabled():
             return any(check(*self._locals) for check in self._checks)
+        if self._checks:
+            with torch.enable_grad():
+                return any(check(*self._locals) for check in self._checks)
         return (
             list(map(_form, self._locals)) == self._forms
             and list(map(_requires_grad, self._tensors)) == self._trains

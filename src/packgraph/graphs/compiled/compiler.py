@@ -128,7 +128,8 @@ class Compiler:
         }
         closed = {id(batch): state[key] for key, batch in opened.items()}
         state = state | opened
-        key = (tuple(pieces), _shapes(state))
+        modes = tuple([getattr(piece.owner, "training", None) for piece in pieces])
+        key = (tuple(pieces), modes, _shapes(state))
         codes = self._codes.setdefault(key, [])
         with unguarded():
             for piece, code in zip(pieces, list(codes), strict=False):
@@ -158,7 +159,7 @@ class Compiler:
         """Code of its own for every function and every bucket: torch limits how often one code is
         compiled."""
         shared = (type(piece.owner), piece.methods)
-        key = (shared, _shapes(state))
+        key = (shared, getattr(piece.owner, "training", None), _shapes(state))
         if key not in self._code:
             self._code[key] = self._make(_chain(piece))
             self._shapes[shared] = self._shapes.get(shared, 0) + 1
@@ -320,8 +321,9 @@ def _chain(piece: CompileUnit) -> Code:
 
 
 def _shapes(state: State) -> Hashable:
-    """What of a state code is compiled for: the form of every tensor, and constants."""
-    return tuple(
+    """What of a state code is compiled for: the form of every tensor, and constants; and whether
+    gradients are on."""
+    return torch.is_grad_enabled(), tuple(
         (key, tuple(map(_shape, tree_flatten(value, is_leaf=_is_batch)[0])))
         for key, value in state.items()
     )

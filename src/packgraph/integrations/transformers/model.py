@@ -14,7 +14,7 @@ and stay finite, so nothing that a padding token holds reaches a result.
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +29,14 @@ from packgraph.integrations.transformers.checks import (
 )
 from packgraph.integrations.transformers.families import PackedFamily
 from packgraph.offloading.marks import offload_block
-from packgraph.ops.loss import (
-    IGNORED,
-    is_word,
-    linear_cross_entropy,
+from packgraph.ops.log_probabilities import (
+    Output,
+    check_output,
     linear_log_probabilities,
-    token_count,
+    naive_log_probabilities,
 )
+from packgraph.ops.loss import is_word, linear_cross_entropy, token_count
 from packgraph.packing.batch import PackedBatch
-
-Output = Literal["loss", "hidden", "log_probabilities"]
-OUTPUTS = ("loss", "hidden", "log_probabilities")
 
 
 def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
@@ -56,10 +53,11 @@ def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
     Args:
         model: A `PreTrainedModel` with a language-model head, of a family in
             `packgraph.integrations.transformers.FAMILIES`, or what PEFT makes of one.
-        output: What calls return: `loss`, the mean over the labels of the batch (or the sum of
-            token losses divided by `tokens_in_step`); `hidden`, the states [T, H] that the head
-            reads, zero in padding; `log_probabilities`, those of the labels, float32 [T], 0 where
-            there is none.
+        output: What calls return that do not say it themselves: `loss`, the mean over the labels
+            of the batch (or the sum of token losses divided by `tokens_in_step`); `hidden`, the
+            states [T, H] that the head reads, zero in padding; `log_probabilities`, those of the
+            labels, float32 [T], 0 where there is none; `log_probabilities_and_entropies`, [2, T],
+            with entropies in the second row.
 
     Returns:
         A module that is called with a `PackedBatch`.
@@ -81,8 +79,7 @@ def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
         >>> model.model.lm_head.weight.grad.shape
         torch.Size([16, 8])
     """
-    if output not in OUTPUTS:
-        raise ValueError(f"output must be one of {', '.join(OUTPUTS)}, not {output!r}")
+    check_output(output)
     family, causal = family_of(model), causal_model(model)
     use_ours(causal)
     # As `save_pretrained` sets them: a first checkpoint then changes nothing that graphs watch.
@@ -135,8 +132,14 @@ class PackedModel(nn.Module):
         """Its config."""
         return self.causal.config
 
-    def begin(self, batch: PackedBatch, tokens_in_step: Tensor | None = None) -> State:
+    def begin(
+        self,
+        batch: PackedBatch,
+        tokens_in_step: Tensor | None = None,
+        output: Output | None = None,
+    ) -> State:
         """The state of a batch, which is checked by what the host knows of it."""
+        check_output(output or self.output)
         if not torch.compiler.is_compiling():
             batch.check_words(self.config.vocab_size)
             if self.family.positions and batch.host.lengths:
@@ -146,7 +149,8 @@ class PackedModel(nn.Module):
                         f"a document has {longest} tokens, but the model has learned positions "
                         f"for {most}; split documents when packing"
                     )
-        return {"batch": batch, "tokens_in_step": tokens_in_step}
+        state: State = {"batch": batch, "tokens_in_step": tokens_in_step}
+        return state if output is None else {**state, "wanted": output}
 
     def stages(self) -> Sequence[Stage]:
         """`embed`, `layer` for each layer, `head`."""
@@ -163,13 +167,18 @@ class PackedModel(nn.Module):
         found: Tensor = state["output"]
         return found
 
-    def forward(self, batch: PackedBatch, tokens_in_step: Tensor | None = None) -> Tensor:
-        """The output for a batch: 0-d float32, or what `output` says.
+    def forward(
+        self,
+        batch: PackedBatch,
+        tokens_in_step: Tensor | None = None,
+        output: Output | None = None,
+    ) -> Tensor:
+        """The output for a batch: 0-d float32, or what `output` says, of this call or of `packed`.
 
         tokens_in_step: 0-d int64 or float32 on the batch's device, the labels that count in the
         whole step; None takes this batch's own count. A count of 0 divides by 1.
         """
-        return run_stages(self, batch, tokens_in_step)
+        return run_stages(self, batch, tokens_in_step, output)
 
     def run_embed(self, state: State) -> State:
         """Stage `embed`: hidden states before the first layer, zero in padding, and tables of
@@ -193,24 +202,25 @@ class PackedModel(nn.Module):
 
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, and the output of the call."""
-        batch = state["batch"]
+        batch, output = state["batch"], state.get("wanted", self.output)
         hidden = getattr(self.decoder, self.family.norm)(state["hidden"][None])[0]
-        if self.output == "hidden":
+        if output == "hidden":
             return {"output": hidden.masked_fill(batch.padding_mask[:, None], 0.0)}
         labels, head = batch.labels, self.causal.get_output_embeddings()
         scale, softcap = self._logits
-        if self.output == "log_probabilities":
+        if output != "loss":
+            entropy = output == "log_probabilities_and_entropies"
             if is_plain(head):
                 found = linear_log_probabilities(
-                    hidden, head.weight, labels, scale=scale, softcap=softcap
+                    hidden, head.weight, labels, scale=scale, softcap=softcap, entropy=entropy
                 )
             else:
-                found = _log_probabilities(head(hidden), labels, scale, softcap)
+                found = naive_log_probabilities(head(hidden), labels, scale, softcap, entropy)
             return {"output": found}
         if is_plain(head):
             total = linear_cross_entropy(hidden, head.weight, labels, scale=scale, softcap=softcap)
         else:
-            total = -_log_probabilities(head(hidden), labels, scale, softcap).sum()
+            total = -naive_log_probabilities(head(hidden), labels, scale, softcap).sum()
         tokens = state["tokens_in_step"]
         tokens = token_count(labels) if tokens is None else tokens
         return {"output": total / tokens.clamp(min=1)}
@@ -270,16 +280,3 @@ def layer_runner(kind: str) -> Callable[[Any, State], State]:
         return {**state, "hidden": hidden[0]}
 
     return run_layer
-
-
-def _log_probabilities(logits: Tensor, labels: Tensor, scale: float, softcap: float) -> Tensor:
-    """As `linear_log_probabilities`, of products [T, V] of a head that is not just a matrix."""
-    logits = logits.float() * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    counted = labels != IGNORED
-    logits = logits.masked_fill(~counted[:, None], 0.0)
-    legal = is_word(labels, logits.shape[1])
-    found = logits.log_softmax(-1).gather(1, labels.masked_fill(~legal, 0)[:, None])[:, 0]
-    found = torch.where(legal, found, torch.nan)
-    return found.masked_fill(~counted, 0.0)

@@ -191,9 +191,8 @@ class PackedTrainer(_Trainer):
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         self._packed.training = self.model.training  # the trainer switches its model alone
-        call: torch.nn.Module = self._packed
-        if torch.is_grad_enabled():
-            call = self._replicas() or self.graphed
+        replicas = self._replicas() if torch.is_grad_enabled() else None
+        call: torch.nn.Module = replicas or self.graphed
         with self.accelerator.autocast():
             losses = [call(self._placed(pack), num_items_in_batch) for pack in packs]
         loss = sum(losses, torch.zeros((), device=self.args.device)) if losses[1:] else losses[0]

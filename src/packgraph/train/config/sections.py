@@ -7,6 +7,7 @@ wrong between sections is found by `train/validate.py`.
 """
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -432,7 +433,7 @@ class OffloadConfig:
         )
 
 
-NEEDS_PATH = ("jsonl", "text", "parquet")
+NEEDS_PATH = ("jsonl", "text", "parquet", "shards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,8 +442,11 @@ class DataConfig:
 
     source: where documents come from; stdlib = the source code of Python's own library (no
         download), jsonl = one JSON object a line with text or chat messages, text = a folder of
-        text files, parquet = tables with the same columns as jsonl.
+        text files, parquet = tables with the same columns as jsonl, shards = a folder that
+        `packgraph data build` has written.
     path: file or folder of the source (not for stdlib).
+    mixture: several folders of shards instead of a path, as FOLDER=WEIGHT, separated by commas;
+        each gives that share of the tokens, and repeats by itself.
     suffixes: endings of the files that count in a folder of text files.
     text_column: name of the column that holds the text in jsonl and parquet.
     tokenizer: bytes = one token a byte, or the path of a tokenizer.json.
@@ -455,10 +459,12 @@ class DataConfig:
     epochs: passes over the documents; none = repeat until the run has all its steps.
     max_documents_loaded: only the first documents up to this number; none = all (stdlib: a sample
         of 6000).
+    prefetch: steps whose packs are made ahead by a thread, while the device computes; 0 = none.
     """
 
-    source: Literal["stdlib", "jsonl", "text", "parquet"] = "stdlib"
+    source: Literal["stdlib", "jsonl", "text", "parquet", "shards"] = "stdlib"
     path: str | None = None
+    mixture: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst")
     text_column: str = "text"
     tokenizer: str = "bytes"
@@ -468,6 +474,7 @@ class DataConfig:
     seed: int = 0
     epochs: int | None = None
     max_documents_loaded: int | None = None
+    prefetch: int = 2
 
     def __post_init__(self) -> None:
         problems = [
@@ -481,7 +488,10 @@ class DataConfig:
         ]
         if self.seed < 0:
             problems.append(f"seed must not be negative, got {self.seed}")
-        if self.source in NEEDS_PATH and not self.path:
+        if self.prefetch < 0:
+            problems.append(f"prefetch must not be negative, got {self.prefetch}")
+        problems += self._mixture_problems()
+        if self.source in NEEDS_PATH and not self.path and not self.mixture:
             problems.append(f"source = {self.source} needs a path, the file or folder to read")
         if self.source not in NEEDS_PATH and self.path:
             problems.append(
@@ -497,6 +507,42 @@ class DataConfig:
                 )
         if problems:
             raise ValueError("; ".join(problems))
+
+    def weights(self) -> dict[str, float]:
+        """Weight of each folder of the mixture. Raises ValueError for a text that has none."""
+        found: dict[str, float] = {}
+        for text in self.mixture:
+            folder, _, weight = text.rpartition("=")
+            try:
+                number = float(weight)
+            except ValueError:
+                number = math.nan
+            if not folder or not 0 < number < math.inf:
+                raise ValueError(f"mixture: expected FOLDER=WEIGHT, such as web=0.7, got {text!r}")
+            if folder in found:
+                raise ValueError(f"mixture: {folder} is named twice")
+            if problem := path_problem(folder):
+                raise ValueError(f"mixture: {shown(folder)} cannot be a folder: {problem}")
+            found[folder] = number
+        return found
+
+    def _mixture_problems(self) -> list[str]:
+        if not self.mixture:
+            return []
+        problems = {
+            f"mixture is of folders of shards, but source = {self.source}": self.source != "shards",
+            f"path ({self.path}) and mixture exclude each other": bool(self.path),
+            "epochs is of one folder, and those of a mixture end at different times; use "
+            "run.steps": self.epochs is not None,
+            "max_documents_loaded is of one folder, not of a mixture": self.max_documents_loaded
+            is not None,
+        }
+        found = [text for text, wrong in problems.items() if wrong]
+        try:
+            self.weights()
+        except ValueError as error:
+            found.append(str(error))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

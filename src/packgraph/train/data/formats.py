@@ -45,6 +45,7 @@ from typing import Any
 
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.files import FileStamp, check_all, files_of, read_unchanged
+from packgraph.train.data.shards import MixtureSource, ShardSource
 from packgraph.train.data.source import (
     BadDocumentError,
     BadDocuments,
@@ -93,12 +94,14 @@ class JsonLinesSource:
         self._text_column = text_column
         self._files = files_of(path, (".jsonl", ".json"))
         self._places = array("q")  # file number, line number and byte offset of each document
-        self._digest = hashlib.sha256()
         self._stamps: list[FileStamp] = []
         self._skip_bad, self.bad = skip_bad, BadDocuments()
         self.largest_id = -1, ""
+        digest = hashlib.sha256()
         for number, file in enumerate(self._files):
-            self._scan(number, file, limit)
+            for line in self._scan(number, file, limit):
+                digest.update(line)
+        self._fingerprint = digest.hexdigest()[:16]
         if not len(self):
             found = (
                 f"only {self.bad.count} bad ones ({self.bad.first[0]})"
@@ -121,9 +124,10 @@ class JsonLinesSource:
 
     def fingerprint(self) -> str:
         """Hash of all lines."""
-        return self._digest.hexdigest()[:16]
+        return self._fingerprint
 
-    def _scan(self, number: int, file: Path, limit: int | None) -> None:
+    def _scan(self, number: int, file: Path, limit: int | None) -> Iterator[bytes]:
+        """Note the places of a file's documents; yields their lines."""
         offset = 0
         with file.open("rb") as stream:
             stamp = FileStamp.of(os.fstat(stream.fileno()))
@@ -133,7 +137,7 @@ class JsonLinesSource:
                     break
                 if content.strip() and self._is_good(content, f"{file}:{line}"):
                     self._places.extend((number, line, offset))
-                    self._digest.update(content)
+                    yield content
                 offset += len(content)
             stamp.check(os.fstat(stream.fileno()), file)
 
@@ -479,6 +483,8 @@ def open_documents(config: DataConfig) -> DocumentSource:
     path = config.path or ""
     if config.source == "jsonl":
         return JsonLinesSource(path, config.text_column, limit, skip_bad=skip_bad)
+    if config.source == "shards":
+        return MixtureSource(config.weights()) if config.mixture else ShardSource(path, limit)
     if config.source == "text":
         return TextFolderSource(path, config.suffixes, limit, skip_bad=skip_bad)
     return ParquetSource(path, config.text_column, limit, skip_bad=skip_bad)

@@ -25,17 +25,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, CapacitySet
-from packgraph.packing.document import Document
-from packgraph.packing.pack import PackingWindow, PackReport, fitting_parts
+from packgraph.packing.document import PackableDocument
+from packgraph.packing.pack import PackingWindow, PackReport, PlannedPack, fitting_parts
 from packgraph.parallel.context.plan import ContextPlan, plan_context
 from packgraph.parallel.context.request import ContextCost, ContextRequest
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.config.values import shown
+from packgraph.train.data.order import (
+    LARGEST,
+    DocumentOrder,
+    SourcePart,
+    WeightedSource,
+    is_count,
+)
 from packgraph.train.data.source import (
     BadDocumentError,
     BadDocuments,
@@ -43,10 +47,9 @@ from packgraph.train.data.source import (
     DocumentSource,
     SourceDocument,
 )
-from packgraph.train.data.tokenizer import Tokenizer, check_largest
+from packgraph.train.data.tokenizer import Tokenizer, check_largest, tokenized
 
 VERSION = 2
-LARGEST = 2**53  # of any count in a state
 
 
 class Waiting(Protocol):
@@ -54,7 +57,7 @@ class Waiting(Protocol):
 
     def __len__(self) -> int: ...
 
-    def add(self, document: Document, tag: tuple[int, int]) -> None: ...
+    def add(self, document: PackableDocument, tag: tuple[int, int]) -> None: ...
 
     def tags(self) -> Iterator[tuple[int, int]]: ...
 
@@ -91,10 +94,8 @@ class Microbatches:
         self._first_unlabelled = ""
         self._bad = BadDocuments()
         self._window = self._new_window()
-        self._epoch = 0
-        self._position = 0
-        self._usable_in_epoch = 0
-        self._order = self._order_of(0)
+        parts = source.parts if isinstance(source, WeightedSource) else [SourcePart(len(source))]
+        self._order = DocumentOrder(parts, config.seed, config.epochs)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         return self
@@ -102,12 +103,23 @@ class Microbatches:
     def __next__(self) -> PackedBatch:
         """The next pack. Raises DataError for a document that cannot be used; the epoch's end is no
         error."""
+        planned = self._plan()
+        if planned is None:
+            raise StopIteration
+        return planned.load()
+
+    @property
+    def planned(self) -> "Iterator[PlannedPack] | PlannedOnly":
+        """The same stream, whose packs are not read yet; a `train.step.StepSource` where steps are
+        planned as a whole."""
+        return iter(self._plan, None)
+
+    def _plan(self) -> PlannedPack | None:
+        """The next pack, None at the end of the data."""
         while len(self._window) < self._config.window and self._add_next():
             pass
-        if not len(self._window):
-            raise StopIteration
         assert isinstance(self._window, PackingWindow)
-        return self._window.take()
+        return self._window.plan() if len(self._window) else None
 
     @property
     def bad(self) -> BadDocuments:
@@ -123,9 +135,7 @@ class Microbatches:
         return {
             "version": VERSION,
             "identity": self._identity(),
-            "epoch": self._epoch,
-            "position": self._position,
-            "usable_in_epoch": self._usable_in_epoch,
+            **self._order.state_dict(),
             "waiting": [list(tag) for tag in self._window.tags()],
             "report": self.report.state_dict(),
             "empty_documents": self.empty_documents,
@@ -158,7 +168,7 @@ class Microbatches:
             )
         # Encoding and cutting count in the report, so the counts of the state come last.
         self._window = self._new_window()
-        parts: dict[int, list[Document]] = {}
+        parts: dict[int, list[PackableDocument]] = {}
         for index, part in state["waiting"]:
             if index not in parts:
                 parts[index] = self._parts(index)
@@ -169,9 +179,7 @@ class Microbatches:
                     "another checkpoint"
                 )
             self._window.add(parts[index][part], (index, part))
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._usable_in_epoch = state["usable_in_epoch"]
-        self._order = self._order_of(self._epoch)
+        self._order.load_state_dict(state)
         self.report.load_state_dict(state["report"])
         self.empty_documents = state["empty_documents"]
         self.unlabelled_documents = state["unlabelled_documents"]
@@ -187,39 +195,34 @@ class Microbatches:
         if missing:
             return f"it has no {', '.join(missing)}"
         documents = len(self._source) if state["identity"] == own["identity"] else LARGEST
-        limits = {
-            "epoch": LARGEST,
-            "position": documents,
-            "usable_in_epoch": LARGEST,
-            "empty_documents": LARGEST,
-            "unlabelled_documents": LARGEST,
-        }
         wrong = [
             f"its {name} is {shown(state[name])}"
-            for name, limit in limits.items()
-            if not _is_count(state[name], limit)
+            for name in ("empty_documents", "unlabelled_documents")
+            if not is_count(state[name], LARGEST)
         ]
+        known = state["identity"] == own["identity"]
+        wrong += self._order.damage(state, bounded=known)
         for name in ("identity", "report"):
             if not isinstance(state[name], dict):
                 wrong.append(f"its {name} is {shown(state[name])}")
         if not wrong and (
             state["report"].keys() != own["report"].keys()
-            or not all(_is_count(value, LARGEST) for value in state["report"].values())
+            or not all(is_count(value, LARGEST) for value in state["report"].values())
         ):
             wrong.append(f"its report is {shown(state['report'])}")
         waiting = state["waiting"]
         if not isinstance(waiting, list) or not all(
             isinstance(tag, (list, tuple))
             and len(tag) == 2
-            and _is_count(tag[0], documents - 1)
-            and _is_count(tag[1], LARGEST)
+            and is_count(tag[0], documents - 1)
+            and is_count(tag[1], LARGEST)
             for tag in waiting
         ):
             wrong.append(f"its waiting documents are {shown(waiting)}")
         bad = state.get("bad", {"count": 0, "first": []})
         if (
             not isinstance(bad, dict)
-            or not _is_count(bad.get("count"), LARGEST)
+            or not is_count(bad.get("count"), LARGEST)
             or not isinstance(bad.get("first"), list)
             or not all(isinstance(text, str) for text in bad["first"])
         ):
@@ -228,20 +231,19 @@ class Microbatches:
 
     def _add_next(self) -> bool:
         """Let the parts of the next document wait; False when all epochs are over."""
-        if self._position == len(self._order):
-            if not self._usable_in_epoch:
+        order = self._order
+        if order.is_at_end:
+            if not order.usable:
                 raise DataError(self._nothing_usable())
             self._source.check_unchanged()
-            self._epoch, self._position, self._usable_in_epoch = self._epoch + 1, 0, 0
-            if not self._over():
-                self._order = self._order_of(self._epoch)
-        if self._over():
+            order.begin_epoch()
+        if order.is_over:
             return False
-        index = int(self._order[self._position])
-        for part, document in enumerate(self._parts(index)):
+        index = order.index
+        parts = self._parts(index)
+        for part, document in enumerate(parts):
             self._window.add(document, (index, part))
-            self._usable_in_epoch += 1
-        self._position += 1
+        order.advance(len(parts), sum(map(len, parts)))
         return True
 
     def _nothing_usable(self) -> str:
@@ -259,16 +261,13 @@ class Microbatches:
             )
         if self._bad.count:
             reasons.append(f"{self._bad.count} are bad ({self._bad.first[0]})")
-        return f"none of the {len(self._order)} documents can be used: {', '.join(reasons)}"
+        return f"none of the {self._order.documents} documents can be used: {', '.join(reasons)}"
 
-    def _over(self) -> bool:
-        return self._config.epochs is not None and self._epoch >= self._config.epochs
-
-    def _parts(self, index: int) -> list[Document]:
+    def _parts(self, index: int) -> list[PackableDocument]:
         """What document `index` of the source puts into the window."""
         try:
             document = self._source[index]
-            encoded = self._tokenizer.encode(document)
+            encoded = tokenized(document, self._tokenizer)
         except BadDocumentError as error:
             if not self._skips_bad:
                 raise
@@ -281,6 +280,8 @@ class Microbatches:
             self.unlabelled_documents += len(encoded) - len(labelled)
             self._first_unlabelled = self._first_unlabelled or _why_unlabelled(document)
         limit = self._capacities.longest
+        if all(len(whole) <= limit for whole in labelled):
+            return labelled
         try:
             return [
                 part
@@ -291,10 +292,6 @@ class Microbatches:
             ]
         except ValueError as error:
             raise DataError(f"{error} (data.overlong)") from error
-
-    def _order_of(self, epoch: int) -> NDArray[np.int64]:
-        """Indices of all documents in the order of `epoch`."""
-        return np.random.default_rng([self._config.seed, epoch]).permutation(len(self._source))
 
     def _identity(self) -> dict[str, Any]:
         """What must be equal for the stream to be the same."""
@@ -307,10 +304,6 @@ class Microbatches:
             "data.overlong": self._config.overlong,
             "capacities": [[c.tokens, c.documents, c.bound] for c in self._capacities.sorted],
         }
-
-
-def _is_count(value: Any, limit: int) -> bool:
-    return type(value) is int and 0 <= value <= limit
 
 
 def _why_unlabelled(document: SourceDocument) -> str:
@@ -373,6 +366,18 @@ class PlannedSteps(Microbatches):
 
         Raises DataError for a document that cannot be used.
         """
+        planned = self.plan_step()
+        if planned and self.plan is not None:
+            self.count(self.plan)
+        return [pack.load() for pack in planned]
+
+    @property
+    def planned(self) -> "PlannedOnly":
+        """Steps whose packs are not read yet."""
+        return PlannedOnly(self)
+
+    def plan_step(self) -> list[PlannedPack]:
+        """As `next_step`, without reading tokens."""
         while not self._enough() and self._add_next():
             pass
         waiting = self._waiting
@@ -382,14 +387,17 @@ class PlannedSteps(Microbatches):
             [self._capacities.places(length) for length in waiting.lengths], self.request
         )
         groups = [group for microstep in self.plan.microsteps for group in microstep]
-        self._balances.append(self.plan.balance)
-        self._sizes.update(group.size for group in groups)
         packs = [
             self._pack([waiting.documents[place] for place in group.documents], group.bucket)
             for group in groups
         ]
         waiting.keep(self.plan.left)
         return packs
+
+    def count(self, plan: ContextPlan) -> None:
+        """A step was made by this plan."""
+        self._balances.append(plan.balance)
+        self._sizes.update(group.size for microstep in plan.microsteps for group in microstep)
 
     @property
     def is_measured(self) -> bool:
@@ -415,9 +423,9 @@ class PlannedSteps(Microbatches):
             self.plan_by(ContextCost(**state["cost"] | {"zigzag": self._estimated.cost.zigzag}))
 
     def summary(self) -> dict[str, Any]:
-        """Of all steps planned by this process: balance, the lower bound of a step's time over its
-        prediction, and how many rows were shared by how many ranks; by which costs the last of them
-        were planned."""
+        """Of all steps that this process has made (`count`): balance, the lower bound of a step's
+        time over its prediction, and how many rows were shared by how many ranks; by which costs
+        the last of them were planned."""
         if not self._balances:
             return {}
         return {
@@ -428,10 +436,10 @@ class PlannedSteps(Microbatches):
             "rows_by_ranks": {str(size): count for size, count in sorted(self._sizes.items())},
         }
 
-    def _pack(self, documents: Sequence[Document], bucket: Capacity) -> PackedBatch:
-        batch = PackedBatch.of_documents(documents, bucket)
-        self.report.count_pack(batch.num_documents, batch.num_tokens, bucket.tokens)
-        return batch
+    def _pack(self, documents: Sequence[PackableDocument], bucket: Capacity) -> PlannedPack:
+        planned = PlannedPack(documents, bucket)
+        self.report.count_pack(planned.num_documents, planned.num_tokens, bucket.tokens)
+        return planned
 
     def _enough(self) -> bool:
         """Whether documents wait that fill a step, and a window of others behind them."""
@@ -444,11 +452,22 @@ class PlannedSteps(Microbatches):
         return self._waiting
 
 
+class PlannedOnly:
+    """The steps of `PlannedSteps` without their tokens; a `train.step.StepSource`."""
+
+    def __init__(self, steps: PlannedSteps) -> None:
+        self._steps = steps
+
+    def next_step(self) -> list[PlannedPack]:
+        """As `PlannedSteps.plan_step`."""
+        return self._steps.plan_step()
+
+
 class InOrder:
     """Documents that wait in order of arrival, with tags."""
 
     def __init__(self) -> None:
-        self.documents: list[Document] = []
+        self.documents: list[PackableDocument] = []
         self.lengths: list[int] = []
         self._tags: list[Tag] = []
         self._through: list[int] = []  # tokens of all documents up to each
@@ -456,7 +475,7 @@ class InOrder:
     def __len__(self) -> int:
         return len(self.documents)
 
-    def add(self, document: Document, tag: Tag) -> None:
+    def add(self, document: PackableDocument, tag: Tag) -> None:
         """Let a document wait."""
         self._through.append((self._through[-1] if self._through else 0) + len(document))
         self.documents.append(document)

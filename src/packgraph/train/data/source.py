@@ -7,10 +7,11 @@ The message of an error is all a user needs: where (file:line), what, and what t
 that are left out are counted, with the places of the first ones (`BadDocuments`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from packgraph.packing.document import PackableDocument
 from packgraph.train.config.values import SHOWN, shown
 
 PLACES_KEPT = 5
@@ -71,17 +72,31 @@ class Message:
 
 
 @dataclass(frozen=True)
+class TokenizerName:
+    """The tokenizer that stored tokens were made with."""
+
+    fingerprint: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.fingerprint})"
+
+
+@dataclass(frozen=True)
 class SourceDocument:
-    """One document before tokenization; exactly one of text, messages and row is not None.
+    """One document before tokenization; exactly one of text, messages, row and stored is not None.
 
     where: place it came from, such as `file:line`, for messages. row: an already tokenized row
-    (`input_ids`, and what else `packgraph.pack` takes).
+    (`input_ids`, and what else `packgraph.pack` takes). stored: the documents that it was tokenized
+    into, by the tokenizer `made`; their tokens are read when they are used.
     """
 
     where: str
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     row: Mapping[str, Any] | None = None
+    stored: Sequence[PackableDocument] | None = None
+    made: TokenizerName | None = None
 
 
 class DocumentSource(Protocol):

@@ -18,13 +18,13 @@ tokens may span a turn's border, and offsets say which tokens are the assistant'
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from packgraph.packing.document import IGNORED, Document, Ids, read_item
+from packgraph.packing.document import IGNORED, Document, Ids, PackableDocument, read_item
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.config.values import shown
 from packgraph.train.data.source import (
@@ -281,3 +281,20 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     return FileTokenizer(config.tokenizer)
+
+
+def tokenized(document: SourceDocument, tokenizer: Tokenizer) -> Sequence[PackableDocument]:
+    """What `document` is to be packed as: what `tokenizer` makes of it, or what was stored.
+
+    Raises DataError where it was stored by another tokenizer.
+    """
+    if document.stored is None:
+        return tokenizer.encode(document)
+    made = document.made
+    if made is None or made.fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{document.where}: tokenized with {made}, not with data.tokenizer "
+            f"({tokenizer.fingerprint}); name the tokenizer that the shards were built with, or "
+            "build them again"
+        )
+    return document.stored

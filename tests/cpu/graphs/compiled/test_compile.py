@@ -316,15 +316,24 @@ def test_writes_that_no_watcher_would_see_are_refused():
     assert f"{__file__}:" in caught.value.where
 
 
-def test_evaluation_and_undeclared_shapes_run_the_module_itself():
+def test_undeclared_shapes_run_the_module_itself_and_evaluation_has_code_of_its_own():
     model = dense(dropout=0.0)
     graphed = packgraph.graph(model, capacities=[SMALL], warmup=1, compile=TRACED)
     other = packs(LARGE, 1)[0]
     assert torch.equal(graphed(other), model(other))
-    graphed.eval()
-    with torch.no_grad():
-        assert torch.equal(graphed(packs(SMALL, 1)[0]), model(packs(SMALL, 1)[0]))
     assert graphed.stats.compiled == 0
+    for mode in (torch.no_grad, torch.inference_mode):
+        for training in (True, False):
+            graphed.train(training)
+            for batch in packs(SMALL, 3):
+                with mode():
+                    assert torch.equal(graphed(batch), model(batch))
+    assert graphed.stats.replayed == 11 and graphed.stats.fallbacks["warm-up"] == 1
+    compiled = graphed.stats.compiled
+    graphed.train()
+    for batch in packs(SMALL, 3):
+        graphed(batch).backward()
+    assert graphed.stats.compiled > compiled, "with a backward"
 
 
 def test_a_bank_is_compiled_before_it_is_captured():

@@ -1,0 +1,193 @@
+"""What data cost a rank: planning a step of many ranks, and the wait for data at a given rate.
+
+    python benchmarks/data_scale.py plan --ranks 1024 --folder /tmp/shards
+    python benchmarks/data_scale.py wait --ranks 8 --rate 130000 --folder /tmp/shards
+    python benchmarks/data_scale.py tokenize --tokenizer tokenizer.json
+
+`plan` times, on one rank, the packing and assignment of whole steps by the index alone. `wait` runs
+one rank of so many, which takes a step as often as its rate allows and sleeps in between, as a rank
+does whose device computes. `tokenize` times the tokenizer, packing from text and from shards, and
+builds by one core and all. FOLDER is filled with made-up documents where it is empty. One JSON line
+per row.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.document import Document
+from packgraph.train.data import (
+    DataConfig,
+    build_tokenizer,
+    open_documents,
+    open_microbatches,
+)
+from packgraph.train.data.shard_build import ShardWriter, build_shards
+from packgraph.train.data.shards import MANIFEST, Manifest
+from packgraph.train.data.source import BadDocuments
+from packgraph.train.feed import StepFeed
+from packgraph.train.run_files import write_json
+from packgraph.train.step import MicrobatchAssignment, count_loss_tokens, take_step
+
+DOCUMENTS, LONGEST, VOCABULARY = 40_000, 16_384, 264
+CPU = torch.device("cpu")
+
+
+def made_up(folder: Path) -> None:
+    """Write shards of documents whose lengths are log-normal, of 1,000 tokens in the mean."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw, per_shard = np.random.default_rng(0), 5000
+    lengths = np.clip(draw.lognormal(6.2, 1.2, DOCUMENTS), 8, LONGEST).astype(int)
+    names = ("bytes", "bytes", "made up", "made up")
+    manifest = Manifest(*names, DOCUMENTS, per_shard, "stop", 2)
+    for number in range(manifest.count):
+        writer = ShardWriter(folder, number, manifest.token_type)
+        for row in manifest.rows_of(number):
+            writer.add([Document(draw.integers(0, 256, lengths[row]))])
+        manifest.shards[number] = writer.finish(BadDocuments())
+    write_json(folder / MANIFEST, manifest.to_json())
+
+
+def stream_of(folder: Path, tokens: int):
+    """The stream of packs of so many tokens, or half, over the shards, as a run has it."""
+    if not (folder / MANIFEST).exists():
+        made_up(folder)
+    config = DataConfig(source="shards", path=str(folder), window=256, overlong="split")
+    capacities = [Capacity(tokens, 64), Capacity(tokens // 2, 64)]
+    return open_microbatches(config, open_documents(config), build_tokenizer(config), capacities)
+
+
+def plan(asked) -> dict:
+    """Milliseconds of one rank for the packing and the assignment of a step."""
+    stream = stream_of(asked.folder, asked.tokens)
+    sharing = MicrobatchAssignment(asked.ranks, asked.ranks // 2)
+    found, packs = {"packing_ms": [], "assignment_ms": [], "documents": []}, []
+    for _ in range(asked.steps):
+        began = time.thread_time()  # other processes do not count
+        packs = take_step(stream.planned, asked.ranks * asked.tokens)
+        planned = time.thread_time()
+        sharing.share(packs)
+        count_loss_tokens(packs)
+        stream.state_dict()
+        done = time.thread_time()
+        found["packing_ms"].append(1e3 * (planned - began))
+        found["assignment_ms"].append(1e3 * (done - planned))
+        found["documents"].append(sum(pack.num_documents for pack in packs))
+    medians = {name: round(statistics.median(values), 3) for name, values in found.items()}
+    return {"packs": len(packs), **medians}
+
+
+def wait(asked) -> dict:
+    """Share of the time that a rank waits for its data, when it asks for a step as often as its
+    rate allows."""
+    sharing = MicrobatchAssignment(asked.ranks, asked.ranks // 2)
+    feed = StepFeed(
+        stream_of(asked.folder, asked.tokens), asked.ranks * asked.tokens, sharing, CPU, asked.ahead
+    )
+    waits, steps = [], []
+    for _ in range(asked.steps):
+        began = time.perf_counter()
+        step = feed.take()
+        waits.append(time.perf_counter() - began)
+        feed.go_on()
+        tokens = sum(pack.num_tokens for pack in step.packs)
+        seconds = tokens / asked.ranks / asked.rate
+        steps.append(seconds)
+        time.sleep(max(0.0, began + seconds - time.perf_counter()))
+    feed.close()
+    # the first step is waited for as a whole
+    share = sum(waits[1:]) / sum(steps[1:])
+    worst = max(one / step for one, step in zip(waits[1:], steps[1:], strict=True))
+    return {
+        "step_ms": round(1e3 * statistics.mean(steps), 1),
+        "wait_ms": round(1e3 * statistics.mean(waits[1:]), 4),
+        "wait_share": round(share, 6),
+        "worst_share": round(worst, 6),
+    }
+
+
+def tokenize(asked) -> dict:
+    """Tokens a second: of the tokenizer alone, of one rank that packs from text and from shards,
+    and of builds, by what a longer source takes more time."""
+    library = open_documents(DataConfig(max_documents_loaded=asked.documents))
+    tokenizer = build_tokenizer(DataConfig(tokenizer=asked.tokenizer))
+    some = [library[index] for index in range(len(library))]
+    began = time.thread_time()
+    tokens = sum(len(one) for document in some for one in tokenizer.encode(document))
+    found = {"tokens": tokens, "tokenizer_a_core": round(tokens / (time.thread_time() - began))}
+    with tempfile.TemporaryDirectory() as folder:
+        root, sources = Path(folder), []
+        for copies in (1, 1 + asked.copies):
+            path = root / f"{copies}.jsonl"
+            lines = [json.dumps({"text": document.text}) + "\n" for document in some]
+            path.write_text("".join(lines * copies))
+            sources.append(
+                DataConfig(source="jsonl", path=str(path), tokenizer=asked.tokenizer, window=64)
+            )
+        for workers in sorted({1, len(os.sched_getaffinity(0))}):
+            seconds, cpu = [], []
+            for number, source in enumerate(sources):
+                began, used = time.perf_counter(), time.process_time()
+                target = root / f"shards-{workers}-{number}"
+                build_shards(
+                    source, target, workers=workers, rows_per_shard=500, tell=lambda _: None
+                )
+                seconds.append(time.perf_counter() - began)
+                cpu.append(time.process_time() - used)
+            if workers == 1:  # its worker is a thread
+                found["build_a_core"] = round(asked.copies * tokens / (cpu[1] - cpu[0]))
+            rate = asked.copies * tokens / (seconds[1] - seconds[0])
+            found[f"build_{workers}_workers"] = round(rate)
+            found[f"start_{workers}_workers_s"] = round(seconds[0] - tokens / rate, 2)
+        shards = replace(sources[0], source="shards", path=str(root / "shards-1-0"))
+        found["packed_from_text"] = packed_rate(sources[0])
+        found["packed_from_shards"] = packed_rate(shards)
+    return found
+
+
+def packed_rate(config: DataConfig) -> int:
+    """Tokens a second of one thread that plans and reads packs."""
+    stream = open_microbatches(
+        replace(config, overlong="split"),
+        open_documents(config),
+        build_tokenizer(config),
+        [Capacity(8192, 64)],
+    )
+    next(stream)
+    began = time.thread_time()
+    packed = sum(pack.num_tokens for pack in itertools.islice(stream, 60))
+    return round(packed / (time.thread_time() - began))
+
+
+def main() -> None:
+    """Print one row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("plan", "wait", "tokenize"))
+    parser.add_argument("--folder", type=Path, default=Path("shards-made-up"))
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=LONGEST, help="of a step, for each rank")
+    parser.add_argument("--rate", type=float, default=130_000, help="tokens a second of a rank")
+    parser.add_argument("--ahead", type=int, default=2, help="steps made ahead")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokenizer", default="bytes")
+    parser.add_argument("--documents", type=int, default=2000)
+    parser.add_argument("--copies", type=int, default=4, help="that make the longer source")
+    asked = parser.parse_args()
+    measured = {"plan": plan, "wait": wait, "tokenize": tokenize}[asked.what](asked)
+    options = {name: str(value) for name, value in vars(asked).items() if name != "folder"}
+    print(json.dumps({**options, "host": platform.processor() or platform.machine(), **measured}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""Shards: documents that were tokenized once, memory-mapped for training.
+
+    FOLDER/manifest.json         what the shards were made from; size and SHA-256 of every file
+           00000.tokens          token ids, uint16 or uint32, one document after another
+           00000.targets         what may be predicted, for documents with labels or masks
+           00000.documents.npy   one RECORD for each document: offset, length, loss tokens, CRC-32
+           00000.rows.npy        int64 [rows + 1]: first document of each document of the source
+
+A document of the source may be several documents for packing, or none; its number is kept (a row),
+so the order of an epoch, and with it every pack, is that of the source itself.
+
+Lengths of all documents come from the index. Tokens are read for documents that are loaded, and
+for those with labels of their own that are cut into pieces. The invariants: what is loaded has the
+checksum that it was written with, and a folder is opened only if it is complete, its files have the
+sizes and its index has the checksums of the manifest.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packgraph.packing.document import IGNORED, Document, Ids
+from packgraph.train.data.files import FileStamp, check_all
+from packgraph.train.data.order import SourcePart
+from packgraph.train.data.source import BadDocuments, DataError, SourceDocument, TokenizerName
+from packgraph.train.run_files import read_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+CHUNK = 2**22  # bytes that are hashed at a time
+# What a document may predict: all of its tokens, those of a mask of bits, or int32 labels.
+ALL, MASK, LABELS = 0, 1, 2
+RECORD = np.dtype(
+    [
+        ("offset", "<i8"),  # of the first token
+        ("targets", "<i8"),  # byte of the first target
+        ("length", "<u4"),
+        ("loss_tokens", "<u4"),
+        ("checksum", "<u4"),  # CRC-32 of tokens, then targets
+        ("kind", "u1"),
+    ]
+)
+INDEX = ("documents.npy", "rows.npy")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A file of a shard: its size in bytes and SHA-256."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """What the manifest says of a shard. rows: documents of the source, of which `bad` were left
+    out. files: by name."""
+
+    number: int
+    rows: int
+    documents: int
+    tokens: int
+    loss_tokens: int
+    largest_id: int
+    bad: int
+    first_bad: Sequence[str]
+    files: Mapping[str, ShardFile]
+
+    @staticmethod
+    def read(content: Mapping[str, Any]) -> "ShardFacts":
+        """From JSON. Raises TypeError for anything else."""
+        files = {name: ShardFile(**one) for name, one in content["files"].items()}
+        return ShardFacts(**{**content, "files": files})
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder of shards was made from, and its shards so far.
+
+    Attributes:
+        tokenizer: Fingerprint of the tokenizer.
+        tokenizer_name: Path of the tokenizer, or `bytes`.
+        source: Fingerprint of the source.
+        source_name: Kind and path of the source.
+        rows: Documents of the source.
+        rows_per_shard: Documents of the source in every shard but the last.
+        on_bad: As `data.on_bad`.
+        token_bytes: 2 or 4.
+        shards: By number, those that are written.
+    """
+
+    tokenizer: str
+    tokenizer_name: str
+    source: str
+    source_name: str
+    rows: int
+    rows_per_shard: int
+    on_bad: str
+    token_bytes: int
+    shards: dict[int, ShardFacts] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Shards of the whole folder."""
+        return -(-self.rows // self.rows_per_shard)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all shards are written."""
+        return len(self.shards) == self.count
+
+    @property
+    def token_type(self) -> np.dtype[Any]:
+        """Of token files."""
+        return np.dtype(f"<u{self.token_bytes}")
+
+    def rows_of(self, number: int) -> range:
+        """The documents of the source that shard `number` holds."""
+        first = number * self.rows_per_shard
+        return range(first, min(first + self.rows_per_shard, self.rows))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able, shards in their order."""
+        shards = [asdict(self.shards[number]) for number in sorted(self.shards)]
+        return {"format": FORMAT, **asdict(self), "shards": shards}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder. Raises DataError naming the file that is missing, damaged or of
+    another format."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(f"{path}: not there, so {folder} holds no shards; see packgraph data build")
+    content = read_json(path, checked=True)
+    if not content:
+        raise DataError(f"{path}: damaged; build the shards again")
+    if content.pop("format", None) != FORMAT:
+        raise DataError(f"{path}: written by another version of packgraph; build the shards again")
+    shards = [ShardFacts.read(one) for one in content.pop("shards")]
+    return Manifest(**content, shards={shard.number: shard for shard in shards})
+
+
+def check_file(path: Path, expected: ShardFile) -> None:
+    """Raise DataError naming `path` unless it is what was written."""
+    check_size(path, expected)
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while content := stream.read(CHUNK):
+            digest.update(content)
+    if digest.hexdigest() != expected.sha256:
+        raise damaged(path, "its SHA-256 is not that of the manifest")
+
+
+def check_size(path: Path, expected: ShardFile) -> None:
+    """Raise DataError naming `path` unless it has the size that was written."""
+    found = path.stat().st_size if path.is_file() else -1
+    if found != expected.size:
+        what = "it is gone" if found < 0 else f"it has {found:,} bytes, not {expected.size:,}"
+        raise damaged(path, what)
+
+
+def damaged(path: Path, what: str) -> DataError:
+    """The error for a file that is not what was written."""
+    return DataError(
+        f"{path}: damaged: {what}; packgraph data build writes damaged shards again, or restore it"
+    )
+
+
+def encode_targets(document: Document) -> tuple[int, bytes]:
+    """What a document may predict, as its kind and the bytes of the file of targets."""
+    targets = document.targets
+    if targets is None:
+        return ALL, b""
+    mask = targets != IGNORED
+    if np.array_equal(targets[mask], document.tokens[mask]):
+        return MASK, np.packbits(mask).tobytes()
+    return LABELS, targets.astype("<i4").tobytes()
+
+
+def decode_targets(kind: int, content: bytes, tokens: Ids) -> Ids | None:
+    """The targets of a document with these tokens, from what `encode_targets` made."""
+    if kind == ALL:
+        return None
+    if kind == LABELS:
+        return np.frombuffer(content, "<i4").astype(np.int64)
+    mask = np.unpackbits(np.frombuffer(content, np.uint8), count=len(tokens)).astype(bool)
+    return np.where(mask, tokens, IGNORED)
+
+
+def targets_size(kind: int, length: int) -> int:
+    """Bytes of a document in the file of targets."""
+    return {ALL: 0, MASK: -(-length // 8), LABELS: 4 * length}[kind]
+
+
+class Shard:
+    """A shard that is opened: its index is checked, its tokens are mapped into memory.
+
+    Attributes:
+        records: RECORD [documents].
+        rows: int64 [rows + 1].
+        stamps: All files, for `check_all`.
+    """
+
+    def __init__(self, folder: Path, facts: ShardFacts, token_type: np.dtype[Any]) -> None:
+        """Raises DataError naming a file that is damaged."""
+        self.stamps: list[tuple[Path, FileStamp]] = []
+        for name, expected in facts.files.items():
+            (check_file if name.endswith(".npy") else check_size)(folder / name, expected)
+            self.stamps.append((folder / name, FileStamp.of((folder / name).stat())))
+        prefix = folder / f"{facts.number:05}"
+        records, rows = (prefix.with_suffix(f".{name}") for name in INDEX)
+        # Plain views of the map: one of class memmap takes ten times as long for a number.
+        self.records: NDArray[Any] = np.load(records, mmap_mode="r").view(np.ndarray)
+        self.rows: NDArray[np.int64] = np.load(rows, mmap_mode="r").view(np.ndarray)
+        self._lengths, self._kinds = self.records["length"], self.records["kind"]
+        self._loss_tokens = self.records["loss_tokens"]
+        self.path = prefix.with_suffix(".tokens")
+        self._tokens = _mapped(self.path, token_type)
+        targets = prefix.with_suffix(".targets")
+        self._targets = _mapped(targets, np.dtype(np.uint8)) if targets.name in facts.files else b""
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+    def row(self, number: int) -> "tuple[StoredDocument, ...]":
+        """The documents of row `number`, whose tokens are not read. Raises DataError if the index
+        is not what was opened."""
+        first, stop = self.rows.item(number), self.rows.item(number + 1)
+        if not 0 <= first <= stop <= len(self.records):
+            raise damaged(self.path.with_suffix(".rows.npy"), "it was written to")
+        lengths, loss_tokens = self._lengths, self._loss_tokens
+        return tuple(
+            StoredDocument(self, place, 0, lengths.item(place), loss_tokens.item(place))
+            for place in range(first, stop)
+        )
+
+    def predicts_all(self, number: int) -> bool:
+        """Whether all tokens of document `number` are to be predicted."""
+        return self._kinds.item(number) == ALL
+
+    def read(self, number: int) -> Document:
+        """Document `number`, from the disk. Raises DataError if it is not what was written."""
+        record = self.records[number]
+        offset, length, kind = int(record["offset"]), int(record["length"]), int(record["kind"])
+        stored = self._tokens[offset : offset + length]
+        start = int(record["targets"])
+        targets = bytes(self._targets[start : start + targets_size(kind, length)])
+        if zlib.crc32(targets, zlib.crc32(stored.tobytes())) != record["checksum"]:
+            raise damaged(self.path, f"document {number} is not what was written")
+        tokens = stored.astype(np.int64)
+        return Document(tokens, decode_targets(kind, targets, tokens))
+
+
+def _mapped(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:
+    """A file as an array; what is empty cannot be mapped."""
+    if not path.stat().st_size:
+        return np.empty(0, kind)
+    return np.memmap(path, kind, mode="r")
+
+
+@dataclass(eq=False, slots=True)
+class StoredDocument:
+    """The tokens from `start` to `stop` of document `number` of a shard, read by `load`.
+
+    loss_tokens: how many of them are to be predicted.
+    """
+
+    shard: Shard
+    number: int
+    start: int
+    stop: int
+    loss_tokens: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def predicts(self) -> bool:
+        """As `Document.predicts`."""
+        return self.loss_tokens > 0
+
+    def part(self, start: int, stop: int) -> "StoredDocument":
+        """As `Document.part`; targets are read where they are of the document's own."""
+        start, stop = self.start + start, self.start + stop
+        part = StoredDocument(self.shard, self.number, start, stop, stop - start - 1)
+        if not self.shard.predicts_all(self.number):
+            part.loss_tokens = part.load().loss_tokens
+        return part
+
+    def load(self) -> Document:
+        """Its tokens. Raises DataError if they are not what was written."""
+        return self.shard.read(self.number).part(self.start, self.stop)
+
+
+class ShardSource:
+    """The documents of a folder of shards, as `DocumentSource`."""
+
+    def __init__(self, path: str, limit: int | None = None) -> None:
+        """limit: number of documents of the source to use. Raises DataError."""
+        folder = Path(path).expanduser()
+        self.manifest = manifest = read_manifest(folder)
+        if not manifest.is_complete:
+            raise DataError(
+                f"{folder}: {len(manifest.shards)} of {manifest.count} shards are written; run "
+                "packgraph data build again, which goes on"
+            )
+        self._path = path
+        self._made = TokenizerName(manifest.tokenizer, manifest.tokenizer_name)
+        facts = [manifest.shards[number] for number in range(manifest.count)]
+        self._shards = [Shard(folder, one, manifest.token_type) for one in facts]
+        self._rows = manifest.rows if limit is None else min(limit, manifest.rows)
+        self.bad = BadDocuments(
+            sum(one.bad for one in facts), [text for one in facts for text in one.first_bad]
+        )
+        self.largest_id = max((one.largest_id for one in facts), default=-1), path
+        names = [one.sha256 for shard in facts for one in shard.files.values()]
+        digest = hashlib.sha256(" ".join([str(self._rows), *names]).encode())
+        self._fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> SourceDocument:
+        number, row = divmod(index, self.manifest.rows_per_shard)
+        return SourceDocument(
+            f"{self._path}, document {index}", stored=self._shards[number].row(row), made=self._made
+        )
+
+    def check_unchanged(self) -> None:
+        """Raise DataChangedError naming a file that is not what it was when it was opened."""
+        check_all(stamp for shard in self._shards for stamp in shard.stamps)
+
+    def fingerprint(self) -> str:
+        """Hash of the checksums of all files."""
+        return self._fingerprint
+
+
+class MixtureSource:
+    """Several folders of shards, one after another, each with its weight; a `WeightedSource`."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """weights: of each folder. Raises DataError, also for folders of different tokenizers."""
+        self._sources = [ShardSource(path) for path in weights]
+        self.parts = [
+            SourcePart(len(source), weight)
+            for source, weight in zip(self._sources, weights.values(), strict=True)
+        ]
+        self._first = np.cumsum([0, *map(len, self._sources)])
+        self.bad = sum((source.bad for source in self._sources), BadDocuments())
+        self.largest_id = max(source.largest_id for source in self._sources)
+        described = [*(source.fingerprint() for source in self._sources), *map(str, self.parts)]
+        self._fingerprint = hashlib.sha256(" ".join(described).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __getitem__(self, index: int) -> SourceDocument:
+        place = int(np.searchsorted(self._first, index, "right")) - 1
+        return self._sources[place][index - int(self._first[place])]
+
+    def check_unchanged(self) -> None:
+        """Raise DataChangedError naming a file that is not what it was when it was opened."""
+        for source in self._sources:
+            source.check_unchanged()
+
+    def fingerprint(self) -> str:
+        """Hash of those of all folders, and their weights."""
+        return self._fingerprint

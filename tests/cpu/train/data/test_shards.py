@@ -1,0 +1,261 @@
+"""Shards are the documents of their source, bit by bit; what is not whole or not theirs is
+refused."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from shardkit import shards_of, write_rows
+
+from packgraph.cli import main
+from packgraph.packing.capacity import Capacity
+from packgraph.packing.document import Document
+from packgraph.train.data import (
+    DataConfig,
+    DataError,
+    build_tokenizer,
+    open_documents,
+    open_microbatches,
+)
+from packgraph.train.data.shard_build import build_shards
+from packgraph.train.data.shards import (
+    MANIFEST,
+    Shard,
+    decode_targets,
+    encode_targets,
+    read_manifest,
+    targets_size,
+)
+from packgraph.train.data.source import DataChangedError
+
+CAPACITIES = (Capacity(16, 2), Capacity(24, 4))
+
+
+def opened(config, capacities=CAPACITIES):
+    return open_microbatches(config, open_documents(config), build_tokenizer(config), capacities)
+
+
+def same(left, right):
+    return left.capacity == right.capacity and torch.equal(left.data, right.data)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(tmp_path / "rows.jsonl", 60)
+
+
+@pytest.fixture
+def shards(rows, tmp_path):
+    return shards_of(rows, tmp_path / "shards")
+
+
+@pytest.mark.parametrize("overlong", ["split", "drop"])
+def test_packs_of_shards_are_those_of_their_source(rows, shards, overlong):
+    ours, theirs = (
+        opened(dataclasses.replace(config, overlong=overlong)) for config in (shards, rows)
+    )
+    for _ in range(150):  # several epochs
+        assert same(next(ours), next(theirs))
+    assert ours.report == theirs.report and ours.state_dict()["epoch"] > 1
+    assert ours.empty_documents == theirs.empty_documents > 0
+    assert ours.unlabelled_documents == theirs.unlabelled_documents
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_texts_and_chats_are_stored_as_they_are_tokenized(tmp_path, kind):
+    path = tmp_path / "data.jsonl"
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "grüß dich"}]
+    row = {"text": "ein Text"} if kind == "text" else {"messages": turns}
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(9)))
+    config = DataConfig(source="jsonl", path=str(path))
+    ours, theirs = (
+        opened(one, [Capacity(64, 4)]) for one in (shards_of(config, tmp_path / "shards"), config)
+    )
+    assert all(same(next(ours), next(theirs)) for _ in range(8))
+
+
+def test_lengths_and_loss_tokens_are_known_without_reading(shards, monkeypatch):
+    stream = opened(dataclasses.replace(shards, overlong="drop"))
+    monkeypatch.setattr(Shard, "read", lambda *_: pytest.fail("tokens were read"))
+    planned = list(islice(stream.planned, 40))
+    monkeypatch.undo()
+    for pack in planned:
+        batch = pack.load()
+        assert (pack.num_tokens, pack.num_loss_tokens, pack.num_documents) == (
+            batch.num_tokens,
+            batch.num_loss_tokens,
+            batch.num_documents,
+        )
+
+
+@pytest.mark.parametrize("targets", [None, [5, -100, 7, 8], [-100, 5, -100, 9], [-100] * 4])
+def test_targets_come_back(targets):
+    tokens = np.array([5, 6, 7, 8])
+    document = Document(tokens, None if targets is None else np.array(targets))
+    kind, content = encode_targets(document)
+    assert len(content) == targets_size(kind, 4)
+    found = decode_targets(kind, content, tokens)
+    assert found is None if targets is None else found.tolist() == targets
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_build_that_was_killed_goes_on_with_what_it_has(tmp_path):
+    config = write_rows(tmp_path / "rows.jsonl", 3000)
+    folder, whole = tmp_path / "killed", tmp_path / "whole"
+    words = ["data", "build", str(folder), "--source", "jsonl", "--path", config.path]
+    words += ["--rows-per-shard", "20", "--workers", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "packgraph.cli", *words])
+    end = time.monotonic() + 120
+    while not (folder / MANIFEST).exists() or len(read_manifest(folder).shards) < 3:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    earlier = read_manifest(folder)
+    assert 3 <= len(earlier.shards) < earlier.count
+    (folder / "00000.tokens").write_bytes(b"x" * (folder / "00000.tokens").stat().st_size)
+    kept = (folder / "00001.tokens").stat().st_ino
+    with pytest.raises(DataError, match="run packgraph data build again"):
+        open_documents(DataConfig(source="shards", path=str(folder)))
+    told = []
+    build_shards(config, folder, workers=1, rows_per_shard=20, tell=told.append)
+    build_shards(config, whole, workers=1, rows_per_shard=20)
+    assert any("shard 0 is written again" in text for text in told)
+    assert (folder / "00001.tokens").stat().st_ino == kept
+    assert files(folder) == files(whole)
+
+
+def spoil(path, place=-1):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["00002.tokens", "00002.targets", "00002.documents.npy"])
+def test_damage_is_refused_by_name(shards, tmp_path, name, capsys):
+    path = tmp_path / "shards" / name
+    spoil(path)
+    assert main(["data", "check", str(tmp_path / "shards")]) == 2
+    assert f"{path}: damaged" in capsys.readouterr().err
+    # the index when it is opened, tokens when they are read
+    with pytest.raises(DataError, match=r"00002\.(tokens|documents\.npy): damaged"):
+        list(islice(opened(shards), 60))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=f"{name}: damaged: it has"):
+        open_documents(shards)
+    path.unlink()
+    with pytest.raises(DataError, match=f"{name}: damaged: it is gone"):
+        open_documents(shards)
+
+
+def test_a_whole_folder_passes(shards, tmp_path, capsys):
+    assert main(["data", "check", str(tmp_path / "shards")]) == 0
+    assert "60 documents" in capsys.readouterr().err
+    spoil(tmp_path / "shards" / MANIFEST, 30)
+    with pytest.raises(DataError, match=r"manifest\.json: damaged"):
+        open_documents(shards)
+
+
+def test_shards_of_something_else_are_not_written_to(rows, shards, tmp_path):
+    folder, before = tmp_path / "shards", files(tmp_path / "shards")
+    other = write_rows(tmp_path / "other.jsonl", 60, seed=1)
+    with pytest.raises(DataError, match=r"shards of something else \(source was"):
+        build_shards(other, folder, workers=1, rows_per_shard=7)
+    with pytest.raises(DataError, match="rows_per_shard was 7, is 8"):
+        build_shards(rows, folder, workers=1, rows_per_shard=8)
+    assert files(folder) == before
+    with pytest.raises(DataError, match=r"rows\.jsonl|other\.jsonl"):
+        build_shards(rows, tmp_path, workers=1)
+
+
+def test_another_tokenizer_is_refused(shards):
+    class Other:
+        vocab_size, fingerprint = 300, "other"
+
+    stream = open_microbatches(shards, open_documents(shards), Other(), CAPACITIES)
+    with pytest.raises(DataError, match=r"tokenized with bytes .* not with data\.tokenizer"):
+        next(stream)
+
+
+def test_bad_documents_end_the_build_or_are_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [1, 9999]}\n' * 3)
+    config = DataConfig(source="jsonl", path=str(path))
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: token id 9999"):
+        shards_of(config, tmp_path / "stopped")
+    skipping = dataclasses.replace(config, on_bad="skip")
+    source = open_documents(shards_of(skipping, tmp_path / "skipping"))
+    assert source.bad.count == 3 and "rows.jsonl:2" in source.bad.first[0] and len(source) == 6
+
+
+def test_shards_that_change_during_a_run_end_it_with_the_epoch(shards, tmp_path):
+    stream = opened(shards)
+    next(stream)
+    os.utime(tmp_path / "shards" / "00000.rows.npy")
+    with pytest.raises(DataChangedError, match=r"00000\.rows\.npy: changed"):
+        list(islice(stream, 200))
+    stream = opened(shards)
+    spoil(tmp_path / "shards" / "00000.rows.npy")  # the last row ends behind all documents
+    with pytest.raises(DataError, match=r"00000\.rows\.npy: damaged: it was written to"):
+        list(islice(stream, 200))
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    folders = []
+    for name, longest in (("short", 10), ("long", 60)):
+        config = write_rows(tmp_path / f"{name}.jsonl", 40, seed=longest, longest=longest)
+        shards_of(config, tmp_path / name)
+        folders.append(str(tmp_path / name))
+    weights = (f"{folders[0]}=3", f"{folders[1]}=1")
+    return DataConfig(source="shards", mixture=weights, window=16, overlong="split")
+
+
+def test_a_mixture_gives_each_folder_its_share_of_tokens(mixture):
+    stream = opened(mixture)
+    for _ in range(200):
+        next(stream)
+    (short_epoch, *_, short), (long_epoch, *_, long) = stream.state_dict()["parts"]
+    assert short / long == pytest.approx(3, rel=0.05) and short_epoch > long_epoch
+
+
+@pytest.mark.parametrize("taken", [0, 3, 31])
+def test_a_mixture_goes_on_as_if_never_stopped(mixture, taken):
+    first, second = opened(mixture), opened(mixture)
+    for _ in range(taken):
+        next(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    assert all(same(next(first), next(second)) for _ in range(60))
+    for wrong in ([1, 2], [[0, 0, 0, 0]], [[0, 0, 0, -1]] * 2, [[0, 10**6, 0, 0]] * 2):
+        with pytest.raises(DataError, match="damaged: its parts"):
+            opened(mixture).load_state_dict({**state, "parts": wrong})
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"source": "jsonl", "path": "x", "mixture": ("a=1",)}, "but source = jsonl"),
+        ({"path": "x", "mixture": ("a=1",)}, "exclude each other"),
+        ({"mixture": ("a",)}, "expected FOLDER=WEIGHT"),
+        ({"mixture": ("a=0",)}, "expected FOLDER=WEIGHT"),
+        ({"mixture": ("a=1", "a=2")}, "named twice"),
+        ({"mixture": ("a" * 300 + "=1",)}, "cannot be a folder"),
+        ({"mixture": ("a=1", "b=2"), "epochs": 1}, "use run.steps"),
+        ({}, "needs a path"),
+    ],
+)
+def test_what_a_mixture_cannot_be(given, match):
+    with pytest.raises(ValueError, match=match):
+        DataConfig(**{"source": "shards", **given})
