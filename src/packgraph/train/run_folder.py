@@ -102,6 +102,7 @@ FREE_ON_RESUME = (
     "offload.delay_until_replay",
     "parallel.time_rows",
     "run.init_from",
+    "hf.path",
     "parallel.dp",
     "parallel.cp",
     "parallel.tp",

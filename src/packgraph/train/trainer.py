@@ -50,6 +50,7 @@ from packgraph.train.features.context import (
     slowest_rank,
     time_row,
 )
+from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
 from packgraph.train.optimizer import learning_rate_at
@@ -135,6 +136,7 @@ class Trainer:
         self._sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
+        self._base = base_fingerprint(self.model) if config.lora.enabled else None
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         self.executor = make_executor(self.model, config, device, self.mesh)
         if config.run.on_spike == "skip":
@@ -193,6 +195,7 @@ class Trainer:
         """Take tensors, random states and what is known of spikes from a checkpoint. Returns notes
         for people."""
         told = []
+        check_base(path, state, self._base)
         random = random_states(self.device)
         stream = self._stream()
         if state.get("random_streams", ["random"]) == all_streams(
@@ -595,6 +598,7 @@ class Trainer:
             "graphs": self._graphs(),
             "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
             "config": self._stored_config(),
+            BASE: self._base,
             "spikes": self.spikes.state(),
         }
         log.sync()

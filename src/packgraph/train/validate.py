@@ -7,6 +7,8 @@ from packgraph.parallel.context.rows import context_problems
 from packgraph.parallel.tensor import tensor_problems
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.context import context_problems_of_run, places_multiple, stage_tokens
+from packgraph.train.features.live import live_problems, live_shape
+from packgraph.train.features.lora import lora_problems
 from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
 
@@ -42,7 +44,10 @@ def validate(
         and config.graph.granularity == "step",
     }
     regions = "chunk" if config.graph.granularity == "step" else config.graph.granularity
-    scope = scope_errors(named_stages(config.model), config.graph.scope, regions)
+    stages = (
+        named_stages(config.model) if config.hf.path is None else live_shape(config.hf.path).stages
+    )
+    scope = scope_errors(stages, config.graph.scope, regions)
     problems |= {f"graph.scope: {problem}": config.graph.enabled for problem in scope}
     attention = config.model.attention_backend
     problems[
@@ -69,8 +74,9 @@ def validate(
             f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"
         ] = size < vocabulary
     found = [text for text, wrong in problems.items() if wrong]
+    found += live_problems(config) + lora_problems(config)
     found += (
-        offload_problems(config)
+        ([] if config.hf.path is not None else offload_problems(config))
         + _optimizer_problems(config, world)
         + _parallel_problems(config, world)
     )

@@ -216,7 +216,9 @@ def test_arguments_without_room_are_voted_on_too():
         asked.append(error)
         return error
 
-    plan = plan_memory([graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, consensus=vote)
+    plan = plan_memory(
+        [graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, consensus=vote
+    )
     assert plan.dropped == CAPACITIES[:1] and asked[0] is not None
 
 

@@ -16,6 +16,7 @@ from packgraph.models.decoder import DecoderConfig
 from packgraph.offloading.knobs import OffloadKnobs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
 from packgraph.train.config.values import path_problem, shown
 
 DEFAULT_DOCUMENTS_CAP = 50
@@ -499,6 +500,8 @@ class TrainConfig:
 
     preset: str
     model: DecoderConfig
+    hf: HfConfig = field(default_factory=HfConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
