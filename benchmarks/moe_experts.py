@@ -27,12 +27,6 @@ from torch import Tensor
 from packgraph.bench.rows import facts
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.experts import Experts, activation, activation_backward, naive_experts
-from packgraph.moe.grouped_gemm.products import (
-    add_matrices_gradient,
-    grouped_mm,
-    matrices_gradient,
-    product,
-)
 from packgraph.moe.permute import (
     combine_rows,
     gather_pairs,
@@ -40,6 +34,7 @@ from packgraph.moe.permute import (
     naive_plan_rows,
     plan_rows,
 )
+from packgraph.ops.linear import add_matrices_gradient, grouped_mm, matrices_gradient, product
 
 Row = dict[str, Any]
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError)

@@ -31,10 +31,10 @@ from torch import Tensor
 from trials import FAILED, check_apart, keep, report
 
 from packgraph.bench.rows import why
-from packgraph.moe.grouped_gemm.add_kernel import add_by_descriptors, add_products
-from packgraph.moe.grouped_gemm.configs import Added, Multiplied, programs_at_once
-from packgraph.moe.grouped_gemm.multiply_kernel import multiply_by_descriptors
-from packgraph.moe.grouped_gemm.products import matrices_gradient, product
+from packgraph.ops.grouped_gemm.add_kernel import add_by_descriptors, add_products
+from packgraph.ops.grouped_gemm.configs import Added, Multiplied, programs_at_once
+from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_descriptors
+from packgraph.ops.linear import matrices_gradient, product
 
 TINY = Shape(32, 24, 3, 2)
 RELATIVE = 0.01  # bfloat16

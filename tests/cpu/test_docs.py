@@ -34,6 +34,18 @@ def test_there_is_something_drawn() -> None:
     assert len(DRAWN) > 20
 
 
+def test_the_page_draws_every_file_of_a_replay() -> None:
+    """Counted by `sys.setprofile`, in a process of its own: benchmarks/hops.py."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "hops.py"), "--calls"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    capture, replay = done.stdout.split("replay: ")
+    passed = set(re.findall(r"^ +\d+ (\S+)", replay, re.MULTILINE))
+    page = (DOCS / "concepts" / "replay.md").read_text(encoding="utf-8").split("## A capture")[0]
+    assert passed == {*re.findall(r"graphs/[\w/]+\.py", page), "graphs/recorder/backend.py"}
+    assert int(replay.split()[0]) <= 95, "calls of a replay"
+    assert int(re.findall(r"(\d+) files", capture)[0]) <= 38
+
+
 def test_the_reference_has_all_public_names_once() -> None:
     page = (DOCS / "reference" / "packgraph.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^::: packgraph\.(\w+)$", page, re.MULTILINE)) == sorted(

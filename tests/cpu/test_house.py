@@ -38,7 +38,6 @@ PLANNERS = (
     "graphs/stages.py",
     "graphs/stages.py",
     "graphs/memory/budget.py",
-    "graphs/recorder/first_fit.py",
     "moe/stash/plan.py",
     "offloading/knobs.py",
     "offloading/simulate.py",

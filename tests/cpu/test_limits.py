@@ -26,7 +26,7 @@ from packgraph.graphs.checks.state_kinds import assume_constant
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import control, graph
 from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, MambaConfig
-from packgraph.moe.grouped_gemm import configs, products
+from packgraph.ops.grouped_gemm import configs, products
 from packgraph.train.config.command_line import all_options
 from packgraph.train.config.presets import preset
 from packgraph.train.config.values import ValueProblem, convert

@@ -11,7 +11,7 @@ CORE = (
     "test_mesh.py::test_groups_of_ranks_that_share_rows",
     "test_moe_dispatch.py",
     "test_moe_training.py::test_graphs_equal_eager_bitwise[Layout(dp=2, pp=1, cp=1, tp=1, ep=2, "
-    "contexts=())-('chunk',)]",
+    "contexts=(), more=())-('chunk',)]",
     "test_offload_ranks.py::test_all_ranks_capture_anew_where_one_has_planned_by_its_graphs",
     "test_pipeline.py::test_a_pipeline_computes_what_the_whole_model_computes",
     "test_pipeline.py::test_a_rank_that_raises_ends_all_ranks_with_its_error",
@@ -21,7 +21,7 @@ CORE = (
     "test_votes.py::test_a_failure_of_one_is_one_of_all_and_nobody_waits_for_ever",
     "test_zigzag.py::test_a_bank_holds_graphs_for_several_numbers_of_ranks",
     "test_zigzag.py::test_graphs_equal_eager_bitwise[Layout(dp=1, pp=1, cp=2, tp=1, ep=1, "
-    "contexts=())-('chunk',)-False]",
+    "contexts=(), more=())-('chunk',)-False]",
 )
 
 

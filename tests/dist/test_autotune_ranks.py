@@ -14,7 +14,7 @@ from trainkit import CAPACITIES, tiny, trainer
 
 from packgraph.graphs.graphed import Control
 from packgraph.graphs.parameters import local_tensor
-from packgraph.graphs.replay_handle import ReplayHandle
+from packgraph.graphs.replay import ReplayHandle
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import on_first
 from packgraph.train.autotune import FASTER, TIMED, Autotune

@@ -9,8 +9,8 @@ import torch
 from distkit import run_ranks
 from trainkit import tiny, trainer
 
+from packgraph.graphs.key import OVER_BUDGET
 from packgraph.graphs.parameters import local_tensor
-from packgraph.graphs.signature import OVER_BUDGET
 from packgraph.parallel.mesh import Layout
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.signals import StopRequest

@@ -9,7 +9,7 @@ from distkit import RankFailed, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packgraph.parallel.mesh import AXES, Layout, make_mesh, single_process
+from packgraph.parallel.mesh import Layout, make_mesh, single_process
 from packgraph.parallel.processes import Launch, processes
 
 
@@ -35,7 +35,7 @@ def test_impossible_layouts_are_refused_with_all_reasons(layout, world, words):
 
 def test_tp_is_innermost():
     layout = Layout(dp=2, pp=2, cp=1, tp=2)
-    assert layout.coordinates(0) == dict.fromkeys(AXES, 0)
+    assert layout.coordinates(0) == dict.fromkeys(("dp", "pp", "cp", "tp"), 0)
     assert layout.coordinates(1) == {"dp": 0, "pp": 0, "cp": 0, "tp": 1}
     assert layout.coordinates(2) == {"dp": 0, "pp": 1, "cp": 0, "tp": 0}
     assert layout.coordinates(4) == {"dp": 1, "pp": 0, "cp": 0, "tp": 0}
@@ -67,7 +67,7 @@ def test_groups_of_experts_divide_the_ranks(edp, ep, pp, cp, tp):
 def test_a_single_process_has_no_groups():
     mesh = make_mesh(Layout(), torch.device("cpu"))
     assert mesh == single_process() and mesh.world == 1
-    assert all(mesh.group(axis) is None for axis in (*AXES, "ep", "edp"))
+    assert all(mesh.group(axis) is None for axis in ("dp", "pp", "cp", "tp", "ep", "edp"))
     assert mesh.size("ep") == mesh.size("edp") == 1
     with pytest.raises(RuntimeError, match="one process only"):
         mesh["tp"]
@@ -110,19 +110,19 @@ def test_groups_follow_the_axes():
 def test_groups_of_replicas_and_ranks_that_share_rows_divide_the_ranks(edp, ep, pp, cp, tp):
     layout = Layout(dp=edp * ep, pp=pp, cp=cp, tp=tp, ep=ep)
     places = [layout.coordinates(rank) for rank in range(edp * ep * pp * cp * tp)]
-    for axis, size in (("dp_cp", edp * ep * cp), ("edp_cp", edp * cp)):
+    for axis, size in (("copies", edp * ep * cp), ("expert_copies", edp * cp)):
         groups = layout.replica_ranks()[axis]
         assert sorted(rank for group in groups for rank in group) == list(range(len(places)))
         assert all(len(group) == size and group == sorted(group) for group in groups)
         for group in groups:
             alike = {(places[rank]["pp"], places[rank]["tp"]) for rank in group}
             experts = {places[rank]["dp"] % ep for rank in group}
-            assert len(alike) == 1 and (axis == "dp_cp" or len(experts) == 1)
+            assert len(alike) == 1 and (axis == "copies" or len(experts) == 1)
 
 
 def sum_over_experts(mesh):
     sums = {}
-    for axis in ("dp", "ep", "edp", "dp_cp", "edp_cp"):
+    for axis in ("dp", "ep", "edp", "copies", "expert_copies"):
         value = torch.tensor([mesh.rank])
         if mesh.group(axis) is not None:
             dist.all_reduce(value, group=mesh.group(axis))

@@ -88,8 +88,8 @@ def test_torchrun_refuses_a_folder_of_each_rank_at_the_start(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(
         "import os, sys\nfrom pathlib import Path\nfrom packgraph import cli\nfrom packgraph.train "
-        "import shared_folder\n"
-        "shared_folder.PATIENCE_SECONDS = 0.5\nfolder = Path(sys.argv[1]) / "
+        "import run_folder\n"
+        "run_folder.PATIENCE_SECONDS = 0.5\nfolder = Path(sys.argv[1]) / "
         "os.environ['RANK']\nfolder.mkdir()\n"
         "os.chdir(folder)\nsys.exit(cli.main(sys.argv[2:]))\n"
     )
@@ -133,5 +133,6 @@ def test_torchrun_refuses_a_folder_of_each_rank_at_the_start(tmp_path):
         env=environment,
         check=False,
     )
-    assert ended.returncode != 0 and "rank 1" in ended.stderr and "shared" in ended.stderr
+    assert ended.returncode != 0 and ended.stderr.startswith("packgraph: error: ")
+    assert "runs/x: rank 1 (on " in ended.stderr and "--run.per-node-folder" in ended.stderr
     assert not list(tmp_path.rglob("step-*"))

@@ -11,8 +11,7 @@ import torch
 from distkit import run_ranks
 from trainkit import RandomPacks, close, equal, tiny, trainer
 
-from packgraph.graphs.graphed import graph
-from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.graphed import forward_backward, graph
 from packgraph.models.config import ExpertConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.packing.batch import PackedBatch

@@ -57,9 +57,9 @@ class Outcome:
         }
 
 
-def losses(folder: Path) -> list[float]:
-    """The losses of the run in `folder`."""
-    rows = (folder / "runs" / "x" / "metrics.jsonl").read_text().splitlines()
+def losses(folder: Path, runs: str = "runs") -> list[float]:
+    """The losses of the run x in `folder`."""
+    rows = (folder / runs / "x" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(row)["loss"] for row in rows]
 
 

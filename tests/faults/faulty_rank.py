@@ -55,7 +55,7 @@ def capture_fails(original: Any, act: Callable[[], None]) -> Any:
 def arrange(phase: str, act: Callable[[], None]) -> None:
     """Patch what marks `phase`: steps 1 and 2 are warm-up, 3 captures, 2 and 4 save (see
     `faultkit.WORDS`)."""
-    from packgraph.graphs import capturer
+    from packgraph.graphs import capture
     from packgraph.train import launch
     from packgraph.train import trainer as trainer_module
     from packgraph.train.checkpoint import writer as checkpoint
@@ -69,7 +69,7 @@ def arrange(phase: str, act: Callable[[], None]) -> None:
     elif phase == "warm-up":
         on_call(Optimizer, "_norm", 2, act)
     elif phase == "capture":
-        capturer.capture_variant = capture_fails(capturer.capture_variant, act)
+        capture.capture_variant = capture_fails(capture.capture_variant, act)
     elif phase == "replay":
         on_call(Optimizer, "_norm", 4, act)
     elif phase == "save":

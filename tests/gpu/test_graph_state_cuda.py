@@ -9,7 +9,8 @@ import torch
 from statekit import One
 from torch import nn
 
-from packgraph.graphs.checks import module_state, tensor_state
+from packgraph.graphs import parameters
+from packgraph.graphs.checks import module_state
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 
@@ -174,5 +175,5 @@ def test_a_change_of_what_forward_reads_is_seen(case):
 
 def test_the_check_works_by_torchs_own_means_on_a_device():
     state = module_state.ModuleState(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda())
-    assert module_state.USE_VERSIONS and tensor_state.USE_GUARDS and tensor_state.COUNT_HOOKS
+    assert module_state.USE_VERSIONS and module_state.USE_GUARDS and parameters.COUNT_HOOKS
     assert state._seal.holds() and state.changed() is None

@@ -8,12 +8,6 @@ from moekit import NAN, Layer, by_module, ends_of, make, naive, poisoned, run, t
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig
 from packgraph.moe.experts import activation, activation_backward
-from packgraph.moe.grouped_gemm.products import (
-    add_matrices_gradient,
-    grouped_mm,
-    grouped_problems,
-    naive_grouped_mm,
-)
 from packgraph.moe.permute import (
     RowPlan,
     combine_rows,
@@ -29,6 +23,8 @@ from packgraph.moe.router_product import (
     router_logits,
 )
 from packgraph.moe.routing import naive_route, route
+from packgraph.ops.grouped_gemm.products import grouped_problems, naive_grouped_mm
+from packgraph.ops.linear import add_matrices_gradient, grouped_mm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import torch
 
 from packgraph.moe.dispatch.dispatcher import LocalDispatcher, Routing
 from packgraph.moe.experts import Experts, activate_and_multiply, naive_experts
-from packgraph.moe.grouped_gemm.products import grouped_mm
+from packgraph.ops.linear import grouped_mm
 
 NAN = float("nan")
 

@@ -43,7 +43,7 @@ from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, value
 from packgraph.bench.timing import Deadline
 from packgraph.graphs.fallback import eager
 from packgraph.graphs.graphed import GraphedModule, graph
-from packgraph.graphs.replay_handle import ReplayHandle
+from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.timer import Stopwatch, synchronize
 from packgraph.models.decoder import DecoderConfig
 from packgraph.ops.attention.api import BACKENDS

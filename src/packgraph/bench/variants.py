@@ -28,9 +28,8 @@ from torch._dynamo.utils import counters
 
 from packgraph.bench.compiled import CompiledStack, LayerStack, compiled_layers
 from packgraph.bench.models import TimedPart, twin
-from packgraph.graphs.graphed import control, graph
-from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.replay_handle import ReplayHandle
+from packgraph.graphs.graphed import control, forward_backward, graph
+from packgraph.graphs.replay import ReplayHandle
 from packgraph.models.branches import head_sizes
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.varlen import varlen_problems

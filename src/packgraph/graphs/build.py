@@ -20,26 +20,40 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from packgraph.graphs.accumulate import Accumulator
-from packgraph.graphs.autograd_walk import leaves_behind, readers_of_results, runs_python
-from packgraph.graphs.backend import Graph, Static, Window
-from packgraph.graphs.call_modes import CallModes
+from packgraph.graphs.backend import (
+    Graph,
+    Static,
+    Window,
+    range_name,
+    sizes_in_short,
+)
 from packgraph.graphs.checks.calls import DryRun, OperationLog, Place, Uses
+from packgraph.graphs.checks.escapes import refuse_shared_memory
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
-from packgraph.graphs.checks.shared_memory import refuse_shared_memory
-from packgraph.graphs.direct import Direct, direct_replay
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.gradients import GradientBuffer, GradientBuffers
-from packgraph.graphs.output_gradients import KeyGradients, Pattern
-from packgraph.graphs.parameters import Aliases, has_hooks, local_tensor, static_gradient
-from packgraph.graphs.profiler_ranges import ProfiledGraph, range_name, sizes_in_short
+from packgraph.graphs.gradients import Accumulator, GradientBuffer, GradientBuffers
+from packgraph.graphs.key import CallModes, Layout, kernel_settings, layout_of
+from packgraph.graphs.output_gradients import (
+    KeyGradients,
+    Pattern,
+    leaves_behind,
+    readers_of_results,
+    runs_python,
+)
+from packgraph.graphs.parameters import (
+    Aliases,
+    ParameterEdge,
+    has_hooks,
+    local_tensor,
+    static_gradient,
+)
 from packgraph.graphs.program import Program, hide_lengths
 from packgraph.graphs.region import (
     Backward,
     Context,
     Input,
     Output,
-    ParameterEdge,
+    Owned,
     PassThrough,
     Produced,
     Region,
@@ -48,17 +62,9 @@ from packgraph.graphs.region import (
     owned_aliases,
     shown_facts,
 )
-from packgraph.graphs.signature import kernel_settings
+from packgraph.graphs.replay import ProfiledGraph, Variant, direct_replay
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.stages import Run, State
-from packgraph.graphs.strides import Layout, layout_of
-
-
-@dataclass(frozen=True)
-class Owned:
-    """A static tensor in a slot buffer, in the form of `Static`."""
-
-    tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -86,33 +92,6 @@ class _Forward:
     entries: dict[str, PassThrough | Produced]
     parameters: list[torch.nn.Parameter]
     uses: Uses
-
-
-@dataclass
-class Variant:
-    """The regions of one key in one slot, by the index of their run.
-
-    ends: for each of the call's outputs the region and output number it comes from, None for eager
-    code's. direct: how to replay all regions without autograd, where that can be. version: of what
-    was known of gradients at capture. dry_run: keeps what graphs read, and know by its address
-    only.
-    """
-
-    regions: dict[int, Region]
-    ends: list[tuple[int, int] | None]
-    direct: Direct | None
-    version: int
-    dry_run: DryRun
-
-    @property
-    def segments(self) -> int:
-        """Number of captured segments."""
-        return len(self.regions)
-
-    def reset(self) -> None:
-        """Free all graphs."""
-        for region in self.regions.values():
-            region.reset()
 
 
 class VariantBuild:
@@ -204,7 +183,7 @@ class VariantBuild:
         regions = dict(reversed(backwards.items()))
         taken_in = [given.get(id(tensor)) for tensor in self.alive]
         direct = direct_replay(regions, len(self.program.runs), ends, taken_in)
-        return Variant(regions, ends, direct, self.gradients.version, self.dry_run)
+        return Variant(regions, ends, direct, self.gradients, self.gradients.version, self.dry_run)
 
     def _expose(self, leaf: Any, layout: Layout | None = None) -> None:
         """Expect a gradient for `leaf` from outside of regions. layout: of the gradient, None =
@@ -351,7 +330,7 @@ class VariantBuild:
             forward.entries,
             self._context(forward, {}),
             ParameterEdge([self.aliases.parameter_of[id(a)] for a in owned]),
-            kernel_settings(self.slot.backend.device_type),
+            (self.slot.backend.device_type, kernel_settings(self.slot.backend.device_type)),
             CallModes.now(self.slot.backend.device_type),
             [self.aliases.parameter_of[id(a)] for a in returned],
         )

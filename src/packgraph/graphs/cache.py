@@ -23,8 +23,8 @@ from torch import nn
 from packgraph.graphs import fallback
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.key import Signature
 from packgraph.graphs.memory.allocator import free_memory
-from packgraph.graphs.signature import Signature
 from packgraph.graphs.slots import Slot
 from packgraph.packing.batch import PackedBatch
 
@@ -77,22 +77,25 @@ class GraphCache:
 
     Attributes:
         consensus: Asked by `agree` after every capture that other ranks make, too.
+        failed: Keys whose capture has failed.
+        waiting: Keys whose capture found no memory, with the calls to wait before the next try.
     """
 
     def __init__(self, stats: Stats, device: torch.device) -> None:
         self.consensus: Consensus = alone
         self._stats, self._device = stats, device
-        self._failed: set[Hashable] = set()
+        self.failed: set[Hashable] = set()
         self._retries = _Retries()
+        self.waiting = self._retries.waiting
 
     @property
     def failures(self) -> int:
         """Number of keys that could not be captured."""
-        return len(self._failed)
+        return len(self.failed)
 
     def has_failed(self, key: Hashable) -> bool:
         """Whether a capture of `key` has failed, other than for want of memory."""
-        return key in self._failed
+        return key in self.failed
 
     def is_hopeless(self, key: Hashable) -> bool:
         """Whether a capture of `key` has failed too often in one way to be tried again."""
@@ -105,7 +108,7 @@ class GraphCache:
 
     def fail(self, key: Hashable) -> None:
         """Notes that a capture of `key` failed."""
-        self._failed.add(key)
+        self.failed.add(key)
 
     def give_up(self, key: Hashable, error: CaptureError) -> tuple[str, bool]:
         """Notes that a capture of `key` failed with `error`: for good, or until there is more
@@ -122,12 +125,12 @@ class GraphCache:
             and self._retries.wait(key)
         ):
             return fallback.NO_MEMORY, True
-        self._failed.add(key)
+        self.failed.add(key)
         return fallback.CAPTURE_FAILED, self._retries.is_news(key, error)
 
     def forgive(self) -> None:
         """Lets failed keys be captured again, except for those that always fail in one way."""
-        self._failed = set(filter(self._retries.is_hopeless, self._failed))
+        self.failed = set(filter(self._retries.is_hopeless, self.failed))
 
     def capture(
         self, call: Signature, slot: Slot, capture: Callable[[], AnyCaptured]
@@ -171,7 +174,7 @@ class GraphCache:
         """
         failed = self.consensus(what, error)
         if failed is not None:
-            self._failed.add(key)
+            self.failed.add(key)
             if key in slot.variants:  # it is another rank that failed
                 slot.variants.pop(key).reset()
         return failed
@@ -186,7 +189,7 @@ class _Retries:
     def __init__(self) -> None:
         self._failures: Counter[tuple[Hashable, str]] = Counter()
         self._tries: dict[Hashable, int] = {}
-        self._left: dict[Hashable, int] = {}
+        self.waiting: dict[Hashable, int] = {}
 
     def is_news(self, key: Hashable, error: Exception) -> bool:
         """Notes that a capture failed; whether it did so for the first time with these words."""
@@ -203,14 +206,14 @@ class _Retries:
         tries = self._tries[key] = self._tries.get(key, 0) + 1
         if tries > len(CALLS_BETWEEN):
             return False
-        self._left[key] = CALLS_BETWEEN[tries - 1]
+        self.waiting[key] = CALLS_BETWEEN[tries - 1]
         return True
 
     def found_no_memory(self, key: Hashable) -> bool:
         return key in self._tries
 
     def must_wait(self, key: Hashable) -> bool:
-        if not self._left.get(key):
-            return False
-        self._left[key] -= 1
-        return True
+        left = self.waiting.pop(key, 0)
+        if left > 1:
+            self.waiting[key] = left - 1
+        return left > 0

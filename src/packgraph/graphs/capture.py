@@ -1,98 +1,271 @@
-"""One capture as a transaction: either a variant is ready, or everything is as before and the error
-says where.
+"""Captures calls of one module, and drops the graphs when what they baked no longer holds.
 
-What is undone in both cases: writes to tensors that existed before (journal), random generator
-states, the state of Python's garbage collector, the autocast cache setting, the module's parameters
-and attributes, Python's and numpy's random states.
+check_state     has anything changed that graphs baked about the module? then they go
+compile         torch.compile for what a key needs, before the first capture
+capture         dry run, then the capture as a transaction: a variant is ready, or all is as before
 """
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
-
+from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
-from packgraph.graphs.build import (
-    Variant,
-    VariantBuild,
-)
-from packgraph.graphs.cache import FREE_MEMORY, is_out_of_memory
+from packgraph.graphs.build import VariantBuild
+from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.calls import DryRun
-from packgraph.graphs.checks.host_calls import (
-    unwatched,
-)
-from packgraph.graphs.checks.host_sync import (
-    LEAVE_OUT,
-    Journal,
-    compiled_stages,
-    known_generators,
-)
+from packgraph.graphs.checks.host_calls import unwatched
+from packgraph.graphs.checks.module_state import Change, ModuleState
 from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects
-from packgraph.graphs.errors import CaptureError, raised_line
-from packgraph.graphs.exclusive import one_capture
-from packgraph.graphs.gradients import GradientBuffers
-from packgraph.graphs.output_gradients import KeyGradients
-from packgraph.graphs.parameters import aliased_parameters, module_generators
-from packgraph.graphs.program import Program
-from packgraph.graphs.slots import Slot
-
-_RETURN_GRADIENT = (
-    "return the gradient from backward, and pass the parameter to the function as an input"
+from packgraph.graphs.dry_run import (
+    compile_ahead,
+    compiled_code,
+    dry_run,
+    dry_run_again,
+    explained,
+    undone,
 )
-# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code
-# that meets a tensor where it expected a number raises one of the others. Anything else is not ours
-# to interpret.
-USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
+from packgraph.graphs.errors import CaptureError, user_line, warn
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.gradients import GradientBuffers, let_go
+from packgraph.graphs.key import Signature
+from packgraph.graphs.notices import Notices
+from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
+from packgraph.graphs.parameters import aliased_parameters, are_leaves
+from packgraph.graphs.program import Program
+from packgraph.graphs.replay import Variant
+from packgraph.graphs.slots import Calls, Slot, Slots
+
+MAX_KEYS = 64
 
 
-@contextlib.contextmanager
-def undone(
-    module: torch.nn.Module,
-    backend: Backend,
-    effects: SideEffects | None = None,
-    watched: bool = True,
-) -> Iterator[Journal]:
-    """Undo every effect on tensors, random generators and the module's Python state when the block
-    ends.
+class Capturer:
+    """Captures calls of one module into slots.
 
-    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls
-    of Python code are looked at, which slows compilers down. Raises CaptureError, after undoing
-    all, when the block has changed Python state that a replay would not change.
+    Attributes:
+        program: The module's stages as they are now.
+        cache: The graphs, and the keys whose capture failed.
+        lends: Whether outputs and gradients of inputs are handed out as static memory.
+        state: What graphs bake of the module, None before it was looked at.
     """
-    with one_capture():
-        yield from _undone(module, backend, effects or SideEffects(module), watched)
+
+    def __init__(
+        self,
+        program: Program,
+        backend: Backend,
+        slots: Slots,
+        calls: Calls,
+        gradients: OutputGradients,
+        stats: Stats,
+        notices: Notices,
+    ) -> None:
+        """Args:
+        program: Of the module.
+        backend: Captures and replays.
+        slots: Of the module.
+        calls: Entered around runs of the module.
+        gradients: What is known of the gradients of its outputs.
+        stats: Of the graphed module.
+        notices: Tell the user of failures.
+        """
+        self.program, self.lends = program, False
+        self.cache = GraphCache(stats, slots.device)
+        self._module, self._backend, self._slots, self._calls = (
+            program.module,
+            backend,
+            slots,
+            calls,
+        )
+        self._gradients, self._stats, self._notices = gradients, stats, notices
+        self._buffers = GradientBuffers(slots.launches)
+        self.state: ModuleState | None = None
+        self._moved: Change | None = None  # by the last capture
+        self._moves = set[tuple[Hashable, str]]()  # by captures, of each key
+        self._dry_runs: dict[Hashable, DryRun] = {}
+        self._compiled: set[Hashable] = set()
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether calls of `key` were captured."""
+        return key in self._dry_runs
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further key is captured."""
+        return len(self._dry_runs) >= MAX_KEYS
+
+    def failed(self, key: Hashable) -> bool:
+        """Whether calls of `key` run eagerly because a capture failed, and nothing has changed that
+        might help."""
+        return self.cache.has_failed(key) and (
+            self.cache.is_hopeless(key) or not self._may_capture_now()
+        )
+
+    def check_state(self) -> str | None:
+        """Drops all graphs if a fact has changed that they baked about the module; the next call is
+        captured again.
+
+        Returns:
+            The reason to run eagerly, if there is one.
+        """
+        change, before = (self.state.changed(), self.state.refused) if self.state else (None, None)
+        change = change or self._moved
+        if self.state is None or change is not None:
+            if not are_leaves(self._module):
+                return fallback.NOT_LEAVES
+            if change is not None:
+                self._start_again(change)
+            self.program = self.program.rebuilt()
+            self.state = ModuleState(self._module, self.program.volatile)
+            self._moved = None
+        refused = self.state.refused
+        if refused is not None and (self._notices.strict or refused != before):
+            self._notices.complain(
+                CaptureError(refused.what, user_line(), refused.remedy),
+                fallback.HIDDEN_STATE,
+                "running eagerly, because the module's state cannot be watched",
+            )
+        return None if refused is None else fallback.HIDDEN_STATE
+
+    def is_captured(self, call: Signature, slot: Slot) -> bool:
+        """Whether the slot has graphs for this key, with a backward for all that is known of its
+        gradients."""
+        variant = slot.variants.get(call.key)
+        return variant is not None and variant.version == variant.gradients.version
+
+    def captured(
+        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Variant:
+        """The slot's graphs for a call, captured now if there are none.
+
+        Raises:
+            CaptureError: The call cannot be captured; nothing has changed then.
+        """
+        if not self.is_captured(call, slot):
+            self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
+            self.cache.capture(call, slot, lambda: self._capture(call, slot, args, kwargs))
+        found: Variant = slot.variants[call.key]
+        return found
+
+    def is_compiled(self, key: Hashable) -> bool:
+        """Whether the stages of calls like this are compiled."""
+        return key in self._compiled
+
+    def compile(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compiles what a key needs, unless that was done.
+
+        Raises:
+            CaptureError: It cannot be compiled.
+        """
+        if self.program.compiler is not None and call.key not in self._compiled:
+            gradients = self._gradients.of(call.key)
+            compile_ahead(self.program, self._backend, gradients, args, kwargs)
+            self._compiled.add(call.key)
+
+    def forget_code(self) -> None:
+        """Tries out compiled code once more before the next capture."""
+        self._compiled.clear()
+
+    def forget_all(self) -> int:
+        """Frees the graphs of all slots, and the tensors kept for them; how many captures there
+        were."""
+        self._dry_runs.clear()
+        return self._slots.clear()
+
+    def _capture(
+        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Variant:
+        gradients = self._gradients.of(call.key)
+        executes = self._backend.guard_device is None
+        if executes and self._slots.launches.shared:  # other backwards may be adding to `.grad`
+            let_go(self._buffers.all(), self._slots.launches)
+        with self._slots.launches.during_capture(executes):
+            self.compile(call, args, kwargs)
+            seen = self._dry_runs[call.key] = self._dry_run(call, gradients, args, kwargs)
+            variant = capture_variant(
+                self.program,
+                self._backend,
+                slot,
+                self._buffers,
+                gradients,
+                self.state.changed if self.state is not None else _nothing,
+                self._calls,
+                self.lends,
+                args,
+                kwargs,
+                seen,
+            )
+            seen.calls.shorten()
+            self._refuse_repeated_moves(call.key, variant)
+        return variant
+
+    def _dry_run(
+        self,
+        call: Signature,
+        gradients: KeyGradients,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> DryRun:
+        earlier = self._dry_runs.get(call.key)
+        if earlier is None:
+            return dry_run(self.program, self._backend, gradients, args, kwargs)
+        return dry_run_again(self.program, self._backend, gradients, args, kwargs, earlier)
+
+    def _refuse_repeated_moves(self, key: Hashable, variant: Variant) -> None:
+        """Looks at what the capture has changed in Python outside of the module, by running its
+        code: a cache that it has filled, say. Graphs hold for the state after it, which is where
+        the next call begins, or captures again.
+
+        Raises CaptureError where an earlier capture for this key has changed the same: whoever puts
+        it back wants every call to change it.
+        """
+        state = self.state
+        self._moved = None if state is None else state.changed(self.program.assigned)
+        if state is None or self._moved is None:
+            return
+        state.broken = True
+        if (key, self._moved.what) in self._moves:
+            variant.reset()
+            raise CaptureError(
+                f"{self._moved} in forward, where a replay would not change it, and was put back "
+                "between calls",
+                user_line(),
+                "return the value, or set it outside of forward",
+            )
+        self._moves.add((key, self._moved.what))
+
+    def _start_again(self, change: Change) -> None:
+        self._refuse_another_device()
+        if any(slot.variants for slot in self._slots.all):
+            error = CaptureError(
+                f"{change} after the graphs were captured", user_line(), change.remedy
+            )
+            if self._notices.strict:
+                raise error
+            warn(f"capturing again: {error}")
+        if self._may_capture_now():
+            self.cache.forgive()
+        self._stats.dropped("module changed", self._slots.clear())
+        self._buffers = GradientBuffers(self._slots.launches)
+        self._gradients.forget()
+        self._dry_runs.clear()
+        self._compiled.clear()
+
+    def _may_capture_now(self) -> bool:
+        """Whether something about the module has changed that its own forward does not change in
+        every call."""
+        return self.state is None or self.state.changed(self.program.assigned) is not None
+
+    def _refuse_another_device(self) -> None:
+        tensor = next(iter([*self._module.parameters(), *self._module.buffers()]), None)
+        if tensor is not None and tensor.device != self._slots.device:
+            raise RuntimeError(
+                f"the module was moved from {self._slots.device} to {tensor.device} after "
+                "packgraph.graph wrapped it: move it first, then wrap it"
+            )
 
 
-def _undone(
-    module: torch.nn.Module, backend: Backend, effects: SideEffects, watched: bool
-) -> Iterator[Journal]:
-    journal = Journal()
-    backend.extra_generators = module_generators(module)
-    generators = backend.generators()
-    collecting = gc.isenabled()
-    gc.disable()
-    torch.clear_autocast_cache()
-    effects.begin(generators)
-    with torch.no_grad():
-        for buffer in effects.buffers():
-            journal.before_write(buffer)
-    journal.draws = effects.draws
-    try:
-        with (
-            known_generators(generators),
-            effects.draws.watching() if watched else contextlib.nullcontext(),
-        ):
-            yield journal
-        effects.check()
-    finally:
-        effects.undo()
-        torch.clear_autocast_cache()
-        with torch.no_grad():
-            journal.restore()
-        if collecting:
-            gc.enable()
+def _nothing() -> None:
+    """No fact has changed."""
 
 
 def capture_variant(
@@ -145,31 +318,3 @@ def capture_variant(
                 dry_run,
             )
             return build.capture(args, kwargs)
-
-
-@contextlib.contextmanager
-def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
-    """Within the block captured stages run as compiled code, if `there` is any. fixed: all of it
-    was compiled before, and code that would have to be compiled now is an error, since a capture
-    cannot hold that.
-    """
-    with contextlib.ExitStack() as stack:
-        if there:
-            stack.enter_context(compiled_stages(fixed))
-        yield
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turn whatever user code raises during a capture into a CaptureError at the user's line."""
-    try:
-        yield
-    except CaptureError:
-        raise
-    except USER_ERRORS as error:
-        what = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CaptureError(
-            f"{type(error).__name__} while capturing: {what}",
-            raised_line(error.__traceback__),
-            FREE_MEMORY if is_out_of_memory(error) else LEAVE_OUT,
-        ) from error

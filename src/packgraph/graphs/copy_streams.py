@@ -21,6 +21,7 @@ it.
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -123,6 +124,8 @@ class CopyStreams(Protocol):
 
     def join(self) -> None:
         """Main waits for all copies."""
+
+    postponed: deque[Callable[[], None]]
 
     def postpone(self, launch: Callable[[], None]) -> None:
         """Call `launch` once the next graph was launched, or at `launched`."""

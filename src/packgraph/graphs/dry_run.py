@@ -4,9 +4,14 @@ A dry run executes forward and backward as a capture would, on copies of nothing
 everything undone, until two runs in a row agree: the first may fill caches, so that the second does
 less. It finds what a graph could not hold or a replay would not do, at the user's line, while that
 is still harmless.
+
+What a dry run or a capture does is undone when it ends (`undone`), whether it fails or not: writes
+to tensors that existed before (journal), states of random generators, of Python's and numpy's too,
+of Python's garbage collector and of the autocast cache, the module's parameters and attributes.
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,8 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs import saved_tensors
-from packgraph.graphs.autograd_walk import leaves_behind
+from packgraph.graphs import fallback, saved_tensors
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import (
     check_outputs,
@@ -24,7 +28,7 @@ from packgraph.graphs.build import (
     numbers_of_tensors,
     refuse_changed_inputs,
 )
-from packgraph.graphs.capture import compiled_code, explained, undone
+from packgraph.graphs.cache import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.checks.autograd_calls import only_forward
 from packgraph.graphs.checks.calls import VARIES, DryRun
 from packgraph.graphs.checks.constants import Constants
@@ -41,14 +45,22 @@ from packgraph.graphs.checks.host_sync import (
     CaptureChecker,
     HostSyncCheck,
     Journal,
+    compiled_stages,
+    known_generators,
 )
 from packgraph.graphs.checks.module_state import ModuleState
-from packgraph.graphs.checks.reached import Remembered, refuse_changes
-from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects, forward_line
-from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.output_gradients import KeyGradients
-from packgraph.graphs.parameters import aliased_parameters
+from packgraph.graphs.checks.side_effects import (
+    ObservedProgram,
+    Remembered,
+    SideEffects,
+    forward_line,
+    refuse_changes,
+)
+from packgraph.graphs.errors import CaptureError, raised_line, user_line
+from packgraph.graphs.output_gradients import KeyGradients, leaves_behind
+from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
+from packgraph.graphs.slots import one_capture
 from packgraph.graphs.stages import Run, State
 
 _RETURN_GRADIENT = (
@@ -420,3 +432,86 @@ class _CheckedRun:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code
+# that meets a tensor where it expected a number raises one of the others. Anything else is not ours
+# to interpret.
+USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
+
+
+@contextlib.contextmanager
+def undone(
+    module: torch.nn.Module,
+    backend: Backend,
+    effects: SideEffects | None = None,
+    watched: bool = True,
+) -> Iterator[Journal]:
+    """Undo every effect on tensors, random generators and the module's Python state when the block
+    ends.
+
+    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls
+    of Python code are looked at, which slows compilers down. Raises CaptureError, after undoing
+    all, when the block has changed Python state that a replay would not change.
+    """
+    with one_capture():
+        yield from _undone(module, backend, effects or SideEffects(module), watched)
+
+
+def _undone(
+    module: torch.nn.Module, backend: Backend, effects: SideEffects, watched: bool
+) -> Iterator[Journal]:
+    journal = Journal()
+    backend.extra_generators = module_generators(module)
+    generators = backend.generators()
+    collecting = gc.isenabled()
+    gc.disable()
+    torch.clear_autocast_cache()
+    effects.begin(generators)
+    with torch.no_grad():
+        for buffer in effects.buffers():
+            journal.before_write(buffer)
+    journal.draws = effects.draws
+    try:
+        with (
+            fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
+            known_generators(generators),
+            effects.draws.watching() if watched else contextlib.nullcontext(),
+        ):
+            yield journal
+        effects.check()
+    finally:
+        effects.undo()
+        torch.clear_autocast_cache()
+        with torch.no_grad():
+            journal.restore()
+        if collecting:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
+    """Within the block captured stages run as compiled code, if `there` is any. fixed: all of it
+    was compiled before, and code that would have to be compiled now is an error, since a capture
+    cannot hold that.
+    """
+    with contextlib.ExitStack() as stack:
+        if there:
+            stack.enter_context(compiled_stages(fixed))
+        yield
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn whatever user code raises during a capture into a CaptureError at the user's line."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except USER_ERRORS as error:
+        what = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CaptureError(
+            f"{type(error).__name__} while capturing: {what}",
+            raised_line(error.__traceback__),
+            FREE_MEMORY if is_out_of_memory(error) else LEAVE_OUT,
+        ) from error

@@ -23,8 +23,6 @@ from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from packgraph.graphs import saved_tensors
-
 _BYPASS: ContextVar[str | None] = ContextVar("packgraph_eager_reason", default=None)
 
 
@@ -337,7 +335,7 @@ def reason_around() -> str | None:
         return TRANSFORMED
     if forward_ad._current_level >= 0:
         return TANGENTS
-    if saved_tensors.are_watched():
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
         return SAVED_TENSOR_HOOKS
     if torch.is_anomaly_enabled():
         return ANOMALY

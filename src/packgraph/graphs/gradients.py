@@ -18,21 +18,48 @@ The gradient of a DTensor may have other placements than its parameter: that of 
 parameter is each rank's share of a sum (`Partial`) where ranks have seen other tokens. A buffer has
 those of eager gradients, and copies are of local tensors: torch copies a share of a sum by way of
 the whole sum, which takes a collective and gives every rank another share.
+
+Gradients of parameters that several threads train.
+
+Alone, a module's gradient buffers are the `.grad` of its parameters, and backward graphs add to
+them in place. Autograd adds to `.grad` too, for calls that run eagerly, and knows nothing of
+graphs. With several threads both happen at once. Autograd's own adding is safe between threads. So
+in shared modules `.grad` is no buffer: gradients of a replay are taken by themselves
+(`SeparateGradients`), and autograd adds them to `.grad`.
+
+    thread 1   F, B adds to the buffer, which is `.grad`            F, B  let go, replay apart, autograd adds to `.grad`
+    thread 2                              first call: launches.share()  F, B  let go, replay apart, autograd adds
+
+`.grad` moves at the first backward after that, not at the call before: a thread may change `.grad`
+while another one runs a forward. Every backward sees to it for its own buffers, so none replays on
+memory that is `.grad`, whoever put it there; and whoever replays on what is `.grad` has begun
+before `launches.share()`, which waits.
+
+Adding gradients to their buffers a few dozen at a time while a backward is captured.
+
+Autograd adds every parameter's gradient as soon as it is there: one small kernel each, eleven a
+layer in a decoder. The sums are the same bit by bit if a few gradients wait for each other and one
+multi-tensor kernel adds all of them.
+
+    autograd     g1 + , g2 + , g3 + , ...              here     g1, g2, g3 ... -> one kernel for all
+
+The invariant: gradients that wait hold at most WAITING_BYTES, so what a backward needs at most
+hardly grows.
 """  # noqa: E501
 
 import operator
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
-from packgraph.graphs.exclusive import Launches
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.parameters import has_hooks, local_tensor
+from packgraph.graphs.slots import Launches
 
 _SHOWN, _ADDRESS = operator.attrgetter("shown"), operator.attrgetter("_address")
-_GRADIENT = operator.attrgetter("parameter.grad")
+_GRADIENT = operator.attrgetter("grad")
 _storage_uses = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
@@ -120,7 +147,7 @@ class GradientBuffers:
         self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None
     ) -> GradientBuffer:
         """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the
-        first backward. Where several threads train, no `.grad` is a buffer (`shared_gradients.py`).
+        first backward. Where several threads train, no `.grad` is a buffer (see `let_go`).
         placements: of eager gradients, if they are DTensors."""
         if id(parameter) not in self._buffers:
             shared = self._launches is not None and self._launches.shared
@@ -135,7 +162,7 @@ class GradientBuffers:
 def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
     """Prepare buffers for a backward graph that adds to them; what to hand to `settle` after its
     replay."""
-    if _are_attached(buffers):
+    if Attached(buffers).holds():
         return []
     cleared: list[torch.Tensor] = []
     aside: list[_Aside] = []
@@ -168,13 +195,22 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
     return aside
 
 
-def _are_attached(buffers: Sequence[GradientBuffer]) -> bool:
+class Attached:
     """Whether all gradients are their buffers: asked before every replay, so it costs one pass in C
-    for each fact."""
-    shown = list(map(_SHOWN, buffers))
-    return all(map(operator.is_, map(_GRADIENT, buffers), shown)) and list(
-        map(torch.Tensor.data_ptr, shown)
-    ) == list(map(_ADDRESS, buffers))
+    for each fact. It holds no gradient: who does is counted."""
+
+    def __init__(self, buffers: Sequence[GradientBuffer]) -> None:
+        self._buffers = buffers
+        self._parameters = [buffer.parameter for buffer in buffers]
+        self._addresses = list(map(_ADDRESS, buffers))
+
+    def holds(self) -> bool:
+        """Whether they are now."""
+        found = list(map(_GRADIENT, self._parameters))
+        return (
+            all(map(operator.is_, found, map(_SHOWN, self._buffers)))
+            and list(map(torch.Tensor.data_ptr, found)) == self._addresses
+        )
 
 
 @torch.no_grad()
@@ -254,3 +290,90 @@ def _placed_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not isinstance(one, DTensor) or not isinstance(other, DTensor):
         return isinstance(one, DTensor) == isinstance(other, DTensor)
     return one.device_mesh == other.device_mesh and one.placements == other.placements
+
+
+@torch.no_grad()
+def let_go(buffers: Iterable[GradientBuffer], launches: Launches) -> None:
+    """Make every `.grad` that is a buffer a tensor of its own, while other threads may add to it.
+
+    To be called when `launches.shared` is set, and without the launches: autograd may hold the lock
+    of a parameter in a thread that waits for them.
+    """
+    due = [buffer for buffer in buffers if buffer.is_grad()]
+    devices = {buffer.tensor.device for buffer in due if buffer.tensor.device.type == "cuda"}
+    for device in devices:  # autograd adds on a stream of its own choice
+        torch.cuda.synchronize(device)
+    for buffer in due:
+        if buffer.parameter.requires_grad and not has_hooks(buffer.parameter):
+            _add_nothing(buffer)
+            continue
+        with launches:  # autograd adds nothing, or a hook would see a gradient that is none
+            if buffer.is_grad():
+                buffer.parameter.grad = cloned(buffer.tensor)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _add_nothing(buffer: GradientBuffer) -> None:
+    """Have autograd replace `.grad` by the sum of it and -0.0, which changes no number.
+
+    The node of a parameter adds out of place where gradients may be differentiated again, and holds
+    its lock, as in every backward of every thread, until the sum has become `.grad`. (Hooks run
+    without that lock.)
+    """
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(buffer.parameter).node
+        nothing = torch.zeros_like(local_tensor(buffer.tensor)).neg_()
+        node(with_local(buffer.tensor, nothing))  # type: ignore[operator]
+
+
+WAITING_BYTES = 64 * 2**20
+
+
+class Accumulator:
+    """Takes the gradients of `aliases` (leaf parameters with `.grad`) over from autograd, between
+    `begin` and `end`."""
+
+    def __init__(self, aliases: Sequence[torch.Tensor], most: int = WAITING_BYTES) -> None:
+        """most: bytes of gradients that wait before they are added."""
+        self._aliases, self._most = list(aliases), most
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._bytes = 0
+        self._hooks: list[Any] = []
+
+    def begin(self) -> None:
+        """From now on autograd leaves the adding to this object."""
+        for alias in self._aliases:
+            node = torch.autograd.graph.get_gradient_edge(alias).node
+            self._hooks.append(node.register_prehook(self._taking(alias)))
+
+    def end(self) -> None:
+        """Add what still waits, and give the adding back to autograd."""
+        self._add()
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the adding back to autograd; what waits is lost."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._waiting, self._bytes = [], [], 0
+
+    def _taking(self, alias: torch.Tensor) -> Callable[[tuple[torch.Tensor | None, ...]], Any]:
+        def take(gradients: tuple[torch.Tensor | None, ...]) -> Any:
+            (gradient,) = gradients
+            buffer = alias.grad
+            if gradient is None or buffer is None or type(gradient) is not torch.Tensor:
+                return None
+            self._waiting.append((local_tensor(buffer), gradient))
+            self._bytes += gradient.numel() * gradient.element_size()
+            if self._bytes >= self._most:
+                self._add()
+            return (None,)  # nothing is left for autograd to add
+
+        return take
+
+    def _add(self) -> None:
+        with torch.no_grad():
+            if self._waiting:
+                torch._foreach_add_(*map(list, zip(*self._waiting, strict=True)))
+        self._waiting, self._bytes = [], 0

@@ -13,26 +13,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as _DDP
 
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import Consensus, call_name
-from packgraph.graphs.capturer import Capturer
+from packgraph.graphs.capture import Capturer
 from packgraph.graphs.checks.host_sync import capturing
+from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported, inside_data_parallel
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
-from packgraph.graphs.exclusive import Calls
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
-from packgraph.graphs.frozen_module import FrozenModule
+from packgraph.graphs.key import Signature, call_key, signature, undeclared
 from packgraph.graphs.notices import Notices, detail
 from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
-from packgraph.graphs.output_objects import open_objects
 from packgraph.graphs.parameters import module_generators
-from packgraph.graphs.program import Program
-from packgraph.graphs.replay_handle import ReplayHandle
-from packgraph.graphs.signature import Signature, signature, undeclared
-from packgraph.graphs.slots import Slot, SlotLease, Slots
+from packgraph.graphs.program import Program, open_objects
+from packgraph.graphs.replay import ReplayHandle, Variant
+from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
 from packgraph.graphs.wrapper import Wrapper, as_in_training, control_of
 from packgraph.packing.capacity import Capacity, read_capacities
 
@@ -188,7 +187,7 @@ class Control:
             self._notices,
         )
         self._closed = False
-        self._frozen: FrozenModule | None = None
+        self._frozen: object | None = None  # a block in which the module does not change
         self._forward_of_class = getattr(type(module), "forward", None)
         weakref.finalize(self, self._notices.end)
         # Not by `self`, which only the garbage collector would free then.
@@ -244,10 +243,11 @@ class Control:
         if is_traced():  # whatever follows is no part of what is traced
             self.stats.fell_back(fallback.TRACED)
             return self.module(*args, **kwargs)
-        handle = self.acquire(args, kwargs)
-        if isinstance(handle, str):
-            return self.fall_back(handle, args, kwargs)
-        return handle.run(args, kwargs)
+        with self._calls:
+            handle = self._acquire(args, kwargs)
+            if not isinstance(handle, str):
+                return handle.replay(args, kwargs)
+        return self.fall_back(handle, args, kwargs)
 
     def acquire(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
         """A slot with graphs for a call with these arguments, or the reason why the call must run
@@ -257,24 +257,62 @@ class Control:
         replay.
         """
         with self._calls:
-            if self._calls.shared and not self._slots.launches.shared:
-                self._slots.launches.share()
-            known = self._frozen.recall(args, kwargs) if self._frozen is not None else None
-            reason = self._reason_for_eager(args, kwargs) if known is None else None
-            if reason is not None:
-                return reason
-            with self._lock:
-                call = self._look(args, kwargs) if known is None else known
-                found = call if isinstance(call, str) else self._take(call, args, kwargs)
-            if isinstance(call, str):
-                return call
-            if found is None:
-                with self._calls.capture() as free, self._lock:
-                    found = self._take(call, args, kwargs) if free else fallback.BUSY
-            assert found is not None, "who may capture does"
-            if known is None and self._frozen is not None and isinstance(found, ReplayHandle):
-                self._frozen.learn(args, kwargs, call)
+            return self._acquire(args, kwargs)
+
+    def _acquire(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
+        """As `acquire`, by a thread that is counted among the calls."""
+        if self._calls.shared and not self._slots.launches.shared:
+            self._slots.launches.share()
+        reason = self._reason_around()
+        if reason is not None:
+            return reason
+        with self._lock:
+            found = self._find(args, kwargs)
+        if not isinstance(found, Signature):
             return found
+        with self._calls.capture() as free, self._lock:
+            made = self._take(found, args, kwargs) if free else fallback.BUSY
+        assert made is not None, "who may capture does"
+        return made
+
+    def _find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ReplayHandle | Signature | str:
+        """A slot with graphs; the reason to run eagerly; or the signature of a call to capture."""
+        state, cache = self._capturer.state, self._capturer.cache
+        holds = self._frozen is not None or (state is not None and state.holds())
+        if not holds or self._refusal is not None or _DDP._active_ddp_module is not None:
+            refused = self._refused(state)
+            if refused is not None:
+                return refused
+        reason = self._reason_of_call(args, kwargs)
+        if reason is not None:
+            return reason
+        key = call_key(args, kwargs, self.device)
+        if key is None:
+            return fallback.NO_KEY
+        if holds and not cache.failed and not cache.waiting:
+            ready = self._slots.acquire_captured(key)
+            if ready is not None and ready[1].version == ready[1].gradients.version:
+                return self._handle(*ready)
+            if ready is not None:
+                ready[0].release()
+        call = self._look(args, kwargs)
+        return call if isinstance(call, str) else self._take(call, args, kwargs) or call
+
+    def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
+        self.stats.replayed += 1
+        self._notices.replays = True
+        capturer = self._capturer
+        return ReplayHandle(
+            capturer.program,
+            variant,
+            lease,
+            capturer.lends,
+            self.stats,
+            self._calls,
+            self._frozen,
+        )
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
         """Within the block no other thread runs the module, for captures; gives False if they do
@@ -313,21 +351,11 @@ class Control:
             try:
                 variant = self._capturer.captured(call, lease.slot, args, kwargs)
             except CaptureError as error:
-                # What it remembers says that this call is fine.
-                self._frozen = self._frozen and FrozenModule(self.module, self.device.type)
+                # Gradients are looked at once more.
+                self._frozen = self._frozen and object()
                 return self._give_up(call, error)
             on_error.pop_all()
-        self.stats.replayed += 1
-        self._notices.replays = True
-        return ReplayHandle(
-            self._capturer.program,
-            variant,
-            lease,
-            self.lends,
-            self.stats,
-            self._calls,
-            self._frozen,
-        )
+        return self._handle(lease, variant)
 
     def _give_up(self, call: Signature, error: CaptureError) -> str:
         """The reason to run a call eagerly whose capture has failed."""
@@ -349,8 +377,8 @@ class Control:
         nobody replaces `.grad` of its parameters in between, as another graphed module with the
         same parameters would.
         """
-        if self._capturer.has_state and self._check_state() is None:
-            self._frozen = FrozenModule(self.module, self.device.type)
+        if self._capturer.state is not None and self._check_state() is None:
+            self._frozen = object()
         try:
             yield
         finally:
@@ -501,35 +529,39 @@ class Control:
             self._capturer.compile(call, args, {})  # first by itself, as before a capture
             yield self._capturer.program, self._output_gradients.of(call.key)
 
-    def _reason_for_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Why this call cannot be a replay, from host facts alone."""
-        bypass = fallback.bypass_reason()
-        if bypass is not None:
-            return bypass
+    def _reason_around(self) -> str | None:
+        """Why no call can be a replay where this one is made."""
+        reason = fallback.bypass_reason()
+        if reason is not None:
+            return reason
         if self._closed:
             return fallback.CLOSED
-        if capturing():
-            return fallback.INSIDE
         if not torch.is_grad_enabled():
             return fallback.NO_GRAD
         if not self.module.training:
             return fallback.EVALUATION
-        reason = reason_around()
-        if reason is not None:
-            return reason
+        return reason_around()
+
+    def _refused(self, state: ModuleState | None) -> str | None:
+        """Why the module cannot be captured; asked where it may have changed, or was refused."""
         if self._frozen is None and (
-            self._refusal is not None or inside_data_parallel() or self._capturer.is_hooked
+            self._refusal is not None
+            or inside_data_parallel()
+            or (state is not None and state.hooked())
         ):
             self._ask_for_refusal()
-        if self._refusal is not None:
-            return self._refusal.reason
-        if self._is_patched():
+        return None if self._refusal is None else self._refusal.reason
+
+    def _reason_of_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why this call cannot be a replay, from host facts alone."""
+        if self._capturer.program.staged and self._is_patched():
             return fallback.PATCHED
-        if self._output_gradients.twice:
+        known = self._output_gradients.shared
+        if known.twice:
             return fallback.TWICE
-        if self._output_gradients.seen_inside:
+        if known.seen_inside:
             return fallback.SEEN_INSIDE
-        reason = undeclared(args, kwargs, self.capacities)
+        reason = undeclared(args, kwargs, self.capacities) if self.capacities else None
         if reason is None and self._warm_calls_left > 0:
             self._warm_calls_left -= 1
             return fallback.WARM_UP
@@ -563,8 +595,8 @@ class Control:
             )
         result = self.run_eagerly(*args, **kwargs)
         if reason == fallback.WARM_UP:
-            call = signature(args, kwargs, self.device)
-            self._output_gradients.watch(None if call is None else call.key, open_objects(result))
+            key = call_key(args, kwargs, self.device)
+            self._output_gradients.watch(key, open_objects(result))
         return result
 
     def run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
@@ -630,3 +662,28 @@ def _weakly(method: Callable[[], bool]) -> Callable[[], bool]:
     """A method of an object that this does not keep alive; False when it is gone."""
     held = weakref.WeakMethod(method)
     return lambda: (found := held()) is not None and found()
+
+
+def forward_backward(
+    graphed: GraphedModule, *args: Any, before: Callable[[torch.Tensor], None] | None = None
+) -> torch.Tensor:
+    """Call `graphed` on `args` and differentiate its only output, a 0-d loss. Gradients are added
+    to `.grad`.
+
+    before: called with the loss before its backward; it sees an autograd graph. Returns the loss,
+    detached; it may be memory of the slot, so it holds its value only until the next call.
+    """
+    own = control(graphed)
+    handle = own.acquire(args, {}) if before is None else None
+    if isinstance(handle, ReplayHandle) and handle.is_direct and handle.makes_one_number:
+        loss = handle.forward(args, {})
+        handle.backward()
+        return loss
+    if isinstance(handle, ReplayHandle):
+        loss = handle.run(args, {})
+    else:
+        loss = graphed(*args) if handle is None else own.fall_back(handle, args, {})
+    if before is not None:
+        before(loss)
+    loss.backward()
+    return loss.detach()

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
 from packgraph.graphs.errors import CaptureError, forget_frames, user_line, user_place, warn
-from packgraph.graphs.signature import packed_batches, unfit
+from packgraph.graphs.key import packed_batches, unfit
 from packgraph.packing.capacity import Capacity
 
 MOST_FLOATS, MOST_OTHERS = (

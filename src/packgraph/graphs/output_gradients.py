@@ -8,8 +8,8 @@ is captured at the next call.
 """
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,25 +18,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs import fallback
-from packgraph.graphs.autograd_walk import is_seen, readers_of_results
-from packgraph.graphs.strides import Layout, layout_of
+from packgraph.graphs.key import Layout, Pattern, layout_of
 
 MAX_PATTERNS = 8  # per segment and key; beyond them such a backward runs eagerly
 FellBack = Callable[[str], None]
-Pattern = tuple[
-    Layout | None, ...
-]  # for each output of a segment the layout of its gradient, None = it gets none
-
-
-def pattern_of(gradients: Sequence[torch.Tensor | None]) -> Pattern:
-    """The pattern of the gradients that a segment's outputs got."""
-    return tuple([None if gradient is None else layout_of(gradient) for gradient in gradients])
 
 
 @dataclass
 class _Shared:
-    """What all keys know. latest: by the number of outputs what the last call did. twice,
-    seen_inside: see OutputGradients."""
+    """What all keys know. latest: by the number of outputs what the last call did. twice:
+    gradients of the module were differentiated themselves (`create_graph=True`). seen_inside: an
+    output that others were computed from had a hook, or kept its gradient."""
 
     latest: dict[int, dict[int, Layout]] = field(default_factory=dict)
     twice: bool = False
@@ -105,27 +97,19 @@ class KeyGradients:
 
 
 class OutputGradients:
-    """What is known of all calls of one module. fell_back: told of backwards that run eagerly; it
-    holds no graphs."""
+    """What is known of all calls of one module.
+
+    fell_back: told of backwards that run eagerly; it holds no graphs. shared: what all keys know.
+    """
 
     def __init__(self, fell_back: FellBack) -> None:
-        self._fell_back, self._shared = fell_back, _Shared()
+        self._fell_back, self.shared = fell_back, _Shared()
         self._keys: dict[Hashable, KeyGradients] = {}
-
-    @property
-    def twice(self) -> bool:
-        """Whether gradients of the module were differentiated themselves (`create_graph=True`)."""
-        return self._shared.twice
-
-    @property
-    def seen_inside(self) -> bool:
-        """Whether an output that others were computed from had a hook, or kept its gradient."""
-        return self._shared.seen_inside
 
     def of(self, key: Hashable) -> KeyGradients:
         """What is known of the calls of `key`."""
         if key not in self._keys:
-            self._keys[key] = KeyGradients(self._fell_back, self._shared)
+            self._keys[key] = KeyGradients(self._fell_back, self.shared)
         return self._keys[key]
 
     def forget(self) -> None:
@@ -155,7 +139,7 @@ class OutputGradients:
             inner.update((number, weakref.ref(able[number])) for _, number in places)
             node.register_hook(partial(_keep, through, places))
         seen: dict[int, Layout] = {}
-        count, shared, known = len(leaves), self._shared, None if key is None else self.of(key)
+        count, shared, known = len(leaves), self.shared, None if key is None else self.of(key)
 
         def note(gradient: torch.Tensor | None, number: int) -> None:
             leaf = inner[number]() if number in inner else None
@@ -195,3 +179,82 @@ def _is_sum(gradient: torch.Tensor, parts: list[torch.Tensor]) -> bool:
     for part in parts[1:]:
         total = total + part
     return bool(((total == gradient) | ((total != total) & (gradient != gradient))).all())
+
+
+_OURS = __name__.split(".")[0]
+
+
+def leaves_behind(tensors: Iterable[Any], walked: set[Any] | None = None) -> list[torch.Tensor]:
+    """The leaf tensors that need a gradient and that `tensors` were computed from, each once, in
+    walking order.
+
+    walked: nodes to leave out, with what is behind them; those that are walked over are added.
+    """
+    wanted = [
+        tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    ]
+    found = {id(tensor): tensor for tensor in wanted if tensor.grad_fn is None}
+    for node in _nodes_behind(wanted, walked):
+        if _is_leaf(node):
+            found[id(node.variable)] = node.variable
+    return list(found.values())
+
+
+def readers_of_leaves(tensors: Iterable[torch.Tensor]) -> Counter[int]:
+    """By identity of each leaf behind `tensors`: how many gradients of it a backward from all of
+    them sums up."""
+    return Counter(
+        id(parent.variable)
+        for node in _nodes_behind(tensors)
+        for parent, _ in node.next_functions
+        if parent is not None and _is_leaf(parent)
+    )
+
+
+def readers_of_results(results: Sequence[torch.Tensor]) -> list[tuple[Any, list[tuple[int, int]]]]:
+    """The nodes behind `results` that read some of them, with pairs: the place among a node's
+    inputs, and which one.
+
+    They pass gradients of other results on to these; results that nobody reads stand nowhere.
+    """
+    edges = {(result.grad_fn, result.output_nr): number for number, result in enumerate(results)}
+    readers = []
+    for node in _nodes_behind(results) if len(edges) > 1 else ():
+        read = [
+            (place, edges[edge]) for place, edge in enumerate(node.next_functions) if edge in edges
+        ]
+        if read:
+            readers.append((node, read))
+    return readers
+
+
+def runs_python(results: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward from `results` runs Python code that is not packgraph's (a custom
+    function)."""
+    return any(
+        isinstance(node, torch.autograd.function.BackwardCFunction)
+        and type(node)._forward_cls.__module__.split(".")[0] != _OURS  # type: ignore[attr-defined]
+        for node in _nodes_behind([result for result in results if result.requires_grad])
+    )
+
+
+def is_seen(tensor: torch.Tensor, own: int = 0) -> bool:
+    """Whether somebody sees, or keeps, the gradient of a result. own: hooks that do not count."""
+    return tensor.retains_grad or len(tensor._backward_hooks or ()) > own
+
+
+def _nodes_behind(tensors: Iterable[torch.Tensor], walked: set[Any] | None = None) -> Iterator[Any]:
+    """Every node of the autograd graph behind `tensors`, once. walked: see `leaves_behind`."""
+    seen: set[Any] = set() if walked is None else walked
+    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend(parent for parent, _ in node.next_functions)
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"

@@ -11,7 +11,7 @@ A DTensor has no memory of its own: what is baked, compared or zeroed is its loc
 import contextlib
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.hooks import RemovableHandle
 
 from packgraph.graphs.backend import Static, Window
 
@@ -135,13 +136,44 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def are_quiet(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether no parameter has hooks of any kind, and none is frozen: quick, for many."""
-    return (
-        not any(map(_HOOKS, parameters))
-        and not any(map(_LATE_HOOKS, parameters))
-        and all(map(_TRAINED, parameters))
-    )
+def hooks_made() -> int | None:
+    """How many hooks this process has registered, on whatever; None where torch does not count
+    them."""
+    return getattr(RemovableHandle, "next_id", None)
+
+
+def _hooks_are_counted() -> bool:
+    counts = [hooks_made()]
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        getattr(torch.zeros(1, requires_grad=True), register)(lambda _: None)
+        counts.append(hooks_made())
+    return None not in counts and len(set(counts)) == len(counts)
+
+
+COUNT_HOOKS = _hooks_are_counted()
+
+
+class HookedParameters:
+    """Parameters, and whether any of them has hooks: they are looked at again when this process has
+    registered a hook, on whatever, since they were found without."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self._made: int | None = None
+
+    def have_none(self) -> bool:
+        """Whether no parameter has hooks of any kind."""
+        made = getattr(RemovableHandle, "next_id", None)
+        if COUNT_HOOKS and made == self._made:
+            return True
+        if any(map(_HOOKS, self.parameters)) or any(map(_LATE_HOOKS, self.parameters)):
+            return False
+        self._made = made
+        return True
+
+    def are_quiet(self) -> bool:
+        """Whether no parameter has hooks of any kind, and none is frozen."""
+        return self.have_none() and all(map(_TRAINED, self.parameters))
 
 
 @dataclass(frozen=True)
@@ -194,3 +226,203 @@ def _look(found: dict[int, torch.Generator], value: Any, above: tuple[int, ...])
                     _look(found, entry, (*above, id(value)))
     elif isinstance(value, torch.Generator):
         found[id(value)] = value
+
+
+_Hook = Callable[[Any], Any]
+
+
+class _Wrapped:
+    """A hook that is called if `is_wanted` says so of its argument."""
+
+    def __init__(self, hook: _Hook, is_wanted: Callable[[Any], bool]) -> None:
+        self.hook, self._is_wanted = hook, is_wanted
+
+    def __call__(self, value: Any) -> Any:
+        return self.hook(value) if self._is_wanted(value) else None
+
+
+class _Seen(threading.local):
+    """What the thread that visits a parameter has found."""
+
+    is_absent = False
+
+
+class _Visit:
+    """One parameter with hooks in one backward: `task`, autograd's number of it. Held by the node
+    alone.
+
+    A backward that fails leaves its wrappers behind. They call what torch would call, and the next
+    visit replaces them.
+    """
+
+    def __init__(self, parameter: torch.Tensor, node: Any, task: int) -> None:
+        self._task, self._seen = task, _Seen()
+        self._places = list[tuple[dict[Any, _Hook], Any, _Hook, _Hook]]()
+        for table, is_wanted in (
+            (_HOOKS(parameter), _is_gradient),
+            (_LATE_HOOKS(parameter), self._has_come),
+        ):
+            for key, hook in list((table or {}).items()):
+                guarded = _Wrapped(hook.hook if isinstance(hook, _Wrapped) else hook, is_wanted)
+                self._places.append((table, key, hook, guarded))
+                table[key] = guarded
+        self._handles = [node.register_prehook(self._begins), node.register_hook(self._ends)]
+
+    def _has_come(self, parameter: torch.Tensor) -> bool:
+        return not self._seen.is_absent
+
+    def _begins(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        self._seen.is_absent = gradients[0] is None
+
+    def _ends(self, *_: object) -> None:
+        self._seen.is_absent = False
+        if (
+            torch._C._current_graph_task_id() != self._task
+        ):  # a backward within this one, or in another thread
+            return
+        for handle in self._handles:
+            handle.remove()
+        for table, key, before, guarded in self._places:
+            if table.get(key) is guarded:  # else its handle has removed it
+                table[key] = before
+
+
+def _is_gradient(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None
+
+
+def expect_visits(
+    nodes: Sequence[tuple[Any, int]],
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> None:
+    """Within a backward: let no hook be called of parameters that a region delivers no gradient to.
+
+    nodes: autograd's accumulators of the parameters. gradients: those that a region delivers.
+    """
+    if not any(map(_HOOKS, parameters)) and not any(map(_LATE_HOOKS, parameters)):
+        return
+    task = torch._C._current_graph_task_id()
+    for (node, _), parameter, gradient in zip(nodes, parameters, gradients, strict=True):
+        if (
+            gradient is None
+            and (_HOOKS(parameter) or _LATE_HOOKS(parameter))
+            and torch._C._will_engine_execute_node(node)
+        ):
+            _Visit(parameter, node, task)
+
+
+class ParameterEdge:
+    """The parameters of a region as one node of the user's autograd graph, made once and used by
+    every call.
+
+    Autograd thereby reaches the parameters from a call's outputs, as it must for
+    `backward(inputs=...)`, `autograd.grad` and hooks. Their gradients come here only when somebody
+    asks for them: what flows through the node otherwise is None, since the graph has added to
+    `.grad` itself.
+
+    Attributes:
+        anchor: A leaf that needs a gradient: whether autograd goes there tells `loss.backward()`
+            from a call that asks for the gradients of some tensors only.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.anchor = torch.empty(0, requires_grad=True)
+        self._delivered: dict[int, _Delivery] = {}
+        self._node: Any = None  # of the anchor
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A tensor that depends on all the parameters."""
+        if self._tensor is None:
+            # Not at capture: the nodes of parameters belong to the stream on which they are made.
+            self._tensor = (
+                _AllParameters.apply(
+                    self._delivered, HookedParameters(self.parameters), *self.parameters
+                )
+                if self.parameters
+                else self.anchor
+            )
+        return self._tensor
+
+    def is_wanted(self) -> bool:
+        """Whether the running backward goes to any of the parameters."""
+        return bool(self.parameters) and _runs(self.tensor.grad_fn)
+
+    def deliver(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Hand gradients of the parameters to autograd; returns what the node has to be given."""
+        before = self._delivered.get(task := torch._C._current_graph_task_id())
+        found = list(gradients)
+        if before is not None:
+            found = [_sum(*two) for two in zip(before.take(), found, strict=True)]
+        self._delivered[task] = _Delivery(found)
+        return torch.empty_like(self.tensor)
+
+    def is_whole(self) -> bool:
+        """Whether the running backward is that of `loss.backward()`."""
+        if self._node is None:
+            self._node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+        return _runs(self._node)
+
+
+class _Delivery:
+    """Gradients on their way to autograd, and the stream on which they are made.
+
+    Autograd takes them to be made on the stream of the thread that calls `backward`, which may be
+    another one.
+    """
+
+    def __init__(self, gradients: list[torch.Tensor | None]) -> None:
+        self._gradients = gradients
+        self._device = next(
+            (g.device for g in gradients if g is not None and g.device.type == "cuda"), None
+        )
+        self._stream = None if self._device is None else torch.cuda.current_stream(self._device)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """The gradients, for the current stream."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            if current != self._stream:
+                current.wait_stream(self._stream)
+                for gradient in self._gradients:
+                    if gradient is not None:
+                        local_tensor(gradient).record_stream(current)
+        return self._gradients
+
+
+def _runs(node: Any) -> bool:
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+class _AllParameters(torch.autograd.Function):
+    """The node of a `ParameterEdge`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        delivered: dict[int, _Delivery],
+        parameters: HookedParameters,
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.delivered, ctx.parameters = delivered, parameters
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, signal: torch.Tensor | None) -> Any:
+        parameters = ctx.parameters.parameters
+        gradients: Sequence[torch.Tensor | None] = [None] * len(parameters)
+        if signal is not None:
+            gradients = ctx.delivered.pop(torch._C._current_graph_task_id()).take()
+        if not ctx.parameters.have_none():
+            expect_visits(ctx.next_functions, parameters, gradients)
+        return (None, None, *gradients)

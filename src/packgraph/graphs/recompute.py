@@ -28,8 +28,8 @@ from packgraph.graphs.stages import State
 def recompute_gradients(
     region: Region,
     gradients: Sequence[torch.Tensor | None],
-    versions: tuple[int, ...],
-    draws: PastDraws,
+    versions: list[int],
+    draws: PastDraws | None,
 ) -> tuple[Any, list[Any]]:
     """The gradients of a region's parameters, inputs and returned parameters for these gradients of
     its outputs.
@@ -58,7 +58,7 @@ def recompute_gradients(
 
     with region.context.calls:  # a capture by another thread changes the module meanwhile
         _check(region, versions)
-        made = _drawing_again(region, draws, run) if draws.generators else run()
+        made = _drawing_again(region, draws, run) if draws is not None else run()
     starts = [
         (made[number], gradient)
         for number, gradient in enumerate(gradients)
@@ -86,10 +86,10 @@ def recompute_gradients(
     return signal, [*results, *found[len(inputs) : len(inputs) + len(region.returned)]]
 
 
-def _check(region: Region, versions: tuple[int, ...]) -> None:
+def _check(region: Region, versions: list[int]) -> None:
     written = {tensor.untyped_storage()._cdata for tensor in region.context.writes}
-    for tensor, now, before in zip(region.context.reads, region.versions(), versions, strict=True):
-        if now != before and tensor.untyped_storage()._cdata not in written:
+    for tensor, before in zip(region.context.reads, versions, strict=True):
+        if tensor._version != before and tensor.untyped_storage()._cdata not in written:
             raise _cannot(
                 region,
                 f"a tensor of shape {tuple(tensor.shape)} that its forward reads was changed since",

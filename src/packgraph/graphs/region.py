@@ -25,19 +25,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from packgraph.graphs.autograd_walk import readers_of_leaves
 from packgraph.graphs.backend import Graph, Static
-from packgraph.graphs.call_modes import CallModes
-from packgraph.graphs.gradients import GradientBuffer
-from packgraph.graphs.hooks import expect_visits
-from packgraph.graphs.output_gradients import KeyGradients, Pattern
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.gradients import Attached, GradientBuffer
+from packgraph.graphs.key import CallModes
+from packgraph.graphs.output_gradients import KeyGradients, Pattern, readers_of_leaves
+from packgraph.graphs.parameters import HookedParameters, ParameterEdge
 from packgraph.graphs.stages import State
 
 
@@ -170,83 +168,12 @@ class Input:
     lend: bool
 
 
-@dataclass(frozen=True)
-class StaticAlias:
-    """Where a tensor of the running call lives in static memory, as of its version then. alias: it
-    is that memory."""
-
-    tensor: torch.Tensor
-    token: Token
-    version: int
-    alias: bool
-
-
 Version = tuple[
     "weakref.ref[torch.Tensor]", int
 ]  # a tensor with its version when it was read, or given away
 Inner = tuple[
     "weakref.ref[torch.Tensor]", int
 ]  # an output that others were computed from, and hooks of our own on it
-
-
-class StaticAliases:
-    """The static homes of a call's tensors, by identity."""
-
-    def __init__(self) -> None:
-        self._homes: dict[int, StaticAlias] = {}
-        self._inner: dict[int, list[Inner]] = {}
-        self._saved: dict[int, list[Version]] = {}
-
-    def note_saved(self, tensor: torch.Tensor, versions: list[Version]) -> None:
-        """`tensor` is an output that the backward reads. versions: gets those of its copies."""
-        self._saved[id(tensor)] = versions
-
-    def note_inner(self, tensor: torch.Tensor, shown: list[Inner]) -> None:
-        """`tensor` is an output that others were computed from. shown: gets it, and its copies."""
-        self._inner[id(tensor)] = shown
-        shown.append((weakref.ref(tensor), 0))
-
-    def note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        """`copy` is given away in place of `tensor`."""
-        if id(tensor) in self._saved:
-            self._saved[id(tensor)].append((weakref.ref(copy), copy._version))
-        if id(tensor) in self._inner:
-            self._inner[id(tensor)].append((weakref.ref(copy), 1))
-            copy.register_hook(partial(_refuse_alone, tensor.grad_fn))
-
-    def note(self, tensor: torch.Tensor, token: Token, alias: bool) -> None:
-        """`tensor` has the contents of the static memory `token`."""
-        self._homes[id(tensor)] = StaticAlias(tensor, token, tensor._version, alias)
-
-    def token(self, tensor: torch.Tensor) -> Token | None:
-        """The static memory with `tensor`'s contents, unless it was written to since."""
-        home = self._homes.get(id(tensor))
-        return home.token if home is not None and home.version == tensor._version else None
-
-    def is_alias(self, tensor: Any) -> bool:
-        """Whether `tensor` is static memory itself."""
-        home = self._homes.get(id(tensor))
-        return home is not None and home.alias
-
-    def shares(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` may be a view of static memory."""
-        storage = tensor.untyped_storage().data_ptr()
-        return any(
-            h.alias and h.tensor.untyped_storage().data_ptr() == storage
-            for h in self._homes.values()
-        )
-
-
-def _refuse_alone(node: Any, gradient: torch.Tensor) -> None:
-    """A hook of an inner output. Raises RuntimeError if the backward ends there: what comes from
-    others is missing."""
-    if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
-        raise RuntimeError(
-            "torch.autograd.grad asks for the gradient of an output that other outputs were "
-            "computed from: a replay "
-            "gives it the gradients of your own code only. Run such calls under "
-            "packgraph.eager(...)"
-        )
 
 
 @dataclass
@@ -272,6 +199,16 @@ class Backward:
     gradients: list[Static | None]
     owned: list[GradientBuffer]
     returned: list[Static | None]
+
+    @cached_property
+    def parameters(self) -> HookedParameters:
+        """The parameters whose gradient the graph adds to a buffer."""
+        return HookedParameters([buffer.parameter for buffer in self.owned])
+
+    @cached_property
+    def attached(self) -> Attached:
+        """Whether their gradients are the buffers."""
+        return Attached(self.owned)
 
 
 @dataclass
@@ -325,7 +262,7 @@ class Region:
     facts: dict[str, tuple[TreeSpec, list[Any]]]
     entries: dict[str, PassThrough | Produced]
     context: Context
-    parameters: "ParameterEdge"
+    parameters: ParameterEdge
     settings: tuple[Any, ...]
     modes: CallModes
     returned: list[torch.nn.Parameter] = field(default_factory=list)
@@ -345,9 +282,10 @@ class Region:
             (b.incoming[number] for b in self.backwards.values() if number in b.incoming), None
         )
 
-    def versions(self) -> tuple[int, ...]:
-        """The versions of what the region reads: they grow whenever somebody writes to it."""
-        return tuple([tensor._version for tensor in self.context.reads])
+    @cached_property
+    def is_differentiable(self) -> bool:
+        """Whether any output needs a gradient."""
+        return any(output.differentiable for output in self.outputs)
 
     def reset(self) -> None:
         """Free all graphs."""
@@ -356,110 +294,11 @@ class Region:
             backward.graph.reset()
 
 
-class ParameterEdge:
-    """The parameters of a region as one node of the user's autograd graph, made once and used by
-    every call.
+@dataclass(frozen=True)
+class Owned:
+    """A static tensor in a slot buffer, in the form of `Static`."""
 
-    Autograd thereby reaches the parameters from a call's outputs, as it must for
-    `backward(inputs=...)`, `autograd.grad` and hooks. Their gradients come here only when somebody
-    asks for them: what flows through the node otherwise is None, since the graph has added to
-    `.grad` itself.
-
-    Attributes:
-        anchor: A leaf that needs a gradient: whether autograd goes there tells `loss.backward()`
-            from a call that asks for the gradients of some tensors only.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self.anchor = torch.empty(0, requires_grad=True)
-        self._delivered: dict[int, _Delivery] = {}
-        self._tensor: torch.Tensor | None = None
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """A tensor that depends on all the parameters."""
-        if self._tensor is None:
-            # Not at capture: the nodes of parameters belong to the stream on which they are made.
-            self._tensor = (
-                _AllParameters.apply(self._delivered, *self.parameters)
-                if self.parameters
-                else self.anchor
-            )
-        return self._tensor
-
-    def is_wanted(self) -> bool:
-        """Whether the running backward goes to any of the parameters."""
-        return bool(self.parameters) and _runs(self.tensor.grad_fn)
-
-    def deliver(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Hand gradients of the parameters to autograd; returns what the node has to be given."""
-        before = self._delivered.get(task := torch._C._current_graph_task_id())
-        found = list(gradients)
-        if before is not None:
-            found = [_sum(*two) for two in zip(before.take(), found, strict=True)]
-        self._delivered[task] = _Delivery(found)
-        return torch.empty_like(self.tensor)
-
-    def is_whole(self) -> bool:
-        """Whether the running backward is that of `loss.backward()`."""
-        return _runs(torch.autograd.graph.get_gradient_edge(self.anchor).node)
-
-
-class _Delivery:
-    """Gradients on their way to autograd, and the stream on which they are made.
-
-    Autograd takes them to be made on the stream of the thread that calls `backward`, which may be
-    another one.
-    """
-
-    def __init__(self, gradients: list[torch.Tensor | None]) -> None:
-        self._gradients = gradients
-        self._device = next(
-            (g.device for g in gradients if g is not None and g.device.type == "cuda"), None
-        )
-        self._stream = None if self._device is None else torch.cuda.current_stream(self._device)
-
-    def take(self) -> list[torch.Tensor | None]:
-        """The gradients, for the current stream."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            if current != self._stream:
-                current.wait_stream(self._stream)
-                for gradient in self._gradients:
-                    if gradient is not None:
-                        local_tensor(gradient).record_stream(current)
-        return self._gradients
-
-
-def _runs(node: Any) -> bool:
-    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
-
-
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
-
-
-class _AllParameters(torch.autograd.Function):
-    """The node of a `ParameterEdge`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, delivered: dict[int, _Delivery], *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.delivered, ctx.parameters = delivered, parameters
-        ctx.set_materialize_grads(False)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, signal: torch.Tensor | None) -> Any:
-        gradients: Sequence[torch.Tensor | None] = [None] * len(ctx.parameters)
-        if signal is not None:
-            gradients = ctx.delivered.pop(torch._C._current_graph_task_id()).take()
-        expect_visits(ctx.next_functions, ctx.parameters, gradients)
-        return (None, *gradients)
+    tensor: torch.Tensor
 
 
 def shown_facts(state: State) -> dict[str, tuple[TreeSpec, list[Any]]]:
@@ -475,22 +314,3 @@ def _fact(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return type(leaf), leaf
-
-
-def accepts(region: Region, state: State, aliases: StaticAliases) -> bool:
-    """Whether a state that came through eager code is what the region was captured for.
-
-    An eager stage may do what it likes, so its results are compared in all that is baked:
-    structure, constants, shapes, and the identity of tensors whose pointer is baked, be it that
-    another entry of this state is copied there.
-    """
-    if shown_facts(state) != region.facts:
-        return False
-    copied: dict[Token, torch.Tensor] = {}
-    for entry in region.inputs:
-        tensor = tree_leaves(state[entry.key])[entry.leaf]
-        if entry.buffer is not None:
-            copied[entry.token] = tensor
-        elif copied.get(entry.token) is not tensor and aliases.token(tensor) != entry.token:
-            return False
-    return True

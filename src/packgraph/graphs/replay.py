@@ -5,32 +5,183 @@
 
 A backward that nobody has captured (a new pattern, or under autocast) runs eagerly: the region's
 inputs lie in the slot yet, so its forward is run again (`recompute.py`).
+
+Replaying a variant without autograd, for a schedule that knows itself when a microbatch's
+backward runs.
+
+A call that users write goes through autograd, region by region: their loss may hang on anything. A
+schedule calls a chunk forward and later backward, and hands over hidden states and their gradient
+itself. If every stage is captured and the gradients go from region to region by baked pointers,
+nothing is left for Python to do in between:
+
+    forward    copy the inputs in, launch F1 F2 ... Fn
+    backward   copy the gradient in, launch Bn ... B2 B1
+
+The invariant: `direct_replay` returns None unless these launches compute all that autograd would
+make of the call.
+
+Leased slot with the captured graphs and static buffers for one call.
+
+An ordinary call acquires a handle, runs and forgets it. A pipeline holds handles: it receives
+activations straight into the slot's input buffer, gradients straight into its gradient buffer, and
+keeps the slot until its sends are done.
 """  # noqa: E501
 
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.autograd import profiler
+from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs.autograd_walk import is_seen
+from packgraph.graphs import fallback
+from packgraph.graphs.backend import Graph, Static
+from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.random_state import PastDraws
-from packgraph.graphs.gradients import GradientBuffer, SeparateGradients, attach, settle
-from packgraph.graphs.hooks import expect_visits
-from packgraph.graphs.output_gradients import pattern_of
-from packgraph.graphs.parameters import are_quiet, has_hooks
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.gradients import (
+    Attached,
+    GradientBuffer,
+    SeparateGradients,
+    attach,
+    let_go,
+    settle,
+)
+from packgraph.graphs.key import Pattern, call_tensors, copy_into, kernel_settings, pattern_of
+from packgraph.graphs.output_gradients import KeyGradients, is_seen
+from packgraph.graphs.parameters import expect_visits, has_hooks
+from packgraph.graphs.program import Program, close_objects
 from packgraph.graphs.recompute import recompute_gradients
-from packgraph.graphs.region import Backward, Inner, Region, StaticAliases, Version, make_entry
-from packgraph.graphs.shared_gradients import let_go
-from packgraph.graphs.signature import kernel_settings
-from packgraph.graphs.slots import SlotLease
-from packgraph.graphs.stages import State
-from packgraph.graphs.strides import copy_into
+from packgraph.graphs.region import (
+    Backward,
+    Inner,
+    Owned,
+    Region,
+    Token,
+    Version,
+    make_entry,
+    shown_facts,
+)
+from packgraph.graphs.slots import Calls, SlotLease
+from packgraph.graphs.stages import Run, State
 
-_VERSION = operator.attrgetter("_version")
+_VERSION, _DIFFERENTIABLE = operator.attrgetter("_version"), operator.attrgetter("differentiable")
 Gradients = Sequence[torch.Tensor | None]
+
+
+class StaticAlias(NamedTuple):
+    """Where a tensor of the running call lives in static memory, as of its version then. alias: it
+    is that memory."""
+
+    tensor: torch.Tensor
+    token: Token
+    version: int
+    alias: bool
+
+
+class StaticAliases:
+    """The static homes of a call's tensors, by identity."""
+
+    def __init__(self) -> None:
+        self._homes: dict[int, StaticAlias] = {}
+        self._inner: dict[int, list[Inner]] = {}
+        self._saved: dict[int, list[Version]] = {}
+
+    def note_saved(self, tensor: torch.Tensor, versions: list[Version]) -> None:
+        """`tensor` is an output that the backward reads. versions: gets those of its copies."""
+        self._saved[id(tensor)] = versions
+
+    def note_inner(self, tensor: torch.Tensor, shown: list[Inner]) -> None:
+        """`tensor` is an output that others were computed from. shown: gets it, and its copies."""
+        self._inner[id(tensor)] = shown
+        shown.append((weakref.ref(tensor), 0))
+
+    def note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        """`copy` is given away in place of `tensor`."""
+        if id(tensor) in self._saved:
+            self._saved[id(tensor)].append((weakref.ref(copy), copy._version))
+        if id(tensor) in self._inner:
+            self._inner[id(tensor)].append((weakref.ref(copy), 1))
+            copy.register_hook(partial(_refuse_alone, tensor.grad_fn))
+
+    def note(self, tensor: torch.Tensor, token: Token, alias: bool) -> None:
+        """`tensor` has the contents of the static memory `token`."""
+        self._homes[id(tensor)] = StaticAlias(tensor, token, tensor._version, alias)
+
+    def token(self, tensor: torch.Tensor) -> Token | None:
+        """The static memory with `tensor`'s contents, unless it was written to since."""
+        home = self._homes.get(id(tensor))
+        return home.token if home is not None and home.version == tensor._version else None
+
+    def is_alias(self, tensor: Any) -> bool:
+        """Whether `tensor` is static memory itself."""
+        home = self._homes.get(id(tensor))
+        return home is not None and home.alias
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` may be a view of static memory."""
+        if self.is_alias(tensor):
+            return True
+        storage = tensor.untyped_storage().data_ptr()
+        return any(
+            h.alias and h.tensor.untyped_storage().data_ptr() == storage
+            for h in self._homes.values()
+        )
+
+
+def _refuse_alone(node: Any, gradient: torch.Tensor) -> None:
+    """A hook of an inner output. Raises RuntimeError if the backward ends there: what comes from
+    others is missing."""
+    if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "torch.autograd.grad asks for the gradient of an output that other outputs were "
+            "computed from: a replay "
+            "gives it the gradients of your own code only. Run such calls under "
+            "packgraph.eager(...)"
+        )
+
+
+def accepts(region: Region, state: State, aliases: StaticAliases) -> bool:
+    """Whether a state that came through eager code is what the region was captured for.
+
+    An eager stage may do what it likes, so its results are compared in all that is baked:
+    structure, constants, shapes, and the identity of tensors whose pointer is baked, be it that
+    another entry of this state is copied there.
+    """
+    if shown_facts(state) != region.facts:
+        return False
+    copied: dict[Token, torch.Tensor] = {}
+    for entry in region.inputs:
+        tensor = tree_leaves(state[entry.key])[entry.leaf]
+        if entry.buffer is not None:
+            copied[entry.token] = tensor
+        elif copied.get(entry.token) is not tensor and aliases.token(tensor) != entry.token:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class ProfiledGraph:
+    """A captured graph whose replays are ranges called `name` while a profiler runs."""
+
+    name: str
+    graph: Graph
+
+    def replay(self) -> None:
+        """Replay the graph."""
+        if not profiler._is_profiler_enabled:
+            self.graph.replay()
+            return
+        with profiler.record_function(self.name):
+            self.graph.replay()
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self.graph.reset()
 
 
 def stage_inputs(
@@ -54,19 +205,21 @@ def stage_inputs(
             aliases.note(tensor, entry.token, alias=False)
         if entry.differentiable:
             wanted.append(tensor)
-    read = [tensors[number] for number in region.context.inputs]
-    # A view may be gone before its base is written to.
-    read = [tensor if tensor._base is None else tensor._base for tensor in read]
-    return wanted, [(weakref.ref(tensor), tensor._version) for tensor in read]
+    read: list[Version] = []
+    for number in region.context.inputs:
+        tensor, base = tensors[number], tensors[number]._base
+        # A view may be gone before its base is written to.
+        read.append((weakref.ref(tensor if base is None else base), tensor._version))
+    return wanted, read
 
 
 def replay_region(region: Region, state: State, lease: SlotLease, aliases: StaticAliases) -> State:
     """Replay the forward graph and return the next state; its outputs alias static memory and are
-    noted in `homes`."""
+    noted in `aliases`."""
     edge = region.parameters
     with lease.slots.launches:
         wanted, read = stage_inputs(region, state, aliases)
-        if any(output.differentiable for output in region.outputs):
+        if region.is_differentiable:
             lease.pending.add(region.number)
             inner: list[Inner] = []
             made = _Replay.apply(
@@ -77,19 +230,19 @@ def replay_region(region: Region, state: State, lease: SlotLease, aliases: Stati
             for number in region.saved:
                 aliases.note_saved(made[number], read)
         else:
-            replay_forward(region)
-            made = tuple(output.static.tensor.detach() for output in region.outputs)
+            made = replay_forward(region)
     for number, tensor in enumerate(made):
         aliases.note(tensor, (region.number, number), alias=True)
     return {key: make_entry(entry, state, made) for key, entry in region.entries.items()}
 
 
-def replay_forward(region: Region) -> None:
-    """Replay the forward graph. What it writes to counts as changed, as it would by an eager
-    call."""
+def replay_forward(region: Region) -> tuple[torch.Tensor, ...]:
+    """Replay the forward graph; its outputs, aliases of static memory. What it writes to counts as
+    changed, as it would by an eager call."""
     region.forward.replay()
     if region.context.counted:
         torch.autograd.graph.increment_version(region.context.counted)
+    return tuple([output.static.tensor.detach() for output in region.outputs])
 
 
 class _Replay(torch.autograd.Function):
@@ -109,46 +262,61 @@ class _Replay(torch.autograd.Function):
     ) -> Any:
         ctx.region, ctx.lease, ctx.read, ctx.inner = region, lease, read, inner
         ctx.set_materialize_grads(False)
-        ctx.draws = PastDraws(region.context.generators)
-        replay_forward(region)
-        ctx.draws.end()
-        ctx.versions = region.versions()
-        made = tuple(output.static.tensor.detach() for output in region.outputs)
-        ctx.mark_non_differentiable(
-            *[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable]
-        )
+        generators = region.context.generators
+        ctx.draws = draws = PastDraws(generators) if generators else None
+        made = replay_forward(region)
+        if draws is not None:
+            draws.end()
+        ctx.versions = list(map(_VERSION, region.context.reads))
+        if not all(map(_DIFFERENTIABLE, region.outputs)):
+            ctx.mark_non_differentiable(
+                *[t for t, o in zip(made, region.outputs, strict=True) if not o.differentiable]
+            )
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         region, lease = ctx.region, ctx.lease
-        inputs = sum(entry.differentiable for entry in region.inputs)
+        inputs = sum(map(_DIFFERENTIABLE, region.inputs))
         returned = ctx.next_functions[len(ctx.next_functions) - len(region.returned) :]
-        if all(gradient is None for gradient in gradients):
+        pattern = pattern_of(gradients)
+        if pattern.count(None) == len(pattern):
             expect_visits(returned, region.returned, [None] * len(returned))
             return (None,) * (6 + inputs + len(region.returned))
-        _refuse_second_derivatives(region)
-        _refuse_hooks_inside(region, ctx.inner)
-        _check_settings(region)
+        if torch.is_grad_enabled():
+            _refuse_second_derivatives(region)
+        if ctx.inner:
+            _refuse_hooks_inside(region, ctx.inner)
+        if kernel_settings(region.settings[0]) != region.settings[1] or region.context.asks_later:
+            _check_settings(region)
         _check_versions(region, ctx.versions, ctx.read)
-        with lease.slots.launches:
-            lease.start_backward(region.number)
-        pattern = pattern_of(gradients)
         casts = torch.is_autocast_enabled(region.modes.device_type)
         backward = None if casts else region.backwards.get(pattern)
-        with torch.no_grad():
-            if backward is not None:
-                signal, results = _replay_backward(region, backward, gradients, lease)
-            else:
-                signal, results = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
-                known = region.context.gradients
-                known.runs_under_autocast() if casts else known.learn(
-                    region.number, list(region.backwards), pattern
-                )
-        with lease.slots.launches:
-            lease.finish_backward(region.number)
-        expect_visits(returned, region.returned, results[inputs:])
+        if backward is not None:
+            signal, results = _replay_backward(region, backward, gradients, lease)
+        else:
+            signal, results = _recompute(region, pattern, gradients, ctx, casts)
+        if returned:
+            expect_visits(returned, region.returned, results[inputs:])
         return None, signal, None, None, None, None, *results
+
+
+def _recompute(
+    region: Region, pattern: Pattern, gradients: Gradients, ctx: Any, casts: bool
+) -> tuple[Any, list[Any]]:
+    """Run a backward eagerly that nobody has captured, and learn its pattern."""
+    lease, known = ctx.lease, region.context.gradients
+    with lease.slots.launches:
+        lease.start_backward(region.number)
+    with torch.no_grad():
+        found = recompute_gradients(region, gradients, ctx.versions, ctx.draws)
+    if casts:
+        known.runs_under_autocast()
+    else:
+        known.learn(region.number, list(region.backwards), pattern)
+    with lease.slots.launches:
+        lease.finish_backward(region.number)
+    return found
 
 
 def _replay_backward(
@@ -156,26 +324,32 @@ def _replay_backward(
 ) -> tuple[Any, list[Any]]:
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned
     parameters."""
-    launches = lease.slots.launches
-    # What is wanted by itself: of some tensors only, or to be seen by a hook.
-    whole = region.parameters.is_whole()
-    asked: list[GradientBuffer] = []
-    owned = [buffer.parameter for buffer in backward.owned]
-    if not whole or not are_quiet(owned):
-        # One that was frozen since its forward gets none, which autograd knows.
-        asked = [
-            buffer
-            for buffer in backward.owned
-            if not whole or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)
-        ]
+    launches, asked = lease.slots.launches, _asked(region, backward)
     with launches:
+        lease.start_backward(region.number)
         if not launches.shared:
             found, results = _launch_backward(region, backward, gradients, asked)
+            lease.finish_backward(region.number)
             return _delivered(region, asked, found) if asked else None, results
     let_go(backward.owned, launches)  # all of it is to be added beside other threads
     with launches:
         found, results = _launch_backward(region, backward, gradients, backward.owned)
+        lease.finish_backward(region.number)
     return _delivered(region, backward.owned, found), results
+
+
+def _asked(region: Region, backward: Backward) -> list[GradientBuffer]:
+    """The buffers whose gradient is wanted by itself: of some tensors only, or to be seen by a
+    hook."""
+    whole = region.parameters.is_whole()
+    if whole and backward.parameters.are_quiet():
+        return []
+    # One that was frozen since its forward gets none, which autograd knows.
+    return [
+        buffer
+        for buffer in backward.owned
+        if not whole or not buffer.parameter.requires_grad or has_hooks(buffer.parameter)
+    ]
 
 
 def _launch_backward(
@@ -188,14 +362,20 @@ def _launch_backward(
         assert given is not None
         if given.data_ptr() != target.data_ptr():
             copy_into(target, given)
-    added = backward.owned
+    found: list[torch.Tensor] = []
     if asked:
         apart = set(map(id, asked))
         added = [buffer for buffer in backward.owned if id(buffer) not in apart]
-    separate, aside = SeparateGradients(asked), attach(added)
-    backward.graph.replay()
-    settle(aside)
-    found = separate.take()
+        separate, aside = SeparateGradients(asked), attach(added)
+        backward.graph.replay()
+        settle(aside)
+        found = separate.take()
+    elif backward.attached.holds():
+        backward.graph.replay()
+    else:
+        aside = attach(backward.owned)
+        backward.graph.replay()
+        settle(aside)
     results: list[Any] = []
     for entry, gradient in zip(region.inputs, backward.gradients, strict=True):
         if entry.differentiable:
@@ -225,15 +405,12 @@ def _delivered(
 
 
 def _refuse_second_derivatives(region: Region) -> None:
-    if torch.is_grad_enabled():
-        region.context.gradients.refuse_twice()
-        raise RuntimeError(
-            f"create_graph=True through {region.name}: a captured backward has no graph of its own "
-            "that could be "
-            "differentiated again. Calls after this one run eagerly. To keep graphs for other "
-            "calls, run those whose "
-            "gradients are differentiated under packgraph.eager(...)"
-        )
+    region.context.gradients.refuse_twice()
+    raise RuntimeError(
+        f"create_graph=True through {region.name}: a captured backward has no graph of its own "
+        "that could be differentiated again. Calls after this one run eagerly. To keep graphs for "
+        "other calls, run those whose gradients are differentiated under packgraph.eager(...)"
+    )
 
 
 def _refuse_hooks_inside(region: Region, inner: Sequence[Inner]) -> None:
@@ -256,7 +433,7 @@ def _refuse_hooks_inside(region: Region, inner: Sequence[Inner]) -> None:
 def _check_settings(region: Region) -> None:
     """Raise RuntimeError when torch's settings are not those under which the backward was
     captured."""
-    if kernel_settings(region.settings[0]) != region.settings:
+    if kernel_settings(region.settings[0]) != region.settings[1]:
         raise RuntimeError(
             "precision, determinism or another global setting of torch was changed between forward "
             "and backward of "
@@ -276,7 +453,7 @@ def _check_settings(region: Region) -> None:
         )
 
 
-def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[Version]) -> None:
+def _check_versions(region: Region, versions: list[int], inputs: Sequence[Version]) -> None:
     """Raise RuntimeError when what the backward reads was changed since the forward."""
     for reference, version in inputs:
         tensor = reference()
@@ -289,7 +466,7 @@ def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[
             )
     later, addresses = region.context.read_later, region.context.addresses
     if (
-        list(map(_VERSION, later)) == list(versions[: len(later)])
+        list(map(_VERSION, later)) == versions[: len(later)]
         and list(map(torch.Tensor.data_ptr, later)) == addresses
     ):
         return
@@ -302,3 +479,324 @@ def _check_versions(region: Region, versions: tuple[int, ...], inputs: Sequence[
                 "optimizer after the "
                 "last backward, and write to a new tensor otherwise"
             )
+
+
+Ends = Sequence[tuple[int, int] | None]
+
+
+@dataclass
+class Direct:
+    """The launches of one variant.
+
+    copies: which of the call's tensors go into which memory of the slot, and its address. out: the
+    call's only output. incoming: where its gradient belongs. gradients: by number of the call's
+    tensor, where the backward leaves its gradient.
+    """
+
+    forwards: list[Graph]
+    backwards: list[Graph]
+    copies: list[tuple[int, torch.Tensor, int]]
+    out: Static
+    incoming: Static
+    gradients: dict[int, Static]
+    owned: list[GradientBuffer]
+    attached: object = field(default=None)
+
+    @cached_property
+    def gradients_attached(self) -> Attached:
+        """Whether `.grad` of all parameters are their buffers."""
+        return Attached(self.owned)
+
+    def forward(self, tensors: Sequence[torch.Tensor], lease: SlotLease) -> torch.Tensor:
+        """Launch all forwards on the call's tensors; returns the output, static memory of the
+        slot."""
+        lease.pending.add(0)
+        with lease.slots.launches:
+            for number, buffer, address in self.copies:
+                if tensors[number].data_ptr() != address:
+                    buffer.copy_(tensors[number].detach())
+            for graph in self.forwards:
+                graph.replay()
+        return self.out.tensor
+
+    def backward(self, gradient: torch.Tensor | None, lease: SlotLease, frozen: object) -> None:
+        """Launch all backwards. gradient: of the output, None = one.
+
+        frozen: the block in which nobody replaces `.grad`, or None; gradients are looked at once
+        per block.
+        """
+        with lease.slots.launches as launches:
+            if not launches.shared:
+                known = frozen is not None and self.attached is frozen
+                known = known or self.gradients_attached.holds()
+                aside = [] if known else attach(self.owned)
+                self._launch_backward(gradient, lease)
+                settle(aside)
+                self.attached = None if aside else frozen
+                return
+        let_go(self.owned, launches)
+        with launches:
+            separate = SeparateGradients(self.owned)
+            self._launch_backward(gradient, lease)
+            found = separate.take()
+        torch.autograd.backward([buffer.parameter for buffer in self.owned], found)
+
+    def _launch_backward(self, gradient: torch.Tensor | None, lease: SlotLease) -> None:
+        lease.start_backward(0)
+        target = self.incoming.tensor
+        if gradient is None:
+            target.fill_(1)
+        elif gradient.data_ptr() != target.data_ptr():
+            target.copy_(gradient)
+        for graph in self.backwards:
+            graph.replay()
+        lease.finish_backward(0)
+
+
+@dataclass
+class Variant:
+    """The regions of one key in one slot, by the index of their run.
+
+    ends: for each of the call's outputs the region and output number it comes from, None for eager
+    code's. direct: how to replay all regions without autograd, where that can be. version: of what
+    is known of gradients of such calls (`gradients`) at capture. dry_run: keeps what graphs read,
+    and know by its address only.
+    """
+
+    regions: dict[int, Region]
+    ends: list[tuple[int, int] | None]
+    direct: Direct | None
+    gradients: KeyGradients
+    version: int
+    dry_run: DryRun
+
+    @property
+    def segments(self) -> int:
+        """Number of captured segments."""
+        return len(self.regions)
+
+    def reset(self) -> None:
+        """Free all graphs."""
+        for region in self.regions.values():
+            region.reset()
+
+
+def direct_replay(
+    regions: dict[int, Region], runs: int, ends: Ends, tensors: Sequence[int | None]
+) -> Direct | None:
+    """How to replay a variant directly, or None when something has to go through eager code or
+    autograd.
+
+    runs: how many runs the program has. tensors: for each static input of the slot the number of
+    the call's tensor that it takes in, None for one that the call does not have.
+    """
+    if (
+        len(regions) != runs
+        or len(ends) != 1
+        or ends[0] is None
+        or any(number is None for number in tensors)
+    ):
+        return None
+    if any(
+        region.returned or region.summed or len(region.backwards) > 1 for region in regions.values()
+    ):
+        return None
+    producer, output = ends[0]
+    last, incoming = regions[producer].outputs[output], regions[producer].incoming(output)
+    backwards = [
+        region.backward
+        for _, region in sorted(regions.items(), reverse=True)
+        if region.backward is not None
+    ]
+    if incoming is None or not backwards:
+        return None
+    copies: list[tuple[int, torch.Tensor, int]] = []
+    gradients: dict[int, Static] = {}
+    for region in regions.values():
+        for place, entry in enumerate(region.inputs):
+            if entry.token[0] != "slot":
+                continue
+            number = tensors[entry.token[1]]
+            assert number is not None
+            if entry.buffer is not None:
+                copies.append((number, entry.buffer, entry.buffer.data_ptr()))
+            gradient = region.backward.gradients[place] if region.backward is not None else None
+            if gradient is not None:
+                if number in gradients or not entry.lend:
+                    return None
+                gradients[number] = gradient
+    return Direct(
+        [region.forward for region in regions.values()],
+        [backward.graph for backward in backwards],
+        copies,
+        last.static,
+        incoming,
+        gradients,
+        [buffer for backward in backwards for buffer in backward.owned],
+    )
+
+
+class ReplayHandle:
+    """A slot held for one microbatch, and the variant captured in it for this call.
+
+    lends: outputs are aliases of static memory, valid until the slot is released, instead of
+    clones.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        variant: Variant,
+        lease: SlotLease,
+        lends: bool,
+        stats: Stats,
+        calls: Calls,
+        frozen: object = None,
+    ) -> None:
+        """calls: of the module. frozen: stands for a block of time in which nothing about the
+        module but values changes; None = no such."""
+        self.calls, self._aliases, self._was_eager = calls, StaticAliases(), False
+        self.program, self.variant, self.lease, self.lends, self.stats = (
+            program,
+            variant,
+            lease,
+            lends,
+            stats,
+        )
+        self.frozen = frozen
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether `forward` and `backward` may be used in place of `run` and autograd."""
+        return self.variant.direct is not None
+
+    @property
+    def makes_one_number(self) -> bool:
+        """Whether the output is a single number, of which autograd takes the gradient to be one."""
+        assert self.variant.direct is not None
+        return self.variant.direct.out.tensor.numel() == 1
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Replay the forward alone: the call's output, an alias of the slot's memory that autograd
+        knows nothing of.
+
+        What the module says of the arguments as a call begins is heard here, too: graphs cannot
+        look at what the host alone knows. Raises what its `begin` raises.
+        """
+        assert self.variant.direct is not None
+        launched = False
+        try:
+            with self.calls:
+                if self.program.staged:
+                    self.program.begin(args, kwargs)
+                out = self.variant.direct.forward(call_tensors(args, kwargs), self.lease)
+            launched = True
+        finally:
+            if not launched:
+                self.lease.release()
+        return out
+
+    def backward(self, gradient: torch.Tensor | None = None) -> None:
+        """Replay the backward. gradient: of the output, None = one."""
+        assert self.variant.direct is not None
+        self.variant.direct.backward(gradient, self.lease, self.frozen)
+
+    def input_gradient(self, tensor: int) -> torch.Tensor | None:
+        """Where `backward` leaves the gradient of the call's tensor number `tensor`: an alias of
+        the slot's memory."""
+        assert self.variant.direct is not None
+        static = self.variant.direct.gradients.get(tensor)
+        return None if static is None else static.tensor
+
+    def buffer(self, key: str) -> torch.Tensor | None:
+        """The slot's memory for the state's entry `key`, if a region reads it from there: filling
+        it saves a copy."""
+        for region in self.variant.regions.values():
+            for entry in region.inputs:
+                if entry.key == key and entry.buffer is not None:
+                    return entry.buffer
+        return None
+
+    def gradient_buffer(self, number: int = 0) -> torch.Tensor | None:
+        """The slot's memory for the incoming gradient of the call's output `number`, if a region
+        reads it there."""
+        end = self.variant.ends[number]
+        if end is None:
+            return None
+        incoming = self.variant.regions[end[0]].incoming(end[1])
+        return incoming.tensor if isinstance(incoming, Owned) else None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replay the call's forward; its backward follows by autograd."""
+        with self.calls:
+            return self.replay(args, kwargs)
+
+    def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `run`, by a thread that is counted among the calls of the module."""
+        replayed = False
+        try:
+            program = self.program
+            result = program.end(program.execute(program.begin(args, kwargs), self))
+            if self.lends:
+                result = close_objects(result)
+            else:
+                with self.lease.slots.launches:
+                    result = _left(result, self._aliases)
+            replayed = True
+        finally:
+            if not replayed:
+                self.lease.release()
+        return result
+
+    def captured(self, index: int, run: Run, state: State) -> State:
+        """Executes a run by replay, where the slot has graphs for it and the state is theirs."""
+        region = self.variant.regions.get(index)
+        if region is None:
+            return self.eager(index, run, state)
+        if self._was_eager and not accepts(region, state, self._aliases):
+            self.stats.fell_back(fallback.OTHER_STATE)
+            return self.eager(index, run, state)
+        self._was_eager = False
+        return replay_region(region, state, self.lease, self._aliases)
+
+    def eager(self, index: int, run: Run, state: State) -> State:
+        """Executes a run eagerly."""
+        self._was_eager = True
+        return self.program.run(run, _own_copies(state, self._aliases))
+
+
+def _left(result: Any, aliases: StaticAliases) -> Any:
+    """What leaves the call: never static memory, nor a view of it. One tensor in several places
+    stays one."""
+    clones: dict[int, torch.Tensor] = {}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not aliases.shares(leaf):
+            return leaf
+        if id(leaf) not in clones:
+            clones[id(leaf)] = leaf.clone()
+            aliases.note_copy(leaf, clones[id(leaf)])
+        return clones[id(leaf)]
+
+    if type(result) is torch.Tensor:
+        return own(result)
+    return close_objects(tree_map(own, result))
+
+
+def _own_copies(state: State, aliases: StaticAliases) -> State:
+    """The state for an eager stage: differentiable static tensors are cloned, since autograd may
+    keep them."""
+    clones: dict[int, Any] = {}
+
+    def own(leaf: Any) -> Any:
+        if not aliases.is_alias(leaf) or not leaf.requires_grad:
+            return leaf
+        if id(leaf) not in clones:
+            clone, token = leaf.clone(), aliases.token(leaf)
+            aliases.note_copy(leaf, clone)
+            if token is not None:
+                aliases.note(clone, token, alias=False)
+            clones[id(leaf)] = clone
+        return clones[id(leaf)]
+
+    return tree_map(own, state)

@@ -21,19 +21,25 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs import fallback
-from packgraph.graphs.backend import Backend, Graph, Static
+from packgraph.graphs.backend import (
+    Backend,
+    Graph,
+    Static,
+    range_name,
+    sizes_in_short,
+)
 from packgraph.graphs.cache import Consensus, GraphCache
-from packgraph.graphs.capture import compiled_code, explained, undone
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.copy_streams import CopyStreams
+from packgraph.graphs.dry_run import compiled_code, explained, undone
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
+from packgraph.graphs.key import signature
 from packgraph.graphs.parameters import aliased_parameters
-from packgraph.graphs.profiler_ranges import ProfiledGraph, range_name, sizes_in_short
 from packgraph.graphs.program import hide_lengths
-from packgraph.graphs.signature import signature
+from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
 
 MAX_STEP_KEYS = 16

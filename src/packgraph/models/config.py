@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from packgraph.models.branches import KINDS, BranchKind, read_pattern
 from packgraph.ops.attention.api import BACKENDS
+from packgraph.ops.linear import NATIVE, PRODUCTS
 
 # Larger numbers are mistakes: three of them multiplied are a size in bytes, which must stay below
 # 2^63.
@@ -314,7 +315,9 @@ class DecoderConfig:
     experts.first_dense on. mamba: shape of the Mamba-2 layers that the pattern names. activation:
     of feed-forward blocks and experts: swiglu has a gate, relu2 (the square of what is positive)
     has none. rotary_share: part of a head's columns that the position turns, its first ones; 0 =
-    none. Raises ValueError that names every illegal value at once.
+    none. linear_product: how linear layers and experts multiply, a name of
+    `packgraph.ops.linear.PRODUCTS`; native = in the dtype of what is multiplied. Raises
+    ValueError that names every illegal value at once.
     """
 
     vocab_size: int
@@ -339,6 +342,7 @@ class DecoderConfig:
     mamba: MambaConfig = field(default_factory=MambaConfig)
     activation: Literal["swiglu", "relu2"] = "swiglu"
     rotary_share: float = 1.0
+    linear_product: str = NATIVE
 
     def __post_init__(self) -> None:
         reasons = _illegal(self)
@@ -402,6 +406,10 @@ def _illegal(config: DecoderConfig) -> list[str]:
         known = ", ".join(["auto", *BACKENDS])
         reasons.append(
             f"attention_backend {config.attention_backend!r} is unknown; known are {known}"
+        )
+    if config.linear_product not in PRODUCTS:
+        reasons.append(
+            f"linear_product {config.linear_product!r} is unknown; known are {', '.join(PRODUCTS)}"
         )
     share = config.rotary_share
     if not 0.0 <= share <= 1.0 or (share < 1.0 and share * config.head_dim % 2):

@@ -18,7 +18,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.expert import keep_experts
-from packgraph.parallel.pieces import expert_part, mark_experts, stored
+from packgraph.parallel.pieces import mark_part, part_of, stored
 from packgraph.parallel.pipeline.chunks import split_layers
 
 __all__ = [
@@ -66,11 +66,11 @@ class DecoderModel(DecoderStack):
             super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
             if experts is not None:
                 keep_experts(self, experts)
-        parts = [(name, expert_part(parameter)) for name, parameter in self.named_parameters()]
+        parts = [(name, part_of(parameter)) for name, parameter in self.named_parameters()]
         self.to(dtype).to_empty(device=target)
         for name, part in parts:
             if part is not None:
-                mark_experts(self.get_parameter(name), part)
+                mark_part(self.get_parameter(name), part)
         self.reset_parameters(seed)
 
 
@@ -105,7 +105,7 @@ def stage_weights(
         stack = DecoderStack(config, layers, first=stage == 0, last=stage == stages - 1)
         if experts is not None:
             keep_experts(stack, experts)
-    shared = sum(value.numel() for value in stack.parameters() if expert_part(value) is not None)
+    shared = sum(value.numel() for value in stack.parameters() if part_of(value) is not None)
     return sum(value.numel() for value in stack.parameters()) - shared, shared, len(indices)
 
 

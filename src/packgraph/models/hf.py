@@ -36,7 +36,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
 from packgraph.models.hf_families import cut, family_of
-from packgraph.parallel.pieces import expert_part
+from packgraph.parallel.pieces import part_of
 
 _WHOLE = re.compile(r"(?P<prefix>(.*\.)?experts)\.(?P<part>gate_up_proj|up_proj|down_proj)")
 CONFIG = "config.json"
@@ -300,7 +300,7 @@ def stored_tensors(model: DecoderModel, prefix: str | None = None) -> dict[str, 
     """The live tensors of `model` as a checkpoint names them; prefix: what names begin with there,
     None as they are written here."""
     family = family_of(model.config)
-    parts = [(name, expert_part(parameter)) for name, parameter in model.named_parameters()]
+    parts = [(name, part_of(parameter)) for name, parameter in model.named_parameters()]
     first = {
         family.tensor_name(name, prefix): part.offsets[0]
         for name, part in parts

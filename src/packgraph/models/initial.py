@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from packgraph.parallel.pieces import expert_part
+from packgraph.parallel.pieces import part_of
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ def _matrices(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
         if values.dim() < 3:
             yield name, values
         else:
-            part = expert_part(parameter)
+            part = part_of(parameter)
             first = 0 if part is None else part.offsets[0]
             yield from (
                 (f"{name} {place}", entry)

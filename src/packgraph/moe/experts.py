@@ -27,7 +27,7 @@ keeping it from the forward on would cost in memory, a third of what an expert l
 its products (without a gate half of it).
 
 Rows from offsets[-1] on are empty: they may hold NaN, `act` and the gradient of h are undefined
-there (nothing reads them, see moe/grouped_gemm/products.py), the gradient of the weights is 0. On
+there (nothing reads them, see ops/grouped_gemm/products.py), the gradient of the weights is 0. On
 CUDA they cost nothing: kernels in moe/activation_kernel.py look up how many rows there are.
 """
 
@@ -36,7 +36,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from packgraph.moe.grouped_gemm.products import autocast, matrices_gradient, product
+from packgraph.ops.linear import NATIVE, autocast, matrices_gradient, product, rows_gradient
 from packgraph.ops.loss import HAS_TRITON
 
 
@@ -103,7 +103,8 @@ class Experts(nn.Module):
     [count, I, H]; down_proj: [count, H, I].
 
     count: the experts of this rank. activation: swiglu has a gate, relu2 has none
-    (moe/experts.py). Weights begin as normal numbers of deviation 0.02.
+    (moe/experts.py). by: name of their product (ops/linear.py). Weights begin as normal numbers of
+    deviation 0.02.
     """
 
     gate_up_proj: nn.Parameter
@@ -115,9 +116,10 @@ class Experts(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         activation: Literal["swiglu", "relu2"] = "swiglu",
+        by: str = NATIVE,
     ) -> None:
         super().__init__()
-        self.gated = activation == "swiglu"
+        self.gated, self.by = activation == "swiglu", by
         if self.gated:
             self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * intermediate_size, hidden_size))
         else:
@@ -147,13 +149,12 @@ class Experts(nn.Module):
     def first(self, values: Tensor, offsets: Tensor) -> Tensor:
         """The product before the activation: h [R, 2I], without a gate [R, I]."""
         values, matrices = autocast(values, self.first_proj)
-        return product(
-            values, matrices, offsets, True
-        )  # not by a view: the backward then reads the parameter itself
+        # Not by a view: the backward then reads the parameter itself.
+        return product(values, matrices, offsets, True, self.by)
 
     def second(self, h: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """What follows it: [R, H]."""
-        return activate_and_multiply(h, weights, self.down_proj, offsets, self.gated)
+        return activate_and_multiply(h, weights, self.down_proj, offsets, self.gated, self.by)
 
     def extra_repr(self) -> str:
         count, hidden_size, intermediate_size = self.down_proj.shape
@@ -164,15 +165,20 @@ class Experts(nn.Module):
 
 
 def activate_and_multiply(
-    h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool = True
+    h: Tensor,
+    weights: Tensor,
+    down: Tensor,
+    offsets: Tensor,
+    gated: bool = True,
+    by: str = NATIVE,
 ) -> Tensor:
     """`activation(h, weights, offsets, gated)` @ down[e]^T for the rows of every expert e: [R, H].
 
     h: [R, 2I], gate first, or [R, I] without a gate. weights: float32 [R]. down: [E, H, I].
-    offsets: int32 [E].
+    offsets: int32 [E]. by: name of the product.
     """
     h, down = autocast(h, down)
-    return _second_half(h, weights, down, offsets, gated)
+    return _second_half(h, weights, down, offsets, gated, by)
 
 
 def naive_experts(
@@ -202,29 +208,32 @@ def naive_experts(
 
 
 @torch.library.custom_op("packgraph::activate_and_multiply", mutates_args=())
-def _second_half(h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool) -> Tensor:
+def _second_half(
+    h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool, by: str
+) -> Tensor:
     """One operation, since its backward keeps h and not the activation."""
-    return product(activation(h, weights, offsets, gated), down, offsets, True)
+    return product(activation(h, weights, offsets, gated), down, offsets, True, by)
 
 
 @_second_half.register_fake
 def _second_half_shape(
-    h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool
+    h: Tensor, weights: Tensor, down: Tensor, offsets: Tensor, gated: bool, by: str
 ) -> Tensor:
     return h.new_empty(h.shape[0], down.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.gated = inputs
+    *tensors, ctx.gated, ctx.by = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     h, weights, down, offsets = ctx.saved_tensors
-    of_act = product(grad, down, offsets, False)
+    of_act = rows_gradient(grad, down, offsets, True, ctx.by)
     of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, ctx.gated)
-    of_down = matrices_gradient(grad, act, offsets, True) if ctx.needs_input_grad[2] else None
-    return of_h, of_weights, of_down, None, None
+    needs_down = ctx.needs_input_grad[2]
+    of_down = matrices_gradient(grad, act, offsets, True, ctx.by) if needs_down else None
+    return of_h, of_weights, of_down, None, None, None
 
 
 _second_half.register_autograd(_differentiate, setup_context=_save)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packgraph.graphs.hooks import owners
+from packgraph.graphs.checks.unsupported import owners
 from packgraph.graphs.saved_tensors import are_others, are_watched_by_others
 from packgraph.offloading.marks import Mark, offload_block
 from packgraph.offloading.runtime import OffloadRuntime

@@ -12,7 +12,7 @@ it needs no device and no partner.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -122,12 +122,13 @@ def replica_consensus(mesh: Mesh, patience: float = PATIENCE) -> Consensus:
 
 def _replica(mesh: Mesh) -> list[int]:
     """The ranks of this replica, and of those that share experts with it."""
-    block = mesh.place["dp"] // mesh.size("ep")
-    return [
-        rank
-        for rank in range(mesh.world)
-        if mesh.layout.coordinates(rank)["dp"] // mesh.size("ep") == block
-    ]
+
+    def block(place: Mapping[str, int]) -> list[int]:
+        others = [place[axis.name] for axis in mesh.layout.more if axis.own == "packs"]
+        return [place["dp"] // mesh.size("ep"), *others]
+
+    mine, coordinates = block(mesh.place), mesh.layout.coordinates
+    return [rank for rank in range(mesh.world) if block(coordinates(rank)) == mine]
 
 
 def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Consensus:

@@ -42,12 +42,14 @@ from torch.distributed.tensor import DTensor, Partial
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
-from packgraph.parallel.pieces import Pieces, expert_part
+from packgraph.parallel.pieces import Pieces, part_of
 
 ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like
 SPAN_BYTES = (
     32 * 2**20
 )  # large enough for full bandwidth, small enough that most of a model overlaps with backward
+
+WHOLE = "copies"  # the group of parameters that are no part of anything: `Part.copies`
 
 
 @dataclass(frozen=True)
@@ -163,10 +165,10 @@ class GradientBucket:
         """
         start, stop = max(member.place.start, self.own.start), min(member.place.stop, self.own.stop)
         held = flat[start - self.own.start : max(start, stop) - self.own.start]
-        local, experts = local_tensor(member.parameter), expert_part(member.parameter)
+        local, part = local_tensor(member.parameter), part_of(member.parameter)
         shape, offsets = member.parameter.shape, (0,) * local.ndim
-        if experts is not None:
-            shape, offsets = experts.shape, experts.offsets
+        if part is not None:
+            shape, offsets = part.shape, part.offsets
         elif isinstance(member.parameter, DTensor):
             (chunk,) = member.parameter.__create_chunk_list__()
             offsets = chunk.offsets
@@ -181,7 +183,8 @@ class FlatParameters:
 
     group: the ranks that hold the same parameters, None = this process alone. ties: names of
     parameters of which other pipeline stages have copies, with the groups of all that have them.
-    experts: of `group`, the ranks that hold the same experts, None = no other rank does.
+    parts: by `Part.copies`, the ranks of `group` that hold the same parts, None = no other rank
+    does.
     """
 
     def __init__(
@@ -190,7 +193,7 @@ class FlatParameters:
         group: dist.ProcessGroup | None,
         span_bytes: int = SPAN_BYTES,
         ties: Mapping[str, dist.ProcessGroup] | None = None,
-        experts: dist.ProcessGroup | None = None,
+        parts: Mapping[str, dist.ProcessGroup | None] | None = None,
     ) -> None:
         """Moves the parameters into the buffers. Raises ValueError when there is nothing to train,
         or a tied parameter is copied over tensor parallel ranks as well."""
@@ -202,7 +205,7 @@ class FlatParameters:
             raise ValueError(
                 "there is no parameter that needs a gradient, so there is nothing to train"
             )
-        self.spans = _make_spans(named, {False: group, True: experts}, span_bytes, ties or {})
+        self.spans = _make_spans(named, {WHOLE: group, **(parts or {})}, span_bytes, ties or {})
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
         self._shared = sorted(
@@ -357,14 +360,14 @@ def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
 
 def _make_spans(
     named: list[tuple[str, nn.Parameter]],
-    groups: Mapping[bool, dist.ProcessGroup | None],
+    groups: Mapping[str, dist.ProcessGroup | None],
     span_bytes: int,
     ties: Mapping[str, dist.ProcessGroup],
 ) -> list[GradientBucket]:
-    """groups: the replicas of parameters that are parts of experts, and of all others."""
-    everyone, spans = groups[False], list[GradientBucket]()
-    # Replicas of the same experts are some of all replicas, their number divides that of all, and
-    # so each span.
+    """groups: the replicas of whole parameters, and of parts by `Part.copies`."""
+    everyone, spans = groups[WHOLE], list[GradientBucket]()
+    # Replicas of the same part are some of all replicas, their number divides that of all, and so
+    # each span.
     replicas = 1 if everyone is None else dist.get_world_size(everyone)
     for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
         ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
@@ -376,7 +379,7 @@ def _make_spans(
                 parameter.ndim >= 2,
                 *_spread(parameter),
                 name if name in ties else None,
-                expert_part(parameter) is not None,
+                WHOLE if (part := part_of(parameter)) is None else part.copies,
             )
             for name, parameter in ours
         ]
@@ -392,8 +395,8 @@ def _make_spans(
         ]
         pieces = [flat.split([plan.size for plan in plans]) for flat in flats]
         for plan, parameters, gradients in zip(plans, *pieces, strict=True):
-            decays, sharded, shared, tied, experts = kinds[plan.members[0].index]
-            group = groups[experts]
+            decays, sharded, shared, tied, copies = kinds[plan.members[0].index]
+            group = groups[copies]
             ranks, rank = (
                 (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
             )

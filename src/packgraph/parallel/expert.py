@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.pieces import ExpertPart, expert_part, mark_experts
+from packgraph.parallel.pieces import Part, mark_part, part_of
 
 
 class OwnExperts(Protocol):
@@ -47,7 +47,7 @@ def split_experts(
     layers = _expert_layers(model)
     for name, layer in layers:
         stacks = dict(layer.experts.named_parameters())
-        parts = {key: expert_part(stack) for key, stack in stacks.items()}
+        parts = {key: part_of(stack) for key, stack in stacks.items()}
         lengths = {
             key: stack.shape[0] if (part := parts[key]) is None else part.shape[0]
             for key, stack in stacks.items()
@@ -65,7 +65,7 @@ def split_experts(
         if mesh.size("ep") > 1 and not any(parts.values()):
             _keep(layer.experts, range(dispatcher.first, dispatcher.first + dispatcher.count))
         for key, stack in layer.experts.named_parameters():
-            part = expert_part(stack)
+            part = part_of(stack)
             here, first = stack.shape[0], 0 if part is None else part.offsets[0]
             if (here, first) != (dispatcher.count, dispatcher.first):
                 raise ValueError(
@@ -100,5 +100,7 @@ def _keep(experts: nn.Module, mine: range) -> None:
             kept = nn.Parameter(
                 whole[mine.start : mine.stop].clone(), requires_grad=whole.requires_grad
             )
-            mark_experts(kept, ExpertPart(whole.shape, (mine.start,) + (0,) * (whole.ndim - 1)))
+            mark_part(
+                kept, Part(whole.shape, (mine.start,) + (0,) * (whole.ndim - 1), "expert_copies")
+            )
             setattr(owner, name, kept)

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Self
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from packgraph.parallel.meeting import met
 from packgraph.parallel.processes import TIMEOUT, Launch
 
 LOST = 69  # exit code of a rank that ends because of another one (EX_UNAVAILABLE of sysexits.h)
@@ -383,14 +384,16 @@ def signs_of_life(launch: Launch, patience: float) -> Iterator[Whereabouts]:
         raise LostRankError(
             f"the {launch.world} processes of the run did not meet: {error}"
         ) from error
-    # torchrun keeps its store when it starts the ranks again: what the last ones said there is of
-    # no interest.
-    store = dist.PrefixStore(
-        f"packgraph/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-    )
     store.set_timeout(timedelta(seconds=TIMEOUT.total_seconds()))
-    with _terminable(), Heartbeat(store, launch, patience) as heartbeat:
-        yield heartbeat
+    with _terminable(), contextlib.ExitStack() as meeting:
+        try:
+            own = meeting.enter_context(met(store, launch))
+        except dist.DistError as error:
+            raise LostRankError(
+                f"rank 0 of the {launch.world} processes did not come: {str(error).splitlines()[0]}"
+            ) from error
+        with Heartbeat(own, launch, patience) as heartbeat:
+            yield heartbeat
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Which process does what: one device mesh with the axes (dp, pp, cp, tp).
+"""Which process does what: one device mesh with the axes (dp, pp, cp, tp), and whatever others a
+layout names.
 
     rank = ((dp * PP + pp) * CP + cp) * TP + tp         tp is innermost: its ranks talk most and
                                                         share a host
@@ -8,25 +9,41 @@
     edp     |0      |1      |     replicas of the same experts: dp = edp * EP + ep
 
     cp      |0 1|           ranks that share every row of their replica
-    dp_cp   all ranks of dp x cp: each has its own tokens, so gradients are summed over all of them;
-        edp_cp: of edp x cp
+    copies  all ranks of dp x cp: they hold the same parameters and have their own tokens, so
+            gradients are summed over all of them; expert_copies: of edp x cp
 
 dp: replicas that see different documents; pp: stages of the pipeline; cp: parts of a row of tokens;
-tp: parts of every matrix; ep: parts of the experts of every layer, within dp. The invariant: every
+tp: parts of every matrix; ep: parts of the experts of every layer, within dp. Other axes lie
+between dp and pp and say themselves whose tokens their ranks have (`Axis`). The invariant: every
 process computes the same layout from the same numbers, and an impossible one is refused with all
 reasons before any process group exists.
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-AXES = ("dp", "pp", "cp", "tp")
-JOINED = {"dp_cp": "dp", "edp_cp": "edp"}
+COPIES = {"copies": "dp", "expert_copies": "edp"}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the mesh.
+
+    own: what of the data each rank along it has to itself: `packs`, whole microbatches; `rows` of
+    every microbatch; nothing, so that all compute the same loss (of pp and tp alone). Ranks with
+    data of their own hold copies or parts of parameters, and gradients are summed over the copies.
+    """
+
+    name: str
+    size: int
+    own: Literal["packs", "rows", ""] = ""
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,7 @@ class Layout:
 
     contexts: how many ranks may share a row where that changes from microbatch to microbatch,
     divisors of cp; a group is a block of consecutive ranks of the `cp` axis. Empty: always cp.
+    more: further axes, from the outermost.
     """
 
     dp: int | None = None
@@ -43,13 +61,35 @@ class Layout:
     tp: int = 1
     ep: int = 1
     contexts: tuple[int, ...] = ()
+    more: tuple[Axis, ...] = ()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes, from the outermost; dp has size 1 until it is known."""
+        return (
+            Axis("dp", 1 if self.dp is None else self.dp, own="packs"),
+            *self.more,
+            Axis("pp", self.pp),
+            Axis("cp", self.cp, own="rows"),
+            Axis("tp", self.tp),
+        )
+
+    @property
+    def inner(self) -> int:
+        """Ranks of one place along dp."""
+        return math.prod(axis.size for axis in self.axes[1:])
+
+    def replicas(self, world: int) -> int:
+        """How many of `world` processes, or groups of them, have packs of their own."""
+        dp = self.dp or max(1, world // self.inner)
+        return dp * math.prod(axis.size for axis in self.more if axis.own == "packs")
 
     def problems(self, world: int) -> list[str]:
         """All reasons why this layout cannot be laid over `world` processes."""
         found = [
-            f"{axis} = {size} must be at least 1"
-            for axis in (*AXES, "ep")
-            if (size := getattr(self, axis)) is not None and size < 1
+            f"{axis.name} = {axis.size} must be at least 1"
+            for axis in (*self.axes, Axis("ep", self.ep))
+            if axis.size < 1
         ]
         if found:
             return found
@@ -58,20 +98,24 @@ class Layout:
             for size in self.contexts
             if size < 1 or self.cp % size
         ]
-        inner = self.pp * self.cp * self.tp
+        found += [
+            f"{axis.name}: ranks of a further axis need packs or rows of their own, since the norm "
+            "of the gradient knows copies along tp alone"
+            for axis in self.more
+            if not axis.own
+        ]
+        inner = self.inner
+        sizes = " x ".join(f"{axis.name} {axis.size}" for axis in self.axes[1:])
         if self.dp is None and world % inner:
             found.append(
-                f"pp {self.pp} x cp {self.cp} x tp {self.tp} = {inner} processes do not divide the "
-                f"{world} "
-                "that were started; start a multiple (torchrun --nproc-per-node)"
+                f"{sizes} = {inner} processes do not divide the {world} that were started; start a "
+                "multiple (torchrun --nproc-per-node)"
             )
         if self.dp is not None and self.dp * inner != world:
             found.append(
-                f"dp {self.dp} x pp {self.pp} x cp {self.cp} x tp {self.tp} needs "
-                f"{self.dp * inner} "
-                f"processes, but {world} were started; start as many (torchrun --nproc-per-node), "
-                "or leave "
-                "out dp, which then follows"
+                f"dp {self.dp} x {sizes} needs {self.dp * inner} processes, but {world} were "
+                "started; start as many (torchrun --nproc-per-node), or leave out dp, which then "
+                "follows"
             )
         replicas = world // inner if self.dp is None else self.dp
         if (self.dp is not None or world % inner == 0) and replicas % self.ep:
@@ -88,42 +132,42 @@ class Layout:
         problems = self.problems(world)
         if problems:
             raise ValueError("; ".join(problems))
-        return replace(self, dp=world // (self.pp * self.cp * self.tp))
+        return replace(self, dp=world // self.inner)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> place of `rank` along it; the layout must be resolved."""
         place: dict[str, int] = {}
-        for axis in reversed(AXES):
-            place[axis] = rank % getattr(self, axis)
-            rank //= getattr(self, axis)
-        return {axis: place[axis] for axis in AXES}
+        for axis in reversed(self.axes):
+            place[axis.name] = rank % axis.size
+            rank //= axis.size
+        return dict(reversed(place.items()))
 
     def replica_ranks(self) -> dict[str, list[list[int]]]:
-        """The ranks of every group along `dp_cp` (they hold the same parameters) and along `edp_cp`
-        (the same experts), in ascending order; the layout must be resolved."""
-        found: dict[str, dict[tuple[int, ...], list[int]]] = {"dp_cp": {}, "edp_cp": {}}
-        for rank in range((self.dp or 1) * self.pp * self.cp * self.tp):
+        """The ranks of every group along `copies` (they hold the same parameters) and along
+        `expert_copies` (the same experts), in ascending order; the layout must be resolved."""
+        found: dict[str, dict[tuple[int, ...], list[int]]] = {"copies": {}, "expert_copies": {}}
+        alike = [axis.name for axis in self.axes if not axis.own]
+        for rank in range((self.dp or 1) * self.inner):
             place = self.coordinates(rank)
-            found["dp_cp"].setdefault((place["pp"], place["tp"]), []).append(rank)
-            found["edp_cp"].setdefault(
-                (place["dp"] % self.ep, place["pp"], place["tp"]), []
-            ).append(rank)
+            held = tuple(place[name] for name in alike)
+            found["copies"].setdefault(held, []).append(rank)
+            found["expert_copies"].setdefault((place["dp"] % self.ep, *held), []).append(rank)
         return {axis: list(groups.values()) for axis, groups in found.items()}
 
     def context_ranks(self, size: int) -> list[list[int]]:
         """The ranks of every block of `size` consecutive ranks along `cp`; the layout must be
         resolved."""
         found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range((self.dp or 1) * self.pp * self.cp * self.tp):
+        for rank in range((self.dp or 1) * self.inner):
             place = self.coordinates(rank)
-            block = place["dp"], place["pp"], place["tp"], place["cp"] // size
-            found.setdefault(block, []).append(rank)
+            block = place | {"cp": place["cp"] // size}
+            found.setdefault(tuple(block.values()), []).append(rank)
         return list(found.values())
 
     def expert_ranks(self) -> dict[str, list[list[int]]]:
         """The ranks of every group along `ep` (they exchange tokens) and along `edp` (they hold the
         same experts), in the order of their places; the layout must be resolved."""
-        replicas, inner = self.dp or 1, self.pp * self.cp * self.tp
+        replicas, inner = self.dp or 1, self.inner
         blocks = [range(start, start + self.ep) for start in range(0, replicas, self.ep)]
         alike = [range(place, replicas, self.ep) for place in range(self.ep)]
         return {
@@ -141,8 +185,8 @@ class Mesh:
 
     place: along each axis, `ep` and `edp` too. devices: torch's mesh, None when there is one
     process only. made: this rank's groups that are no axis of it: along `ep` and `edp` where
-    experts are shared, along `dp_cp` and `edp_cp` where rows are; `context N`: the N ranks that
-    share a row with this one where their number changes.
+    experts are shared, along `copies` and `expert_copies` where more axes than dp have data of
+    their own; `context N`: the N ranks that share a row with this one where their number changes.
     """
 
     layout: Layout
@@ -154,24 +198,41 @@ class Mesh:
     @property
     def world(self) -> int:
         """Number of processes."""
-        return self.size("dp") * self.size("pp") * self.size("cp") * self.size("tp")
+        return math.prod(axis.size for axis in self.layout.axes)
+
+    @property
+    def tells_loss(self) -> bool:
+        """Whether this rank tells the loss of its tokens: the first of those that know it."""
+        return not any(self.place[axis.name] for axis in self.layout.axes if not axis.own)
+
+    @property
+    def replica(self) -> int:
+        """This rank's place among `layout.replicas`; places along dp follow each other."""
+        place = 0
+        for axis in (*self.layout.more, self.layout.axes[0]):
+            if axis.own == "packs":
+                place = place * axis.size + self.place[axis.name]
+        return place
 
     def size(self, axis: str) -> int:
-        """Ranks along `axis`; `edp`: replicas that hold the same experts, dp / ep; `dp_cp`,
-        `edp_cp`: times cp."""
-        if axis in JOINED:
-            return self.size(JOINED[axis]) * self.size("cp")
+        """Ranks along `axis`, 1 where the layout has no such axis; `edp`: replicas that hold the
+        same experts, dp / ep; `copies`, `expert_copies`: times the ranks of all other axes with
+        data of their own."""
+        sizes = {found.name: found.size for found in self.layout.axes}
+        if axis in COPIES:
+            others = (found.size for found in self.layout.axes[1:] if found.own)
+            return self.size(COPIES[axis]) * math.prod(others)
         if axis == "edp":
-            return self.size("dp") // self.size("ep")
-        return int(getattr(self.layout, axis))
+            return sizes["dp"] // self.layout.ep
+        return self.layout.ep if axis == "ep" else sizes.get(axis, 1)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of this rank along `axis`; None where the axis has one rank, so nothing
         is to be sent."""
         if self.devices is None or self.size(axis) == 1:
             return None
-        if axis in JOINED:
-            return self.made[axis] if self.size("cp") > 1 else self.group(JOINED[axis])
+        if axis in COPIES:
+            return self.made[axis] if axis in self.made else self.group(COPIES[axis])
         if axis in ("ep", "edp") and self.size("ep") > 1:
             return self.made[axis]
         return self.devices.get_group("dp" if axis == "edp" else axis)
@@ -211,8 +272,8 @@ def make_mesh(layout: Layout, device: torch.device) -> Mesh:
         layout.resolved(1)
         return single_process()
     resolved, rank = layout.resolved(dist.get_world_size()), dist.get_rank()
-    sizes = tuple(int(getattr(resolved, axis)) for axis in AXES)
-    devices = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    names, sizes = zip(*((axis.name, axis.size) for axis in resolved.axes), strict=True)
+    devices = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     return Mesh(resolved, rank, _place(resolved, rank), devices, _made_groups(resolved, rank))
 
 
@@ -244,7 +305,7 @@ def _made_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
         if 1 < size < layout.cp
     }
     wanted |= layout.expert_ranks() if layout.ep > 1 else {}
-    wanted |= layout.replica_ranks() if layout.cp > 1 else {}
+    wanted |= layout.replica_ranks() if any(a.own and a.size > 1 for a in layout.axes[1:]) else {}
     for axis, groups in wanted.items():
         for ranks in groups:
             # A communicator of their own even where ranks are those of dp or cp: reductions of

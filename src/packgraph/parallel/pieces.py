@@ -44,40 +44,43 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.mesh import Mesh
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
-_MARK = "packgraph_expert_part"
+_MARK = "packgraph_part"
 
 
 @dataclass(frozen=True)
-class ExpertPart:
-    """Where a parameter of some experts lies in the stack of all of a layer. shape: of the stack
-    [E, ...]."""
+class Part:
+    """What a plain parameter is a part of, such as some experts of the stack of all of a layer.
+
+    shape: of the whole, such as [E, ...], under which checkpoints hold it. copies: name of the
+    mesh's group of ranks that hold the same part, over which its gradient is summed.
+    """
 
     shape: torch.Size
     offsets: tuple[int, ...]
+    copies: str
 
 
-def mark_experts(parameter: nn.Parameter, part: ExpertPart) -> None:
-    """Say that `parameter` is part of a stack of experts, of which other ranks hold other parts,
-    not copies."""
+def mark_part(parameter: nn.Parameter, part: Part) -> None:
+    """Say that `parameter` is part of a tensor, of which other ranks hold other parts, not
+    copies."""
     setattr(parameter, _MARK, part)
 
 
-def expert_part(parameter: Tensor) -> ExpertPart | None:
-    """What `mark_experts` has said, None for a parameter of which every replica has a copy."""
-    found: ExpertPart | None = getattr(parameter, _MARK, None)
+def part_of(parameter: Tensor) -> Part | None:
+    """What `mark_part` has said, None for a parameter of which every replica has a copy."""
+    found: Part | None = getattr(parameter, _MARK, None)
     return found
 
 
 def stored(
     tensors: Mapping[str, Tensor], parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, Tensor]:
-    """`tensors` (a state_dict) as checkpoints hold them: parts of stacks of experts as `Pieces` of
-    the stacks.
+    """`tensors` (a state_dict) as checkpoints hold them: parts of tensors as `Pieces` of them.
 
     parameters: the model's, by the same names. The memory is shared.
     """
     parts = {
-        name: part for name, parameter in parameters if (part := expert_part(parameter)) is not None
+        name: part for name, parameter in parameters if (part := part_of(parameter)) is not None
     }
     return {
         name: tensor

@@ -114,3 +114,23 @@ def from_all(mesh: Mesh, value: Result) -> list[Result]:
     found: list[Any] = [None] * mesh.world
     dist.all_gather_object(found, value)
     return found
+
+
+def on_each(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception]) -> Result:
+    """Run `action` on every rank and give each its own result; one of `errors`, of any rank, is
+    raised on all.
+
+    A collective call: it waits for all of them. Errors must be picklable.
+    """
+    if mesh.world == 1:
+        return action()
+    result: Any = None
+    failed: Exception | None = None
+    try:
+        result = action()
+    except errors as error:
+        failed = error
+    for told in from_all(mesh, failed):
+        if told is not None:
+            raise told
+    return result

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from packgraph.ops.linear import PRODUCTS
 from packgraph.parallel.mesh import Mesh
 
 VOCABULARY = ("embed_tokens", "lm_head")
@@ -39,6 +40,11 @@ def tensor_problems(config: Any, ranks: int) -> list[str]:
             f"tensor parallelism over {ranks} ranks is not known with latent attention "
             "(model.latent.kv_rank is "
             f"{config.latent.kv_rank}); use pipeline or data parallelism"
+        ]
+    if not PRODUCTS[config.linear_product].splits:
+        return [
+            f"tensor parallelism over {ranks} ranks is not known with model.linear_product "
+            f"{config.linear_product!r}; use pipeline or data parallelism"
         ]
     planned = all(kind.has_tensor_plan for kind in config.kinds().values())
     if not planned or config.activation != "swiglu":
@@ -130,12 +136,8 @@ def dropout_seed(seed: int, mesh: Mesh, *, sequence: bool) -> int:
     Replicas and stages always draw their own; tensor parallel ranks do only when each has its own
     rows. The first rank keeps `seed`, so a run on one process draws what it always drew.
     """
-    place = (
-        mesh.place["dp"],
-        mesh.place["pp"],
-        mesh.place["cp"],
-        mesh.place["tp"] if sequence else 0,
-    )
+    places = mesh.layout.coordinates(mesh.rank) | ({} if sequence else {"tp": 0})
+    place = tuple(places.values())
     if not any(place):
         return seed
     return int.from_bytes(hashlib.sha256(repr((seed, place)).encode()).digest()[:7], "big")

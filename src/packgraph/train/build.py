@@ -6,19 +6,14 @@ layout.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
-from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.moe.dispatch.dispatcher import ExpertAssignment
 from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus
-from packgraph.parallel.context.rows import spread_context
-from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.tensor import parallelize
 from packgraph.train.autotune import Autotune
 from packgraph.train.checkpoint.weights import load_weights
 from packgraph.train.config.sections import TrainConfig
@@ -26,9 +21,10 @@ from packgraph.train.executor import Executor
 from packgraph.train.features.context import rank_tokens, stage_tokens, with_context_buckets
 from packgraph.train.features.live import build_live
 from packgraph.train.features.lora import add_adapters
-from packgraph.train.features.moe import ExpertBalance, Overflow, make_buffers, make_stash
+from packgraph.train.features.moe import ExpertBalance, Overflow, make_stash
 from packgraph.train.features.offload import make_offloading
 from packgraph.train.optimizer import Optimizer
+from packgraph.train.parallelisms import PARALLELISMS
 from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner, StepRunner
 from packgraph.train.step import MicrobatchAssignment
 
@@ -58,22 +54,8 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     )
     mine = None if sharing is None else range(sharing.first, sharing.first + sharing.count)
     models = _build(config, device, stages, ranks * chunks, mine)
-    for model in models if mesh.size("tp") > 1 else ():
-        parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
-    for model in models if mesh.size("cp") > 1 else ():
-        spread_context(model, mesh, rank_tokens(config), config.parallel.cp_kind)
-    buffers = make_buffers(models, config, device, mesh)
-    for model in models if config.model.experts.enabled else ():
-        split_experts(
-            model,
-            mesh,
-            partial(
-                make_dispatcher,
-                config.parallel.dispatcher_name,
-                factor=config.parallel.expert_room,
-                buffers=buffers,
-            ),
-        )
+    for parallelism in PARALLELISMS:
+        parallelism.apply(models, mesh, config)
     return ModelChunks(models)
 
 
@@ -82,7 +64,7 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
     executor."""
     optimizer = Optimizer(model.named_parameters(), config.optimizer, mesh)
     if config.model.experts.enabled:
-        optimizer.balance = ExpertBalance(model.chunks, mesh.group("dp_cp"))
+        optimizer.balance = ExpertBalance(model.chunks, mesh.group("copies"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)
         # On all ranks or on none, whatever layers a rank has: they agree about every update
         # together.

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
+from packgraph.parallel.meeting import decided_by_first
 from packgraph.parallel.processes import Launch, on_first, processes
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config.reading import ConfigError
@@ -149,12 +150,10 @@ def _train(
     device = choose_device(config.run.device, launch)
     if config.run.deterministic:
         use_deterministic_kernels(device)
-    if config.run.resume == "auto":
-        config = replace(config, run=replace(config.run, resume=can_go_on(config)))
-    folder = choose_folder(config)
-    if config.run.resume:
-        config = with_stored_capacities(folder, config)
-    notes = check_same_run(folder, config, asked) if config.run.resume else []
+    # Other nodes may have no such folder, or see later what is in it.
+    config, folder, notes = decided_by_first(
+        whereabouts.store, launch, partial(_decide, config, asked), ConfigError
+    )
     prepared = prepare(config, device, launch.world)
     config = prepared.config
     check_memory(
@@ -177,13 +176,19 @@ def _train(
         folder = on_first(
             mesh, lambda: take_folder(chosen, config, held), ConfigError, RunFileError
         )
-        begin_in(folder, mesh)
+        nodes = begin_in(folder, mesh, config.run.per_node_folder, held)
         whereabouts.at("start")
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
         for note in prepared.notes:
             view.note(note)
-        trainer = Trainer(config, folder, prepared.microbatches, device, view, mesh, whereabouts)
+        if nodes.others:
+            view.note(
+                f"{1 + len(nodes.others)} nodes have folders of their own: checkpoints are here"
+            )
+        trainer = Trainer(
+            config, folder, prepared.microbatches, device, view, mesh, whereabouts, nodes
+        )
         if trainer.attention:
             view.note(f"attention by {trainer.attention}")
         if isinstance(offloading := trainer.executor.prepare, TrainerOffloading):
@@ -199,6 +204,20 @@ def _train(
         finally:
             trainer.close()
     return folder, summary
+
+
+def _decide(config: TrainConfig, asked: Collection[str]) -> tuple[TrainConfig, Path, list[str]]:
+    """Whether a run goes on, by which configuration, and where; and notes on that for people.
+
+    Raises ConfigError.
+    """
+    if config.run.resume == "auto":
+        config = replace(config, run=replace(config.run, resume=can_go_on(config)))
+    folder = choose_folder(config)
+    if not config.run.resume:
+        return config, folder, []
+    config = with_stored_capacities(folder, config)
+    return config, folder, check_same_run(folder, config, asked)
 
 
 def closing_lines(

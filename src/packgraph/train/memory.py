@@ -43,11 +43,12 @@ import torch.distributed as dist
 from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.capture import explained
 from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.fallback import OVER_BUDGET
 from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.key import CapturedCapacities
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
-from packgraph.graphs.signature import OVER_BUDGET, CapturedCapacities
 from packgraph.models.decoder import stage_weights
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
@@ -343,7 +344,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     dense, experts, layers = _elements(config, layout, rank)
     is_last = layout.coordinates(rank)["pp"] == layout.pp - 1
     itemsize = getattr(torch, config.run.dtype).itemsize
-    replicas = (layout.dp or 1) * layout.cp
+    replicas = layout.replicas(world) * layout.cp
     # Every rank updates its own part of what its replicas hold, too; of experts there are fewer
     # copies.
     updated = dense / replicas + experts / (replicas // layout.ep)

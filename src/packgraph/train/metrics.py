@@ -3,11 +3,13 @@
 Reading a device number makes the host wait until the device has computed it, so the host would
 never run ahead. The numbers of step n are copied to the host without waiting and read after step n
 + 1 was launched. The invariant of the log: `metrics.jsonl` holds every finished step once, in
-order; a resumed run first cuts what lies behind its checkpoint.
+order; a resumed run first cuts what lies behind its checkpoint. Every row has a checksum of its
+own, so that a row that is read is one that was written.
 """
 
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +21,7 @@ from packgraph.train.run_files import parse_json, sync_folder, write_synced, wri
 
 METRICS = "metrics.jsonl"
 BOARD = "tensorboard"  # folder of its events
+CRC = "crc32"  # key of a row's checksum over all its other keys, eight hexadecimal digits
 # What a row must have to be one. A loss that is no number is null.
 NEEDED = {
     "step": (int,),
@@ -74,7 +77,7 @@ class MetricsLog:
         kept = [row for row in found if row["step"] <= last_step]
         with writing(self._path):
             cut = self._path.with_suffix(".tmp")
-            write_synced(cut, "".join(json.dumps(row) + "\n" for row in kept))
+            write_synced(cut, "".join(map(_line, kept)))
             os.replace(cut, self._path)
             sync_folder(folder)
             self._stream: IO[str] = self._path.open("a", encoding="utf-8")
@@ -96,7 +99,7 @@ class MetricsLog:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append the row of one step (JSON-able; `step` is its number)."""
         with writing(self._path):
-            self._stream.write(json.dumps(row) + "\n")
+            self._stream.write(_line(row))
             self._stream.flush()
         with writing(self._board_path):
             for name, value in row.items() if self._board is not None else ():
@@ -141,30 +144,60 @@ class RowsOnly:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics file; lines that are damaged or half-written are left out."""
+    """All rows of a metrics file, without their checksums; lines that are damaged or half-written
+    are left out.
+
+    Files of versions before have no checksums; their rows are taken as they are.
+    """
     return _read_lines(path)[0]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps({**row, CRC: _crc(row)}) + "\n"
+
+
+def _crc(row: Mapping[str, Any]) -> str:
+    """The checksum of a row in canonical form: other spaces or another order of keys, as tools
+    write them, are the same row."""
+    text = json.dumps(row, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Rows, and numbers of the lines that are none; not that of a last line which a killed run has
     not ended."""
+    if not path.is_file():
+        return [], []
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    found = [_parse_row(line) for line in ([*lines, rest] if rest else lines)]
+    # A file is written anew when it is opened: where one row has a checksum, all had one.
+    has_sums = any(row is not None and is_summed for row, is_summed in found)
     rows: list[dict[str, Any]] = []
     damaged: list[int] = []
-    if not path.is_file():
-        return rows, damaged
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate([*lines, rest] if rest else lines, start=1):
-        try:
-            row = parse_json(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and all(
-            type(row.get(key)) in kinds for key, kinds in NEEDED.items()
-        ):
+    for number, (row, is_summed) in enumerate(found, start=1):
+        if row is not None and (is_summed or not has_sums):
             rows.append(row)
         elif number <= len(lines):
             damaged.append(number)
     return rows, damaged
+
+
+def _parse_row(line: str) -> tuple[dict[str, Any] | None, bool]:
+    """A row without its checksum, None if it is damaged; and whether it has a checksum."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None, False
+    if not isinstance(row, dict) or any(
+        type(row.get(key)) not in kinds for key, kinds in NEEDED.items()
+    ):
+        return None, False
+    is_summed = CRC in row
+    expected = row.pop(CRC, None)
+    try:
+        return (row if not is_summed or expected == _crc(row) else None), is_summed
+    except RecursionError:
+        return None, is_summed
 
 
 def _open_board(path: Path, last_step: int) -> Any:

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.parameters import local_tensor
-from packgraph.graphs.profiler_ranges import profiler_range
 from packgraph.parallel.data import FlatParameters, GradientBucket
 from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
@@ -52,9 +53,9 @@ def learning_rate_at(
 class Optimizer:
     """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device.
 
-    mesh: where the processes are, all of which make an optimizer; the replicas along `dp` (of
-    experts: along `edp`) and the ranks along `cp` share the work and the state, and what several
-    stages along `pp` hold by the same name is one parameter. Making an optimizer moves the
+    mesh: where the processes are, all of which make an optimizer; the ranks that hold copies of
+    a parameter share the work and the state, and what several stages along `pp` hold by the same
+    name is one parameter. Making an optimizer moves the
     parameters into flat buffers, so make it before graphs are captured.
     """
 
@@ -74,8 +75,12 @@ class Optimizer:
         ties = tie_groups(
             self._mesh, [name for name, parameter in named if parameter.requires_grad]
         )
+        parts = {part.copies for _, parameter in named if (part := part_of(parameter)) is not None}
         self.flat = FlatParameters(
-            named, self._mesh.group("dp_cp"), ties=ties, experts=self._mesh.group("edp_cp")
+            named,
+            self._mesh.group("copies"),
+            ties=ties,
+            parts={copies: self._mesh.group(copies) for copies in parts},
         )
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
@@ -220,10 +225,8 @@ class Optimizer:
         total = torch.stack(list(norms)).square().sum()
         if self.guard is not None:
             assert loss is not None
-            # All stages and tensor parallel ranks know the loss of their rows: one of them tells
-            # it.
-            tells = self._mesh.place["tp"] == 0 and self._mesh.place["pp"] == 0
-            total = torch.stack([total, loss if tells else torch.zeros_like(loss)])
+            told = loss if self._mesh.tells_loss else torch.zeros_like(loss)
+            total = torch.stack([total, told])
         if self._mesh.everyone() is not None:
             dist.all_reduce(total)
         return (total.sqrt(), None) if self.guard is None else (total[0].sqrt(), total[1])

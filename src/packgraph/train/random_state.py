@@ -11,15 +11,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from packgraph.parallel.mesh import AXES, Mesh
+from packgraph.parallel.mesh import Mesh
 
 
 def stream_name(place: Mapping[str, int], *, sequence: bool) -> str:
-    """Name of the stream that the rank at `place` draws from; `random` for the first rank.
+    """Name of the stream that the rank at `place` (`Layout.coordinates`) draws from; `random` for
+    the first rank.
 
     sequence: tensor parallel ranks have rows of their own.
     """
-    numbers = {axis: place[axis] for axis in AXES if axis != "tp" or sequence}
+    numbers = {axis: number for axis, number in place.items() if axis != "tp" or sequence}
     return "random" + "".join(f".{axis}{number}" for axis, number in numbers.items() if number)
 
 

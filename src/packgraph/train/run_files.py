@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKSUM = "checksum"  # key of a JSON object's checksum over all its other keys
+WRITING = ".writing-"  # folders that are not whole yet, and what is to be removed
 
 
 class RunFileError(RuntimeError):
@@ -123,3 +124,9 @@ def read_json(path: Path, checked: bool = False) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return {key: value for key, value in content.items() if key != CHECKSUM} if whole else {}
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file. Raises OSError."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -12,7 +12,7 @@ never write the same one.
 When a run begins in its folder (`begin_in`), all ranks must see one file system there, and what a
 killed process left is gone. Every rank writes its shards into the folder, and rank 0 declares the
 checkpoint whole. Where the folder is one of each node's own, no checkpoint would ever be; so the
-run is refused before it computes anything.
+run is refused before it computes anything, or gathers them (`node_folders.py`) if it was told so.
 
 config.json is written at every start, with a checksum, and every checkpoint holds the configuration
 that it was saved under. A config.json that is empty, damaged or edited does not decide what a
@@ -22,9 +22,7 @@ alike; values are changed by options.)
 
 import errno
 import fcntl
-import os
 import re
-import secrets
 import socket
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -33,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.processes import from_all, on_first
+from packgraph.parallel.processes import from_all, on_each, on_first
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import (
     STATE,
@@ -51,6 +49,14 @@ from packgraph.train.config.reading import (
 )
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.metrics import BOARD, METRICS
+from packgraph.train.node_folders import (
+    TOKEN,
+    NodeFolders,
+    find_nodes,
+    sees,
+    shared_folder,
+    write_token,
+)
 from packgraph.train.run_files import (
     CHECKSUM,
     RunFileError,
@@ -78,6 +84,7 @@ FREE_ON_RESUME = (
     "run.checkpoint_every",
     "run.max_minutes",
     "run.timeout",
+    "run.per_node_folder",
     "run.keep_checkpoints",
     "run.device",
     "graph.enabled",
@@ -103,10 +110,6 @@ FREE_ON_RESUME = (
     "parallel.time_rows",
     "run.init_from",
     "hf.path",
-    "parallel.dp",
-    "parallel.cp",
-    "parallel.tp",
-    "parallel.pp",
     "parallel.ep",
     "parallel.chunks",
     "parallel.sequence",
@@ -125,7 +128,6 @@ CHANGED_WHEN_ASKED = (
 # NFS clients remember for up to 30 s that a folder was not there (acdirmin); only a failing start
 # waits so long.
 PATIENCE_SECONDS = 35.0
-TOKEN = "shared-*.tmp"
 
 
 def choose_folder(config: TrainConfig) -> Path:
@@ -315,6 +317,7 @@ def check_same_run(folder: Path, config: TrainConfig, asked: Collection[str] = (
     if before != after:
         changed[DECAY] = (before, after)
     free = {*FREE_ON_RESUME, *(name for name in CHANGED_WHEN_ASKED if name in asked)}
+    free |= {f"parallel.{axis.name}" for axis in config.parallel.layout().axes}
     if config.optimizer.decay_steps is None and stored.optimizer.decay_steps is None:
         free.add(DECAY)
     problems = [
@@ -347,16 +350,55 @@ def check_same_run(folder: Path, config: TrainConfig, asked: Collection[str] = (
     return notes
 
 
-def begin_in(folder: Path, mesh: Mesh) -> None:
+def begin_in(
+    folder: Path, mesh: Mesh, per_node: bool = False, held: ExitStack | None = None
+) -> NodeFolders:
     """Check the claimed folder of a run and clean it up, before anything is written. Collective.
+
+    Args:
+        folder: The run's folder, claimed by rank 0.
+        mesh: All processes.
+        per_node: Whether nodes may have a folder of their own there.
+        held: Where the folders of other nodes stay claimed, until it is closed.
+
+    Returns:
+        Which ranks see the same folder.
 
     Raises:
         RunFileError: On all ranks, if some do not see what rank 0 writes, or it cannot be written.
+        ConfigError: On all ranks, if another node holds a run of this name.
     """
     on_first(
         mesh, lambda: _clean(folder / CHECKPOINTS), RunFileError
     )  # first, since a full disk has room then
-    check_shared(folder, mesh)
+    if not per_node or mesh.world == 1:
+        check_shared(folder, mesh)
+        return shared_folder(mesh)
+    with writing(folder):
+        nodes = find_nodes(folder, mesh)
+    leads = nodes.leads(mesh.rank)
+    on_each(
+        mesh,
+        lambda: _take_on_node(folder, mesh.rank, held or ExitStack()) if leads else None,
+        RunFileError,
+        ConfigError,
+    )
+    return nodes
+
+
+def _take_on_node(folder: Path, rank: int, held: ExitStack) -> None:
+    """Claim and clean the folder of a node that is not rank 0's."""
+    held.enter_context(claimed(folder))
+    if not _is_free(folder):
+        where = f"{folder.absolute()} on {socket.gethostname()} (rank {rank})"
+        raise ConfigError(
+            [
+                f"{where} holds another run, or checkpoints of this one, of when rank 0 was there. "
+                "Under run.per_node_folder checkpoints are on the node of rank 0: start the ranks "
+                "in the order of before, or choose another --run.name"
+            ]
+        )
+    _clean(folder / CHECKPOINTS)
 
 
 def check_shared(folder: Path, mesh: Mesh, patience: float | None = None) -> None:
@@ -373,12 +415,12 @@ def check_shared(folder: Path, mesh: Mesh, patience: float | None = None) -> Non
     Raises:
         RunFileError: On all ranks, naming those that do not see the file.
     """
-    name, token = on_first(mesh, lambda: _write_token(folder), RunFileError)
-    seen = _sees(folder / name, token, PATIENCE_SECONDS if patience is None else patience)
+    name = on_first(mesh, lambda: _write_token(folder), RunFileError)
+    seen = sees(folder / name, PATIENCE_SECONDS if patience is None else patience)
     blind = {
         rank: host
-        for rank, (host, sees) in enumerate(from_all(mesh, (socket.gethostname(), seen)))
-        if not sees
+        for rank, (host, found) in enumerate(from_all(mesh, (socket.gethostname(), seen)))
+        if not found
     }
     if mesh.rank == 0:
         with suppress(OSError):  # what is left is removed at the next start
@@ -390,35 +432,19 @@ def check_shared(folder: Path, mesh: Mesh, patience: float | None = None) -> Non
             "see what rank 0 writes "
             "there, so checkpoints would lack their shards. All processes must write to one shared "
             "file system: give a "
-            "path on it that is the same on all nodes as --run.folder"
+            "path on it that is the same on all nodes as --run.folder; or say "
+            "--run.per-node-folder, and checkpoints are gathered on the node of rank 0"
         )
 
 
-def _write_token(folder: Path) -> tuple[str, str]:
-    token = secrets.token_hex(16)
-    name = TOKEN.replace("*", token[:8])
+def _write_token(folder: Path) -> str:
     with writing(folder):
         for leftover in folder.glob(TOKEN):
             leftover.unlink()
-        (folder / name).write_text(token, encoding="utf-8")
+        name = write_token(folder)
     with suppress(OSError):  # the run's folder is new there; others may own the folder of all runs
         sync_folder(folder.parent)
-    return name, token
-
-
-def _sees(path: Path, token: str, patience: float) -> bool:
-    end = time.monotonic() + patience
-    while True:
-        with suppress(OSError):
-            if path.read_text(encoding="utf-8", errors="replace") == token:
-                return True
-        if time.monotonic() >= end:
-            return False
-        time.sleep(min(0.2, patience))
-        for folder in (path.parent.parent, path.parent):
-            # Opening a folder makes an NFS client ask the server about it.
-            with suppress(OSError):
-                os.listdir(folder)
+    return name
 
 
 def _clean(checkpoints: Path) -> None:

@@ -31,13 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs import fallback
+from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
-from packgraph.graphs.graphed import GraphedModule, control, graph
-from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.profiler_ranges import profiler_range
-from packgraph.graphs.signature import undeclared
+from packgraph.graphs.graphed import GraphedModule, control, forward_backward, graph
+from packgraph.graphs.key import undeclared
 from packgraph.graphs.stages import Staged, in_scope
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch

@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from packgraph.graphs.profiler_ranges import profiler_range
+from packgraph.graphs.backend import profiler_range
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
@@ -166,10 +166,12 @@ class MicrobatchAssignment:
     def of(mesh: Mesh, rank_tokens: int | None = None) -> "MicrobatchAssignment":
         """That of a run over `mesh`."""
         if rank_tokens is None:
-            return MicrobatchAssignment(mesh.size("dp"), mesh.place["dp"], mesh.size("ep"))
-        place = mesh.place["dp"] * mesh.size("cp") + mesh.place["cp"]
+            return MicrobatchAssignment(
+                mesh.layout.replicas(mesh.world), mesh.replica, mesh.size("ep")
+            )
+        ranks, place = mesh.size("cp"), mesh.replica * mesh.size("cp") + mesh.place["cp"]
         return MicrobatchAssignment(
-            mesh.size("dp") * mesh.size("cp"), place, rank_tokens=rank_tokens
+            mesh.layout.replicas(mesh.world) * ranks, place, rank_tokens=rank_tokens
         )
 
     def share(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:

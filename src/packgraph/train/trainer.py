@@ -33,7 +33,6 @@ from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import (
     FoundCheckpoint,
     best_checkpoint,
-    latest_checkpoint,
     load_tensors,
     newest_whole_checkpoint,
     save_checkpoint,
@@ -53,6 +52,7 @@ from packgraph.train.features.context import (
 from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
+from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import learning_rate_at
 from packgraph.train.progress import LeftOut, ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
@@ -119,15 +119,18 @@ class Trainer:
         view: ProgressView,
         mesh: Mesh | None = None,
         whereabouts: Whereabouts | None = None,
+        nodes: NodeFolders | None = None,
     ) -> None:
         """microbatches: the resumable iterator of packs on the host, the same on all processes of
         `mesh`.
 
-        whereabouts: what other ranks are told of this one. Creates nothing in `folder` yet.
+        whereabouts: what other ranks are told of this one. nodes: which ranks see the same
+        `folder`, all of them by default. Creates nothing in `folder` yet.
         """
         self.config, self.folder, self.microbatches = config, folder, microbatches
         self.device, self.view, self.mesh = device, view, mesh or single_process()
         self._whereabouts = whereabouts or Whereabouts()
+        self._nodes = nodes or shared_folder(self.mesh)
         if config.parallel.dispatcher_name == "symmetric":
             self._whereabouts.limit = (
                 TIMEOUT.total_seconds()
@@ -186,7 +189,9 @@ class Trainer:
             self.view.note(told)
         self.microbatches.load_state_dict(state["data"])
         self._graphs_before = state["graphs"]
-        self._summary_before = read_json(self.folder / SUMMARY, checked=True)
+        self._summary_before = on_first(
+            self.mesh, lambda: read_json(self.folder / SUMMARY, checked=True)
+        )
         self._resumed_at = step
         self._whereabouts.checkpoint = str(path)
         self.view.note(f"resumed from {path}")
@@ -202,16 +207,20 @@ class Trainer:
             self.mesh, sequence=self._splits_rows
         ):
             states = {f"{stream}.{name}": value for name, value in random.items()}
-            load_tensors(path, self.tensors() | states, RANDOM, self.mesh)
+            self._load_tensors(path, self.tensors() | states)
             set_random_states(random, self.device)
         else:
-            load_tensors(path, self.tensors(), RANDOM, self.mesh)
+            self._load_tensors(path, self.tensors())
             seed = self.config.run.seed + step
             torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
             told.append("saved at another layout: dropout goes on with new random numbers")
         self.spikes = Spikes.restored(state.get("spikes", {}))
         self.step = step
         return told
+
+    def _load_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        with checkpoint_here(path, self.mesh, self._nodes) as here:
+            load_tensors(here, tensors, RANDOM, self.mesh)
 
     def _find_checkpoint(self) -> FoundCheckpoint:
         """The newest whole checkpoint. Raises CheckpointError."""
@@ -242,7 +251,7 @@ class Trainer:
 
     def _stream(self) -> str:
         """Name of the random numbers that this rank draws from."""
-        return stream_name(self.mesh.place, sequence=self._splits_rows)
+        return stream_name(self.mesh.layout.coordinates(self.mesh.rank), sequence=self._splits_rows)
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Train until all steps are done, the data ends or `stop` asks. Returns the summary, which
@@ -350,6 +359,8 @@ class Trainer:
 
     def _open_log(self) -> MetricsLog | RowsOnly:
         """Create the folder and the files of the run, on rank 0."""
+        if self._nodes.leads(self.mesh.rank):  # for `--config runs/NAME/config.json` there
+            write_json(self.folder / CONFIG, self._stored_config())
         if self.mesh.rank != 0:
             return RowsOnly()
         with writing(self.folder):
@@ -451,9 +462,8 @@ class Trainer:
         if self.mesh.world == 1:
             return torch.cat([torch.stack([loss, norm, torch.zeros_like(loss)]), verdicts])
         wish = torch.full_like(loss, float(bool(stop)))
-        # All stages and tensor parallel ranks know the loss of their rows: one of them tells it.
-        tells = self.mesh.place["tp"] == 0 and self.mesh.place["pp"] == 0
-        totals = torch.stack([loss if tells else torch.zeros_like(loss), wish])
+        told = loss if self.mesh.tells_loss else torch.zeros_like(loss)
+        totals = torch.stack([told, wish])
         dist.all_reduce(totals)
         return torch.cat([torch.stack([totals[0], norm, totals[1]]), verdicts])
 
@@ -610,6 +620,7 @@ class Trainer:
             self.config.run.keep_checkpoints,
             self.mesh,
             self.spikes.best_step,
+            self._nodes,
         )
         self._whereabouts.checkpoint = str(saved)
 
@@ -618,10 +629,8 @@ class Trainer:
         return self._positions.get(step) or self.microbatches.state_dict()
 
     def _how_to_go_on(self, step: int, what: str) -> str:
-        kept, best = (
-            find(self.folder / CHECKPOINTS) for find in (latest_checkpoint, best_checkpoint)
-        )
-        lowest = "" if best in (None, kept) else f", that of the lowest loss {best}"
+        kept, best = self._whereabouts.checkpoint, best_checkpoint(self.folder / CHECKPOINTS)
+        lowest = "" if best is None or str(best) == kept else f", that of the lowest loss {best}"
         return (
             f"step {step}: {what}. Training stopped; "
             + (

@@ -24,6 +24,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -40,6 +41,7 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
+from packgraph.train.parallelisms import PARALLELISMS
 from packgraph.train.validate import validate
 from packgraph.verification.ranks import RanksReport, verify_ranks
 from packgraph.verification.verify import VerifyReport, verify
@@ -251,15 +253,9 @@ def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
     replicas share them.
     """
     chunks = 2 if layout.pp > 1 and granularity == "chunk" else 1
-    parallel = ParallelConfig(
-        dp=layout.dp,
-        cp=layout.cp,
-        tp=layout.tp,
-        pp=layout.pp,
-        chunks=chunks,
-        ep=layout.ep,
-        expert_room=float(layout.ep),
-    )  # enough for whatever is routed
+    sizes: dict[str, Any] = {axis.name: axis.size for axis in layout.axes}
+    # Room enough for whatever is routed.
+    parallel = ParallelConfig(chunks=chunks, ep=layout.ep, expert_room=float(layout.ep), **sizes)
     layers = max(2, layout.pp * chunks)
     if layout.ep > 1:
         config = tiny_experts_config(granularity, 0.1, steps)
@@ -277,16 +273,9 @@ def config_for(layout: Layout, granularity: str, steps: int) -> TrainConfig:
 def layouts_of(world: int) -> list[Layout]:
     """Every way to spread the tiny models over `world` processes; all replicas share the experts,
     or are ranks that share rows instead, where any do."""
-    sizes = [size for size in range(1, world + 1) if world % size == 0]
-    every = [
-        Layout(dp=world // (pp * tp), pp=pp, tp=tp)
-        for pp in sizes
-        for tp in sizes
-        if world % (pp * tp) == 0
-    ]
-    replicas = [layout for layout in every if layout.tp == 1 and (layout.dp or 1) > 1]
-    every += [replace(layout, ep=layout.dp or 1) for layout in replicas]
-    every += [replace(layout, dp=1, cp=layout.dp or 1) for layout in replicas]
+    every = [Layout(dp=world)]
+    for parallelism in PARALLELISMS:
+        every += [found for layout in every for found in parallelism.tried(layout)]
     return [
         layout
         for layout in every

@@ -125,8 +125,7 @@ def verify(
 
 
 def _without_timing(compile: Any) -> Any:
-    """The option of `graph` with Inductor's choices of kernels, which set the order of sums, left
-    to rules."""
+    """The option of `graph`, with kernels chosen by rules: the choice sets the order of sums."""
     if compile is True:
         return {"deterministic": True}
     return {"deterministic": True, **compile} if isinstance(compile, Mapping) else compile

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.mesh import AXES, Mesh
+from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import collect, parts_of
 from packgraph.parallel.processes import on_first
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
@@ -236,8 +236,7 @@ def _one_step(
 def _loss_of_all(run: ComparedRun, loss: Tensor) -> Tensor:
     """The loss of the whole step, float32 []: every rank has that of its replica's share of packs
     and of its rows; stages and tensor parallel ranks have the same."""
-    tells = not any(run.mesh.place[axis] for axis in AXES if axis not in ("dp", "cp"))
-    total = loss.clone() if tells else torch.zeros_like(loss)
+    total = loss.clone() if run.mesh.tells_loss else torch.zeros_like(loss)
     dist.all_reduce(total)
     return total
 

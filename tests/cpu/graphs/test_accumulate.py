@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from packgraph.graphs.accumulate import Accumulator
+from packgraph.graphs.gradients import Accumulator
 from packgraph.graphs.graphed import graph
 
 

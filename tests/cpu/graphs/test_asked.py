@@ -8,7 +8,7 @@ import torch
 from statekit import One
 
 from packgraph.graphs.checks.state_kinds import assume_constant
-from packgraph.graphs.cuda import status
+from packgraph.graphs.cuda import backend
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
@@ -90,8 +90,8 @@ def test_code_that_asks_for_its_stream_is_refused(monkeypatch):
 @pytest.fixture
 def capturing(monkeypatch):
     """torch says that the current stream is captured, wherever it is asked."""
-    monkeypatch.setattr(status, "_is_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", status._is_capturing)
+    monkeypatch.setattr(backend, "_is_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", backend._is_capturing)
 
 
 def asked_by_torch():
@@ -107,8 +107,8 @@ def asked_by_torch():
 @pytest.mark.usefixtures("capturing")
 def test_code_of_modules_is_told_that_it_is_not_captured():
     elsewhere = []
-    with status.told_as_in_eager_calls():
-        with status.told_as_in_eager_calls():
+    with backend.told_as_in_eager_calls():
+        with backend.told_as_in_eager_calls():
             assert not torch.cuda.is_current_stream_capturing()
         assert not torch.cuda.is_current_stream_capturing()
         assert asked_by_torch()
@@ -119,4 +119,4 @@ def test_code_of_modules_is_told_that_it_is_not_captured():
         thread.join()
     assert elsewhere == [True]
     assert torch.cuda.is_current_stream_capturing()
-    assert torch.cuda.graphs._cuda_isCurrentStreamCapturing is status._is_capturing
+    assert torch.cuda.graphs._cuda_isCurrentStreamCapturing is backend._is_capturing

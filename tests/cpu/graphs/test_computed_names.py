@@ -10,6 +10,7 @@ import pytest
 import torch
 from statekit import One, X, quietly
 
+from packgraph.graphs.checks.module_state import TensorState
 from packgraph.graphs.checks.state_walk import Walk
 from packgraph.graphs.graphed import graph
 
@@ -137,5 +138,5 @@ def test_the_walk_ends_where_a_module_is_refused(monkeypatch):
         walk(self, function)
 
     monkeypatch.setattr(Walk, "_walk_function", noted)
-    assert Walk(hiddenkit.BOTH_NAMES_COMPUTED()).refused is not None
+    assert Walk(hiddenkit.BOTH_NAMES_COMPUTED(), TensorState()).refused is not None
     assert refused and not any(refused)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from packgraph.graphs.graphed import control, graph
-from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.replay_handle import ReplayHandle
+from packgraph.graphs.graphed import control, forward_backward, graph
+from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.stages import Stage, run_stages
 
 WIDTH = 8

@@ -12,7 +12,7 @@ from torch import nn
 import packgraph
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
-from packgraph.graphs.signature import signature
+from packgraph.graphs.key import signature
 
 PACK = packgraph.Capacity(tokens=8, documents=3)
 

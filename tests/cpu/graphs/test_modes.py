@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from packgraph.graphs.call_modes import CallModes
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
+from packgraph.graphs.key import CallModes
 
 COEFFICIENT = [1.0]
 

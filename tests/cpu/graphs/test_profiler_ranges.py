@@ -9,9 +9,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import packgraph
-from packgraph.graphs.graphed import graph
-from packgraph.graphs.microbatch import forward_backward
-from packgraph.graphs.profiler_ranges import profiler_range, range_name, sizes_in_short
+from packgraph.graphs.backend import profiler_range, range_name, sizes_in_short
+from packgraph.graphs.graphed import forward_backward, graph
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.pipeline.executor import Pipeline

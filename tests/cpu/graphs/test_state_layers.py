@@ -8,7 +8,8 @@ import pytest
 import torch
 from statekit import One, X, quietly
 
-from packgraph.graphs.checks.state_layers import is_of_torch
+from packgraph.graphs.checks.module_state import TensorState
+from packgraph.graphs.checks.state_tables import is_of_torch
 from packgraph.graphs.checks.state_walk import Walk
 from packgraph.graphs.graphed import graph
 
@@ -43,7 +44,7 @@ def test_what_a_library_adds_to_all_modules_is_walked_where_code_names_it_or_pyt
 ):
     monkeypatch.setattr(torch.nn.Module, name, scaled, raising=False)
     monkeypatch.setattr(scaled, "__module__", package)
-    assert bool(functions(Walk(One(lambda module, x: module.linear(x))))) == walked
+    assert bool(functions(Walk(One(lambda module, x: module.linear(x)), TensorState()))) == walked
 
 
 def by_name(module, x):

@@ -13,7 +13,8 @@ from statekit import One, X, captured, quietly
 from torch import nn
 from watchkit import CASES, Classy
 
-from packgraph.graphs.checks import module_state, tensor_state
+from packgraph.graphs import parameters
+from packgraph.graphs.checks import module_state
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import graph
 
@@ -26,8 +27,8 @@ def way(request, monkeypatch):
     has other ones."""
     for module, name in (
         (module_state, "USE_VERSIONS"),
-        (tensor_state, "USE_GUARDS"),
-        (tensor_state, "COUNT_HOOKS"),
+        (module_state, "USE_GUARDS"),
+        (parameters, "COUNT_HOOKS"),
     ):
         assert getattr(module, name), "torch's own ways are missing: the fast way is never taken"
         monkeypatch.setattr(module, name, request.param == "versions")
@@ -170,7 +171,7 @@ def test_autocast_in_turns_keeps_the_fast_test():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 out = graphed(X)
             out.float().square().sum().backward()
-    seal = graphed._capturer._state._seal
+    seal = graphed._capturer.state._seal
     for autocast in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             assert seal.holds()

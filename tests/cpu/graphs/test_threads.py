@@ -15,7 +15,7 @@ from statekit import One, Staged, X, captured, quietly
 from threadkit import Wide, beside, gradients, together, whole
 from torch import nn
 
-from packgraph.graphs import exclusive
+from packgraph.graphs import slots
 from packgraph.graphs.checks import random_state
 from packgraph.graphs.checks.host_calls import watch_also
 from packgraph.graphs.checks.random_state import Draws
@@ -276,7 +276,7 @@ def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
 
 
 def test_a_capture_that_others_do_not_make_room_for_is_put_off(monkeypatch):
-    monkeypatch.setattr(exclusive, "LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(slots, "LONGEST_WAIT_S", 0.05)
     entered, leave = threading.Event(), threading.Event()
 
     def forward(module, x):
@@ -414,7 +414,7 @@ def test_a_capture_waits_for_backwards_that_may_run_their_forward_again():
         closing.set()
         return bool(flying)
 
-    calls = exclusive.Calls(torch.device("cuda"), elsewhere)
+    calls = slots.Calls(torch.device("cuda"), elsewhere)
     loss = _Again.apply(torch.ones(1, requires_grad=True), calls).sum()
 
     def captures():
@@ -432,8 +432,8 @@ def test_a_capture_waits_for_backwards_that_may_run_their_forward_again():
 
 
 def test_a_capture_waits_in_vain_for_a_bounded_time_and_then_refuses_such_backwards(monkeypatch):
-    monkeypatch.setattr(exclusive, "LONGEST_WAIT_FOR_BACKWARDS_S", 0.05)
-    calls = exclusive.Calls(torch.device("cuda"), lambda: True)
+    monkeypatch.setattr(slots, "LONGEST_WAIT_FOR_BACKWARDS_S", 0.05)
+    calls = slots.Calls(torch.device("cuda"), lambda: True)
     loss = _Again.apply(torch.ones(1, requires_grad=True), calls).sum()
     begun, ended = threading.Event(), threading.Event()
 
@@ -456,7 +456,7 @@ def test_an_interrupted_wait_leaves_the_module_open():
     def interrupted():
         raise KeyboardInterrupt
 
-    calls = exclusive.Calls(torch.device("cuda"), interrupted)
+    calls = slots.Calls(torch.device("cuda"), interrupted)
     with pytest.raises(KeyboardInterrupt), calls, calls.capture():
         pass
     entered = []
@@ -473,8 +473,8 @@ def test_an_interrupted_wait_leaves_the_module_open():
 
 def test_a_call_that_nobody_contends_for_pays_microseconds():
     launches, calls = (
-        exclusive.Launches(torch.device("cpu")),
-        exclusive.Calls(torch.device("cpu"), lambda: False),
+        slots.Launches(torch.device("cpu")),
+        slots.Calls(torch.device("cpu"), lambda: False),
     )
 
     def microseconds(lock, count=2000):

@@ -17,8 +17,7 @@ from torch import nn
 import packgraph
 from packgraph.graphs import cache, fallback
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
-from packgraph.graphs.graphed import graph
-from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.graphed import forward_backward, graph
 from packgraph.graphs.recorder.backend import RecorderWindow
 
 PACK = packgraph.Capacity(tokens=8, documents=3)

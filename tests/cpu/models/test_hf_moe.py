@@ -20,7 +20,7 @@ from packgraph.models.hf import (
     split_experts,
 )
 from packgraph.models.hf_config import config_from_json, config_to_json
-from packgraph.parallel.pieces import expert_part
+from packgraph.parallel.pieces import part_of
 from packgraph.train.checkpoint.weights import shape_layer
 from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import read_config
@@ -128,7 +128,7 @@ def differing(part, whole, mine):
     values, stacks = whole.state_dict(), 0
     wrong = []
     for name, parameter in part.named_parameters():
-        found = expert_part(parameter)
+        found = part_of(parameter)
         stacks += found is not None
         assert found is None or (found.shape == values[name].shape and len(parameter) == len(mine))
         if not torch.equal(

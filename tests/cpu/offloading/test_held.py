@@ -65,7 +65,7 @@ def saving(who, late=(), **options):
         copies.append(
             copy_streams._count - before
             if not options.get("postpones")
-            else len(copy_streams._postponed)
+            else len(copy_streams.postponed)
         )
         loss.backward()
         del loss, held

@@ -9,8 +9,7 @@ from offloadkit import DENSE, config
 from trainkit import RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.copy_streams import captured_copy_streams
-from packgraph.graphs.graphed import graph
-from packgraph.graphs.microbatch import forward_backward
+from packgraph.graphs.graphed import forward_backward, graph
 from packgraph.graphs.recorder import copy_streams as recorder_lanes
 from packgraph.graphs.recorder.copy_streams import RecordedCopyStreams
 from packgraph.models.decoder import DecoderModel

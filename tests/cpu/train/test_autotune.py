@@ -14,7 +14,7 @@ import torch
 from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.graphed import Control, control, graph
-from packgraph.graphs.replay_handle import ReplayHandle
+from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.slots import Slots
 from packgraph.graphs.step import GraphedStep
 from packgraph.graphs.timer import Stopwatch

@@ -31,7 +31,8 @@ from malformedkit import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from packgraph import cli
-from packgraph.train.checkpoint.writer import _digest, write_state
+from packgraph.train.checkpoint.writer import write_state
+from packgraph.train.run_files import digest_of
 
 
 @pytest.fixture(scope="session")
@@ -377,7 +378,7 @@ def test_hostile_metadata_are_refused(name, tmp_path, capsys, finished):
     sign(
         tmp_path,
         lambda content: content["files"].update(
-            {".metadata": [path.stat().st_size, _digest(path)]}
+            {".metadata": [path.stat().st_size, digest_of(path)]}
         ),
     )
     refuse(resume(name, r"\.metadata|does not fit|missing|damaged", {}), tmp_path, capsys)
@@ -429,7 +430,9 @@ def test_hostile_shards_are_refused_without_torchs_hints(name, tmp_path, capsys,
     SHARDS[name](path)
     sign(
         tmp_path,
-        lambda content: content["files"].update({path.name: [path.stat().st_size, _digest(path)]}),
+        lambda content: content["files"].update(
+            {path.name: [path.stat().st_size, digest_of(path)]}
+        ),
     )
     refuse(resume(name, "step-00000002: damaged", {}), tmp_path, capsys)
 

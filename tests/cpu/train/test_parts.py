@@ -149,6 +149,47 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
     assert log.damaged == [2] and [entry["step"] for entry in log.rows] == [1]
 
 
+def test_a_flipped_bit_of_a_row_is_found(tmp_path: Path) -> None:
+    """Every bit of a file: rows that are read are rows that were written, and all but those of the
+    damaged line."""
+    log = MetricsLog(tmp_path, last_step=0)
+    for step in (1, 2, 3):
+        log.write(row(step, gradient_norm=1.5))
+    log.close()
+    path = tmp_path / METRICS
+    content, written = path.read_bytes(), read_metrics(path)
+    assert written == [row(step, gradient_norm=1.5) for step in (1, 2, 3)]
+    for place in range(len(content)):
+        for bit in range(8):
+            flipped = bytes([content[place] ^ 1 << bit])
+            path.write_bytes(content[:place] + flipped + content[place + 1 :])
+            read = read_metrics(path)
+            assert all(entry in written for entry in read), (place, bit)
+            assert 3 > len(read) >= (1 if content[place] == ord("\n") else 2)
+
+
+def test_rows_without_checksums_are_of_older_versions(tmp_path: Path) -> None:
+    path = tmp_path / METRICS
+    path.write_text("".join(json.dumps(row(step)) + "\n" for step in (1, 2)))
+    assert read_metrics(path) == [row(1), row(2)]
+    log = MetricsLog(tmp_path, last_step=2)
+    log.write(row(3))
+    log.close()
+    assert not log.damaged and read_metrics(path) == [row(1), row(2), row(3)]
+    # All have checksums now: a row without one is damaged.
+    path.write_text(path.read_text().replace('"crc32"', '"crc33"', 1))
+    assert [entry["step"] for entry in read_metrics(path)] == [2, 3]
+    # Other tools write rows with other spaces and in another order.
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text(
+        "".join(
+            json.dumps(dict(reversed(entry.items())), indent=None, separators=(",", ":")) + "\n"
+            for entry in rows
+        )
+    )
+    assert [entry["step"] for entry in read_metrics(path)] == [2, 3]
+
+
 def row(step: int, **changes: float) -> dict[str, float]:
     figures = {
         "step": step,

@@ -11,6 +11,12 @@ that of the capture for ever. Neither can be read off the code. Both show when i
 It is the dry run that is looked at, on every backend, not the capture: tensors are ordinary there,
 no machinery holds them, and a cache that code fills when it first runs is filled by then, with
 memory that no pool takes back.
+
+Outputs that share memory with each other, or with what was there before the call.
+
+Whoever changes such an output in place changes the other tensor, too. A replay hands out copies, so
+it would not. What has a memory of its own, or is the same tensor in several places, is fine; so are
+parts of one tensor that do not overlap (`chunk`, `split`).
 """
 
 import gc
@@ -18,7 +24,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence, Set
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,10 +32,10 @@ import torch
 
 from packgraph.graphs.checks.calls import VARIES, Line, OperationLog, is_of_offloading
 from packgraph.graphs.checks.constants import Constants
-from packgraph.graphs.checks.host_sync import CaptureChecker, Journal, shapes_only
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal, shapes_only
 from packgraph.graphs.checks.operations import PLAIN_TENSORS, Operation, tensors_of
 from packgraph.graphs.errors import CaptureError, user_line
-from packgraph.graphs.output_objects import opened_in
+from packgraph.graphs.program import opened_in
 
 _RETURN = "return it from forward, or register a buffer and copy_ into it"
 _RETURN_FRESH = "make the object in every call, or return its tensors"
@@ -256,3 +262,73 @@ def _let_engine_go() -> None:
     if torch.cuda.is_initialized():
         with torch.enable_grad():
             torch.zeros(1, device="cuda", requires_grad=True).sum().backward()
+
+
+_REMEDY = "return a copy (.clone()) in its place. " + LEAVE_OUT
+
+
+def refuse_shared_memory(
+    leaves: Sequence[Any], made: Container[int], captured: Container[int]
+) -> None:
+    """Raise CaptureError for outputs whose memory is not theirs alone.
+
+    Args:
+        leaves: The outputs of a call that is captured.
+        made: Storages that captured code has made.
+        captured: Identities of tensors that captured code returns. Others are handed through as
+            they are, or made by eager code, which runs at every replay.
+    """
+    outputs = list(
+        {
+            id(leaf): leaf
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel()
+        }.values()
+    )
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for output in outputs:
+        storage = output.untyped_storage()._cdata
+        if storage not in made and id(output) not in captured:
+            continue
+        if storage not in made:
+            raise CaptureError(
+                f"an output of shape {tuple(output.shape)} shares its memory with a tensor that "
+                "was "
+                "there before the call (an input, a parameter, a buffer): a replay returns a copy, "
+                "and "
+                "changes in place would not be seen through the other",
+                user_line(),
+                _REMEDY,
+            )
+        for other in by_storage.setdefault(storage, []):
+            if _overlap(output, other):
+                raise CaptureError(
+                    f"two outputs, of shapes {tuple(other.shape)} and {tuple(output.shape)}, share "
+                    "memory: a replay returns copies, and changes in place of one would not be "
+                    "seen "
+                    "through the other",
+                    user_line(),
+                    _REMEDY,
+                )
+        by_storage[storage].append(output)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    (start, stop), (first, last) = _extent(one), _extent(other)
+    if stop <= first or last <= start:
+        return False
+    if one.dtype != other.dtype:
+        return True
+    mask = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    mask.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(mask.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte (exclusive) within the storage."""
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    last = sum(
+        int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last + 1) * tensor.element_size()

@@ -43,6 +43,17 @@ PLAIN = (
 )
 DEPTH = 8  # objects within objects whose attributes are watched
 LARGEST_BYTES = 2**20  # of an array that is compared before every call
+# What torch.compile notes on tensors for itself.
+OF_TORCH = frozenset(
+    {
+        "_dynamo_static_input_type",
+        "_dynamo_dynamic_indices",
+        "_dynamo_weak_dynamic_indices",
+        "_dynamo_unbacked_indices",
+        "_dynamo_static_indices",
+        "_is_param",
+    }
+)
 MOST_CONTAINERS = 20_000
 
 

@@ -1,10 +1,20 @@
 """Snapshots of containers: what they held, how to read it again, and where that is in the user's
-words."""
+words.
 
+What torch's own layers call by name. Nobody walks their code, so all of it is compared.
+
+`nn.Linear` reads `torch.nn.functional.linear` in every call, and every module and tensor looks up
+its methods in a class of torch: who replaces one of them changes what layers compute.
+"""
+
+import dis
+import functools
 import gc
+import importlib.abc
 import logging
 import operator
 import sys
+import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.checks.state_kinds import Mark, same_value, value_key
+from packgraph.graphs.checks.code_reads import function_of, is_library, reads_of
+from packgraph.graphs.checks.state_kinds import Mark, Treatment, row_of, same_value, value_key
 
 MISSING = object()
 Pairs = list[tuple[Any, Any]]
@@ -133,16 +144,19 @@ def slot_names(kind: type) -> list[str]:
 def slots_table(owner: Any, names: Sequence[str], place: Place) -> Table:
     """The attributes in an object's slots."""
     read = partial(_slots, owner, names)
+    entries = read()
+    # In C where all are set: one that is not raises AttributeError.
+    all_set = len(entries) == len(names) > 1
     return Table(
         owner,
         Form.CALL,
         read,
-        read(),
+        entries,
         place,
         "an attribute of",
         None,
         ordered=False,
-        quick=partial(_values, read),
+        quick=partial(operator.attrgetter(*names), owner) if all_set else partial(_values, read),
     )
 
 
@@ -409,3 +423,88 @@ def _level(logger: logging.Logger) -> str:
     """What decides whether a logger lets a message through, the same object while it is the
     same."""
     return sys.intern(f"{logger.getEffectiveLevel()} {logger.manager.disable} {logger.disabled}")
+
+
+_GLOBAL, _CLASS = "the global ", "the class attribute "
+_FILES = {
+    torch.nn.Module: "torch.nn.modules.module",
+    torch.Tensor: "torch._tensor",
+}  # where their bodies are
+_KNOWN: dict[int, Any] = {}  # by identity: what is not foreign, which stays so
+
+
+def layer_tables() -> list[Table]:
+    """Functions and methods that torch's layers find by name. Each is compared by the version of
+    one dictionary."""
+    found = [
+        names_table(vars(module), names, Place(module.__name__, _GLOBAL), settled=True)
+        for module, names in _functions_of_layers()
+    ]
+    found.append(class_table(torch.nn.Module, Place("torch.nn.Module", _CLASS), True))
+    found.append(class_table(torch.Tensor, Place("torch.Tensor", _CLASS), False))
+    return found
+
+
+@functools.lru_cache
+def _functions_of_layers() -> list[tuple[types.ModuleType, list[str]]]:
+    """The functions of torch.nn.functional, and those of torch that they name: others torch itself
+    may replace, such as `manual_seed` when it loads its compiler."""
+    namespace = vars(torch.nn.functional)
+    functions = [name for name, value in namespace.items() if _is_function(value)]
+    codes = (function_of(namespace[name]) for name in functions)
+    named = {
+        name for code in codes if code is not None for name in reads_of(code.__code__).attributes
+    }
+    beneath = [name for name in named if _is_function(vars(torch).get(name))]
+    return [(torch.nn.functional, functions), (torch, beneath)]
+
+
+def is_of_torch(holder: Any, name: str) -> bool:
+    """Whether torch itself has `name` in this class or module of its own. Nobody in torch calls
+    what others have added, as transformers adds `torch.nn.Module.smart_apply`."""
+    return not isinstance(holder, type) or name in _own_names(holder)
+
+
+@functools.lru_cache
+def _own_names(kind: type) -> frozenset[str]:
+    """The names in the body of a class, as its file has them, and those of its bases."""
+    file = _FILES[kind]
+    loader = sys.modules[file].__loader__
+    assert isinstance(loader, importlib.abc.InspectLoader)
+    code = loader.get_code(file)
+    assert code is not None
+    bodies = [
+        part
+        for part in code.co_consts
+        if isinstance(part, types.CodeType) and part.co_name == kind.__name__
+    ]
+    found = {
+        step.argval
+        for body in bodies
+        for step in dis.get_instructions(body)
+        if step.opname == "STORE_NAME"
+    }
+    return frozenset(found.union(*map(vars, kind.__mro__[1:])))
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def foreign(table: Table) -> list[tuple[str, Any]]:
+    """What somebody else has put among torch's functions."""
+    found = []
+    for name, value in table.entries:
+        if _KNOWN.get(id(value)) is value:
+            continue
+        if _is_foreign(value):
+            found.append((name, value))
+        else:
+            _KNOWN[id(value)] = value
+    return found
+
+
+def _is_foreign(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        return not is_library(value.__globals__.get("__name__", ""))
+    return _is_function(value) and row_of(value).treatment is not Treatment.IDENTITY

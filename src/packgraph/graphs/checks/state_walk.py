@@ -12,7 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,7 @@ from packgraph.graphs.checks.state_kinds import (
     DEPTH,
     LARGEST_BYTES,
     MOST_CONTAINERS,
+    OF_TORCH,
     VIEWS,
     Mark,
     Treatment,
@@ -41,7 +42,6 @@ from packgraph.graphs.checks.state_kinds import (
     row_of,
     value_key,
 )
-from packgraph.graphs.checks.state_layers import foreign, is_of_torch, layer_tables
 from packgraph.graphs.checks.state_tables import (
     MISSING,
     Place,
@@ -50,7 +50,10 @@ from packgraph.graphs.checks.state_tables import (
     closure_table,
     contents_table,
     fields_table,
+    foreign,
     function_table,
+    is_of_torch,
+    layer_tables,
     names_table,
     namespace_table,
     reader_of,
@@ -59,9 +62,11 @@ from packgraph.graphs.checks.state_tables import (
     slot_names,
     slots_table,
 )
-from packgraph.graphs.checks.tensor_state import OF_TORCH, TensorState
-from packgraph.graphs.hooks import module_hooks, owners
+from packgraph.graphs.checks.unsupported import module_hooks, owners
 from packgraph.graphs.wrapper import Wrapper, wrapped
+
+if TYPE_CHECKING:
+    from packgraph.graphs.checks.module_state import TensorState
 
 INTERNAL = frozenset(vars(torch.nn.Module()))
 SUBMODULE: Mark = (
@@ -85,13 +90,13 @@ class Refused(NamedTuple):
 class Walk:
     """Everything about `module` that graphs bake, as it is now.
 
-    tables: containers and what they hold. tensors: their facts. owners: modules. arrays: with their
-    place, attribute and contents. refused: why the module cannot be watched.
+    tables: containers and what they hold. tensors: gets their facts. owners: modules. arrays: with
+    their place, attribute and contents. refused: why the module cannot be watched.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, tensors: "TensorState") -> None:
         self.tables: list[Table] = []
-        self.tensors = TensorState()
+        self.tensors = tensors
         self.owners: list[torch.nn.Module] = []
         self.arrays: list[tuple[Any, Place, Mark, tuple[Any, ...]]] = []
         self.refused: Refused | None = None

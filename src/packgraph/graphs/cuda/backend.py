@@ -4,22 +4,47 @@ Rules it keeps: `thread_local` capture mode, so that other threads (data loading
 may go on; one capture stream per backend, since pool segments belong to a stream; every graph
 registers its random generators; a failed capture is ended before the error leaves, so that the
 stream and the generators are usable afterwards.
+
+What the code of a module is told when it asks whether it is captured: no, as in an eager call.
+
+`torch.cuda.is_current_stream_capturing` lets code take another way in a capture (transformers
+builds masks that it would leave out), and a replay would then have other numbers than an eager
+call. Code of torch and packgraph, which asks in order to be capturable at all, is told the truth,
+and so is every other thread.
+
+Memory that cuBLAS works in, owned for as long as graphs write to it.
+
+torch keeps one workspace per cuBLAS handle and stream, a handle per thread, and graphs bake its
+address. That memory belongs to a map of torch's own, which anybody may clear:
+`torch.compile(mode="reduce-overhead")` does so around each of its captures, and the allocator may
+then unmap what the graphs of others still write to (an illegal memory access at their next replay).
+
+The invariant: workspaces of a capture stream lie in a private pool of the allocator, so they stay
+mapped, and nothing else is placed there. Whoever clears torch's map gives the block back to that
+pool; the next capture finds it there again, at the same address. (`torch.cuda.MemPool` would say
+the same, but corrupts the interpreter's heap in torch 2.11 when some twenty of them are used one
+after another.)
 """
 
 import contextlib
+import os
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.cuda.graphs
 
 from packgraph.graphs.backend import Result
 from packgraph.graphs.checks.host_calls import unwatched_calls
 from packgraph.graphs.checks.host_sync import Journal
 from packgraph.graphs.copy_streams import HostMemories, capturing_copy_streams
 from packgraph.graphs.cuda.copy_streams import CudaCopyStreams, pinned, streams_beside
-from packgraph.graphs.cuda.status import told_as_in_eager_calls
-from packgraph.graphs.cuda.workspaces import CublasWorkspaces
-from packgraph.graphs.strides import with_bits
+from packgraph.graphs.errors import PACKAGE
+from packgraph.graphs.key import with_bits
 
 
 class CudaPool:
@@ -90,8 +115,9 @@ class CudaGraph:
             pool,
             window.pool.host,
         )  # host memory that the graph knows by its address only
-        self.copy_streams, self.scope = window.copy_streams, window.copy_streams.scope  # and clocks
-        self.launched = window.backend.copy_streams.launched
+        self.copy_streams = window.copy_streams  # and clocks
+        self.scope = self.copy_streams.scope
+        self.eager_streams = window.backend.copy_streams
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -99,7 +125,8 @@ class CudaGraph:
             raise RuntimeError("this graph was reset")
         self.graph.replay()
         self.copy_streams.replayed.add(self.scope)
-        self.launched()
+        if self.eager_streams.postponed:
+            self.eager_streams.launched()
 
     def reset(self) -> None:
         """Free the executable graph and its claim on the pool."""
@@ -118,7 +145,7 @@ class CudaWindow:
 
     def __init__(self, backend: "CudaBackend", pool: CudaPool, scratch: CudaPool) -> None:
         self.backend, self.pool, self.scratch = backend, pool, scratch
-        self.copy_streams = CudaCopyStreams(
+        self.copy_streams: CudaCopyStreams = CudaCopyStreams(
             backend.device, backend.out_stream, backend.back_stream, pool.host
         )
         self.graphs: list[CudaGraph] = []
@@ -275,3 +302,135 @@ class CudaBackend:
             torch.cuda.default_generators[index],
             *self.extra_generators,
         ]
+
+
+_KNOWING = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        Path(torch.__file__).parent,
+        PACKAGE / "graphs",
+        PACKAGE / "moe",
+    )
+)
+_is_capturing = torch._C._cuda_isCurrentStreamCapturing
+
+
+class _Here(threading.local):
+    """Of a thread. captures: how many it is in."""
+
+    captures = 0
+
+
+_HERE, _LOCK = _Here(), threading.Lock()
+_capturing_threads = 0
+
+
+@contextlib.contextmanager
+def told_as_in_eager_calls() -> Iterator[None]:
+    """Within the block, which captures, code of this thread that asks is told that it is not
+    captured."""
+    _count(1)
+    _HERE.captures += 1
+    try:
+        yield
+    finally:
+        _HERE.captures -= 1
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    """The function that torch's asks is another one as long as any thread captures."""
+    global _capturing_threads
+    with _LOCK:
+        _capturing_threads += change
+        torch.cuda.graphs._cuda_isCurrentStreamCapturing = (
+            _answer if _capturing_threads else _is_capturing
+        )
+
+
+def _answer() -> bool:
+    asking = sys._getframe(
+        2
+    ).f_code.co_filename  # whoever calls torch.cuda.is_current_stream_capturing
+    return (not _HERE.captures or asking.startswith(_KNOWING)) and bool(_is_capturing())
+
+
+STREAMS = 32  # torch hands out streams of one pool in turn: this many differ
+
+
+class CublasWorkspaces:
+    """A capture stream, and the workspaces of the host's and autograd's handles on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.handle = torch.cuda.graph_pool_handle()
+        self._claimed = False
+        for _ in range(STREAMS):
+            self.stream = torch.cuda.Stream(device)
+            if self._takes_both():
+                return
+        # Every stream had workspaces before, in memory of modules that are gone or not ours: let
+        # torch forget them.
+        torch._C._cuda_clearCublasWorkspaces()
+        self.ensure()
+        if not self.nbytes():
+            raise RuntimeError(
+                f"cuBLAS takes no workspace of packgraph's on {device}: graphs would write to "
+                "memory "
+                "that may be freed under them. Does CUBLAS_WORKSPACE_CONFIG say :0:0, or is "
+                "another "
+                "library setting workspaces?"
+            )
+
+    def _takes_both(self) -> bool:
+        """Whether both handles come to have their workspaces on the stream from here. One may have
+        had its own."""
+        sizes = [self.nbytes()]
+        for backward in (False, True):
+            self.ensure(backward)
+            sizes.append(self.nbytes())
+        return sizes[0] < sizes[1] < sizes[2]
+
+    def ensure(self, backward: bool = True) -> None:
+        """Make the workspaces that are missing: the host's, and with `backward` autograd's. Not
+        inside a capture."""
+        index = self.device.index
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream), torch.enable_grad():
+            torch._C._cuda_beginAllocateToPool(
+                index, self.handle
+            )  # of all threads: autograd has its own
+            try:
+                matrix = torch.zeros(
+                    16, 16, dtype=torch.bfloat16, device=self.device, requires_grad=True
+                )
+                product = torch.addmm(
+                    matrix[0], matrix, matrix
+                ).sum()  # by both of cuBLAS's interfaces
+                if backward:
+                    product.backward()
+            finally:
+                torch._C._cuda_endAllocateToPool(index, self.handle)
+                if (
+                    self._claimed
+                ):  # each beginning claims the pool once more; the first claim is kept
+                    torch._C._cuda_releasePool(index, self.handle)
+        if not self._claimed:
+            self._claimed = True
+            weakref.finalize(self, torch._C._cuda_releasePool, index, self.handle).atexit = False
+
+    def segments(self) -> list[dict[str, object]]:
+        """The allocator's segments that hold the workspaces."""
+        return [
+            s
+            for s in torch.cuda.memory_snapshot()
+            if tuple(s["segment_pool_id"]) == tuple(self.handle)
+        ]
+
+    def nbytes(self) -> int:
+        """Bytes in use by workspaces in the pool."""
+        return sum(
+            block["size"]
+            for segment in self.segments()
+            for block in segment["blocks"]  # type: ignore[attr-defined]
+            if block["state"] == "active_allocated"
+        )

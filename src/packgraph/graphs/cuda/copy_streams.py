@@ -74,7 +74,7 @@ class CudaCopyStreams:
         self.memories = memories or HostMemories(pinned)
         self._free = FreeHost(self.memories)
         self._under_way: list[Copy] = []
-        self._postponed: deque[Callable[[], None]] = deque()
+        self.postponed: deque[Callable[[], None]] = deque()
         self._clocks: list[torch.cuda.Event] = []  # that graphs know by their handles only
         self.scope, self.replayed = 0, set[int]()
         self.timed: list[TimedCopy] | None = None
@@ -152,12 +152,12 @@ class CudaCopyStreams:
 
     def postpone(self, launch: Callable[[], None]) -> None:
         """See CopyStreams."""
-        self._postponed.append(launch)
+        self.postponed.append(launch)
 
     def launched(self) -> None:
         """See CopyStreams."""
-        while self._postponed:
-            self._postponed.popleft()()
+        while self.postponed:
+            self.postponed.popleft()()
 
     def clock(self) -> torch.cuda.Event:
         """See CopyStreams."""

@@ -22,9 +22,9 @@ from packgraph.graphs.capture import capture_variant
 from packgraph.graphs.dry_run import dry_run
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, with_local
 from packgraph.graphs.graphed import GraphedModule, control
+from packgraph.graphs.key import contiguous_strides, own_strides
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.slots import Slot
-from packgraph.graphs.strides import contiguous_strides, own_strides
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,41 @@ until the first replay.
 Operands are remembered by name (block, offset, shape), not by reference: a recorder that kept its
 operands alive would keep every block alive and hide reuse bugs. Tensors from outside (parameters,
 static inputs) are held strongly.
+
+Effects on the host that pass by torch's dispatcher, put into a recorded program.
+
+Recomputation moves the default generator back and forth by `torch.get_rng_state` and
+`torch.set_rng_state`, and code that communicates waits for its transfers. Both must happen at every
+replay, at their place. Resizing a storage, or moving a generator in another way, cannot be recorded
+and is refused.
+
+Calls are seen in the recording thread alone (graphs/checks/host_calls.py). The wait of a transfer
+is the exception: what Python tells of a call is the function and not the object. `dist.Work.wait`
+is therefore replaced, once and for good when a transfer is first recorded, by a function that
+passes everything on, unless its thread is recording.
 """
 
 import contextlib
+import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from packgraph.graphs.backend import Result
-from packgraph.graphs.checks.host_calls import Unseen, watched_calls
+from packgraph.graphs.checks.host_calls import (
+    SeesBuiltin,
+    SeesFunction,
+    Unseen,
+    Watcher,
+    watched_calls,
+)
 from packgraph.graphs.checks.host_sync import (
     LEAVE_OUT,
     CodeWatcher,
@@ -43,11 +64,10 @@ from packgraph.graphs.checks.operations import (
     storages,
 )
 from packgraph.graphs.copy_streams import capturing_copy_streams
-from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.errors import CaptureError, is_user_file, user_line
+from packgraph.graphs.key import with_bits
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
-from packgraph.graphs.recorder.host import RecordedHost, recorded_host, tell_waits
 from packgraph.graphs.recorder.pool import POISON, RecordedStorage, RecorderPool
-from packgraph.graphs.strides import with_bits
 
 
 class _Operand(NamedTuple):
@@ -174,9 +194,16 @@ class _Static:
 class RecorderGraph:
     """A recorded program, bound to static memory when its window closes."""
 
-    def __init__(self, nodes: list[_Node], launched: Callable[[], None]) -> None:
-        """launched: called after every replay."""
-        self.nodes, self.launched = nodes, launched
+    def __init__(
+        self,
+        nodes: list[_Node],
+        copy_streams: "RecordedCopyStreams",
+        eager_streams: EmulatedCopyStreams,
+    ) -> None:
+        """copy_streams: of its capture. eager_streams: of eager work, told of every launch."""
+        self.nodes = nodes
+        self._copy_streams, self._scope = copy_streams, copy_streams.scope
+        self._eager_streams = eager_streams
         self.program: list[tuple[Any, Any, Any, list[Any], list[str], bool]] | None = None
 
     def bind(self, window: "RecorderWindow") -> None:
@@ -198,7 +225,9 @@ class RecorderGraph:
             raise RuntimeError("this graph was reset or its capture has not finished")
         with torch.autocast("cpu", enabled=False):
             self._replay(self.program)
-        self.launched()
+        self._copy_streams.replayed.add(self._scope)
+        if self._eager_streams.postponed:
+            self._eager_streams.launched()
 
     def _replay(self, program: list[Any]) -> None:
         pending: dict[int, Any] = {}
@@ -213,7 +242,8 @@ class RecorderGraph:
             result = function(*args, **kwargs)
             if "new" not in kinds and "work" not in kinds:
                 continue
-            for target, value, kind in zip(outputs, flat((result,)), kinds, strict=True):
+            leaves = (result,) if type(result) is torch.Tensor else flat((result,))
+            for target, value, kind in zip(outputs, leaves, kinds, strict=True):
                 if kind == "new":
                     if function.namespace.startswith("_c10d_f"):
                         value = torch.ops._c10d_functional.wait_tensor(value)
@@ -260,7 +290,7 @@ class RecorderWindow:
         """copy_streams: of the backend's eager work."""
         self.pool, self.scratch, self.journal = pool, scratch, journal
         self.copy_streams = RecordedCopyStreams(self, pool.host, copy_streams.queues.late)
-        self._launched = copy_streams.launched
+        self._eager_streams = copy_streams
         self._nodes: list[_Node] = []
         self._is_brief = False
         self.clock = 0
@@ -390,11 +420,7 @@ class RecorderWindow:
             result = run()
         self._is_brief = False
 
-        def launched(scope: int = self.copy_streams.scope) -> None:
-            self.copy_streams.replayed.add(scope)
-            self._launched()
-
-        graph = RecorderGraph(nodes, launched)
+        graph = RecorderGraph(nodes, self.copy_streams, self._eager_streams)
         self._graphs.append(graph)
         return graph, result
 
@@ -466,3 +492,92 @@ class RecorderBackend:
     def generators(self) -> list[torch.Generator]:
         """The CPU's default generator, and those the module holds."""
         return [torch.default_generator, *self.extra_generators]
+
+
+_BY_FUNCTIONS = (
+    "move the default generator by torch.get_rng_state and torch.set_rng_state. " + LEAVE_OUT
+)
+_RECORDED: ContextVar[Callable[[Any], None] | None] = ContextVar(
+    "packgraph_recorded_wait", default=None
+)
+
+
+class RecordedHost(Watcher):
+    """Shows the host's steps of one recording. step: is given what a replay has to do, in order."""
+
+    def __init__(self, step: Callable[[Callable[[], Any]], None]) -> None:
+        self._step = step
+
+    def builtins(self) -> Mapping[str, SeesBuiltin]:
+        """See Watcher."""
+        return {
+            "resize_": self._resized,
+            **dict.fromkeys(("get_state", "set_state", "get_offset", "set_offset"), self._moved),
+        }
+
+    def functions(self) -> Mapping[CodeType, SeesFunction]:
+        """See Watcher."""
+        return {
+            torch.random.get_rng_state.__code__: self._read,
+            torch.random.set_rng_state.__code__: self._set,
+        }
+
+    def _read(self, frame: FrameType, state: Any, done: bool) -> None:
+        if isinstance(state, torch.Tensor):
+            self._step(lambda: state.copy_(torch.default_generator.get_state()))
+
+    def _set(self, frame: FrameType, result: Any, done: bool) -> None:
+        if not done:
+            state = frame.f_locals["new_state"]
+            self._step(lambda: torch.default_generator.set_state(state))
+
+    def _resized(self, frame: FrameType, function: Any, done: bool) -> None:
+        if isinstance(function.__self__, torch.UntypedStorage):
+            raise CaptureError(
+                "a storage is resized inside a captured stage (FSDP does this)",
+                user_line(frame),
+                LEAVE_OUT,
+            )
+
+    def _moved(self, frame: FrameType, function: Any, done: bool) -> None:
+        if isinstance(function.__self__, torch.Generator) and is_user_file(
+            frame.f_code.co_filename
+        ):
+            raise CaptureError(
+                f"Generator.{function.__name__}() inside a captured stage: a replay would not do "
+                "it",
+                user_line(frame),
+                _BY_FUNCTIONS,
+            )
+
+
+@contextlib.contextmanager
+def recorded_host(
+    step: Callable[[Callable[[], Any]], None], waited: Callable[[Any], None]
+) -> Iterator[None]:
+    """Within the block effects of this thread are told: `step` what a replay has to do, `waited`
+    for which transfer."""
+    token = _RECORDED.set(waited)
+    try:
+        with watched_calls(RecordedHost(step)):
+            yield
+    finally:
+        _RECORDED.reset(token)
+
+
+def tell_waits() -> None:
+    """From now on a recording thread is told of transfers that it waits for."""
+    original = dist.Work.wait
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        waited = _RECORDED.get()
+        if waited is None:
+            return original(work, *args, **kwargs)
+        waited(work)
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            return original(work, *args, **kwargs)
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]

@@ -120,7 +120,7 @@ class EmulatedCopyStreams:
         self.memories = HostMemories(plain)
         self._free = FreeHost(self.memories)
         self._under_way: dict[int, Copy] = {}
-        self._postponed: deque[Callable[[], None]] = deque()
+        self.postponed: deque[Callable[[], None]] = deque()
         self._count, self.scope, self.replayed = 0, 0, set[int]()
         self.timed: list[TimedCopy] | None = None  # nothing comes into it: there is no device
         self.trial = False
@@ -176,12 +176,12 @@ class EmulatedCopyStreams:
 
     def postpone(self, launch: Callable[[], None]) -> None:
         """See CopyStreams."""
-        self._postponed.append(launch)
+        self.postponed.append(launch)
 
     def launched(self) -> None:
         """See CopyStreams."""
-        while self._postponed:
-            self._postponed.popleft()()
+        while self.postponed:
+            self.postponed.popleft()()
 
     def clock(self) -> Any:
         """See CopyStreams."""

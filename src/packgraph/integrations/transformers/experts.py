@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.moe.experts import activate_and_multiply
-from packgraph.moe.grouped_gemm.products import autocast, product
 from packgraph.moe.permute import RowPlan, combine_rows, gather_pairs, gather_rows, plan_rows
+from packgraph.ops.linear import autocast, product
 
 
 def run_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

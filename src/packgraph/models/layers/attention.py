@@ -32,6 +32,7 @@ from packgraph.ops.elementwise import (
     rotary_tables,
     stretched_frequencies,
 )
+from packgraph.ops.linear import linear_layer, merged
 
 LATENT_EPS = 1e-6  # of both norms inside, whatever rms_norm_eps is: so the models were trained
 
@@ -83,10 +84,11 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        hidden, by, bias = config.hidden_size, config.linear_product, config.attention_bias
+        self.q_proj = linear_layer(by, hidden, queries, bias)
+        self.k_proj = linear_layer(by, hidden, keys, bias)
+        self.v_proj = linear_layer(by, hidden, keys, bias)
+        self.o_proj = linear_layer(by, queries, hidden, bias)
         self.q_norm = (
             RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         )
@@ -100,7 +102,7 @@ class GroupedQueryAttention(nn.Module):
     ) -> Tensor:
         """x: [T, H]; rotary: cos and sin [T, head_dim]. Returns [T, H]."""
         with self.offload("qkv_linear", leave=rotary):
-            parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            parts = merged(x, self.q_proj, self.k_proj, self.v_proj)
             q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
             q, k = apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
         with self.offload("core_attn", leave=metadata):
@@ -117,20 +119,20 @@ class LatentAttention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         shape, hidden, bias = config.latent, config.hidden_size, config.attention_bias
-        self.shape, self.heads = shape, config.num_heads
+        self.shape, self.heads, by = shape, config.num_heads, config.linear_product
         queries = config.num_heads * shape.query_dim
         if shape.query_rank:
-            self.q_a_proj = nn.Linear(hidden, shape.query_rank, bias=bias)
+            self.q_a_proj = linear_layer(by, hidden, shape.query_rank, bias)
             self.q_a_layernorm = RMSNorm(shape.query_rank, LATENT_EPS)
-            self.q_b_proj = nn.Linear(shape.query_rank, queries, bias=False)
+            self.q_b_proj = linear_layer(by, shape.query_rank, queries)
         else:
-            self.q_proj = nn.Linear(hidden, queries, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, shape.kv_rank + shape.rope_dim, bias=bias)
+            self.q_proj = linear_layer(by, hidden, queries)
+        self.kv_a_proj_with_mqa = linear_layer(by, hidden, shape.kv_rank + shape.rope_dim, bias)
         self.kv_a_layernorm = RMSNorm(shape.kv_rank, LATENT_EPS)
-        self.kv_b_proj = nn.Linear(
-            shape.kv_rank, config.num_heads * (shape.nope_dim + shape.value_dim), bias=False
+        self.kv_b_proj = linear_layer(
+            by, shape.kv_rank, config.num_heads * (shape.nope_dim + shape.value_dim)
         )
-        self.o_proj = nn.Linear(config.num_heads * shape.value_dim, hidden, bias=bias)
+        self.o_proj = linear_layer(by, config.num_heads * shape.value_dim, hidden, bias)
         self.first = "q_a_proj" if shape.query_rank else "q_proj"
         self.scale = shape.query_dim**-0.5 * shape.scaling.score_factor
         self.offload: Mark = offload_block
@@ -149,7 +151,7 @@ class LatentAttention(nn.Module):
     def _project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [T, heads, nope + rope] and values [T, heads, value]."""
         shape = self.shape
-        queries, latent = getattr(self, self.first)(x), self.kv_a_proj_with_mqa(x)
+        queries, latent = merged(x, getattr(self, self.first), self.kv_a_proj_with_mqa)
         if shape.query_rank:
             queries = self.q_b_proj(self.q_a_layernorm(queries))
         latent, shared = latent.split((shape.kv_rank, shape.rope_dim), dim=-1)

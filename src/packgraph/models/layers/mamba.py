@@ -27,6 +27,7 @@ from packgraph.mamba.ssd import ssd
 from packgraph.models.config import DecoderConfig
 from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.attention.context import ContextGroup, own_heads_back
+from packgraph.ops.linear import linear_layer
 
 # As the models of the paper begin: decay per unit of time, and length of a time step.
 FIRST_DECAY, FIRST_STEP, LEAST_FIRST_STEP = (1.0, 16.0), (1e-3, 1e-1), 1e-4
@@ -60,7 +61,9 @@ class MambaMixer(nn.Module):
         self.shape = ScanShape(shape.num_heads, shape.head_dim, shape.groups, shape.state)
         self.chunk, self.smallest_step = shape.chunk, shape.smallest_step
         self.columns = (shape.inner, shape.channels, shape.num_heads)
-        self.in_proj = nn.Linear(config.hidden_size, sum(self.columns), bias=shape.bias)
+        self.in_proj = linear_layer(
+            config.linear_product, config.hidden_size, sum(self.columns), shape.bias
+        )
         # Holds the parameters; it is never called, since it knows no documents.
         self.conv1d = nn.Conv1d(
             shape.channels,
@@ -74,7 +77,9 @@ class MambaMixer(nn.Module):
         )
         self.norm = GatedNorm(shape.inner, shape.groups, config.rms_norm_eps)
         self.offload: Mark = offload_block
-        self.out_proj = nn.Linear(shape.inner, config.hidden_size, bias=shape.bias)
+        self.out_proj = linear_layer(
+            config.linear_product, shape.inner, config.hidden_size, shape.bias
+        )
 
     def forward(
         self, x: Tensor, document_ids: Tensor, context: ContextGroup | None = None

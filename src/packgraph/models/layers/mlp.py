@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from packgraph.models.config import DecoderConfig
 from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.elementwise import rms_norm, swiglu
+from packgraph.ops.linear import linear_layer, merged
 
 
 class RMSNorm(nn.Module):
@@ -27,18 +28,18 @@ class RMSNorm(nn.Module):
 
 class GatedMLP(nn.Module):
     """[T, H] -> [T, H] through an intermediate width; projections named as in Hugging Face
-    checkpoints."""
+    checkpoints. by: name of their product."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, by: str) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.gate_proj = linear_layer(by, hidden_size, intermediate_size)
+        self.up_proj = linear_layer(by, hidden_size, intermediate_size)
         self.offload: Mark = offload_block
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.down_proj = linear_layer(by, intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         with self.offload("mlp_act"):
-            return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+            return self.down_proj(swiglu(*merged(x, self.gate_proj, self.up_proj)))
 
 
 class SquaredReluMLP(nn.Module):
@@ -48,11 +49,11 @@ class SquaredReluMLP(nn.Module):
     Source of the activation: So et al. 2021, arXiv:2109.08668.
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, by: str) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = linear_layer(by, hidden_size, intermediate_size)
         self.offload: Mark = offload_block
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.down_proj = linear_layer(by, intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         with self.offload("mlp_act"):
@@ -62,5 +63,5 @@ class SquaredReluMLP(nn.Module):
 def feed_forward(config: DecoderConfig, width: int) -> GatedMLP | SquaredReluMLP:
     """A block of this intermediate width with the activation of `config`."""
     if config.activation == "relu2":
-        return SquaredReluMLP(config.hidden_size, width)
-    return GatedMLP(config.hidden_size, width)
+        return SquaredReluMLP(config.hidden_size, width, config.linear_product)
+    return GatedMLP(config.hidden_size, width, config.linear_product)

@@ -33,6 +33,7 @@ from packgraph.moe.stash.experts import stashed_experts
 from packgraph.moe.stash.stash import Stash
 from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.attention.zigzag import rank_rows
+from packgraph.ops.linear import linear_layer
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
 
@@ -112,10 +113,11 @@ class MoEBlock(nn.Module):
             routed_width(config),
             config.experts.intermediate_size,
             config.activation,
+            config.linear_product,
         )
-        latent = config.experts.latent_size
-        self.fc1_latent_proj = nn.Linear(config.hidden_size, latent, bias=False) if latent else None
-        self.fc2_latent_proj = nn.Linear(latent, config.hidden_size, bias=False) if latent else None
+        latent, hidden, by = config.experts.latent_size, config.hidden_size, config.linear_product
+        self.fc1_latent_proj = linear_layer(by, hidden, latent) if latent else None
+        self.fc2_latent_proj = linear_layer(by, latent, hidden) if latent else None
         width = config.experts.shared * config.experts.intermediate_size
         self.shared_experts = feed_forward(config, width) if width else None
         self.dispatcher = LocalDispatcher(config.experts.count)

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from packgraph.moe.experts import Experts, activation, activation_backward
-from packgraph.moe.grouped_gemm.products import autocast, matrices_gradient, product
 from packgraph.moe.stash.pages import keep, record_size, take
 from packgraph.moe.stash.stash import Column, Stash
+from packgraph.ops.linear import autocast, matrices_gradient, product, rows_gradient
 
 AGAIN = (
     "backward through stashed experts a second time: their pages went back to the pool after the "
@@ -67,8 +67,9 @@ def stashed_experts(
         return experts(values, weights, offsets)
     pages = stash.pages
     pool = pages.state, *memory, stash.page_rows, pages.pages, pages.host_pages
-    h, record = _first(values, first, offsets, *pool)
-    return _second(h, weights, down, offsets, experts.gated, not first.requires_grad, record, *pool)
+    h, record = _first(values, first, offsets, experts.by, *pool)
+    is_last = not first.requires_grad
+    return _second(h, weights, down, offsets, experts.gated, experts.by, is_last, record, *pool)
 
 
 @torch.library.custom_op("packgraph::stashed_first_product", mutates_args=())
@@ -76,6 +77,7 @@ def _first(
     values: Tensor,
     first: Tensor,
     offsets: Tensor,
+    by: str,
     state: Tensor,
     buffers: Sequence[Tensor],
     hosts: Sequence[Tensor],
@@ -85,7 +87,7 @@ def _first(
 ) -> tuple[Tensor, Tensor]:
     """h, and the record of the pages that values and h are in. buffers: of values, of h; hosts: as
     many or none."""
-    h = product(values, first, offsets, True)
+    h = product(values, first, offsets, True, by)
     return h, keep(state, buffers, hosts, [values, h], offsets, page_rows, pages, host_pages)
 
 
@@ -94,6 +96,7 @@ def _first_shapes(
     values: Tensor,
     first: Tensor,
     offsets: Tensor,
+    by: str,
     state: Tensor,
     buffers: Sequence[Tensor],
     hosts: Sequence[Tensor],
@@ -107,7 +110,7 @@ def _first_shapes(
 
 
 def _save_first(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    values, first, offsets, state, buffers, hosts, *ctx.sizes = inputs
+    values, first, offsets, ctx.by, state, buffers, hosts, *ctx.sizes = inputs
     ctx.rows, ctx.spent = values.shape[0], False
     ctx.save_for_backward(first, offsets, state, output[1], *buffers, *hosts)
 
@@ -119,10 +122,10 @@ def _differentiate_first(ctx: Any, of_h: Tensor, _: Tensor) -> tuple[Any, ...]:
     of_first = None
     if needs_first:
         of_first = matrices_gradient(
-            of_h, _back(0, ctx, state, record, memories, of_h, True), offsets, True
+            of_h, _back(0, ctx, state, record, memories, of_h, True), offsets, True, ctx.by
         )
-    of_values = product(of_h, first, offsets, False) if needs_values else None
-    return of_values, of_first, *_nothing(2, memories), *[None] * len(ctx.sizes)
+    of_values = rows_gradient(of_h, first, offsets, True, ctx.by) if needs_values else None
+    return of_values, of_first, *_nothing(3, memories), *[None] * len(ctx.sizes)
 
 
 _first.register_autograd(_differentiate_first, setup_context=_save_first)
@@ -135,6 +138,7 @@ def _second(
     down: Tensor,
     offsets: Tensor,
     gated: bool,
+    by: str,
     is_last: bool,
     record: Tensor,
     state: Tensor,
@@ -146,7 +150,7 @@ def _second(
 ) -> Tensor:
     """made [R, H]. is_last: nobody takes values after the backward has taken h, so that the pages
     are free."""
-    return product(activation(h, weights, offsets, gated), down, offsets, True)
+    return product(activation(h, weights, offsets, gated), down, offsets, True, by)
 
 
 @_second.register_fake
@@ -156,6 +160,7 @@ def _second_shape(
     down: Tensor,
     offsets: Tensor,
     gated: bool,
+    by: str,
     is_last: bool,
     record: Tensor,
     state: Tensor,
@@ -169,9 +174,8 @@ def _second_shape(
 
 
 def _save_second(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, weights, down, offsets, ctx.gated, ctx.is_last, record, state, buffers, hosts, *ctx.sizes = (
-        inputs
-    )
+    h, weights, down, offsets, *rest = inputs
+    ctx.gated, ctx.by, ctx.is_last, record, state, buffers, hosts, *ctx.sizes = rest
     ctx.rows, ctx.spent = h.shape[0], False
     ctx.save_for_backward(weights, down, offsets, state, record, *buffers, *hosts)
 
@@ -179,12 +183,13 @@ def _save_second(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_second(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     _spend(ctx)
     weights, down, offsets, state, record, *memories = ctx.saved_tensors
-    of_act = product(grad, down, offsets, False)
+    of_act = rows_gradient(grad, down, offsets, True, ctx.by)
     h = _back(1, ctx, state, record, memories, of_act, ctx.is_last)
     of_h, of_weights, act = activation_backward(of_act, h, weights, offsets, ctx.gated)
     del of_act, h  # which the gradient of matrices need not stand beside
-    of_down = matrices_gradient(grad, act, offsets, True) if ctx.needs_input_grad[2] else None
-    return of_h, of_weights, of_down, *_nothing(5, memories), *[None] * len(ctx.sizes)
+    needs_down = ctx.needs_input_grad[2]
+    of_down = matrices_gradient(grad, act, offsets, True, ctx.by) if needs_down else None
+    return of_h, of_weights, of_down, *_nothing(6, memories), *[None] * len(ctx.sizes)
 
 
 _second.register_autograd(_differentiate_second, setup_context=_save_second)

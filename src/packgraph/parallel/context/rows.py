@@ -10,7 +10,7 @@
 
 All ranks of the axis get the same whole batch (boundaries, tokens, labels: a few bytes per token)
 and take their rows on the device, so nothing depends on lengths on the host. Parameters are copies;
-a rank's gradients are those of its tokens, and are summed over `dp_cp` of the mesh, once per step,
+a rank's gradients are those of its tokens, and are summed over `copies` of the mesh, once per step,
 with the gradients of other replicas.
 
 The invariant: the place of a rank in its group of a certain size never changes, so this size, a

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from packgraph.graphs import fallback
+from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.cache import Consensus
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import Control, GraphedModule, control
-from packgraph.graphs.profiler_ranges import profiler_range
-from packgraph.graphs.replay_handle import ReplayHandle
+from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch

@@ -139,8 +139,8 @@ def pipelines(mesh: Mesh) -> list[list[int]]:
     `pp` only."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world):
-        place = mesh.layout.coordinates(rank)
-        found.setdefault((place["dp"], place["cp"], place["tp"]), []).append(rank)
+        others = mesh.layout.coordinates(rank) | {"pp": 0}
+        found.setdefault(tuple(others.values()), []).append(rank)
     return list(found.values())
 
 

@@ -27,7 +27,6 @@ Format 1 had no checksum over `state.json` itself. It is still read, with a warn
 under way can go on; a file that has a checksum is checked whatever its format says.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -45,7 +44,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.parallel.heartbeat import is_broken_connection
 from packgraph.parallel.mesh import Mesh, single_process
-from packgraph.parallel.processes import from_all, on_first
+from packgraph.parallel.processes import from_all, on_each, on_first
 from packgraph.train.checkpoint.reader import (
     CheckpointError,
     PlainWriter,
@@ -56,9 +55,12 @@ from packgraph.train.checkpoint.reader import (
     tensor_entries,
 )
 from packgraph.train.config.values import shown
+from packgraph.train.node_folders import NodeFolders, gather_shards, shared_folder
 from packgraph.train.run_files import (
     CHECKSUM,
+    WRITING,
     checksum,
+    digest_of,
     parse_json,
     sync_file,
     sync_folder,
@@ -83,8 +85,16 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def describe(folder: Path, step: int, state: Mapping[str, Any]) -> None:
+def describe(
+    folder: Path, step: int, state: Mapping[str, Any], sent: Mapping[str, str] | None = None
+) -> None:
     """Write state.json for the files in `folder`, after all that its metadata name were found.
+
+    Args:
+        folder: The folder of the checkpoint, which is being written.
+        step: Its step.
+        state: What is to be stored besides tensors; JSON-able.
+        sent: SHA-256 of the files that have come from other nodes.
 
     Raises:
         CheckpointError: If files are missing that other processes have written.
@@ -100,9 +110,11 @@ def describe(folder: Path, step: int, state: Mapping[str, Any]) -> None:
             f"{folder}: {shown}: written by other processes, but not to be seen by rank 0: the "
             "checkpoint would not be "
             "whole. All nodes must write to one shared file system: give a path on it as "
-            "--run.folder"
+            "--run.folder, or say --run.per-node-folder"
         )
-    files = {path.name: (path.stat().st_size, _digest(path)) for path in sorted(folder.iterdir())}
+    files = {path.name: (path.stat().st_size, digest_of(path)) for path in sorted(folder.iterdir())}
+    if changed := [name for name, digest in (sent or {}).items() if files[name][1] != digest]:
+        raise CheckpointError(f"{folder / changed[0]}: is not what its rank has sent")
     check_extents(found, {name: size for name, (size, _) in files.items()}, folder / METADATA)
     write_state(
         folder / STATE, {"format": FORMAT, "step": step, "files": files, "state": dict(state)}
@@ -203,11 +215,6 @@ def _files(content: Mapping[str, Any], file: Path) -> dict[str, tuple[int, str]]
     return {name: (size, digest) for name, (size, digest) in files.items()}
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _check_file(path: Path, size: int, digest: str) -> None:
     try:
         if not path.is_file():
@@ -216,7 +223,7 @@ def _check_file(path: Path, size: int, digest: str) -> None:
             raise CheckpointError(
                 f"{path}: damaged: {path.stat().st_size} bytes, {size} were written"
             )
-        if _digest(path) != digest:
+        if digest_of(path) != digest:
             raise CheckpointError(
                 f"{path}: damaged: its contents are not what was written (SHA-256 differs)"
             )
@@ -226,7 +233,6 @@ def _check_file(path: Path, size: int, digest: str) -> None:
 
 LATEST = "latest"
 BEST = "best"
-WRITING = ".writing-"
 REPLACED = ".replaced-"
 
 
@@ -238,25 +244,33 @@ def save_checkpoint(
     keep: int,
     mesh: Mesh | None = None,
     best: int | None = None,
+    nodes: NodeFolders | None = None,
 ) -> Path:
     """Write the checkpoint of `step`; keep the newest `keep` and that of step `best`, if there is
     one. Collective.
 
     tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank
-    0's is written. Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2)
+    0's is written. nodes: which ranks see the same folder, all of them by default; the checkpoint
+    is rank 0's. Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2)
     is atomic within a file system. Raises CheckpointError (full disk, no permission, shards of
     other ranks that rank 0 does not see) on all ranks; the earlier ones stay as they are. A
     connection to another rank that breaks is no such error, and is raised as it is.
     """
     mesh = mesh or single_process()
+    nodes = nodes or shared_folder(mesh)
     name = _name(step)
-    writing = folder / (WRITING + name)
+    writing, leads = folder / (WRITING + name), nodes.leads(mesh.rank)
     try:
+        # Rank 0 comes last: what it makes stays, even if another node's folder is its own after
+        # all.
+        if nodes.others:
+            on_each(mesh, lambda: _begin_writing(folder, writing) if leads else None, OSError)
         on_first(mesh, lambda: _begin_writing(folder, writing), OSError)
         _write_tensors(writing, tensors)
+        sent = gather_shards(writing, mesh, nodes)
         on_first(
             mesh,
-            lambda: _finish_writing(folder, writing, step, state, keep, best),
+            lambda: _finish_writing(folder, writing, step, state, keep, best, sent),
             OSError,
             CheckpointError,
         )
@@ -265,7 +279,7 @@ def save_checkpoint(
         shutil.rmtree(writing, ignore_errors=True)
         raise
     except OSError as error:
-        if mesh.rank == 0:
+        if mesh.rank == 0 or leads:
             # What fails here as well (a disk that is gone) is removed by the next save.
             shutil.rmtree(writing, ignore_errors=True)
         raise CheckpointError(
@@ -273,6 +287,8 @@ def save_checkpoint(
             "checkpoints are untouched. "
             "Free some space or choose another run.folder, then go on with --resume"
         ) from error
+    if leads:
+        shutil.rmtree(writing, ignore_errors=True)  # its shards are on the node of rank 0
     return folder / name
 
 
@@ -285,12 +301,18 @@ def _begin_writing(folder: Path, writing: Path) -> None:
 
 
 def _finish_writing(
-    folder: Path, writing: Path, step: int, state: Mapping[str, Any], keep: int, best: int | None
+    folder: Path,
+    writing: Path,
+    step: int,
+    state: Mapping[str, Any],
+    keep: int,
+    best: int | None,
+    sent: Mapping[str, str],
 ) -> None:
     """Describe what was written, give it its name, make it the latest and remove the oldest."""
     for path in writing.iterdir():  # torch syncs a file before it writes what its buffer holds yet
         sync_file(path)
-    describe(writing, step, state)
+    describe(writing, step, state, sent)
     sync_folder(writing)
     name = writing.name.removeprefix(WRITING)
     if (folder / name).exists():

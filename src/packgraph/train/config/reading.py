@@ -48,6 +48,10 @@ class ConfigError(ValueError):
             f"{len(self.problems)} {noun} in the configuration:\n  " + "\n  ".join(self.problems)
         )
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[str, ...]]]:
+        """What other ranks raise it from."""
+        return type(self), (self.problems,)
+
 
 # Options of earlier versions, with the value that is left out without a word.
 RETIRED: Mapping[str, Any] = {"model.merge_projections": False}

@@ -262,6 +262,8 @@ class RunConfig:
 
     name: folder of the run under `folder`; none = the preset's name, made unique by a number.
     folder: folder that holds all runs.
+    per_node_folder: the folder is not shared between nodes: each writes the shards of its ranks
+        there, and checkpoints are gathered on the node of rank 0.
     steps: optimizer steps.
     tokens_per_step: real tokens of an optimizer step; packs are taken until they are reached, so
         their number varies.
@@ -289,6 +291,7 @@ class RunConfig:
 
     name: str | None = None
     folder: str = "runs"
+    per_node_folder: bool = False
     steps: int = 100
     tokens_per_step: int = 4096
     log_every: int = 10

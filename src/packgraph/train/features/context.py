@@ -182,7 +182,7 @@ def context_request(config: TrainConfig, world: int, device: torch.device) -> Co
     """
     parallel, tokens = config.parallel, rank_tokens(config)
     assert tokens is not None
-    plane = (parallel.dp or world // (parallel.pp * parallel.cp * parallel.tp)) * parallel.cp
+    plane = parallel.layout().replicas(world) * parallel.cp
     backend = config.model.attention_backend
     if backend == "auto":
         backend = choose_backend(

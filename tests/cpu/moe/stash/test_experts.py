@@ -132,7 +132,7 @@ def test_pages_of_a_backward_of_the_second_product_alone_come_back_at_the_next_r
     assert stash.in_use() == 0 and not stash.overflow_flag()
 
 
-@pytest.mark.parametrize("what", ["product", "matrices_gradient"])
+@pytest.mark.parametrize("what", ["rows_gradient", "matrices_gradient"])
 def test_rows_that_came_back_stand_beside_as_little_as_they_can(what, monkeypatch):
     """Rows are gone when the products after theirs begin."""
     stash, experts, taken, alive = stash_of(), Experts(4, 16, 16), [], []
@@ -152,7 +152,7 @@ def test_rows_that_came_back_stand_beside_as_little_as_they_can(what, monkeypatc
         lambda *given: alive.append([of() is not None for of in taken]) or then(*given),
     )
     made.backward(gradient)
-    assert alive == ([[], [False, False]] if what == "product" else [[False], [False, True]])
+    assert alive == ([[], [False, False]] if what == "rows_gradient" else [[False], [False, True]])
 
 
 def test_a_second_backward_is_an_error():

@@ -17,16 +17,15 @@ contiguous tensors.
 `torch.nn.functional.grouped_mm` has no host sync on CUDA in bfloat16 from compute capability 9.0
 on; on the CPU it may read the offsets. By descriptors and by pointers are Triton's kernels beside
 this file. Masked is one product of all rows per expert, with E times the work: for checks in
-float64, and for widths that do not fill 16 bytes on a CPU.
+float64, and for widths that do not fill 16 bytes on a CPU. `ops/linear.py` makes them
+differentiable, and calls them without autocast.
 """  # noqa: E501
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.moe.grouped_gemm.configs import (
+from packgraph.ops.grouped_gemm.configs import (
     ALIGNMENT,
     HOPPER,
     aligned,
@@ -39,44 +38,6 @@ from packgraph.ops.loss import HAS_TRITON
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """a[rows of e] @ b[e] for every expert e: [R, N]; undefined from row offsets[-1] on.
-    Differentiable in a and b.
-
-    a: [R, K]. b: [E, K, N], contiguous or the transposed view of a contiguous [E, N, K], of a's
-    dtype (under autocast both are cast). offsets: int32 [E], ascending, one past the last row of
-    each expert. No host sync. Raises ValueError for shapes that do not match, and on CUDA where
-    only Triton could do it and is not installed.
-    """
-    if (
-        a.dim() != 2
-        or b.dim() != 3
-        or a.shape[1] != b.shape[1]
-        or offsets.shape != b.shape[:1]
-        or offsets.dtype != torch.int32
-    ):
-        raise ValueError(
-            f"grouped_mm needs a [R, K], b [E, K, N] and offsets int32 [E], got {list(a.shape)}, "
-            f"{list(b.shape)} and {offsets.dtype} {list(offsets.shape)}"
-        )
-    a, b = autocast(a, b)
-    if a.dtype != b.dtype:
-        raise ValueError(
-            f"grouped_mm needs rows and matrices of one dtype, got {a.dtype} and {b.dtype}"
-        )
-    transposed = b.stride(2) != 1 and b.stride(1) == 1
-    return product(a, b.mT if transposed else b, offsets, transposed)
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, in the dtype that autocast says where it is on."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor.to(dtype) for tensor in tensors)
-
-
 def naive_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """The specification: one product after the other, sizes read on the host. Zero in the tail."""
     ends = offsets.tolist()
@@ -84,8 +45,7 @@ def naive_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
 
 
-@torch.library.custom_op("packgraph::grouped_mm", mutates_args=())
-def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+def multiply(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """[R, N] from a [R, K] and matrices [E, K, N], or [E, N, K] if `transposed`."""
     a, b = _rows(a), _matrices(matrices, transposed)
     if _by_torch(a, *b.shape[1:]):
@@ -93,25 +53,23 @@ def product(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> T
         way = multiplied_way(a, matrices)
         if way.kernel == "torch":
             return F.grouped_mm(a, b, offs=offsets)
-        from packgraph.moe.grouped_gemm.multiply_kernel import multiply_by_descriptors
+        from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_descriptors
 
         programs = programs_at_once(a.device, way.programs)
         return multiply_by_descriptors(a, matrices, offsets.contiguous(), transposed, way, programs)
     if _by_kernel(a):
-        from packgraph.moe.grouped_gemm.multiply_kernel import multiply_by_pointers
+        from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_pointers
 
         matrices = b.mT if transposed else b
         return multiply_by_pointers(
             a, matrices, offsets.contiguous(), transposed, multiplied_anywhere(a, matrices)
         )
     total = a.new_zeros(a.shape[0], b.shape[2])
-    with torch.autocast(a.device.type, enabled=False):  # a backward may run under it
-        for matrix, inside in zip(b.unbind(0), _inside(offsets, a.shape[0]), strict=True):
-            total = total + torch.where(inside, a, 0) @ matrix
+    for matrix, inside in zip(b.unbind(0), _inside(offsets, a.shape[0]), strict=True):
+        total = total + torch.where(inside, a, 0) @ matrix
     return total
 
 
-@torch.library.custom_op("packgraph::grouped_mm_of_matrices", mutates_args=())
 def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """Gradient of matrices: [E, K, N] = a^T grad per expert, or [E, N, K] if `transposed`. grad:
     [R, N]; a: [R, K]."""
@@ -119,71 +77,34 @@ def matrices_gradient(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
     if _by_torch(a, left.shape[1], right.shape[1]):
         return F.grouped_mm(left.mT, right, offs=offsets)
     if _by_kernel(left):
-        from packgraph.moe.grouped_gemm.add_kernel import add_products
+        from packgraph.ops.grouped_gemm.add_kernel import add_products
 
         total = left.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
         add_products(total, left, right, offsets)
         return total
-    with torch.autocast(a.device.type, enabled=False):
-        return torch.stack(
-            [
-                torch.where(inside, left, 0).mT @ torch.where(inside, right, 0)
-                for inside in _inside(offsets, a.shape[0])
-            ]
-        )
+    return torch.stack(
+        [
+            torch.where(inside, left, 0).mT @ torch.where(inside, right, 0)
+            for inside in _inside(offsets, a.shape[0])
+        ]
+    )
 
 
-@torch.library.custom_op("packgraph::add_grouped_mm_of_matrices", mutates_args=("total",))
 def add_matrices_gradient(
     total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
 ) -> None:
     """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA.
 
     There the sum is rounded once, elsewhere (and in ways that let the cache add, see
-    moe/grouped_gemm/configs.py) the product first. The name is an agreement:
-    graphs/compiled/products.py puts `add_name` for `name` where a weight's `.grad` may be added to.
-    With few rows per expert a gradient costs what its memory does, and written, read and added it
-    goes through twice as much.
+    ops/grouped_gemm/configs.py) the product first. With few rows per expert a gradient costs what
+    its memory does, and written, read and added it goes through twice as much.
     """
     if total.is_contiguous() and _by_kernel(total):
-        from packgraph.moe.grouped_gemm.add_kernel import add_products
+        from packgraph.ops.grouped_gemm.add_kernel import add_products
 
         add_products(total, *((grad, a) if transposed else (a, grad)), offsets)
     else:
         total.add_(matrices_gradient(grad, a, offsets, transposed))
-
-
-@add_matrices_gradient.register_fake
-def _adding_shape(
-    total: Tensor, grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool
-) -> None:
-    return None
-
-
-@product.register_fake
-def _product_shape(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    return a.new_empty(a.shape[0], matrices.shape[1 if transposed else 2])
-
-
-@matrices_gradient.register_fake
-def _gradient_shape(grad: Tensor, a: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    shape = (grad.shape[1], a.shape[1]) if transposed else (a.shape[1], grad.shape[1])
-    return a.new_empty(offsets.shape[0], *shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.transposed = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    a, matrices, offsets = ctx.saved_tensors
-    of_a = product(grad, matrices, offsets, not ctx.transposed) if ctx.needs_input_grad[0] else None
-    of_b = matrices_gradient(grad, a, offsets, ctx.transposed) if ctx.needs_input_grad[1] else None
-    return of_a, of_b, None, None
-
-
-product.register_autograd(_differentiate, setup_context=_save)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from packgraph.moe.grouped_gemm.configs import Added, added_way, aligned, programs_at_once
+from packgraph.ops.grouped_gemm.configs import Added, added_way, aligned, programs_at_once
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def add_by_descriptors(
     """total [E, I, J] += left[rows of e]^T @ right[rows of e], all of one dtype.
 
     left: [R, I]; right: [R, J]; offsets: int32 [E], contiguous; R up to 2 ** 30. total contiguous.
-    `describable` (moe/grouped_gemm/configs.py) must hold for all three. programs: how many run at
+    `describable` (ops/grouped_gemm/configs.py) must hold for all three. programs: how many run at
     the same time. The descriptors are parameters of the launch, by value: a captured graph has its
     own.
     """

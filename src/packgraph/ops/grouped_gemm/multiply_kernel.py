@@ -6,7 +6,7 @@ With a hundred rows per expert the time is that of reading the matrices. Tiles o
 high as most experts have rows, so a matrix is read about once; where an expert has more, its tiles
 of the same columns are made side by side and share what the second-level cache has. Programs stay
 and go from tile to tile in one flat loop over steps, so the loads of a tile are under way while the
-one before is finished (picture in moe/grouped_gemm/add_kernel.py).
+one before is finished (picture in ops/grouped_gemm/add_kernel.py).
 
 Tiles are counted on the device: expert e has ceil(rows / ROWS) * columns of them, one without rows
 has none. Rows read beyond an expert's end fill a tile and reach no other row; they are not written,
@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from packgraph.moe.grouped_gemm.configs import Multiplied
+from packgraph.ops.grouped_gemm.configs import Multiplied
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def multiply_by_descriptors(
     """[R, N] from a [R, K] and matrices [E, K, N], or [E, N, K] if `transposed`; undefined from
     offsets[-1] on.
 
-    offsets: int32 [E], contiguous; R up to 2 ** 30. `describable` (moe/grouped_gemm/configs.py)
+    offsets: int32 [E], contiguous; R up to 2 ** 30. `describable` (ops/grouped_gemm/configs.py)
     must hold for a and matrices, and a row of the result fill a multiple of 16 bytes. programs: how
     many run at the same time.
     """

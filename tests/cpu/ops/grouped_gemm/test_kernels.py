@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreterkit import bounds_from_memory, inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.moe.grouped_gemm import configs as grouped_ways
-from packgraph.moe.grouped_gemm.configs import (
+from packgraph.ops.grouped_gemm import configs as grouped_ways
+from packgraph.ops.grouped_gemm.configs import (
     ADDED,
     ADDED_ANYWHERE,
     MULTIPLIED,
@@ -23,7 +23,7 @@ from packgraph.moe.grouped_gemm.configs import (
     multiplied_anywhere,
     multiplied_way,
 )
-from packgraph.moe.grouped_gemm.products import naive_grouped_mm
+from packgraph.ops.grouped_gemm.products import naive_grouped_mm
 
 NAN, ROWS = float("nan"), 150
 ENDS = [(0, 45, 45, 130), (32, 64, 96, 96), (0, 0, 0, 0), (1, 2, 3, 4), (0, 0, 0, 150)]
@@ -55,7 +55,7 @@ def add_in_memory(builder, kind, descriptor, value, indices):
 def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from packgraph.moe.grouped_gemm.add_kernel import add_by_descriptors
+    from packgraph.ops.grouped_gemm.add_kernel import add_by_descriptors
 
     monkeypatch.setattr(
         InterpreterBuilder, "create_descriptor_reduce", add_in_memory, raising=False
@@ -77,7 +77,7 @@ def test_products_are_added_to_what_is_there(ends, way, monkeypatch):
 def test_rows_of_others_do_not_reach_a_sum():
     """Neither by a product with zero: a row of the next expert is NaN on one side and infinite on
     the other."""
-    from packgraph.moe.grouped_gemm.add_kernel import add_by_descriptors
+    from packgraph.ops.grouped_gemm.add_kernel import add_by_descriptors
 
     left, right = torch.randn(40, 16), torch.randn(40, 16)
     left[10:20], right[10:20] = NAN, float("inf")
@@ -104,7 +104,7 @@ def test_rows_of_others_do_not_reach_a_sum():
     ids=str,
 )
 def test_rows_are_multiplied_with_the_matrix_of_their_expert(ends, transposed, way, programs):
-    from packgraph.moe.grouped_gemm.multiply_kernel import multiply_by_descriptors
+    from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_descriptors
 
     offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     a, matrices = (
@@ -128,7 +128,7 @@ def test_pointers_multiply_rows_of_any_width_with_the_matrix_of_their_expert(
 ):
     """Widths of 37 and 71 fill no tile and begin nowhere in particular; rows beyond the last hold
     NaN."""
-    from packgraph.moe.grouped_gemm.multiply_kernel import multiply_by_pointers
+    from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_pointers
 
     offsets, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     a = torch.randn(ROWS, 44)[:, :37].to(dtype)
@@ -150,7 +150,7 @@ def test_pointers_multiply_rows_of_any_width_with_the_matrix_of_their_expert(
 @bounds_from_memory
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 def test_pointers_add_products_of_any_width(ends):
-    from packgraph.moe.grouped_gemm.add_kernel import add_products
+    from packgraph.ops.grouped_gemm.add_kernel import add_products
 
     offsets = torch.tensor(ends, dtype=torch.int32)
     left, right = torch.randn(ROWS, 37), torch.randn(ROWS, 44)[:, :41]
@@ -186,7 +186,7 @@ def test_float32_is_multiplied_as_such_on_gpus_of_every_age(file, name, way):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(f"packgraph.moe.grouped_gemm.{file}"), name)
+    kernel = getattr(importlib.import_module(f"packgraph.ops.grouped_gemm.{file}"), name)
     constants = {
         key.upper(): value
         for key, value in way._asdict().items()

@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes, of what a descriptor begins with and of its strides
 
 
 class Added(NamedTuple):
-    """How `total += left^T @ right` per expert is made: moe/grouped_gemm/add_kernel.py.
+    """How `total += left^T @ right` per expert is made: ops/grouped_gemm/add_kernel.py.
 
     kernel: "pointers" or "descriptors". rows: summed over in one step. left, right: the tile of the
     result. programs: per multiprocessor ("descriptors" only, as all that follow). parts: pieces
@@ -43,7 +43,7 @@ class Added(NamedTuple):
 
 
 class Multiplied(NamedTuple):
-    """How `a @ matrix` per expert is made: moe/grouped_gemm/multiply_kernel.py, or by torch.
+    """How `a @ matrix` per expert is made: ops/grouped_gemm/multiply_kernel.py, or by torch.
 
     kernel: "torch", "descriptors", or "pointers" (multiply_kernel.py). rows, columns: the tile of
         the result.

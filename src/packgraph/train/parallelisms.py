@@ -1,0 +1,267 @@
+"""All kinds of parallelism of a run, in one list, which validation, the build of a model and the
+layouts that verify tries go through (`parallel/parallelism.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from packgraph.graphs.stages import in_scope
+from packgraph.models.decoder import named_stages, parts_without
+from packgraph.moe.dispatch.choose import make_dispatcher
+from packgraph.packing.capacity import Capacity
+from packgraph.parallel.context.rows import context_problems, spread_context
+from packgraph.parallel.expert import split_experts
+from packgraph.parallel.mesh import Layout, Mesh
+from packgraph.parallel.parallelism import Parallelism
+from packgraph.parallel.tensor import parallelize, tensor_problems
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.features.context import (
+    context_problems_of_run,
+    places_multiple,
+    rank_tokens,
+    stage_tokens,
+)
+from packgraph.train.features.moe import make_buffers
+
+
+class DataParallelism(Parallelism):
+    """Replicas; their number follows from the other axes. `parallel/data.py`"""
+
+    name = "dp"
+
+    def problems(self, config: TrainConfig, world: int) -> list[str]:
+        layout = config.parallel.layout()
+        return [f"parallel: {problem}" for problem in layout.problems(world)]
+
+
+class PipelineParallelism(Parallelism):
+    """Stages of the model, which `train/build.py` makes one by one. `parallel/pipeline`"""
+
+    name = "pp"
+
+    def problems(self, config: TrainConfig, world: int) -> list[str]:
+        if config.parallel.pp > 1:
+            return _pipeline_problems(config)
+        chunks = config.parallel.chunks
+        return (
+            [
+                f"parallel.chunks = {chunks} needs parallel.pp of at least 2: on one rank chunks "
+                "have nobody to take turns with"
+            ]
+            if chunks > 1
+            else []
+        )
+
+    def tried(self, layout: Layout) -> list[Layout]:
+        return _shares(layout, self.name)
+
+
+class TensorParallelism(Parallelism):
+    """Matrices, as DTensors. `parallel/tensor.py`"""
+
+    name = "tp"
+
+    def problems(self, config: TrainConfig, world: int) -> list[str]:
+        parallel = config.parallel
+        found = tensor_problems(config.model, parallel.tp) if parallel.tp > 1 else []
+        # Where rows are spread over a context, too, that one says it.
+        if parallel.cp == 1 and (odd := _odd_capacities(config)):
+            found.append(
+                f"parallel.tp = {parallel.tp} with parallel.sequence needs capacities whose tokens "
+                f"are a multiple of it, not {odd}; or set parallel.sequence = false"
+            )
+        return found
+
+    def tried(self, layout: Layout) -> list[Layout]:
+        return _shares(layout, self.name)
+
+    def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
+        for model in models if mesh.size("tp") > 1 else ():
+            parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
+
+
+class ExpertParallelism(Parallelism):
+    """Experts, of which replicas keep parts. `parallel/expert.py`"""
+
+    name = "ep"
+
+    def problems(self, config: TrainConfig, world: int) -> list[str]:
+        return _expert_problems(config)
+
+    def tried(self, layout: Layout) -> list[Layout]:
+        """All replicas share the experts."""
+        return [replace(layout, ep=layout.dp or 1)] if _has_replicas_alone(layout) else []
+
+    def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
+        buffers = make_buffers(models, config, next(models[0].parameters()).device, mesh)
+        by = partial(
+            make_dispatcher,
+            config.parallel.dispatcher_name,
+            factor=config.parallel.expert_room,
+            buffers=buffers,
+        )
+        for model in models if config.model.experts.enabled else ():
+            split_experts(model, mesh, by)
+
+
+class ContextParallelism(Parallelism):
+    """Rows of tokens, over a fixed or changing number of ranks. `parallel/context`"""
+
+    name = "cp"
+
+    def problems(self, config: TrainConfig, world: int) -> list[str]:
+        parallel = config.parallel
+        found = context_problems_of_run(config)
+        if parallel.cp > 1:
+            found += _row_problems(config)
+            if odd := _odd_capacities(config):
+                found.append(
+                    f"parallel.cp = {parallel.cp} spreads every row over {parallel.row_parts} "
+                    "ranks (cp x tp where parallel.sequence holds), so the tokens of capacities "
+                    f"must be a multiple of that, not {odd}"
+                )
+        return found
+
+    def tried(self, layout: Layout) -> list[Layout]:
+        """All replicas become ranks that share rows."""
+        return [replace(layout, dp=1, cp=layout.dp or 1)] if _has_replicas_alone(layout) else []
+
+    def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
+        for model in models if mesh.size("cp") > 1 else ():
+            spread_context(model, mesh, rank_tokens(config), config.parallel.cp_kind)
+
+
+# In the order in which they are applied and give their reasons.
+PARALLELISMS: list[Parallelism] = [
+    DataParallelism(),
+    PipelineParallelism(),
+    TensorParallelism(),
+    ExpertParallelism(),
+    ContextParallelism(),
+]
+
+
+def _shares(layout: Layout, name: str) -> list[Layout]:
+    """`layout` with every divisor of its replicas given to the axis `name`."""
+    dp, given = layout.dp or 1, list[Layout]()
+    for size in range(2, dp + 1):
+        if dp % size == 0:
+            sizes: dict[str, Any] = {"dp": dp // size, name: size}
+            given.append(replace(layout, **sizes))
+    return given
+
+
+def _has_replicas_alone(layout: Layout) -> bool:
+    """Whether there are replicas, of a whole matrix, that share nothing yet."""
+    return (layout.dp or 1) > 1 and layout.tp == layout.ep == 1
+
+
+def _pipeline_problems(config: TrainConfig) -> list[str]:
+    """What keeps a run from being cut into pipeline stages."""
+    model, stages, chunks = config.model, config.parallel.pp, config.parallel.chunks
+    cut = f"parallel.pp = {stages}" + (f" x parallel.chunks = {chunks}" if chunks > 1 else "")
+    problems = {
+        f"{cut} needs at least as many layers, model.num_layers is "
+        f"{model.num_layers}": model.num_layers < stages * chunks,
+        f"parallel.pp = {stages} needs a stage in graph.scope that every rank has: head is on the "
+        "last one only; add "
+        "attn or mlp": config.graph.enabled and config.graph.scope == ("head",),
+    }
+    if (
+        config.graph.enabled
+        and config.graph.scope is not None
+        and model.num_layers >= stages * chunks
+    ):
+        lone = parts_without(model, stages * chunks, config.graph.scope, stage_tokens(config))
+        problems[f"graph.scope leaves nothing to capture on parts {lone} of {cut}: add attn"] = (
+            bool(lone)
+        )
+    return [text for text, wrong in problems.items() if wrong]
+
+
+def _expert_problems(config: TrainConfig) -> list[str]:
+    """What keeps experts from being shared, and stages of them from being captured, as asked."""
+    experts, parallel, graph = config.model.experts, config.parallel, config.graph
+    if not experts.enabled:
+        way = parallel.dispatcher
+        idle = {
+            f"parallel.ep = {parallel.ep} shares experts": parallel.ep > 1,
+            f"parallel.dispatcher = {way} is how tokens get to experts": way != "auto",
+            f"parallel.expert_stash = {parallel.expert_stash} is what experts "
+            "keep": parallel.expert_stash > 0,
+        }
+        return [f"{text}, but model.experts.count is 0" for text, asked in idle.items() if asked]
+    waits = parallel.dispatcher_name == "host_splits"
+    named = (
+        sorted(
+            {
+                stage.name
+                for stage in named_stages(config.model)
+                if in_scope(stage.name, ["moe"]) and in_scope(stage.name, graph.scope)
+            }
+            - {"moe_router"}
+        )
+        if graph.scope is not None
+        else []
+    )
+    problems = {
+        f"parallel.tp = {parallel.tp} with parallel.sequence is not there yet with experts, whose "
+        "router needs all "
+        "rows of a microbatch; set parallel.sequence = false": parallel.splits_rows,
+        f"parallel.ep = {parallel.ep} does not divide model.experts.count = "
+        f"{experts.count}": experts.count % parallel.ep > 0,
+        "parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, "
+        f"so {', '.join(named)} "
+        "cannot be in graph.scope; use dispatcher = padded, or leave them out": graph.enabled
+        and waits
+        and bool(named),
+        "offload.modules with graph.compile and parallel.expert_stash is not there yet: all that a "
+        "compiled layer "
+        "saves would move, the pages of the stash among it; leave one of them out": graph.compile
+        and parallel.expert_stash > 0
+        and bool(config.offload.modules),
+        "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use "
+        "dispatcher = padded, or "
+        "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",
+    }
+    return [text for text, wrong in problems.items() if wrong]
+
+
+def _row_problems(config: TrainConfig) -> list[str]:
+    """What keeps rows from being cut for the ranks of a context as asked."""
+    parallel = config.parallel
+    found = context_problems(config.model, parallel.cp, parallel.tp, parallel.cp_kind)
+    if found:
+        return found
+    multiple, known = places_multiple(config), known_capacities(config)
+    odd = ", ".join(
+        str(capacity)
+        for capacity in known
+        if capacity.tokens % multiple or capacity.bound % multiple
+    )
+    shared = not context_problems(config.model, parallel.cp, parallel.tp, "ulysses")
+    return (
+        [
+            f"rows cut in zigzag over parallel.cp = {parallel.cp} ranks need capacities whose "
+            "tokens and longest "
+            f"document are multiples of {multiple}, not {odd}"
+            f"{'; or choose parallel.cp_kind = ulysses' if shared else ''}"
+        ]
+        if odd
+        else []
+    )
+
+
+def known_capacities(config: TrainConfig) -> list[Capacity]:
+    """The shapes that packs may have; none while they are still to be chosen."""
+    return [] if config.graph.capacities == "auto" else config.graph.packing_capacities()
+
+
+def _odd_capacities(config: TrainConfig) -> str:
+    """The tokens of capacities that ranks cannot share equally, for messages."""
+    parts = config.parallel.row_parts
+    return ", ".join(str(c.tokens) for c in known_capacities(config) if c.tokens % parts)

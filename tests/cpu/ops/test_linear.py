@@ -1,0 +1,171 @@
+"""Another product of linear layers is one class and one entry: plain, merged and grouped layers
+take it, graphs replay it bit by bit."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from moekit import ends_of, run
+
+from packgraph.graphs.graphed import graph
+from packgraph.models.decoder import DecoderModel
+from packgraph.ops.linear import (
+    NATIVE,
+    PRODUCTS,
+    NativeProduct,
+    add_matrices_gradient,
+    linear_layer,
+    matrices_gradient,
+    merged,
+    product,
+)
+from packgraph.packing.pack import pack
+from packgraph.parallel.tensor import tensor_problems
+from packgraph.train.config.sections import ParallelConfig
+from packgraph.train.validate import validate
+from packgraph.verification.matrix import (
+    CAPACITIES,
+    random_packs,
+    tiny_config,
+    tiny_experts_config,
+    tiny_hybrid_config,
+)
+from packgraph.verification.verify import verify
+
+CPU = torch.device("cpu")
+CALLS: Counter[str] = Counter()
+
+
+def rounded(x):
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+class RoundedProduct(NativeProduct):
+    """What goes into a product is rounded to float8: e4m3, without scales. Adds as it likes to."""
+
+    name, splits = "rounded", False
+
+    def layer(self, inputs, outputs, bias):
+        return super(NativeProduct, self).layer(inputs, outputs, bias)
+
+    def multiply(self, rows, matrices, offsets, transposed):
+        CALLS["plain" if offsets is None else "grouped"] += 1
+        return super().multiply(rounded(rows), rounded(matrices), offsets, transposed)
+
+    def rows_gradient(self, grad, matrices, offsets, transposed):
+        return NativeProduct.multiply(
+            self, rounded(grad), rounded(matrices), offsets, not transposed
+        )
+
+    def matrices_gradient(self, grad, rows, offsets, transposed):
+        return super().matrices_gradient(rounded(grad), rounded(rows), offsets, transposed)
+
+    def add_matrices_gradient(self, total, grad, rows, offsets, transposed):
+        CALLS["adds"] += 1
+        total.add_(self.matrices_gradient(grad, rows, offsets, transposed))
+
+    def merged(self, x, layers):
+        if not torch.compiler.is_compiling():
+            CALLS["merged"] += 1
+        return super().merged(x, layers)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(PRODUCTS, RoundedProduct.name, RoundedProduct())
+    CALLS.clear()
+    return RoundedProduct.name
+
+
+def named(config, by):
+    return replace(config, model=replace(config.model, linear_product=by))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize("kind", [tiny_config, tiny_experts_config, tiny_hybrid_config])
+def test_a_toy_product_trains_through_graphs_bit_by_bit(toy, kind, granularity):
+    config = named(kind(granularity, 0.1, 5), toy)
+    report = verify("toy", config, random_packs(seed=1), CPU)
+    assert report.good and report.shows and not report.differences
+    assert CALLS["plain"] and (CALLS["merged"] or kind is tiny_hybrid_config)
+    assert bool(CALLS["grouped"]) == (kind is not tiny_config)
+
+
+def test_a_toy_product_adds_to_gradients_in_compiled_layers(toy, monkeypatch):
+    """By torch's tracing compiler, not the one that generates code."""
+    by_tracing = partial(graph, compile="aot_eager")
+    monkeypatch.setattr(
+        "packgraph.train.runners.graph", lambda *given, compile, **rest: by_tracing(*given, **rest)
+    )
+    config = named(tiny_experts_config("layer", 0.0, 5), toy)
+    graphs = replace(config.graph, compile=True, capacities=CAPACITIES[:1])
+    packs = (pack([[1, 2, 3] * 4, [5] * 9], [CAPACITIES[0]])[0] for _ in itertools.count())
+    report = verify("toy", replace(config, graph=graphs), packs, CPU)
+    assert report.good and report.shows and CALLS["adds"]
+
+
+def test_another_product_makes_other_numbers(toy):
+    batch, config = next(random_packs(seed=1)), tiny_config("layer", 0.0, 4)
+    by = (toy, NATIVE, NATIVE)
+    losses = [DecoderModel(named(config, name).model, seed=1)(batch).item() for name in by]
+    assert losses[0] != losses[1] == losses[2]
+
+
+def test_native_layers_are_those_of_torch():
+    assert type(linear_layer(NATIVE, 4, 4)) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_native_product_of_one_matrix_is_that_of_torch(transposed):
+    rows, grad = torch.randn(6, 5), torch.randn(6, 4)
+    matrix = torch.randn((4, 5) if transposed else (5, 4))
+
+    def theirs(rows, matrix):
+        return torch.nn.functional.linear(rows, matrix if transposed else matrix.t())
+
+    ours = run(lambda rows, matrix: product(rows, matrix, None, transposed), [rows, matrix], grad)
+    assert all(map(torch.equal, ours, run(theirs, [rows, matrix], grad)))
+    total = torch.ones_like(matrix)
+    add_matrices_gradient(total, grad, rows, None, transposed)
+    assert torch.equal(total, matrices_gradient(grad, rows, None, transposed) + 1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_of_another_product_has_all_gradients_and_follows_autocast(toy, bias):
+    layer, x = linear_layer(toy, 5, 4, bias), torch.randn(6, 5, requires_grad=True)
+    weight, grad = layer.weight.detach(), torch.randn(6, 4)
+    (made,) = merged(x, layer)
+    made.backward(grad)
+    expected = rounded(x.detach()) @ rounded(weight).t()
+    assert torch.equal(made, expected + layer.bias if bias else expected)
+    assert torch.equal(x.grad, rounded(grad) @ rounded(weight))
+    assert torch.equal(layer.weight.grad, rounded(grad).t() @ rounded(x.detach()))
+    assert not bias or torch.equal(layer.bias.grad, grad.sum(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+
+
+def test_what_is_not_known_of_a_product_is_refused(toy):
+    with pytest.raises(ValueError, match="linear_product 'fp9' is unknown; known are native"):
+        named(tiny_config("layer", 0.0, 4), "fp9")
+    config = named(tiny_config("layer", 0.0, 4), toy)
+    (problem,) = tensor_problems(config.model, 2)
+    assert "is not known with model.linear_product 'rounded'" in problem
+    config = replace(config, parallel=ParallelConfig(tp=2))
+    assert problem in validate(config, "cpu", world=2)
+
+
+def test_shapes_that_compilers_are_told_are_those_that_come(toy):
+    rows, stack, ends = torch.randn(6, 5), torch.randn(2, 4, 5), ends_of([2, 6])
+    for operation, arguments in (
+        (torch.ops.packgraph.linear_product, (rows, stack[0], None, True, toy)),
+        (torch.ops.packgraph.linear_product, (rows, stack, ends, True, toy)),
+    ):
+        leaves = [
+            value.clone().requires_grad_() if isinstance(value, torch.Tensor) else value
+            for value in arguments[:2]
+        ]
+        torch.library.opcheck(operation, (*leaves, *arguments[2:]))
