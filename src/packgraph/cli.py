@@ -1,4 +1,4 @@
-"""The command `packgraph`: train, verify, plan, bench, export, presets, completion.
+"""The command `packgraph`: train, verify, plan, bench, export, chat, presets, completion.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails
 (the loss is no number, a verification differs) ends with 1; a run that was told to stop saves and
@@ -98,6 +98,13 @@ usage: packgraph export RUN FOLDER [--adapter]
 Write the weights of the newest checkpoint of a run as a Hugging Face checkpoint (config.json and
 safetensors), with the tokenizer it was trained with. Adapters (--lora.rank) are merged into the
 weights."""
+
+CHAT_USAGE = """\
+usage: packgraph chat RUN [--prompt TEXT] [--text] [--tokens N]
+
+Try what was trained: exports the newest checkpoint of a run to a temporary folder, and answers with
+transformers, always the likeliest token, on the CPU. Without --prompt every line of the input is a
+turn of one chat."""
 
 COMPLETION_USAGE = """\
 usage: packgraph completion SHELL
@@ -204,6 +211,18 @@ class ExportArguments(CommandArguments):
     adapter: bool = option(
         False, "write the adapter of a run with --lora.rank alone, as peft reads it"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArguments(CommandArguments):
+    """Arguments of `packgraph chat`."""
+
+    run: Path = option(
+        Path(), "folder of the run, such as runs/NAME", positional=True, required=True
+    )
+    prompt: str | None = option(None, "answer this alone, and end", metavar="TEXT")
+    text: bool = option(False, "go on with what is given as a text, not as a chat")
+    tokens: int = option(200, "tokens of an answer at most", metavar="N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -632,6 +651,28 @@ def _export(words: list[str]) -> int:
     return 0
 
 
+def _chat(words: list[str]) -> int:
+    from packgraph.train.config.command_line import parse_arguments
+    from packgraph.train.config.reading import ConfigError
+
+    asked = parse_arguments(words, ChatArguments()).own
+    if asked.help:
+        return _help(CHAT_USAGE, ChatArguments())
+    if asked.tokens < 1:
+        raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
+    with _no_lost_ctrl_c():
+        from packgraph.train.chat import Chat
+
+    with Chat.of_run(asked.run, tokens=asked.tokens, is_text=asked.text) as chat:
+        if asked.prompt is not None:
+            print(chat.answer(asked.prompt))
+            return 0
+        for line in sys.stdin:
+            if line.strip():
+                print(chat.answer(line.rstrip("\n")), flush=True)
+    return 0
+
+
 def _presets(words: list[str]) -> int:
     from packgraph.train.config.presets import PRESETS
     from packgraph.train.config.reading import ConfigError
@@ -661,6 +702,7 @@ def _completion(words: list[str]) -> int:
         "verify": [*leaves(VerifyArguments()), *config],
         "plan": list({leaf.option: leaf for leaf in plan}.values()),
         "export": list(leaves(ExportArguments())),
+        "chat": list(leaves(ChatArguments())),
         "presets": list(leaves(CommandArguments())),
         "completion": list(leaves(CompletionArguments())),
         **{f"bench {name}": list(leaves(one.options())) for name, one in BENCHMARKS.items()},
@@ -699,6 +741,7 @@ COMMANDS: Mapping[str, Command] = {
     "export": Command(
         _export, "export RUN DIR", "write a run's newest checkpoint as Hugging Face weights"
     ),
+    "chat": Command(_chat, "chat RUN", "try what a run has trained"),
     "presets": Command(_presets, "presets", "list the presets"),
     "completion": Command(
         _completion, "completion SHELL", "print a completion script for bash, zsh or fish"

@@ -99,6 +99,15 @@ class ChatTemplate:
         """The text that asks for the next answer. Raises BadDocumentError."""
         return self._render(messages, "the chat", asks=True)[0]
 
+    def ending(self) -> str:
+        """What ends an answer, such as <|im_end|>; "" where the template says nothing of it."""
+        chat = [Message("user", "question"), Message("assistant", "answer")]
+        try:
+            text, _ = self._render(chat, self._name)
+        except BadDocumentError:  # it wants other chats
+            return ""
+        return text.rpartition("answer")[2].strip()
+
     def _answer(self, messages: Sequence[Message], index: int, text: str, where: str) -> Span:
         """The characters of an answer: its words and what ends it."""
         asked, _ = self._render(messages[:index], where, asks=True)

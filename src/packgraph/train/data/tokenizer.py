@@ -107,6 +107,20 @@ class ByteTokenizer:
         """The text of `ids` without structure; bytes that are no UTF-8 become U+FFFD."""
         return bytes(value for value in ids if value < BEGIN).decode("utf-8", errors="replace")
 
+    def ask(self, messages: Sequence[Message]) -> list[int]:
+        """See `Tokenizer.ask`."""
+        document = self._chat(SourceDocument("", messages=tuple(messages)))
+        return [*document.tokens.tolist(), FIRST_ROLE + ROLES.index("assistant")]
+
+    def start(self, text: str) -> list[int]:
+        """See `Tokenizer.start`."""
+        return [BEGIN, *text.encode()]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """See `Tokenizer.ends`."""
+        return END, TURN_END
+
     def _chat(self, document: SourceDocument) -> Document:
         tokens = [np.array([BEGIN])]
         targets = [np.array([IGNORED])]
@@ -187,10 +201,28 @@ class FileTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def ids(self, text: str) -> list[int]:
-        """The tokens of a text as it is."""
+    def ask(self, messages: Sequence[Message]) -> list[int]:
+        """See `Tokenizer.ask`."""
+        if self.template is not None:
+            text = self.template.prompt(messages)
+        else:
+            text = self._chatml(messages, "the chat")[0] + f"{IM_START}assistant\n"
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
+
+    def start(self, text: str) -> list[int]:
+        """See `Tokenizer.start`."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids[:-1] if ids[-1:] == [self._end] else ids
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """See `Tokenizer.ends`."""
+        turn = self._tokenizer.token_to_id(IM_END)
+        if self.template is not None:
+            ids = self._tokenizer.encode(self.template.ending(), add_special_tokens=False).ids
+            turn = ids[0] if len(ids) == 1 else None
+        return tuple(dict.fromkeys(end for end in (self._end, turn) if end is not None))
 
     def _named(self, where: str) -> "_NamedErrors":
         """For tokenizing the document at `where`."""
@@ -321,6 +353,23 @@ class Tokenizer(Protocol):
 
         In a chat only what the assistant says may be predicted. Raises DataError.
         """
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens, without special ones."""
+        ...
+
+    def ask(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a chat, up to where the assistant answers."""
+        ...
+
+    def start(self, text: str) -> list[int]:
+        """The tokens of a text that goes on."""
+        ...
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end a text or a turn."""
         ...
 
 
