@@ -99,13 +99,6 @@ Write the weights of the newest checkpoint of a run as a Hugging Face checkpoint
 safetensors), with the tokenizer it was trained with. Adapters (--lora.rank) are merged into the
 weights."""
 
-CHAT_USAGE = """\
-usage: packgraph chat RUN [--prompt TEXT] [--text] [--tokens N]
-
-Try what was trained: exports the newest checkpoint of a run to a temporary folder, and answers with
-transformers, always the likeliest token, on the CPU. Without --prompt every line of the input is a
-turn of one chat."""
-
 COMPLETION_USAGE = """\
 usage: packgraph completion SHELL
 
@@ -211,18 +204,6 @@ class ExportArguments(CommandArguments):
     adapter: bool = option(
         False, "write the adapter of a run with --lora.rank alone, as peft reads it"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatArguments(CommandArguments):
-    """Arguments of `packgraph chat`."""
-
-    run: Path = option(
-        Path(), "folder of the run, such as runs/NAME", positional=True, required=True
-    )
-    prompt: str | None = option(None, "answer this alone, and end", metavar="TEXT")
-    text: bool = option(False, "go on with what is given as a text, not as a chat")
-    tokens: int = option(200, "tokens of an answer at most", metavar="N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -652,25 +633,10 @@ def _export(words: list[str]) -> int:
 
 
 def _chat(words: list[str]) -> int:
-    from packgraph.train.config.command_line import parse_arguments
-    from packgraph.train.config.reading import ConfigError
-
-    asked = parse_arguments(words, ChatArguments()).own
-    if asked.help:
-        return _help(CHAT_USAGE, ChatArguments())
-    if asked.tokens < 1:
-        raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
     with _no_lost_ctrl_c():
-        from packgraph.train.chat import Chat
+        from packgraph.train.chat import chat_command
 
-    with Chat.of_run(asked.run, tokens=asked.tokens, is_text=asked.text) as chat:
-        if asked.prompt is not None:
-            print(chat.answer(asked.prompt))
-            return 0
-        for line in sys.stdin:
-            if line.strip():
-                print(chat.answer(line.rstrip("\n")), flush=True)
-    return 0
+    return chat_command(words)
 
 
 def _presets(words: list[str]) -> int:
@@ -694,6 +660,7 @@ def _completion(words: list[str]) -> int:
         return _help(COMPLETION_USAGE, CompletionArguments())
     with _no_lost_ctrl_c():
         from packgraph.bench.command import BENCHMARKS
+        from packgraph.train.chat import ChatArguments
 
     config, presets = list(leaves(next(iter(PRESETS.values()))())), tuple(PRESETS)
     plan = [*leaves(ScheduleArguments()), *leaves(PlanArguments()), *config]

@@ -6,18 +6,42 @@ It goes through the export, so what answers is what others will load.
 """
 
 import importlib
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from packgraph.train.config.command_line import options_help, parse_arguments
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.values import CommandArguments, option
 from packgraph.train.data import Tokenizer, build_tokenizer
 from packgraph.train.data.source import Message
 from packgraph.train.export import config_of, export
 from packgraph.train.features.live import transformers_module
+
+CHAT_USAGE = """\
+usage: packgraph chat RUN [--prompt TEXT] [--text] [--tokens N]
+
+Try what was trained: exports the newest checkpoint of a run to a temporary folder, and answers with
+transformers, always the likeliest token, on the CPU. Without --prompt every line of the input is a
+turn of one chat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatArguments(CommandArguments):
+    """Arguments of `packgraph chat`."""
+
+    run: Path = option(
+        Path(), "folder of the run, such as runs/NAME", positional=True, required=True
+    )
+    prompt: str | None = option(None, "answer this alone, and end", metavar="TEXT")
+    text: bool = option(False, "go on with what is given as a text, not as a chat")
+    tokens: int = option(200, "tokens of an answer at most", metavar="N")
 
 
 class Chat:
@@ -68,3 +92,22 @@ class Chat:
         if not self._is_text:
             self._turns.append(Message("assistant", text))
         return text
+
+
+def chat_command(words: list[str]) -> int:
+    """`packgraph chat` with these words; the exit code. Raises ConfigError and what `export`
+    raises."""
+    asked = parse_arguments(words, ChatArguments()).own
+    if asked.help:
+        print(f"{CHAT_USAGE}\n{options_help(ChatArguments())}")
+        return 0
+    if asked.tokens < 1:
+        raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
+    with Chat.of_run(asked.run, tokens=asked.tokens, is_text=asked.text) as chat:
+        if asked.prompt is not None:
+            print(chat.answer(asked.prompt))
+            return 0
+        for line in sys.stdin:
+            if line.strip():
+                print(chat.answer(line.rstrip("\n")), flush=True)
+    return 0
