@@ -58,3 +58,12 @@ def own_global_settings() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """Lets go of what Accelerate keeps for the whole process: precision and devices."""
+    state = pytest.importorskip("accelerate.state", reason="the loop is of this library")
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from packgraph.packing.pack import PackReport as PackReport
     from packgraph.packing.pack import pack as pack
     from packgraph.packing.pack import pack_stream as pack_stream
+    from packgraph.parallel.replicate import replicate as replicate
     from packgraph.verification.module import verify as verify
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "pack_stream",
     "packed_attention",
     "plan_buckets",
+    "replicate",
     "verify",
 ]
 __version__ = "0.1.0"
@@ -78,6 +80,7 @@ _HOMES = {
     "pack_stream": "packing.pack",
     "packed_attention": "ops.attention.api",
     "plan_buckets": "packing.buckets.planner",
+    "replicate": "parallel.replicate",
     "verify": "verification.module",
 }
 

@@ -28,6 +28,7 @@ NAMES = {
     "pack_stream",
     "packed_attention",
     "plan_buckets",
+    "replicate",
     "verify",
 }
 

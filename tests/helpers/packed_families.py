@@ -201,6 +201,85 @@ CASES |= {
         **EXPERTS,
     ),
 }
+_EYE = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_QWEN_EYE = {"depth": 1, "hidden_size": 16, "num_heads": 2, "patch_size": 14}
+_SMALL_BART = {
+    f"{side}_{name}": value
+    for side in ("encoder", "decoder")
+    for name, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()
+}
+# Models with an encoder, of text or of images: class, and arguments of its config.
+WITH_ENCODERS = {
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {"text_config": SMALL, "vision_config": _EYE, "mm_tokens_per_image": 4},
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {"model_type": "llama", **SMALL},
+            "vision_config": {"model_type": "clip_vision_model", **_EYE, "projection_dim": 8},
+            "image_token_index": 3,
+        },
+    ),
+    "qwen2_vl": (
+        "Qwen2VLForConditionalGeneration",
+        {"text_config": {**SMALL, **_AXES}, "vision_config": {**_QWEN_EYE, "embed_dim": 16}},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "text_config": {**SMALL, **_AXES},
+            "vision_config": {
+                **_QWEN_EYE,
+                "intermediate_size": 16,
+                "out_hidden_size": 16,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 16,
+            "num_layers": 1,
+            "num_heads": 2,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {"vocab_size": VOCAB, "d_model": 16, "max_position_embeddings": 64, **_SMALL_BART},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "text_config": {**SMALL, **_AXES},
+            "vision_config": {**_QWEN_EYE, "intermediate_size": 16, "out_hidden_size": 16},
+        },
+    ),
+    "marian": (
+        "MarianMTModel",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 16,
+            "pad_token_id": 1,
+            "max_position_embeddings": 64,
+            **_SMALL_BART,
+        },
+    ),
+}
 DOCUMENTS = ([5, 3, 8, 2, 9, 4, 4, 7, 6], [11], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8])
 CAPACITY = packgraph.Capacity(tokens=26, documents=6)
 
@@ -219,6 +298,15 @@ def build(family: str, **changes: Any) -> nn.Module:
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.copy_(0.3 * noise if tensor.dim() > 1 else tensor.nan_to_num() + 0.3 * noise)
     return model
+
+
+def build_with_encoder(name: str) -> Any:
+    """A model of `WITH_ENCODERS`."""
+    transformers = importlib.import_module("transformers")
+    kind, arguments = WITH_ENCODERS[name]
+    made = getattr(transformers, kind)
+    torch.manual_seed(0)
+    return made(made.config_class(**copy.deepcopy(arguments)))
 
 
 def plain(model: nn.Module) -> nn.Module:

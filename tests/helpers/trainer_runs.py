@@ -5,11 +5,17 @@ import random
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import packgraph
 
 WORDS = 258
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}"
+    "{{ message['content'] }}{% endif %}{% endfor %}"
+)
 
 
 def model(**changes: Any) -> LlamaForCausalLM:
@@ -25,6 +31,18 @@ def documents(count: int, longest: int = 40, seed: int = 0) -> list[dict[str, li
     draw = random.Random(seed)
     lengths = [draw.randint(2, longest) for _ in range(count)]
     return [{"input_ids": [draw.randrange(256) for _ in range(n)]} for n in lengths]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: index for index, word in enumerate([*alphabet, "<eos>", "<pad>"])}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
+    found.chat_template = TEMPLATE
+    return found
 
 
 def options(folder: Any, **changes: Any) -> dict[str, Any]:

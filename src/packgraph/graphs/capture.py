@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from torch import Tensor
+
 from packgraph.graphs import fallback
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import VariantBuild
@@ -77,6 +79,7 @@ class Capturer:
             calls,
         )
         self._gradients, self._stats, self._notices = gradients, stats, notices
+        self._homes: dict[int, Tensor] = {}
         self._buffers = GradientBuffers(slots.launches)
         self.state: ModuleState | None = None
         self._moved: Change | None = None  # by the last capture
@@ -171,6 +174,13 @@ class Capturer:
         self._dry_runs.clear()
         return self._slots.clear()
 
+    def place_gradients(self, homes: dict[int, Tensor]) -> None:
+        """Lets graphs add gradients to this memory, by identity of the parameter. Graphs that add
+        to other memory are freed."""
+        self.forget_all()
+        self._homes = homes
+        self._buffers = GradientBuffers(self._slots.launches, homes)
+
     def _capture(
         self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Variant:
@@ -245,7 +255,7 @@ class Capturer:
         if self._may_capture_now():
             self.cache.forgive()
         self._stats.dropped("module changed", self._slots.clear())
-        self._buffers = GradientBuffers(self._slots.launches)
+        self._buffers = GradientBuffers(self._slots.launches, self._homes)
         self._gradients.forget()
         self._dry_runs.clear()
         self._compiled.clear()

@@ -49,7 +49,7 @@ hardly grows.
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,12 +131,15 @@ class _Aside(NamedTuple):
 class GradientBuffers:
     """The gradient buffers of a module's parameters, one each, for the life of the graphs.
 
-    launches: of the module; None = only one thread trains.
+    launches: of the module; None = only one thread trains. homes: memory that somebody wants
+    gradients to lie in, by identity of the parameter.
     """
 
-    def __init__(self, launches: Launches | None = None) -> None:
+    def __init__(
+        self, launches: Launches | None = None, homes: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
         self._buffers: dict[int, GradientBuffer] = {}
-        self._launches = launches
+        self._launches, self._homes = launches, homes or {}
 
     def all(self) -> list[GradientBuffer]:
         """The buffers."""
@@ -146,12 +149,13 @@ class GradientBuffers:
     def buffer(
         self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None
     ) -> GradientBuffer:
-        """The buffer of `parameter`: its present `.grad`, or zeros that become its `.grad` at the
-        first backward. Where several threads train, no `.grad` is a buffer (see `let_go`).
+        """The buffer of `parameter`: its home, its present `.grad`, or zeros, which become its
+        `.grad` at the first backward. Where several threads train, no `.grad` is a buffer (see
+        `let_go`).
         placements: of eager gradients, if they are DTensors."""
         if id(parameter) not in self._buffers:
             shared = self._launches is not None and self._launches.shared
-            shown = None if shared else parameter.grad
+            shown = None if shared else self._homes.get(id(parameter), parameter.grad)
             if shown is None:
                 shown = with_local(parameter, torch.zeros_like(local_tensor(parameter)), placements)
             self._buffers[id(parameter)] = GradientBuffer(parameter, shown)

@@ -492,6 +492,11 @@ class Control:
         calls."""
         return self._capturer.forget_all()
 
+    def place_gradients(self, homes: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Let graphs add the gradients of parameters to these tensors, which are then their
+        `.grad`; graphs captured before are freed. Call it with no backward due."""
+        self._capturer.place_gradients({id(parameter): home for parameter, home in homes.items()})
+
     def forget_code(self) -> None:
         """Whatever is compiled is tried out once more before the next capture: on another rank that
         has failed, and ranks that exchange data in it must all begin at the same point again."""

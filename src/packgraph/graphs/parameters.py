@@ -360,6 +360,10 @@ class ParameterEdge:
         self._delivered[task] = _Delivery(found)
         return torch.empty_like(self.tensor)
 
+    def delivers(self) -> bool:
+        """Whether gradients of the running backward are on their way to autograd."""
+        return torch._C._current_graph_task_id() in self._delivered
+
     def is_whole(self) -> bool:
         """Whether the running backward is that of `loss.backward()`."""
         if self._node is None:

@@ -33,7 +33,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.gradients import Attached, GradientBuffer
-from packgraph.graphs.key import CallModes
+from packgraph.graphs.key import CallModes, pattern_of
 from packgraph.graphs.output_gradients import KeyGradients, Pattern, readers_of_leaves
 from packgraph.graphs.parameters import HookedParameters, ParameterEdge
 from packgraph.graphs.stages import State
@@ -281,6 +281,13 @@ class Region:
         return next(
             (b.incoming[number] for b in self.backwards.values() if number in b.incoming), None
         )
+
+    def added_to(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.nn.Parameter]:
+        """In a backward: parameters to whose `.grad` a replay for these gradients of the outputs
+        adds (others may come by way of autograd)."""
+        casts = torch.is_autocast_enabled(self.modes.device_type)
+        backward = None if casts else self.backwards.get(pattern_of(gradients))
+        return [] if backward is None else [buffer.parameter for buffer in backward.owned]
 
     @cached_property
     def is_differentiable(self) -> bool:

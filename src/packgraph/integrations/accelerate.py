@@ -4,9 +4,13 @@ accelerator.prepare(module)    replaces `forward`: stages would no longer say wh
 prepare(accelerator, module)   replaces `forward` of a module around the graphed one
 
 AcceleratedModule -- autocast of the accelerator --> GraphedModule -- replay --> loss
+
+Over several processes the graphed module is one of `packgraph.replicate`, without a wrapper of
+DistributedDataParallel; gradients are means over the processes, as Accelerate has them.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +18,9 @@ import torch
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import GraphedModule, control, graph
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.replicate import ReplicatedModule, replicate
+
+KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # of accelerators, whose processes have whole parameters
 
 
 class AcceleratedModule(torch.nn.Module):
@@ -23,6 +30,7 @@ class AcceleratedModule(torch.nn.Module):
         graphed: The graphed module, registered as the submodule `graphed`. Its state is this
             module's, without a prefix, so that `accelerator.save_state` writes the names of the
             model.
+        replicated: What is called in its place, over several processes.
 
     Example:
         >>> from packgraph.integrations.accelerate import AcceleratedModule
@@ -30,9 +38,10 @@ class AcceleratedModule(torch.nn.Module):
         ['weight', 'bias']
     """
 
-    def __init__(self, graphed: GraphedModule) -> None:
+    def __init__(self, graphed: GraphedModule, replicated: ReplicatedModule | None = None) -> None:
         super().__init__()
         self.graphed = graphed
+        self._called = (graphed if replicated is None else replicated,)  # no second submodule
 
     @property
     def stats(self) -> Stats:
@@ -41,7 +50,15 @@ class AcceleratedModule(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        return self.graphed(*args, **kwargs)
+        return self._called[0](*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As `accelerator.no_sync` and `accelerator.accumulate` want it: within the block nothing
+        is sent to other processes."""
+        (called,) = self._called
+        found: AbstractContextManager[None]
+        found = called.no_sync() if isinstance(called, ReplicatedModule) else nullcontext()
+        return found
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state."""
@@ -66,7 +83,7 @@ def prepare(
     what they are made of) go through `accelerator.prepare` as ever.
 
     Args:
-        accelerator: An `accelerate.Accelerator` of one process.
+        accelerator: An `accelerate.Accelerator`, of any number of processes with one device each.
         module: The module whose calls are to be replayed, such as what
             `packgraph.integrations.transformers.packed` returns.
         capacities: As in `packgraph.graph`.
@@ -76,7 +93,7 @@ def prepare(
         The module to call, and to pass to `accelerator.accumulate`.
 
     Raises:
-        ValueError: If the accelerator runs several processes, takes parameters apart, or compiles.
+        ValueError: If the accelerator takes parameters apart, or compiles.
 
     Example:
         >>> from accelerate import Accelerator
@@ -89,10 +106,10 @@ def prepare(
         2
     """
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if accelerator.num_processes > 1 or kind != "NO":
+    if kind not in KINDS:
         raise ValueError(
-            f"prepare takes an accelerator of one process, not {accelerator.num_processes} of type "
-            f"{kind}: their wrappers would not see the gradients of a replay"
+            f"prepare takes an accelerator of type {', '.join(KINDS)}, whose processes have whole "
+            f"parameters, not {kind}"
         )
     compiler = getattr(accelerator.state.dynamo_plugin, "backend", None)
     if str(getattr(compiler, "value", compiler)).upper() not in ("NO", "NONE"):
@@ -100,6 +117,8 @@ def prepare(
             "the accelerator compiles what it prepares, and compiled code cannot hold replays; "
             "leave out its dynamo backend, and pass compile=True"
         )
-    prepared = AcceleratedModule(graph(module.to(accelerator.device), capacities, **options))
+    graphed = graph(module.to(accelerator.device), capacities, **options)
+    replicated = replicate(graphed) if accelerator.num_processes > 1 else None
+    prepared = AcceleratedModule(graphed, replicated)
     accelerator.prepare_model(prepared, device_placement=False, evaluation_mode=True)
     return prepared

@@ -1,11 +1,14 @@
 """Data parallelism: flat buffers, gradients reduced in spans, every rank updates its own part of
-all parameters.
+all parameters (or, with an optimizer that knows of no parts, all of them).
 
     backward   .grad views of one flat buffer, added to in place (by captured graphs too)
     reduce     span complete -> reduce-scatter: each rank gets the sum of its own part
     update     the optimizer changes own parts only (ZeRO stage 1, Rajbhandari et al. 2020,
                arXiv:1910.02054)
     gather     all-gather puts the new parts into everyone's parameters, in place
+
+Other optimizers want whole gradients: `result` "sum" or "mean" sends spans by all-reduce, and
+leaves parameters where they are; only gradients are views of a flat buffer then.
 
 The invariant: parameters and gradients never move, so graphs that baked their addresses stay right;
 a `.grad` that was set to None or replaced meanwhile is found and taken in. Spans are reduced in one
@@ -32,7 +35,7 @@ in one span, whole, and starts at a multiple of ALIGNMENT elements.
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -45,6 +48,7 @@ from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.pieces import Pieces, part_of
 
 ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like
+Result = Literal["part", "sum", "mean"]
 SPAN_BYTES = (
     32 * 2**20
 )  # large enough for full bandwidth, small enough that most of a model overlaps with backward
@@ -132,7 +136,8 @@ class Member:
 class GradientBucket:
     """A part of the flat buffers, all of one kind.
 
-    parameters, gradients: [size] of one dtype. group: the replicas that hold the same parameters,
+    parameters, gradients: [size] of one dtype; parameters is empty where every rank gets whole
+    gradients, since none of them has moved. group: the replicas that hold the same parameters,
     None = no other rank does. own: the part of this rank. own_gradients: [size / ranks of the
     group], after `reduce` the sums over the group. decays: weight decay applies (two or more
     dimensions). sharded: other tensor-parallel ranks hold other elements, not copies. sharers: the
@@ -181,7 +186,9 @@ class FlatParameters:
     """All trainable parameters of a rank as views of flat buffers, one per dtype, and their way
     over the replicas.
 
-    group: the ranks that hold the same parameters, None = this process alone. ties: names of
+    group: the ranks that hold the same parameters, None = this process alone. result: what a rank
+    gets of the gradients: `part`, the sum of its own part of each span; `sum` or `mean`, that of
+    all of them. ties: names of
     parameters of which other pipeline stages have copies, with the groups of all that have them.
     parts: by `Part.copies`, the ranks of `group` that hold the same parts, None = no other rank
     does.
@@ -194,10 +201,12 @@ class FlatParameters:
         span_bytes: int = SPAN_BYTES,
         ties: Mapping[str, dist.ProcessGroup] | None = None,
         parts: Mapping[str, dist.ProcessGroup | None] | None = None,
+        result: Result = "part",
     ) -> None:
-        """Moves the parameters into the buffers. Raises ValueError when there is nothing to train,
-        or a tied parameter is copied over tensor parallel ranks as well."""
-        self.group = group
+        """Moves the parameters into the buffers (gradients only, where they are whole). Raises
+        ValueError when there is nothing to train, or a tied parameter is copied over tensor
+        parallel ranks as well."""
+        self.group, self.result = group, result
         named = [
             (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
         ]
@@ -205,7 +214,9 @@ class FlatParameters:
             raise ValueError(
                 "there is no parameter that needs a gradient, so there is nothing to train"
             )
-        self.spans = _make_spans(named, {WHOLE: group, **(parts or {})}, span_bytes, ties or {})
+        self.spans = _make_spans(
+            named, {WHOLE: group, **(parts or {})}, span_bytes, ties or {}, result == "part"
+        )
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
         self._shared = sorted(
@@ -243,7 +254,7 @@ class FlatParameters:
             return
         found = (
             (node, [parameter for parameter in parameters if id(parameter) in self._span_of])
-            for node, parameters in _accumulating_nodes(output)
+            for node, parameters in accumulating_nodes([output.grad_fn])
         )
         accumulating = [(node, parameters) for node, parameters in found if parameters]
         self.expect(
@@ -295,6 +306,10 @@ class FlatParameters:
             if span.group is None:
                 span.own_gradients.copy_(span.gradients)
             dist.all_reduce(span.own_gradients, group=span.sharers)
+        self.forget()
+
+    def forget(self) -> None:
+        """Expect nothing any more of what a backward was to finish."""
         for handle in self._handles:
             handle.remove()
         self._expected, self._launched, self._works, self._handles = [], 0, [], []
@@ -325,12 +340,16 @@ class FlatParameters:
         self._launched += 1
         for member in span.members:
             member.attach()
-        if span.group is not None:
-            self._works.append(
-                reduce_scatter_flat(
-                    span.own_gradients, span.gradients, group=span.group, async_op=True
-                )
-            )
+        if span.group is None:
+            return
+        if self.result == "mean":
+            # Before they are sent, as in DistributedDataParallel: half precision overflows later.
+            span.gradients.div_(dist.get_world_size(span.group))
+        self._works.append(
+            reduce_scatter_flat(span.own_gradients, span.gradients, group=span.group, async_op=True)
+            if self.result == "part"
+            else dist.all_reduce(span.gradients, group=span.group, async_op=True)
+        )
 
 
 def _after(
@@ -339,11 +358,13 @@ def _after(
     return lambda *_: ready(parameters)
 
 
-def _accumulating_nodes(loss: Tensor) -> Iterable[tuple[Any, list[Tensor]]]:
-    """The autograd nodes behind `loss` that add to parameters' gradients: captured regions, and
-    accumulators."""
-    seen: set[Any] = set()
-    stack = [loss.grad_fn]
+def accumulating_nodes(
+    roots: Iterable[Any], walked: set[Any] | None = None
+) -> Iterable[tuple[Any, list[Tensor]]]:
+    """The autograd nodes behind `roots` that add to parameters' gradients: captured regions, and
+    accumulators. walked: gets all nodes."""
+    seen: set[Any] = set() if walked is None else walked
+    stack = list(roots)
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -363,8 +384,10 @@ def _make_spans(
     groups: Mapping[str, dist.ProcessGroup | None],
     span_bytes: int,
     ties: Mapping[str, dist.ProcessGroup],
+    moves: bool,
 ) -> list[GradientBucket]:
-    """groups: the replicas of whole parameters, and of parts by `Part.copies`."""
+    """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
+    gets its own part of the sums, and parameters move."""
     everyone, spans = groups[WHOLE], list[GradientBucket]()
     # Replicas of the same part are some of all replicas, their number divides that of all, and so
     # each span.
@@ -389,20 +412,21 @@ def _make_spans(
         device = local_tensor(ours[0][1]).device
         # Two storages: whoever journals writes to gradients must not have to save the parameters
         # with them.
-        flats = [
-            torch.zeros(sum(plan.size for plan in plans), dtype=dtype, device=device)
-            for _ in range(2)
+        pieces = [
+            torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
+            for sizes in ([plan.size if moves else 0 for plan in plans], [p.size for p in plans])
         ]
-        pieces = [flat.split([plan.size for plan in plans]) for flat in flats]
         for plan, parameters, gradients in zip(plans, *pieces, strict=True):
             decays, sharded, shared, tied, copies = kinds[plan.members[0].index]
             group = groups[copies]
             ranks, rank = (
-                (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+                (dist.get_world_size(group), dist.get_rank(group))
+                if group is not None and moves
+                else (1, 0)
             )
             own = slice(rank * plan.size // ranks, (rank + 1) * plan.size // ranks)
             members = [
-                _move(ours[place.index], slice(place.start, place.stop), parameters, gradients)
+                _place(ours[place.index], slice(place.start, place.stop), parameters, gradients)
                 for place in plan.members
             ]
             if shared and tied is not None:
@@ -414,9 +438,8 @@ def _make_spans(
             sharers = ties[tied] if tied is not None else None
             if shared:
                 sharers = ours[plan.members[0].index][1].device_mesh.get_group()  # type: ignore[attr-defined]
-            reduced = (
-                gradients if group is None and sharers is None else torch.zeros_like(gradients[own])
-            )
+            alone = group is None and sharers is None
+            reduced = gradients if alone or not moves else torch.zeros_like(gradients[own])
             spans.append(
                 GradientBucket(
                     members,
@@ -435,16 +458,17 @@ def _make_spans(
 
 
 @torch.no_grad()
-def _move(
+def _place(
     named: tuple[str, nn.Parameter], place: slice, parameters: Tensor, gradients: Tensor
 ) -> Member:
-    """Let a parameter live in the buffers: the same object, with its present values and
-    gradient."""
+    """Let a parameter live in the buffers: the same object, with its present values and gradient.
+    Where there is none for it, its gradient alone, from its first backward on."""
     name, parameter = named
     local = local_tensor(parameter)
-    home = parameters[place].view(local.shape)
-    home.copy_(local)
-    local.data = home
+    if parameters.numel():
+        home = parameters[place].view(local.shape)
+        home.copy_(local)
+        local.data = home
     gradient = gradients[place].view(local.shape)
     if isinstance(parameter, DTensor):
         placements = (
@@ -461,7 +485,8 @@ def _move(
             stride=parameter.stride(),
         )
     member = Member(name, parameter, place, gradient)
-    member.attach()
+    if parameters.numel() or parameter.grad is not None:
+        member.attach()
     return member
 
 

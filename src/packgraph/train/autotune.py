@@ -27,7 +27,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -92,6 +92,7 @@ class Choice:
     way: Way
     eager: float = math.nan
     replay: float = math.nan
+    samples: tuple[int, int] = (0, 0)  # of eager and of replay, that these are medians of
 
     @property
     def gain(self) -> float:
@@ -227,14 +228,16 @@ class Autotune:
         return "ms per 1,000 places" if self.whole_steps else "ms per microbatch"
 
     def _described(self, bucket: Bucket) -> dict[str, Any]:
-        choice = self.choices.get(bucket) or Choice(REPLAY, *self._medians(bucket, 1))
+        choice = self.choices.get(bucket) or Choice(
+            REPLAY, *self._medians(bucket, 1), self._counts(bucket)
+        )
         figures = {"eager_ms": choice.eager, "replay_ms": choice.replay, "gain": choice.gain}
         return {
             "way": choice.way,
             "decided": bucket in self.choices,
             **{name: None if math.isnan(value) else value for name, value in figures.items()},
-            "eager_samples": len(self._samples.get((bucket, EAGER), ())),
-            "replay_samples": len(self._samples.get((bucket, REPLAY), ())),
+            "eager_samples": choice.samples[0],
+            "replay_samples": choice.samples[1],
         }
 
     @contextlib.contextmanager
@@ -307,6 +310,11 @@ class Autotune:
             return math.nan, math.nan
         return statistics.median(samples[0]), statistics.median(samples[1])
 
+    def _counts(self, bucket: Bucket) -> tuple[int, int]:
+        """Samples of eager and of replay on this rank."""
+        of_eager, of_replay = (self._samples.get((bucket, way), ()) for way in (EAGER, REPLAY))
+        return len(of_eager), len(of_replay)
+
     def _read_laps(self) -> None:
         if self._way is None:
             return
@@ -318,11 +326,20 @@ class Autotune:
     def _choose(self, ripe: Sequence[Bucket], note: Callable[[str], None]) -> None:
         if not ripe:
             return
-        facts = [time for bucket in ripe for time in self._medians(bucket, FEWEST_SAMPLES)]
+        facts = [
+            number
+            for bucket in ripe
+            for number in (*self._medians(bucket, FEWEST_SAMPLES), *self._counts(bucket))
+        ]
         every = self._gather(facts)
         for at, bucket in enumerate(ripe):
-            choice = choose((of[2 * at], of[2 * at + 1]) for of in every)
-            self.choices[bucket] = choice
+            votes = [of[4 * at : 4 * at + 4] for of in every]
+            choice = choose((vote[0], vote[1]) for vote in votes)
+            of_eager, of_replay = (
+                next((int(vote[2 + way]) for vote in votes if vote[way] == median), 0)
+                for way, median in enumerate((choice.eager, choice.replay))
+            )
+            choice = self.choices[bucket] = replace(choice, samples=(of_eager, of_replay))
             if math.isnan(choice.eager):
                 note(
                     f"{_name(bucket)}: could not be timed against eager: it was captured again or "

@@ -110,11 +110,9 @@ def test_what_a_plain_prepare_makes_runs_eagerly_and_says_so():
 
 def test_what_cannot_be_prepared_is_refused():
     model = packed(build("llama"))
-    plugin = types.SimpleNamespace(backend="NO")
-    state = types.SimpleNamespace(dynamo_plugin=plugin)
-    several = types.SimpleNamespace(distributed_type="MULTI_GPU", num_processes=2, state=state)
-    with pytest.raises(ValueError, match="one process, not 2 of type MULTI_GPU"):
-        prepare(several, model)
+    sharding = types.SimpleNamespace(distributed_type="FSDP", num_processes=2)
+    with pytest.raises(ValueError, match="whose processes have whole parameters, not FSDP"):
+        prepare(sharding, model)
     compiling = accelerate.Accelerator(cpu=True, dynamo_backend="inductor")
     with pytest.raises(ValueError, match="pass compile=True"):
         prepare(compiling, model)

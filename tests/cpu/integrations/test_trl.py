@@ -14,9 +14,8 @@ pytest.importorskip("peft", reason="adapters are of this library")
 
 import peft
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from trainer_runs import documents, logged, model, options, same, trained
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trainer_runs import documents, logged, model, options, same, tokenizer, trained
+from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from packgraph.integrations.trl import PackedTrainer
@@ -29,27 +28,10 @@ KINDS = {
     "tokens": [{**row, "labels": row["input_ids"]} for row in documents(60)],
 }
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}:{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}"
-    "{{ message['content'] }}{% endif %}{% endfor %}"
-)
 
 
 class Packing(PackedTrainer, SFTTrainer):
     """The trainer of these tests."""
-
-
-def tokenizer():
-    """One token for each byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {word: index for index, word in enumerate([*alphabet, "<eos>", "<pad>"])}
-    made = Tokenizer(models.BPE(vocab=words, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
-    found.chat_template = TEMPLATE
-    return found
 
 
 def run(kind, folder, *, eager=False, rows=KINDS["text"], lora=None, more=None, **changes):

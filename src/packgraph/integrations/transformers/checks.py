@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from packgraph.integrations.transformers.experts import expert_problems
-from packgraph.integrations.transformers.families import FAMILIES, NOT_PACKED, PackedFamily
+from packgraph.integrations.transformers.families import (
+    FAMILIES,
+    IMAGES,
+    NOT_PACKED,
+    TWO_ROWS,
+    PackedFamily,
+)
 from packgraph.integrations.transformers.recurrent import mixer_problems
 
 # Tables of positions that depend on the longest document of a call.
@@ -40,12 +46,7 @@ def family_of(model: nn.Module) -> PackedFamily:
     kind = causal.config.model_type
     family = FAMILIES.get(kind)
     if family is None:
-        unknown = (
-            f"the family {kind!r} has not been compared with transformers; known are "
-            f"{', '.join(FAMILIES)}"
-        )
-        why = NOT_PACKED[kind].reason if kind in NOT_PACKED else unknown
-        raise ValueError(f"{type(causal).__name__} cannot be packed: {why}")
+        raise ValueError(f"{type(causal).__name__} cannot be packed: {_why_unknown(causal)}")
     problems = [*_of_parts(causal, family), *_of_config(causal), *_of_wrapper(model)]
     for module in causal.modules():
         if hasattr(module, "is_concatenated"):
@@ -56,6 +57,20 @@ def family_of(model: nn.Module) -> PackedFamily:
             f"{type(causal).__name__} cannot be packed: {'; '.join(dict.fromkeys(problems))}"
         )
     return family
+
+
+def _why_unknown(causal: Any) -> str:
+    config = causal.config
+    if config.model_type in NOT_PACKED:
+        return NOT_PACKED[config.model_type].reason
+    if getattr(config, "is_encoder_decoder", False):
+        return TWO_ROWS
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        return IMAGES
+    return (
+        f"the family {config.model_type!r} has not been compared with transformers; known are "
+        f"{', '.join(FAMILIES)}"
+    )
 
 
 def _of_parts(causal: Any, family: PackedFamily) -> list[str]:

@@ -109,13 +109,19 @@ class NotPacked(NamedTuple):
 
 
 _MAMBA_1 = "packgraph has no scan of Mamba-1 that keeps documents apart"
+TWO_ROWS = "an encoder and a decoder read two rows, of other lengths, and attend across"
+IMAGES = "images are no tokens; for text alone, pack its text model"
+_THREE_AXES = "images are no tokens, and positions of its text model have three axes"
 NOT_PACKED: Mapping[str, NotPacked] = MappingProxyType(
     {
         "mamba": NotPacked("Mamba", _MAMBA_1),
         "falcon_mamba": NotPacked("Falcon-Mamba", _MAMBA_1),
         "jamba": NotPacked("Jamba", _MAMBA_1),
-        "gemma3": NotPacked("Gemma 3 (images)", "images are no tokens; pack its text model"),
-        "qwen3_vl": NotPacked("Qwen3-VL", "images are no tokens; pack a text model"),
-        "t5": NotPacked("T5", "an encoder and a decoder read two rows"),
+        "gemma3": NotPacked("Gemma 3 (images)", IMAGES),
+        "llava": NotPacked("LLaVA", IMAGES),
+        "qwen2_vl": NotPacked("Qwen2-VL", _THREE_AXES),
+        "qwen3_vl": NotPacked("Qwen3-VL", _THREE_AXES),
+        "t5": NotPacked("T5", TWO_ROWS),
+        "bart": NotPacked("BART", TWO_ROWS),
     }
 )

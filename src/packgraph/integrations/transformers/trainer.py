@@ -8,10 +8,16 @@
 evaluation know nothing of packs. Only what reads a batch is replaced: columns, collator, counts of
 tokens, and the loss. A microbatch that takes several packs runs forward and backward of one after
 the other.
+
+Over several processes calls go through `packgraph.replicate`, and the trainer's accelerator makes
+no wrapper of DistributedDataParallel. The trainer itself gives each process its own examples and
+as many microbatches as all others.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +36,7 @@ from packgraph.integrations.transformers.model import PackedModel, packed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import Overlong, PackReport
+from packgraph.parallel.replicate import ReplicatedModule, replicate
 
 LOGGED = "packgraph"  # before every name in logs
 # What `compute_loss` of this file stands for; that of another trainer is another loss.
@@ -96,6 +103,10 @@ class PackedTrainer(_Trainer):
                 f"{theirs.__qualname__} would not be called; override compute_loss in a class "
                 f"derived from {type(self).__name__}"
             )
+        if overlong == "drop" and self.accelerator.num_processes > 1 and _evaluated(self):
+            problems.append(
+                'overlong="drop" may leave a process nothing to evaluate, which others wait for'
+            )
         if problems:
             raise ValueError(f"{type(self).__name__} cannot pack: {'; '.join(problems)}")
         if capacities is None:
@@ -109,6 +120,11 @@ class PackedTrainer(_Trainer):
         self._packed: PackedModel = packed(self.model)
         self._packed_of = self.model
         self._graphed: GraphedModule | None = None
+        self._replicated: ReplicatedModule | None = None
+        if self.accelerator.num_processes > 1:
+            self.accelerator.prepare_model = functools.partial(
+                self.accelerator.prepare_model, evaluation_mode=True
+            )
         self._seen, self._total = PackReport(), PackReport()
         self._logged: tuple[int, Counter[str]] = (0, Counter())
 
@@ -119,12 +135,20 @@ class PackedTrainer(_Trainer):
             if self._graphed is not None:
                 control(self._graphed).close()
             self._packed, self._packed_of, self._graphed = packed(self.model), self.model, None
+            self._replicated = None
         if self._graphed is None:
             self._graphed = graph(
                 self._packed, self.data_collator.capacities, **self._graph_options
             )
             self._logged = (0, Counter())
         return self._graphed
+
+    def _replicas(self) -> ReplicatedModule | None:
+        """The replica of this process, None where it is the only process."""
+        graphed = self.graphed
+        if self._replicated is None and self.accelerator.num_processes > 1:
+            self._replicated = replicate(graphed)
+        return self._replicated
 
     @property
     def stats(self) -> Stats:
@@ -140,9 +164,14 @@ class PackedTrainer(_Trainer):
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Forward and backward of a microbatch, one pack after the other; the sum of the losses."""
-        total = torch.zeros((), device=self.args.device)
-        for pack in inputs[PACKS]:
-            total += super().training_step(model, {PACKS: [pack]}, num_items_in_batch)
+        total, packs = torch.zeros((), device=self.args.device), inputs[PACKS]
+        replicated, is_last = self._replicas(), self.accelerator.sync_gradients
+        for number, pack in enumerate(packs, 1):
+            waits = replicated is not None and not (is_last and number == len(packs))
+            with replicated.no_sync() if waits and replicated is not None else nullcontext():
+                total += super().training_step(model, {PACKS: [pack]}, num_items_in_batch)
+        if replicated is not None and is_last and not packs:
+            replicated.reduce_gradients()
         for counts in (self._seen, self._total):
             _add(counts, inputs[REPORT])
         return total
@@ -162,10 +191,13 @@ class PackedTrainer(_Trainer):
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         self._packed.training = self.model.training  # the trainer switches its model alone
-        call = self.graphed if torch.is_grad_enabled() else self._packed
+        call: torch.nn.Module = self._packed
+        if torch.is_grad_enabled():
+            call = self._replicas() or self.graphed
         with self.accelerator.autocast():
             losses = [call(self._placed(pack), num_items_in_batch) for pack in packs]
-        return sum(losses, torch.zeros((), device=self.args.device)) if losses[1:] else losses[0]
+        loss = sum(losses, torch.zeros((), device=self.args.device)) if losses[1:] else losses[0]
+        return loss * self._scale if self._scale > 1 and torch.is_grad_enabled() else loss
 
     def prediction_step(
         self,
@@ -211,7 +243,17 @@ class PackedTrainer(_Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor:
         labels = sum(pack.num_loss_tokens for sample in batch_samples for pack in sample[PACKS])
-        return torch.tensor(labels, device=device)
+        found = torch.tensor(labels, device=device)
+        if self._scale > 1 and torch.is_grad_enabled():
+            found = self.accelerator.gather(found[None]).sum()
+        return found
+
+    @property
+    def _scale(self) -> int:
+        """Losses are divided by the labels of all processes, and gradients by their number, which
+        the trainer therefore multiplies losses by; 1 where each process counts its own."""
+        found: int = self.accelerator.num_processes
+        return found if self.args.average_tokens_across_devices else 1
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         counted = self.args.include_num_input_tokens_seen
@@ -247,7 +289,12 @@ def _problems(trainer: Any, collator: Any) -> list[str]:
         'torch_compile compiles what is not called; write graph_options={"compile": True}': (
             args.torch_compile
         ),
-        "it trains on one process and one GPU": accelerator.num_processes > 1 or args.n_gpu > 1,
+        "one process drives several GPUs; start one for each, with torchrun": args.n_gpu > 1,
+        "one process reads a stream for all; set accelerator_config['dispatch_batches'] = False": (
+            accelerator.num_processes > 1
+            and not hasattr(trainer.train_dataset, "__len__")
+            and accelerator.dispatch_batches is not False
+        ),
         "DeepSpeed and FSDP take parameters apart": (
             trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         ),

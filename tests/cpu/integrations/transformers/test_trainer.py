@@ -44,6 +44,13 @@ def packing(folder, made=None, *, data=TRAIN, capacities=None, overlong="error",
     )
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Documents of unknown number."""
+
+    def __iter__(self):
+        return iter(TRAIN)
+
+
 class Stop(TrainerCallback):
     """Ends a run after its third step."""
 
@@ -282,11 +289,14 @@ def test_another_loss_is_refused(tmp_path):
         Packing(other, arguments, train_dataset=TRAIN)
 
 
-def test_several_processes_are_refused(tmp_path, monkeypatch):
+def test_what_several_processes_cannot_follow_is_refused(tmp_path, monkeypatch):
     trainer = packing(tmp_path)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    with pytest.raises(ValueError, match="it trains on one process and one GPU"):
-        packing(tmp_path)
+    rows = [packgraph.Capacity(64, 8)]
+    with pytest.raises(ValueError, match="may leave a process nothing to evaluate"):
+        packing(tmp_path, overlong="drop", capacities=rows)
+    with pytest.raises(ValueError, match=r"set accelerator_config\['dispatch_batches'\] = False"):
+        packing(tmp_path, data=Stream(), capacities=rows)
 
 
 def test_the_collator_shifts_labels_once():
