@@ -27,7 +27,7 @@ from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import ConfigError, read_config
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.config.values import path_problem, shown
-from packgraph.train.data import build_tokenizer
+from packgraph.train.data import MissingPackageError, build_tokenizer
 from packgraph.train.features.lora import (
     base_fingerprint,
     check_base,
@@ -134,9 +134,15 @@ def _copy_tokenizer(config: TrainConfig, folder: Path) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     path = folder / GENERATION
-    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    known = [path] if config.hf.path is None else [Path(config.hf.path) / GENERATION, path]
+    found: dict[str, Any] = next(
+        (json.loads(file.read_text("utf-8")) for file in known if file.is_file()), {}
+    )
     special: dict[str, Any] = _special_ids(source)
-    ends = build_tokenizer(config.data).ends
+    try:
+        ends = build_tokenizer(config.data).ends
+    except MissingPackageError:  # without transformers, a chat template cannot be asked
+        ends = ()
     if ends:  # of a text, and of a turn where that is another one
         special["eos_token_id"] = list(ends) if len(ends) > 1 else ends[0]
     path.write_text(json.dumps(found | special, indent=2) + "\n", encoding="utf-8")
@@ -153,7 +159,7 @@ def _special_ids(source: Path) -> dict[str, int]:
     ids |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
     options = json.loads(named.read_text("utf-8"))
     found = {}
-    for kind in ("bos", "pad"):
+    for kind in ("bos", "eos", "pad"):
         token = options.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token in ids:

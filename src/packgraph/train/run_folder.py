@@ -98,6 +98,7 @@ FREE_ON_RESUME = (
     "graph.optimizer",
     "graph.autotune",
     "data.path",
+    "data.tokenizer",
     "offload.modules",
     "offload.budget",
     "offload.lost",

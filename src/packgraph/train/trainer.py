@@ -475,6 +475,8 @@ class Trainer:
             warmup_steps=options.warmup_steps,
             decay_steps=options.decay_steps or self.config.run.steps,
             min_fraction=options.min_learning_rate_fraction,
+            schedule=options.schedule,
+            decay_share=options.decay_share,
         )
 
     def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:

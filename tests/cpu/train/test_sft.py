@@ -26,11 +26,12 @@ def test_a_model_learns_to_answer_by_the_example(
     model = word_tokenizer(
         tiny_model(tmp_path / "model", hidden_size=64, initializer_range=0.2), TEMPLATE
     )
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     line = {"messages": [{"role": "user", "content": "hi"},
                          {"role": "assistant", "content": "hello you"}]}  # fmt: skip
     Path("chats.jsonl").write_text((json.dumps(line) + "\n") * 16)
     options = [
-        "train", "--config", str(EXAMPLE), "--hf.path", str(model), "--data.tokenizer", str(model),
+        "train", "--config", str(EXAMPLE), "--hf.path", str(model),
         "--data.path", "chats.jsonl", "--run.name", "sft", "--graph.capacities", "256x8",
         "--run.tokens-per-step", "100", "--run.steps", "60", "--run.dtype", "float32",
         "--optimizer.learning-rate", "2e-2",
@@ -45,6 +46,7 @@ def test_a_model_learns_to_answer_by_the_example(
     ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", "<|im_end|>")]
     generation = GenerationConfig.from_pretrained("out")
     assert generation.eos_token_id == ends
+    assert generation.temperature == 0.5, "as beside the model"
     assert generation.pad_token_id == tokenizer.convert_tokens_to_ids("<pad>")
 
 

@@ -37,18 +37,9 @@ class ChatTemplate:
     """A template and the special tokens that it may name."""
 
     def __init__(self, template: str, special: dict[str, str], name: str) -> None:
-        """name: of its file, for messages. Raises MissingPackageError without transformers and
-        jinja2."""
+        """name: of its file, for messages."""
         self._template, self._special, self._name = template, special, name
         self._is_marked = MARKS.search(template) is not None
-        try:
-            self._library: Any = importlib.import_module("transformers.utils.chat_template_utils")
-            self._errors = importlib.import_module("jinja2").TemplateError
-        except ImportError as error:
-            raise MissingPackageError(
-                f"{name}: a chat template needs the packages `transformers` and `jinja2`: "
-                "pip install transformers jinja2"
-            ) from error
         self.fingerprint = hashlib.sha256(repr((template, special)).encode()).hexdigest()[:16]
 
     @staticmethod
@@ -80,8 +71,8 @@ class ChatTemplate:
         return ChatTemplate(template, special, str(named))
 
     def write(self, messages: Sequence[Message], where: str) -> tuple[str, list[Span]]:
-        """The text of a chat, and the characters of it that are learned. Raises
-        BadDocumentError."""
+        """The text of a chat, and the characters of it that are learned. Raises BadDocumentError,
+        and MissingPackageError without transformers, as all methods do."""
         text, marked = self._render(messages, where)
         answers = [index for index, turn in enumerate(messages) if turn.role == "assistant"]
         if self._is_marked:
@@ -131,13 +122,21 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         chat = [{"role": turn.role, "content": turn.content} for turn in messages]
         try:
-            texts, spans = self._library.render_jinja_template(
+            library: Any = importlib.import_module("transformers.utils.chat_template_utils")
+            broken = importlib.import_module("jinja2").TemplateError
+        except ImportError as error:
+            raise MissingPackageError(
+                f"{self._name}: a chat template needs the packages `transformers` and `jinja2`: "
+                "pip install transformers jinja2"
+            ) from error
+        try:
+            texts, spans = library.render_jinja_template(
                 [chat],
                 chat_template=self._template,
                 return_assistant_tokens_mask=self._is_marked,
                 add_generation_prompt=asks,
                 **self._special,
             )
-        except (self._errors, TypeError, ValueError) as error:
+        except (broken, TypeError, ValueError) as error:
             raise BadDocumentError(f"{where}: {self._name} cannot write it: {error}") from error
         return texts[0], [(start, stop) for start, stop in (spans[0] if spans else ())]

@@ -117,8 +117,12 @@ def _on_values(make: Any, path: str) -> Any:
 
 
 def live_layer(path: str) -> ConfigLayer:
-    """The sizes of the model in `path` as values of a configuration. Raises ConfigError."""
-    return ConfigLayer(f"hf:{path}", {"model": live_shape(path).sizes})
+    """The sizes of the model in `path` as values of a configuration, and its tokenizer if there is
+    one. Raises ConfigError."""
+    values: dict[str, Any] = {"model": live_shape(path).sizes}
+    if (Path(path).expanduser() / "tokenizer.json").is_file():
+        values["data"] = {"tokenizer": path}
+    return ConfigLayer(f"hf:{path}", values)
 
 
 def live_problems(config: TrainConfig) -> list[str]:

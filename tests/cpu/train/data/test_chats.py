@@ -1,6 +1,7 @@
 """Chats by the template of a tokenizer, prompt and completion, ShareGPT: what is learned."""
 
 import json
+import sys
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -141,3 +142,11 @@ def test_sharegpt_is_read_as_messages():
 def test_what_is_no_chat_is_refused_by_name(row, text):
     with pytest.raises(DataError, match=f"here:1.*{text}"):
         document_of_row(json.loads(json.dumps(row)), "here:1", "text")
+
+
+def test_a_template_needs_transformers_only_where_there_are_chats(tmp_path, monkeypatch):
+    tokens = tokenizer(tmp_path, PLAIN)
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+    assert learned(tmp_path, encoded(tokens, {"text": "ab"})) == "ab<eos>"
+    with pytest.raises(DataError, match="needs the packages `transformers`"):
+        encoded(tokens, {"messages": CHAT})
