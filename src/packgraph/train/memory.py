@@ -340,7 +340,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     """
     layout, model = config.parallel.layout().resolved(world), config.model
     if config.hf.path is not None or config.lora.enabled:
-        return _need_of_frozen(config)
+        return _need_of_frozen(config, world)
     dense, experts, layers = _elements(config, layout, rank)
     is_last = layout.coordinates(rank)["pp"] == layout.pp - 1
     itemsize = getattr(torch, config.run.dtype).itemsize
@@ -365,7 +365,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     )
 
 
-def _need_of_frozen(config: TrainConfig) -> Need:
+def _need_of_frozen(config: TrainConfig, world: int) -> Need:
     """The same of a model of transformers, or of one with adapters: weights, and what trains all
     of them; adapters and microbatches are not counted."""
     if config.hf.path is not None:
@@ -373,8 +373,10 @@ def _need_of_frozen(config: TrainConfig) -> Need:
     else:
         elements = stage_weights(config.model, 0, 1)[0]
     itemsize = getattr(torch, config.run.dtype).itemsize
-    trained = 0 if config.lora.enabled else elements * itemsize
-    return Need(elements * itemsize, trained, 0, 0, 0, _sure_capacity(config))
+    trained = 0 if config.lora.enabled else elements
+    per_element = MOMENTS + (MASTERS if itemsize < torch.float32.itemsize else 0)
+    state = trained * per_element // world
+    return Need(elements * itemsize, trained * itemsize, state, 0, 0, _sure_capacity(config))
 
 
 def check_memory(

@@ -139,7 +139,7 @@ class Trainer:
         self._sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
-        self._base = base_fingerprint(self.model) if config.lora.enabled else None
+        self._base = base_fingerprint(self.model, self.mesh) if config.lora.enabled else None
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         self.executor = make_executor(self.model, config, device, self.mesh)
         if config.run.on_spike == "skip":

@@ -166,6 +166,7 @@ def test_what_cannot_be_is_named(
         return _refused(capsys, words(tmp_path, path, *more))
 
     assert "there is no" in refused(path=tmp_path)
+    assert "hf needs the folder" in _refused(capsys, ["train", "hf"])
     assert "parallel.tp = 2" in refused("--parallel.tp", "2")
     assert "offload.modules" in refused("--offload.modules", "mlp_act")
     assert "model.hidden_size is 16" in refused("--model.hidden-size", "32")

@@ -54,12 +54,16 @@ class ChatTemplate:
         named = config
         template = options.get("chat_template")
         if isinstance(template, list):  # several, by name
+            named_so = [one for one in template if isinstance(one, dict)]
             template = next(
-                (one.get("template") for one in template if one.get("name") == "default"), None
+                (one.get("template") for one in named_so if one.get("name") == "default"), None
             )
         if (file.parent / TEMPLATE).is_file():
             named = file.parent / TEMPLATE
-            template = named.read_text(encoding="utf-8")
+            try:
+                template = named.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{named}: not UTF-8 ({error.reason})") from error
         if not isinstance(template, str):
             return None
         special = {}

@@ -186,14 +186,15 @@ class FileTokenizer:
         tokens = np.array(encoding.ids, dtype=np.int64)
         if not len(tokens):
             return []
-        first = len(document.prompt)
-        said = _within(encoding.offsets, [(first, first + len(document.text))])
         if self._end is not None and tokens[-1] != self._end:
-            tokens, said = np.append(tokens, self._end), np.append(said, True)
-        elif self._end is not None:
-            said[-1] = True
+            tokens = np.append(tokens, self._end)
         if not document.prompt:
             return [Document(tokens)]
+        first = len(document.prompt)
+        said = np.zeros(len(tokens), dtype=bool)
+        within = _within(encoding.offsets, [(first, first + len(document.text))])
+        said[: len(within)] = within
+        said[-1] |= self._end is not None
         return [Document(tokens, np.where(said, tokens, IGNORED))]
 
     def decode(self, ids: list[int]) -> str:

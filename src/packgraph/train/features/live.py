@@ -22,6 +22,7 @@ from torch import nn
 from packgraph.graphs.stages import Stage
 from packgraph.integrations.transformers.model import PackedModel, packed
 from packgraph.models.hf import WeightsError
+from packgraph.train.config.presets import LIVE
 from packgraph.train.config.reading import ConfigError, ConfigLayer
 from packgraph.train.config.sections import TrainConfig
 
@@ -128,7 +129,7 @@ def live_layer(path: str) -> ConfigLayer:
 def live_problems(config: TrainConfig) -> list[str]:
     """What a run of a model of transformers is asked for and cannot do."""
     if config.hf.path is None:
-        return []
+        return ["hf needs the folder of a model: hf:PATH, or --hf.path"] * (config.preset == LIVE)
     parallel = config.parallel
     shape = live_shape(config.hf.path)
     problems = {

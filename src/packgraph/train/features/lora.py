@@ -21,12 +21,16 @@ from torch import Tensor, nn
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
+from packgraph.models.hf import WeightsError
+from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.processes import from_all
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import live_shape
 
 NAME = "default"  # of the adapter, within the names of its parameters
+ADAPTER = "adapter_config.json"
 BASE = "base"  # key of the fingerprint in the state of a checkpoint
 OWN_LINEAR = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -93,8 +97,11 @@ def _options(config: TrainConfig) -> Any:
     )
 
 
-def base_fingerprint(model: ModelChunks) -> str:
-    """SHA-256 of all that is not trained: names, shapes, types and values."""
+def base_fingerprint(model: ModelChunks, mesh: Mesh | None = None) -> str:
+    """SHA-256 of all that is not trained: names, shapes, types and values. Collective.
+
+    Raises WeightsError on all ranks of `mesh` if theirs differ: nothing would make replicas equal.
+    """
     digest = hashlib.sha256()
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     for name, tensor in sorted(model.state_dict().items()):
@@ -102,7 +109,15 @@ def base_fingerprint(model: ModelChunks) -> str:
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             flat = tensor.detach().cpu().contiguous().flatten()
             digest.update(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    return digest.hexdigest()
+    found = digest.hexdigest()
+    every = from_all(mesh or single_process(), found)
+    differing = [rank for rank, other in enumerate(every) if other != every[0]]
+    if differing:
+        raise WeightsError(
+            f"ranks {', '.join(map(str, differing[:8]))} have read other weights under the "
+            "adapters than rank 0; give all nodes the same files"
+        )
+    return found
 
 
 def check_base(path: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:
@@ -141,11 +156,13 @@ def save_adapter(model: PackedModel, config: TrainConfig, folder: Path) -> None:
         model.causal, adapter_name=NAME, save_embedding_layers=False
     )
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / ADAPTER).exists():
+        raise FileExistsError(f"{folder} already holds an adapter; save to a new folder.")
     options = _options(config)
     options.inference_mode = True
-    options.save_pretrained(folder)
     named = {f"base_model.model.{name}": value.contiguous() for name, value in tensors.items()}
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    options.save_pretrained(folder)  # last: a folder with this file is whole
 
 
 def needs_merged(config: TrainConfig) -> None:
