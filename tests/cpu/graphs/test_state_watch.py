@@ -1,8 +1,10 @@
 """Python state that forward reads, of whatever kind: a change after the capture is seen before
 the next replay."""
 
+import contextlib
 import sys
 import threading
+import types
 
 import hiddenkit
 import numpy as np
@@ -220,6 +222,28 @@ def test_an_object_of_a_tool_is_watched_though_the_tool_is_not():
     module.held.settings["scale"] = 3.0
     with pytest.warns(PackgraphWarning, match="scale"):
         assert torch.equal(graphed(X), module(X))
+
+
+@pytest.mark.parametrize(
+    ("name", "replays"), [("cutlass.counting", True), ("others.counting", False)]
+)
+def test_counters_of_a_compiler_of_kernels_are_not_the_modules(monkeypatch, name, replays):
+    library = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, library)
+    exec(
+        "import itertools\n"
+        "counter, compiled = itertools.count(), {}\n"
+        "def scaled(x):\n"
+        "    if x.shape not in compiled:\n"
+        "        compiled[x.shape] = next(counter)\n"
+        "    return x * 2.0\n",
+        library.__dict__,
+    )
+    graphed = graph(One(lambda m, x: library.scaled(m.linear(x))), warmup=1)
+    with contextlib.nullcontext() if replays else pytest.warns(PackgraphWarning, match="counter"):
+        for _ in range(4):
+            graphed(X).sum().backward()
+    assert graphed.stats.replayed == (3 if replays else 0)
 
 
 def test_masked_arrays_are_watched_with_their_masks():

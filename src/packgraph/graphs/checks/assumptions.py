@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from packgraph.graphs.checks.code_reads import AROUND_MODELS, TOOLS
+from packgraph.graphs.checks.code_reads import AROUND_MODELS, KERNELS, TOOLS
 from packgraph.graphs.checks.state_kinds import DEPTH, LARGEST_BYTES, WATCHED, KindRule
 from packgraph.graphs.fallback import REASONS
 
@@ -37,7 +37,7 @@ _TAKEN_AS_IT_IS = """
 What torch, numpy, packgraph, the standard library and these packages hold in their Python modules
 and classes is not compared; objects that your module holds are, whatever package their class is
 from. No layer computes from these, but code of libraries comes upon them by names that it shares
-with them.
+with them, and calls of kernels come upon what a compiler of kernels has made.
 
 """
 _REASONS = """
@@ -191,7 +191,7 @@ def page() -> str:
         "\n| what | how | why |\n|---|---|---|\n",
         *map(_row, WATCHED),
         _TAKEN_AS_IT_IS,
-        *_wrapped(sorted({*TOOLS, *AROUND_MODELS})),
+        *_wrapped(sorted({*KERNELS, *TOOLS, *AROUND_MODELS})),
         _REASONS,
         "\n| reason | asked for | what to do |\n|---|---|---|\n",
         *(

@@ -272,7 +272,10 @@ _READERS = {
 
 _PACKGRAPH = str(Path(packgraph.__file__).parent)
 _MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_LIBRARIES = frozenset({"torch", "numpy", "triton"})
+_LIBRARIES = frozenset({"torch", "numpy"})
+# Languages of kernels, their compilers, and kernels written in them: what they hold is what they
+# have compiled.
+KERNELS = frozenset({"cutlass", "flash_attn", "quack", "triton", "tvm_ffi"})
 # They move bytes, files and text: no tensor is computed from what they hold.
 TOOLS = frozenset({
     "anyio", "certifi", "click", "filelock", "fsspec", "h11", "httpcore", "httpcore2", "httpx",
@@ -382,7 +385,7 @@ def is_library(name: object) -> bool:
     if not isinstance(name, str):
         return False
     first = name.partition(".")[0]
-    if name in sys.builtin_module_names or first in _LIBRARIES or first in TOOLS:
+    if name in sys.builtin_module_names or first in _LIBRARIES | KERNELS | TOOLS:
         return True
     if any(name == part or name.startswith(f"{part}.") for part in AROUND_MODELS):
         return True
