@@ -1,4 +1,4 @@
-"""The command `packgraph`: train, verify, plan, data, bench, export, presets, completion.
+"""The command `packgraph`: train, verify, plan, data, bench, export, chat, presets, completion.
 
 Whatever a user can get wrong ends as one clear block on stderr and exit code 2; a run that fails
 (the loss is no number, a verification differs) ends with 1; a run that was told to stop saves and
@@ -40,13 +40,16 @@ commands:
 
 TRAIN_USAGE = """\
 usage: packgraph train [PRESET] [--config FILE] [--resume] [--section.option VALUE ...]
+       packgraph train hf:PATH ...
 
 Train a model on packed documents through captured graphs. Start with
 
     packgraph train qwen3-tiny
 
-which needs no data and no GPU. Results go to runs/NAME/: config.json, metrics.jsonl, tensorboard/,
-checkpoints/ and summary.json. Values come from the preset, then the file, then options.
+which needs no data and no GPU. hf:PATH trains the model of transformers in the folder PATH, by its
+own code; with --lora.rank adapters of it instead of all weights. Results go to runs/NAME/:
+config.json, metrics.jsonl, tensorboard/, checkpoints/ and summary.json. Values come from the
+preset, then the file, then options.
 
 A run that is told to stop (Ctrl-C, SIGTERM, SIGUSR1, --run.max-minutes) saves after its step and
 ends with 128 + the signal's number (130, 143, 138), or 75 at its time limit. Errors in what was
@@ -92,10 +95,11 @@ shares out one step's documents to ranks (dynamic context parallelism); see
 and offloading."""
 
 EXPORT_USAGE = """\
-usage: packgraph export RUN FOLDER
+usage: packgraph export RUN FOLDER [--adapter]
 
 Write the weights of the newest checkpoint of a run as a Hugging Face checkpoint (config.json and
-safetensors), with the tokenizer.json it was trained with."""
+safetensors), with the tokenizer it was trained with. Adapters (--lora.rank) are merged into the
+weights."""
 
 COMPLETION_USAGE = """\
 usage: packgraph completion SHELL
@@ -199,6 +203,9 @@ class ExportArguments(CommandArguments):
         Path(), "folder of the run, such as runs/NAME", positional=True, required=True
     )
     folder: Path = option(Path(), "new folder for the weights", positional=True, required=True)
+    adapter: bool = option(
+        False, "write the adapter of a run with --lora.rank alone, as peft reads it"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,7 +387,7 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
     """
     from packgraph.train.checkpoint.weights import shape_layer
     from packgraph.train.config.command_line import dotted
-    from packgraph.train.config.presets import PRESETS, preset
+    from packgraph.train.config.presets import PRESETS, of_path, preset
     from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config
     from packgraph.train.run_folder import config_layer, run_of
 
@@ -401,6 +408,9 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
         if problems:
             raise ConfigError(problems)
         return None
+    name, live = of_path(name)
+    if live is not None:
+        layers.insert(0, live)
     base = preset(name)
     last = [options]
     if asks_to_resume:
@@ -412,6 +422,11 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
         config.run.resume and not Path(init_from).expanduser().exists()
     ):
         layers.insert(0, shape_layer(init_from))
+        config = read_config(base, [*layers, *last])
+    if config.hf.path is not None:
+        from packgraph.train.features.live import live_layer
+
+        layers.insert(0, live_layer(config.hf.path))
         config = read_config(base, [*layers, *last])
     if config.run.resume and own.config is not None:
         # The run that goes on is the one the file lies in, wherever that folder is now.
@@ -632,9 +647,10 @@ def _export(words: list[str]) -> int:
     if asked.help:
         return _help(EXPORT_USAGE, ExportArguments())
     with _no_lost_ctrl_c():
-        from packgraph.train.checkpoint.weights import export
+        from packgraph.train.export import export
 
-    print(f"{export(asked.run, asked.folder)} written to {asked.folder}", file=sys.stderr)
+    checkpoint = export(asked.run, asked.folder, adapter=asked.adapter)
+    print(f"{checkpoint} written to {asked.folder}", file=sys.stderr)
     return 0
 
 
@@ -643,6 +659,13 @@ def _data(words: list[str]) -> int:
         from packgraph.train.data.command import data_command
 
     return data_command(words)
+
+
+def _chat(words: list[str]) -> int:
+    with _no_lost_ctrl_c():
+        from packgraph.train.chat import chat_command
+
+    return chat_command(words)
 
 
 def _presets(words: list[str]) -> int:
@@ -667,6 +690,7 @@ def _completion(words: list[str]) -> int:
         return _help(COMPLETION_USAGE, CompletionArguments())
     with _no_lost_ctrl_c():
         from packgraph.bench.command import BENCHMARKS
+        from packgraph.train.chat import ChatArguments
         from packgraph.train.data.command import DataArguments
 
     config, presets = list(leaves(next(iter(PRESETS.values()))())), tuple(PRESETS)
@@ -678,6 +702,7 @@ def _completion(words: list[str]) -> int:
         "plan": list({leaf.option: leaf for leaf in plan}.values()),
         "data": list(leaves(DataArguments())),
         "export": list(leaves(ExportArguments())),
+        "chat": list(leaves(ChatArguments())),
         "presets": list(leaves(CommandArguments())),
         "completion": list(leaves(CompletionArguments())),
         **{f"bench {name}": list(leaves(one.options())) for name, one in BENCHMARKS.items()},
@@ -718,6 +743,7 @@ COMMANDS: Mapping[str, Command] = {
     "export": Command(
         _export, "export RUN DIR", "write a run's newest checkpoint as Hugging Face weights"
     ),
+    "chat": Command(_chat, "chat RUN", "try what a run has trained"),
     "presets": Command(_presets, "presets", "list the presets"),
     "completion": Command(
         _completion, "completion SHELL", "print a completion script for bash, zsh or fish"

@@ -57,7 +57,7 @@ def train(settings, what, *, granularity, offload=False, compile=False, steps=5)
 @pytest.mark.parametrize("experts", [False, True])
 def test_graphs_keep_the_bits_and_draw_once(experts, what, granularity):
     """With dropout, whose masks are kept."""
-    settings = config(3, experts=experts, attention_backend="varlen")
+    settings = replace(config(3, experts=experts, attention_backend="varlen"), head_dim=16)
     what = ["mlp", "attn"] if isinstance(what, list) else what
     expected, _ = train(settings, "none", granularity=granularity)
     assert same(expected, train(settings, what, granularity=granularity)[0])

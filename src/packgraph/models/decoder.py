@@ -145,9 +145,10 @@ def _one_of_each_kind(config: DecoderConfig, indices: Iterable[int]) -> list[int
 class ModelChunks:
     """The modules of this rank, in the order of their stages. A whole decoder is one chunk."""
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        """Raises ValueError when two chunks have a parameter of the same name."""
-        self.chunks = list(chunks)
+    def __init__(self, chunks: Sequence[nn.Module], *, adapters_only: bool = False) -> None:
+        """adapters_only: all else is frozen and not stored. Raises ValueError when two chunks have
+        a parameter of the same name."""
+        self.chunks, self.adapters_only = list(chunks), adapters_only
         names = [name for name, _ in self.named_parameters()]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -171,5 +172,18 @@ class ModelChunks:
 
     def stored(self) -> dict[str, Tensor]:
         """`state_dict` as checkpoints hold it and ranks compare it: experts shared with other ranks
-        as `Pieces`."""
-        return stored(self.state_dict(), self.named_parameters())
+        as `Pieces`, a parameter of two names once, of frozen models the adapters alone."""
+        named = dict(self.named_parameters())
+        every = {
+            name
+            for chunk in self.chunks
+            for name, _ in chunk.named_parameters(remove_duplicate=False)
+        }
+        kept = {
+            name: value
+            for name, value in self.state_dict().items()
+            if name not in every - named.keys()
+        }
+        if self.adapters_only:
+            kept = {name: kept[name] for name, value in named.items() if value.requires_grad}
+        return stored(kept, self.named_parameters())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
 from packgraph.moe.dispatch.dispatcher import ExpertAssignment
 from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus
@@ -18,6 +19,8 @@ from packgraph.train.checkpoint.weights import load_weights
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.executor import Executor
 from packgraph.train.features.context import rank_tokens, stage_tokens, with_context_buckets
+from packgraph.train.features.live import build_live
+from packgraph.train.features.lora import add_adapters
 from packgraph.train.features.moe import ExpertBalance, Overflow, make_stash
 from packgraph.train.features.offload import make_offloading
 from packgraph.train.features.recompute import AUTO, apply_recompute
@@ -27,15 +30,23 @@ from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner, St
 from packgraph.train.step import MicrobatchAssignment
 
 
-def build_model(config: TrainConfig, device: torch.device) -> DecoderModel:
-    """The whole model of a run, in training mode."""
-    (model,) = _build(config, device, [0], 1)
-    return model
+def build_model(config: TrainConfig, device: torch.device) -> DecoderModel | PackedModel:
+    """The whole model of a run, in training mode, with its adapters."""
+    model: DecoderModel | PackedModel
+    if config.hf.path is not None:
+        model = build_live(config, device, _reads_weights(config))
+    else:
+        (model,) = _build(config, device, [0], 1)
+    if config.lora.enabled:
+        add_adapters(model, config)
+    return model.train()
 
 
 def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> ModelChunks:
     """This rank's chunks of the model of a run, in training mode, spread over the ranks of
     `mesh`."""
+    if config.hf.path is not None or config.lora.enabled:
+        return ModelChunks([build_model(config, device)], adapters_only=config.lora.enabled)
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
     shared = config.model.experts.enabled and mesh.size("ep") > 1
@@ -128,6 +139,11 @@ def _build(
         )
         for stage in stages
     ]
-    if config.run.init_from is not None and not config.run.resume:
+    if config.run.init_from is not None and _reads_weights(config):
         load_weights(models, config.run.init_from)
     return [model.train() for model in models]
+
+
+def _reads_weights(config: TrainConfig) -> bool:
+    """Whether a run starts from weights; else a checkpoint has them all."""
+    return not config.run.resume or config.lora.enabled

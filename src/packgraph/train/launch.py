@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from packgraph.models.decoder import DecoderConfig
 from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.meeting import decided_by_first
@@ -190,7 +189,8 @@ def _train(
         trainer = Trainer(
             config, folder, prepared.microbatches, device, view, mesh, whereabouts, nodes
         )
-        view.note(f"attention by {trainer.attention}")
+        if trainer.attention:
+            view.note(f"attention by {trainer.attention}")
         if isinstance(offloading := trainer.executor.prepare, TrainerOffloading):
             offloading.when_planned = partial(
                 report_offloading, mesh=mesh, folder=folder, note=view.note
@@ -257,7 +257,7 @@ def next_commands(
             resume = [*_train_program(launch), "train", "--config", str(folder / CONFIG)]
             more = ["--run.steps", str(2 * steps)] if ended == COMPLETED else []
             found["to go on"] = [*resume, "--resume", *more]
-        if _is_known_to_transformers(config.model, config.run.dtype) and not target.exists():
+        if _is_known_to_transformers(config) and not target.exists():
             export = [*_program("packgraph", "packgraph.cli"), "export"]
             found["Hugging Face weights"] = [*export, str(folder), str(target)]
     board = folder / BOARD
@@ -278,9 +278,11 @@ def _mean_in_words(loss: float, steps: Sequence[int] | None) -> str:
     return f"{loss:.4f} (mean of {some}steps {first} to {last})"
 
 
-def _is_known_to_transformers(model: DecoderConfig, dtype: str) -> bool:
+def _is_known_to_transformers(config: TrainConfig) -> bool:
+    if config.hf.path is not None:
+        return True
     try:
-        config_to_json(model, getattr(torch, dtype))
+        config_to_json(config.model, getattr(torch, config.run.dtype))
     except ValueError:
         return False
     return True

@@ -56,6 +56,7 @@ from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.features.context import stage_tokens
+from packgraph.train.features.live import live_shape
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]
 Agree = Callable[[bool], bool]
@@ -338,6 +339,8 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
         rank: This one's.
     """
     layout, model = config.parallel.layout().resolved(world), config.model
+    if config.hf.path is not None or config.lora.enabled:
+        return _need_of_frozen(config, world)
     dense, experts, layers = _elements(config, layout, rank)
     is_last = layout.coordinates(rank)["pp"] == layout.pp - 1
     itemsize = getattr(torch, config.run.dtype).itemsize
@@ -360,6 +363,20 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
         microbatch if _has_pool(config, device_type) else 0,
         capacity,
     )
+
+
+def _need_of_frozen(config: TrainConfig, world: int) -> Need:
+    """The same of a model of transformers, or of one with adapters: weights, and what trains all
+    of them; adapters and microbatches are not counted."""
+    if config.hf.path is not None:
+        elements = live_shape(config.hf.path).elements
+    else:
+        elements = stage_weights(config.model, 0, 1)[0]
+    itemsize = getattr(torch, config.run.dtype).itemsize
+    trained = 0 if config.lora.enabled else elements
+    per_element = MOMENTS + (MASTERS if itemsize < torch.float32.itemsize else 0)
+    state = trained * per_element // world
+    return Need(elements * itemsize, trained * itemsize, state, 0, 0, _sure_capacity(config))
 
 
 def check_memory(

@@ -6,12 +6,13 @@ bfloat16 weights the optimizer keeps float32 masters: an update smaller than hal
 would otherwise be lost. The invariant: parameters and gradients are views of flat buffers that
 never move (`parallel/data.py`), so captured graphs may read and add to them.
 
-The learning rate is a pure function of the step: linear warm-up, then cosine decay to a floor.
+The learning rate is a pure function of the step: linear warm-up, then decay to a floor, by a
+cosine, in a line, or in a line at the end (`wsd`: warm-up, stable, decay).
 
-peak        /‾‾\_
-           /     ‾\_
-floor     /         ‾‾‾‾‾
-          0  warm-up  decay   steps
+peak        /‾‾\_               /‾‾‾‾‾‾‾\
+           /     ‾\_           /         \
+floor     /         ‾‾‾‾‾     /           ‾‾‾
+          0  warm-up  decay   0       wsd     steps
 """
 
 import math
@@ -35,19 +36,33 @@ TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_n
 
 
 def learning_rate_at(
-    step: int, *, peak: float, warmup_steps: int, decay_steps: int, min_fraction: float
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    decay_steps: int,
+    min_fraction: float,
+    schedule: str = "cosine",
+    decay_share: float = 1.0,
 ) -> float:
     """Learning rate of optimizer step `step`, counted from 0.
 
     The first step of a warm-up of n has peak/n, its last step the peak. The cosine (Loshchilov and
     Hutter 2017, SGDR, without restarts) reaches `peak * min_fraction` at `decay_steps` and stays
-    there.
+    there; so do a line (`linear`), and one in the last `decay_share` of the steps after the warm-up
+    (`wsd`, Hu et al. 2024, arXiv:2404.06395). `constant` stays at the peak.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
     span = max(1, decay_steps - warmup_steps)
     progress = min(1.0, (step - warmup_steps) / span)
-    return peak * (min_fraction + (1 - min_fraction) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if schedule == "cosine":
+        return peak * (min_fraction + (1 - min_fraction) * 0.5 * (1 + math.cos(math.pi * progress)))
+    share = decay_share if schedule == "wsd" else 1.0
+    left = min(1.0, (1.0 - progress) / share)
+    return peak * (min_fraction + (1 - min_fraction) * left)
 
 
 class Optimizer:

@@ -49,6 +49,7 @@ from packgraph.train.features.context import (
     slowest_rank,
     time_row,
 )
+from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.feed import StepFeed
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
@@ -143,6 +144,7 @@ class Trainer:
         )
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
+        self._base = base_fingerprint(self.model, self.mesh) if config.lora.enabled else None
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         self.executor = make_executor(self.model, config, device, self.mesh)
         if config.run.on_spike == "skip":
@@ -203,6 +205,7 @@ class Trainer:
         """Take tensors, random states and what is known of spikes from a checkpoint. Returns notes
         for people."""
         told = []
+        check_base(path, state, self._base)
         random = random_states(self.device)
         stream = self._stream()
         if state.get("random_streams", ["random"]) == all_streams(
@@ -483,6 +486,8 @@ class Trainer:
             warmup_steps=options.warmup_steps,
             decay_steps=options.decay_steps or self.config.run.steps,
             min_fraction=options.min_learning_rate_fraction,
+            schedule=options.schedule,
+            decay_share=options.decay_share,
         )
 
     def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
@@ -617,6 +622,7 @@ class Trainer:
             "graphs": self._graphs(),
             "experts": room_of_experts(self.model, self.config, self.mesh, self.device),
             "config": self._stored_config(),
+            BASE: self._base,
             "spikes": self.spikes.state(),
         }
         log.sync()

@@ -3,6 +3,8 @@
 from packgraph.graphs.stages import scope_errors
 from packgraph.models.decoder import named_stages
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.features.live import live_problems, live_shape
+from packgraph.train.features.lora import lora_problems
 from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
 from packgraph.train.features.recompute import problems_of_recompute
@@ -40,7 +42,10 @@ def validate(
         and config.graph.granularity == "step",
     }
     regions = "chunk" if config.graph.granularity == "step" else config.graph.granularity
-    scope = scope_errors(named_stages(config.model), config.graph.scope, regions)
+    stages = (
+        named_stages(config.model) if config.hf.path is None else live_shape(config.hf.path).stages
+    )
+    scope = scope_errors(stages, config.graph.scope, regions)
     problems |= {f"graph.scope: {problem}": config.graph.enabled for problem in scope}
     attention = config.model.attention_backend
     problems[
@@ -68,7 +73,9 @@ def validate(
         ] = size < vocabulary
     found = [text for text, wrong in problems.items() if wrong]
     found += problems_of_recompute(config)
-    found += offload_problems(config) + _optimizer_problems(config, world)
+    found += live_problems(config) + lora_problems(config)
+    found += [] if config.hf.path is not None else offload_problems(config)
+    found += _optimizer_problems(config, world)
     for parallelism in PARALLELISMS:
         found += parallelism.problems(config, world)
     return found + exchange_problems(config, device_type)

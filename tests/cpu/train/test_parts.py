@@ -42,13 +42,25 @@ from packgraph.train.validate import validate
 CPU = torch.device("cpu")
 
 
-@given(st.integers(0, 300), st.integers(0, 50), st.integers(1, 200), st.floats(0, 1))
+@given(
+    st.integers(0, 300),
+    st.integers(0, 50),
+    st.integers(1, 200),
+    st.floats(0, 1),
+    st.sampled_from(["cosine", "linear", "wsd"]),
+)
 def test_learning_rate_warms_up_then_falls_to_its_floor(
-    step: int, warmup: int, decay: int, fraction: float
+    step: int, warmup: int, decay: int, fraction: float, schedule: str
 ) -> None:
     def rate(at: int) -> float:
         return learning_rate_at(
-            at, peak=2.0, warmup_steps=warmup, decay_steps=decay, min_fraction=fraction
+            at,
+            peak=2.0,
+            warmup_steps=warmup,
+            decay_steps=decay,
+            min_fraction=fraction,
+            schedule=schedule,
+            decay_share=0.2,
         )
 
     assert 0 < rate(step) <= 2.0 or fraction == 0
@@ -57,6 +69,26 @@ def test_learning_rate_warms_up_then_falls_to_its_floor(
     else:
         assert rate(step + 1) <= rate(step)
     assert math.isclose(rate(max(warmup + 1, decay)), 2.0 * fraction, abs_tol=1e-12)
+
+
+def test_learning_rates_of_all_schedules() -> None:
+    def rates(schedule: str) -> list[float]:
+        return [
+            learning_rate_at(
+                step,
+                peak=1.0,
+                warmup_steps=2,
+                decay_steps=12,
+                min_fraction=0.0,
+                schedule=schedule,
+                decay_share=0.2,
+            )
+            for step in range(13)
+        ]
+
+    assert rates("linear") == pytest.approx([0.5, 1, *(1 - step / 10 for step in range(11))])
+    assert rates("wsd") == pytest.approx([0.5, *([1] * 10), 0.5, 0])
+    assert rates("constant") == [0.5, *([1.0] * 12)]
 
 
 def small_model() -> nn.Module:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, MambaConfig
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import ConfigError, ConfigLayer
 from packgraph.train.config.sections import (
     DataConfig,
     GraphConfig,
@@ -208,6 +208,29 @@ def hybrid_1_6b() -> TrainConfig:
     )
 
 
+LIVE = "hf"  # preset of runs of a model of transformers; written hf:PATH
+
+
+def hf() -> TrainConfig:
+    """A model of transformers in the folder PATH, as it is: `packgraph train hf:PATH`."""
+    return TrainConfig(
+        preset=LIVE,
+        model=DecoderConfig(  # sizes are those of PATH/config.json
+            vocab_size=320,
+            hidden_size=128,
+            intermediate_size=384,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=4,
+            head_dim=32,
+        ),
+        data=DataConfig(overlong="split"),
+        optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=10),
+        graph=GraphConfig(capacities=(Capacity(1024, 32), Capacity(2048, 64), Capacity(4096, 64))),
+        run=RunConfig(steps=100, tokens_per_step=16_384, dtype="bfloat16"),
+    )
+
+
 PRESETS: dict[str, Callable[[], TrainConfig]] = {
     "qwen3-tiny": qwen3_tiny,
     "qwen3-0.6b": qwen3_0_6b,
@@ -218,11 +241,23 @@ PRESETS: dict[str, Callable[[], TrainConfig]] = {
 }
 
 
+def of_path(name: str) -> tuple[str, ConfigLayer | None]:
+    """The preset that `name` stands for, and the values in it: hf:PATH is `hf` with a path."""
+    kind, colon, path = name.partition(":")
+    if kind != LIVE or not colon:
+        return name, None
+    return LIVE, ConfigLayer(name, {"hf": {"path": path}})
+
+
 def preset(name: str) -> TrainConfig:
     """The preset called `name`. Raises ConfigError naming all, and the one that was probably
     meant."""
+    if name == LIVE:
+        return hf()
     if name in PRESETS:
         return PRESETS[name]()
     near = difflib.get_close_matches(name, PRESETS, n=1)
     meant = f", did you mean {near[0]}?" if near else "."
-    raise ConfigError([f"unknown preset {name!r}{meant} Known: {', '.join(PRESETS)}"])
+    raise ConfigError(
+        [f"unknown preset {name!r}{meant} Known: {', '.join(PRESETS)}, and {LIVE}:PATH"]
+    )

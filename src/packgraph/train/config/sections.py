@@ -17,6 +17,7 @@ from packgraph.models.decoder import DecoderConfig
 from packgraph.offloading.knobs import OffloadKnobs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
 from packgraph.train.config.values import path_problem, shown
 
 DEFAULT_DOCUMENTS_CAP = 50
@@ -31,14 +32,17 @@ def _refuse(problems: dict[str, bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, cosine decay and clipping by the global gradient norm.
+    """AdamW with linear warm-up, decay and clipping by the global gradient norm.
 
     learning_rate: peak learning rate.
     weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
     betas: decay rates of AdamW's two running means.
     eps: added to AdamW's denominator.
     warmup_steps: steps of linear warm-up.
-    decay_steps: step at which the cosine decay ends; none = the last step of the run.
+    schedule: the learning rate after the warm-up: cosine and linear fall until decay_steps; wsd
+        stays at the peak and falls linearly in the last decay_share of these steps; constant stays.
+    decay_steps: step at which the decay ends; none = the last step of the run.
+    decay_share: of the steps after the warm-up, those in which wsd falls.
     min_learning_rate_fraction: learning rate after the decay, as a fraction of the peak.
     clip_norm: largest global gradient norm; none = no clipping.
     """
@@ -48,7 +52,9 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     warmup_steps: int = 10
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     decay_steps: int | None = None
+    decay_share: float = 0.2
     min_learning_rate_fraction: float = 0.1
     clip_norm: float | None = 1.0
 
@@ -67,6 +73,9 @@ class OptimizerConfig:
                 < 0,
                 f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1)
                 < 1,
+                f"decay_share must lie in (0, 1], got {self.decay_share}": not 0
+                < self.decay_share
+                <= 1,
                 "min_learning_rate_fraction must lie in [0, 1], got "
                 f"{self.min_learning_rate_fraction}": not 0 <= self.min_learning_rate_fraction <= 1,
                 f"clip_norm must be positive, got {self.clip_norm}": self.clip_norm is not None
@@ -554,6 +563,8 @@ class TrainConfig:
 
     preset: str
     model: DecoderConfig
+    hf: HfConfig = field(default_factory=HfConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)

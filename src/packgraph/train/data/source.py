@@ -8,7 +8,7 @@ that are left out are counted, with the places of the first ones (`BadDocuments`
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from packgraph.packing.document import PackableDocument
@@ -17,6 +17,17 @@ from packgraph.train.config.values import SHOWN, shown
 PLACES_KEPT = 5
 MOST_NAMED = 8  # columns in one message
 ROLES = ("system", "user", "assistant", "tool")
+# Who speaks in ShareGPT's `conversations`, as roles.
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+PREFERENCES = ("chosen", "rejected")
 
 
 class DataError(ValueError):
@@ -65,10 +76,12 @@ class BadDocuments:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat. role: one of ROLES."""
+    """One turn of a chat. role: one of ROLES. learned: whether it is predicted, where an assistant
+    says it."""
 
     role: str
     content: str
+    learned: bool = True
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,8 @@ class SourceDocument:
 
     where: place it came from, such as `file:line`, for messages. row: an already tokenized row
     (`input_ids`, and what else `packgraph.pack` takes). stored: the documents that it was tokenized
-    into, by the tokenizer `made`; their tokens are read when they are used.
+    into, by the tokenizer `made`; their tokens are read when they are used. prompt: what stands
+    before text and is not predicted.
     """
 
     where: str
@@ -97,6 +111,7 @@ class SourceDocument:
     row: Mapping[str, Any] | None = None
     stored: Sequence[PackableDocument] | None = None
     made: TokenizerName | None = None
+    prompt: str = ""
 
 
 class DocumentSource(Protocol):
@@ -129,19 +144,34 @@ class DocumentSource(Protocol):
 
 
 def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> SourceDocument:
-    """The document of one JSON object or table row. Raises BadDocumentError naming `where`."""
+    """The document of one JSON object or table row.
+
+    It has text, a chat as `messages` or ShareGPT's `conversations`, `prompt` and `completion`, or
+    tokens. Raises BadDocumentError naming `where`.
+    """
     if row.get(text_column) is not None:
         return SourceDocument(where, text=_text(row[text_column], f"{where}: `{text_column}`"))
     if row.get("messages") is not None:
         return SourceDocument(where, messages=_messages(row["messages"], where))
+    if row.get("conversations") is not None:
+        return SourceDocument(where, messages=_conversations(row["conversations"], where))
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        return _completion(row["prompt"], row["completion"], where)
     if row.get("input_ids") is not None:
         return SourceDocument(where, row=row)
+    if any(row.get(name) is not None for name in PREFERENCES):
+        raise BadDocumentError(
+            f"{where}: `chosen` and `rejected` are a preference, which needs another loss than "
+            "that of the next token; to train on the chosen answer alone, call it `completion` "
+            "beside `prompt`, or `messages` if it is a whole chat"
+        )
     names = sorted(row)
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     found = ", ".join(_cut(name) for name in names[:MOST_NAMED]) + more or "nothing"
     raise BadDocumentError(
-        f"{where}: expected `{text_column}`, `messages` or `input_ids`, found {found}. Another "
-        "column can be named by data.text_column"
+        f"{where}: expected `{text_column}`, `messages`, `conversations`, `prompt` and "
+        f"`completion`, or `input_ids`, found {found}. Another column can be named by "
+        "data.text_column"
     )
 
 
@@ -167,6 +197,40 @@ def _messages(messages: Any, where: str) -> tuple[Message, ...]:
             )
         turns.append(Message(message["role"], _text(message["content"], f"{name}, content")))
     return tuple(turns)
+
+
+def _conversations(turns: Any, where: str) -> tuple[Message, ...]:
+    """The messages of ShareGPT's list of {"from", "value"}."""
+    if not isinstance(turns, list) or not turns:
+        raise BadDocumentError(
+            f'{where}: `conversations` must be a list of {{"from", "value"}} with at least one '
+            "entry"
+        )
+    found = []
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
+            found.append(turn)  # of `messages`, or refused as one
+            continue
+        speaker = turn["from"]
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
+            raise BadDocumentError(
+                f"{where}: turn {number} is from {shown(speaker)}; known are {', '.join(SPEAKERS)}"
+            )
+        found.append({"role": SPEAKERS[speaker], "content": turn["value"]})
+    return _messages(found, where)
+
+
+def _completion(prompt: Any, completion: Any, where: str) -> SourceDocument:
+    """Two texts, or two parts of a chat, of which the second is predicted."""
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise BadDocumentError(
+            f"{where}: `prompt` and `completion` must both be texts, or both lists of messages"
+        )
+    if not isinstance(prompt, list):
+        text = _text(completion, f"{where}: `completion`")
+        return SourceDocument(where, text=text, prompt=_text(prompt, f"{where}: `prompt`"))
+    asked = tuple(replace(turn, learned=False) for turn in _messages(prompt, where))
+    return SourceDocument(where, messages=(*asked, *_messages(completion, where)))
 
 
 def _text(value: Any, name: str) -> str:

@@ -13,8 +13,10 @@ file is executed).
 
 Text ends with the end token, which a tokenizer.json does not name: it is read from a
 tokenizer_config.json beside the file, else the first of the usual names that the vocabulary has.
-Chats are written as ChatML, which is what Qwen models use; they are tokenized as one text, since
-tokens may span a turn's border, and offsets say which tokens are the assistant's words.
+Chats are written by the chat template beside it (`chat_template.py`), else as ChatML, which is what
+Qwen models use; they are tokenized as one text, since tokens may span a turn's border, and offsets
+say which tokens are the assistant's words. Of `prompt` and `completion` only the latter is
+predicted.
 """
 
 import hashlib
@@ -27,6 +29,7 @@ import numpy as np
 from packgraph.packing.document import IGNORED, Document, Ids, PackableDocument, read_item
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.config.values import shown
+from packgraph.train.data.chat_template import ChatTemplate
 from packgraph.train.data.source import (
     ROLES,
     BadDocumentError,
@@ -96,11 +99,27 @@ class ByteTokenizer:
             return [self._chat(document)]
         if not document.text:
             return []
-        return [Document(np.concatenate([[BEGIN], _bytes(document.text), [END]]))]
+        said = np.concatenate([_bytes(document.text), [END]])
+        before = np.concatenate([[BEGIN], _bytes(document.prompt)])
+        return [completed(before, said) if document.prompt else _joined(before, said)]
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids` without structure; bytes that are no UTF-8 become U+FFFD."""
         return bytes(value for value in ids if value < BEGIN).decode("utf-8", errors="replace")
+
+    def ask(self, messages: Sequence[Message]) -> list[int]:
+        """See `Tokenizer.ask`."""
+        document = self._chat(SourceDocument("", messages=tuple(messages)))
+        return [*document.tokens.tolist(), FIRST_ROLE + ROLES.index("assistant")]
+
+    def start(self, text: str) -> list[int]:
+        """See `Tokenizer.start`."""
+        return [BEGIN, *text.encode()]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """See `Tokenizer.ends`."""
+        return END, TURN_END
 
     def _chat(self, document: SourceDocument) -> Document:
         tokens = [np.array([BEGIN])]
@@ -108,15 +127,26 @@ class ByteTokenizer:
         for message in document.messages or ():
             said = np.concatenate([_bytes(message.content), [TURN_END]])
             tokens += [np.array([FIRST_ROLE + ROLES.index(message.role)]), said]
+            is_learned = message.role == "assistant" and message.learned
             targets += [
                 np.array([IGNORED]),
-                said if message.role == "assistant" else np.full_like(said, IGNORED),
+                said if is_learned else np.full_like(said, IGNORED),
             ]
         return Document(np.concatenate(tokens), np.concatenate(targets))
 
 
 def _bytes(text: str) -> Ids:
     return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+
+
+def _joined(before: Ids, said: Ids) -> Document:
+    return Document(np.concatenate([before, said]))
+
+
+def completed(before: Ids, said: Ids) -> Document:
+    """A document of which only `said` is predicted."""
+    ignored = np.full_like(before, IGNORED)
+    return Document(np.concatenate([before, said]), np.concatenate([ignored, said]))
 
 
 class FileTokenizer:
@@ -139,6 +169,9 @@ class FileTokenizer:
             self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
         )
         self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        self.template = ChatTemplate.beside(file)
+        if self.template is not None:
+            self.fingerprint += f" {self.template.fingerprint}"
 
     def encode(self, document: SourceDocument) -> list[Document]:
         """See `Tokenizer.encode`."""
@@ -149,23 +182,70 @@ class FileTokenizer:
         if not document.text:
             return []
         with self._named(document.where):
-            ids = self._tokenizer.encode(document.text).ids
-        if self._end is not None and ids[-1:] != [self._end]:
-            ids = [*ids, self._end]
-        return [Document(np.array(ids, dtype=np.int64))] if ids else []
+            encoding = self._tokenizer.encode(document.prompt + document.text)
+        tokens = np.array(encoding.ids, dtype=np.int64)
+        if not len(tokens):
+            return []
+        if self._end is not None and tokens[-1] != self._end:
+            tokens = np.append(tokens, self._end)
+        if not document.prompt:
+            return [Document(tokens)]
+        first = len(document.prompt)
+        said = np.zeros(len(tokens), dtype=bool)
+        within = _within(encoding.offsets, [(first, first + len(document.text))])
+        said[: len(within)] = within
+        said[-1] |= self._end is not None
+        return [Document(tokens, np.where(said, tokens, IGNORED))]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids` without special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def ask(self, messages: Sequence[Message]) -> list[int]:
+        """See `Tokenizer.ask`."""
+        if self.template is not None:
+            text = self.template.prompt(messages)
+        else:
+            text = self._chatml(messages, "the chat")[0] + f"{IM_START}assistant\n"
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    def start(self, text: str) -> list[int]:
+        """See `Tokenizer.start`."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids[:-1] if ids[-1:] == [self._end] else ids
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """See `Tokenizer.ends`."""
+        turn = self._tokenizer.token_to_id(IM_END)
+        if self.template is not None:
+            ids = self._tokenizer.encode(self.template.ending(), add_special_tokens=False).ids
+            turn = ids[0] if len(ids) == 1 else None
+        return tuple(dict.fromkeys(end for end in (self._end, turn) if end is not None))
 
     def _named(self, where: str) -> "_NamedErrors":
         """For tokenizing the document at `where`."""
         return _NamedErrors(f"{where}: {self._name} cannot tokenize it", BadDocumentError)
 
     def _chat(self, messages: tuple[Message, ...], where: str) -> Document:
+        write = self._chatml if self.template is None else self.template.write
+        text, spans = write(messages, where)
+        with self._named(where):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = np.array(encoding.ids, dtype=np.int64)
+        said = _within(encoding.offsets, spans)
+        return Document(tokens, np.where(said, tokens, IGNORED))
+
+    def _chatml(self, messages: Sequence[Message], where: str) -> tuple[str, list[tuple[int, int]]]:
+        """A chat as ChatML, and the characters of it that are learned."""
         for token in (IM_START, IM_END):
             if self._tokenizer.token_to_id(token) is None:
                 raise DataError(
-                    f"{where}: chat messages are written as ChatML, but {self._name} has no token "
-                    f"{token}; "
-                    "give `text`, or `input_ids` with `labels`, made with the chat template of "
-                    "your model"
+                    f"{where}: chat messages are written as ChatML where there is no chat template "
+                    f"beside the tokenizer, but {self._name} has no token {token}; put the "
+                    "tokenizer_config.json or chat_template.jinja of your model beside it"
                 )
         text = ""
         spans: list[tuple[int, int]] = []
@@ -173,19 +253,10 @@ class FileTokenizer:
             text += f"{IM_START}{message.role}\n"
             start = len(text)
             text += message.content + IM_END
-            if message.role == "assistant":
+            if message.role == "assistant" and message.learned:
                 spans.append((start, len(text)))
             text += "\n"
-        with self._named(where):
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        tokens = np.array(encoding.ids, dtype=np.int64)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        said = np.zeros(len(tokens), dtype=bool)
-        for start, stop in spans:
-            # A token that also covers the border before the words is predicted from the role alone:
-            # it counts.
-            said |= (offsets[:, 1] > start) & (offsets[:, 1] <= stop)
-        return Document(tokens, np.where(said, tokens, IGNORED))
+        return text, spans
 
     def _end_token(self, config: Path) -> int | None:
         names: list[Any] = list(END_NAMES)
@@ -210,6 +281,16 @@ class FileTokenizer:
             names.insert(0, end)
         known = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
         return next((number for number in known if number is not None), None)
+
+
+def _within(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Any:
+    """Which tokens are within spans of characters, bool. One that also covers the border before a
+    span is predicted from what stands before alone: it counts."""
+    ends = np.array(offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
+    said = np.zeros(len(ends), dtype=bool)
+    for start, stop in spans:
+        said |= (ends > start) & (ends <= stop)
+    return said
 
 
 def _load(file: Path) -> Any:
@@ -273,6 +354,23 @@ class Tokenizer(Protocol):
 
         In a chat only what the assistant says may be predicted. Raises DataError.
         """
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens, without special ones."""
+        ...
+
+    def ask(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a chat, up to where the assistant answers."""
+        ...
+
+    def start(self, text: str) -> list[int]:
+        """The tokens of a text that goes on."""
+        ...
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end a text or a turn."""
         ...
 
 

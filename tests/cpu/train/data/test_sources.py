@@ -148,7 +148,7 @@ def test_the_fingerprint_follows_the_content(tmp_path):
         ('["text"]', "expected a JSON object.*got list"),
         (
             '{"words": "x", "id": 1}',
-            "expected `text`, `messages` or `input_ids`, found id, words.*data.text_column",
+            "expected `text`, .* or `input_ids`, found id, words.*data.text_column",
         ),
         ('{"text": 3}', "`text` must be a text, got int"),
         ('{"text": "\\ud800"}', "not valid Unicode"),

@@ -1,0 +1,167 @@
+"""What was trained, as a folder that transformers loads.
+
+    runs/NAME/checkpoints/step-N ─▶ the model, its adapters merged ─▶ config.json, safetensors
+                                 ─▶ the adapter alone (`--adapter`) ─▶ adapter_config.json, ...
+    the tokenizer's files        ─▶ the same files, generation_config.json
+
+A folder with a config.json (or adapter_config.json) is whole: that file is written last or checked
+before.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from packgraph.integrations.transformers.model import PackedModel
+from packgraph.models.decoder import DecoderModel, ModelChunks
+from packgraph.models.hf import WeightsError, save_pretrained
+from packgraph.train.build import build_model
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.checkpoint.writer import latest_checkpoint, load_state, load_tensors
+from packgraph.train.config.presets import preset
+from packgraph.train.config.reading import ConfigError, read_config
+from packgraph.train.config.sections import ParallelConfig, TrainConfig
+from packgraph.train.config.values import path_problem, shown
+from packgraph.train.data import MissingPackageError, build_tokenizer
+from packgraph.train.features.lora import (
+    base_fingerprint,
+    check_base,
+    merge_adapters,
+    needs_merged,
+    save_adapter,
+)
+from packgraph.train.run_files import writing
+from packgraph.train.run_folder import CHECKPOINTS, CONFIG, stored_config
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+GENERATION = "generation_config.json"
+
+
+def export(run: Path, folder: Path, *, adapter: bool = False) -> Path:
+    """Write the weights of the newest checkpoint of the run in the folder `run` as a Hugging Face
+    checkpoint, adapters merged into them.
+
+    Files of the tokenizer that the run was trained with are copied, and what ends a generated text
+    is written. adapter: write the adapter alone instead. Returns the checkpoint's folder. Raises
+    ConfigError, CheckpointError, WeightsError and RunFileError.
+    """
+    problems = [
+        f"{shown(str(path))} cannot be the path of a folder: {problem}"
+        for path in (run, folder)
+        if (problem := path_problem(str(path))) is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(
+            [f"{folder}: this is no folder; the weights cannot go there, name a new one"]
+        )
+    config = config_of(run)
+    if adapter:
+        needs_merged(config)
+    model, checkpoint = load_trained(run, config)
+    with writing(folder, "Make room there or choose another folder"):
+        try:
+            if adapter and isinstance(model, PackedModel):
+                save_adapter(model, config, folder)
+                return checkpoint
+            _save(model, config, folder)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        except (FileExistsError, ValueError) as error:
+            raise WeightsError(str(error)) from error
+        _copy_tokenizer(config, folder)
+    return checkpoint
+
+
+def load_trained(run: Path, config: TrainConfig) -> tuple[DecoderModel | PackedModel, Path]:
+    """The model of a run on the CPU, with the weights of its newest checkpoint (adapters not
+    merged), and that checkpoint. Raises ConfigError, CheckpointError and WeightsError."""
+    checkpoint = latest_checkpoint(run / CHECKPOINTS)
+    if checkpoint is None:
+        raise CheckpointError(f"{run / CHECKPOINTS}: there is no checkpoint to export")
+    _, state = load_state(checkpoint)
+    alone = replace(
+        config, run=replace(config.run, resume=True), parallel=ParallelConfig()
+    )  # a checkpoint has the weights
+    model = build_model(alone, torch.device("cpu"))
+    chunks = ModelChunks([model], adapters_only=config.lora.enabled)
+    if config.lora.enabled:
+        check_base(checkpoint, state, base_fingerprint(chunks))
+    tensors = {f"model.{name}": value for name, value in chunks.stored().items()}
+    load_tensors(checkpoint, tensors, optional=("optimizer.", "random."))
+    return model, checkpoint
+
+
+def config_of(run: Path) -> TrainConfig:
+    """The configuration of the run in a folder. Raises ConfigError."""
+    layer = stored_config(run).layer
+    name = layer.values.get("preset")
+    if not isinstance(name, str):
+        raise ConfigError([f"{run / CONFIG}: says no preset; is this the folder of a run?"])
+    return read_config(preset(name), [layer])
+
+
+def _save(model: DecoderModel | PackedModel, config: TrainConfig, folder: Path) -> None:
+    if config.lora.enabled:
+        merge_adapters(model)
+    if isinstance(model, DecoderModel):
+        save_pretrained(model, folder)
+        return
+    if (folder / "config.json").exists():
+        raise FileExistsError(f"{folder} already holds a checkpoint; save to a new folder.")
+    model.causal.save_pretrained(folder)
+
+
+def _copy_tokenizer(config: TrainConfig, folder: Path) -> None:
+    """Copy the files of the tokenizer beside the weights, and say what ends and pads a text."""
+    tokenizer = Path(config.data.tokenizer).expanduser()
+    source = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    if config.data.tokenizer == "bytes" or not tokenizer.exists():
+        return
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    path = folder / GENERATION
+    known = [path] if config.hf.path is None else [Path(config.hf.path) / GENERATION, path]
+    found: dict[str, Any] = next(
+        (json.loads(file.read_text("utf-8")) for file in known if file.is_file()), {}
+    )
+    special: dict[str, Any] = _special_ids(source)
+    try:
+        ends = build_tokenizer(config.data).ends
+    except MissingPackageError:  # without transformers, a chat template cannot be asked
+        ends = ()
+    if ends:  # of a text, and of a turn where that is another one
+        special["eos_token_id"] = list(ends) if len(ends) > 1 else ends[0]
+    path.write_text(json.dumps(found | special, indent=2) + "\n", encoding="utf-8")
+
+
+def _special_ids(source: Path) -> dict[str, int]:
+    """Ids of the special tokens that tokenizer_config.json names."""
+    named, words = source / "tokenizer_config.json", source / "tokenizer.json"
+    if not (named.is_file() and words.is_file()):
+        return {}
+    content = json.loads(words.read_text("utf-8"))
+    vocabulary = content.get("model", {}).get("vocab", {})
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    options = json.loads(named.read_text("utf-8"))
+    found = {}
+    for kind in ("bos", "eos", "pad"):
+        token = options.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in ids:
+            found[f"{kind}_token_id"] = ids[token]
+    return found

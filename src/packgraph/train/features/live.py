@@ -1,0 +1,204 @@
+"""A run of a model of transformers, by its own code: `packgraph train hf:PATH`.
+
+    PATH/config.json ─▶ the model without memory ─▶ can it be packed? its stages and sizes
+    PATH/*.safetensors, or values by run.seed ─▶ the model ─▶ packed ─▶ the trainer
+
+`model.*` of such a run are only read for estimates (of memory, of buckets), and taken from its
+config. The invariant: every value comes from the files or from the seed; weights that are missing
+or left over are refused, pickles are not read, and no code beside the model is run.
+"""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from packgraph.graphs.stages import Stage
+from packgraph.integrations.transformers.model import PackedModel, packed
+from packgraph.models.hf import WeightsError
+from packgraph.train.config.presets import LIVE
+from packgraph.train.config.reading import ConfigError, ConfigLayer
+from packgraph.train.config.sections import TrainConfig
+
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+MOST_NAMED = 5  # tensors in one message
+# What estimates read: sections of the run's config, and entries of that of transformers.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "tie_embeddings": "tie_word_embeddings",
+}
+
+
+@dataclass(frozen=True)
+class LiveShape:
+    """What is known of a model before it has memory. linear: last names of its linear layers but
+    the head."""
+
+    sizes: dict[str, Any]
+    stages: Sequence[Stage]
+    elements: int
+    linear: frozenset[str]
+
+
+def transformers_module() -> Any:
+    """The package transformers. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            ["hf:PATH: needs the package `transformers`: pip install transformers"]
+        ) from error
+
+
+def live_config(path: str) -> Any:
+    """The config of the model of transformers in the folder `path`. Raises ConfigError."""
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            [
+                f"hf:{path}: there is no {folder / 'config.json'}; name a folder with a model of "
+                "transformers"
+            ]
+        )
+    try:
+        return transformers_module().AutoConfig.from_pretrained(folder, **LOCAL)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            [f"{folder / 'config.json'}: not a config of transformers: {error}"]
+        ) from error
+
+
+@functools.lru_cache(maxsize=4)
+def live_shape(path: str) -> LiveShape:
+    """Sizes and stages of the model in `path`. Allocates nothing. Raises ConfigError."""
+    config = live_config(path)
+    with torch.device("meta"):
+        model = _on_values(
+            lambda: transformers_module().AutoModelForCausalLM.from_config(config), path
+        )
+        wrapped = _on_values(lambda: packed(model), path)
+    found = {field: getattr(config, name, None) for field, name in SIZES.items()}
+    sizes = {field: value for field, value in found.items() if value is not None}
+    sizes.setdefault("num_kv_heads", sizes.get("num_heads"))
+    if sizes.get("num_heads") and "head_dim" not in sizes:
+        sizes["head_dim"] = sizes["hidden_size"] // sizes["num_heads"]
+    head = model.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    stages = [Stage(stage.name, stage.layer, _never) for stage in wrapped.stages()]
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    return LiveShape(sizes, stages, elements, frozenset(linear))
+
+
+def _never(state: Any) -> Any:
+    raise AssertionError("stages of a shape are not run")
+
+
+def _on_values(make: Any, path: str) -> Any:
+    """What `make` gives; errors of values become a ConfigError."""
+    try:
+        return make()
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError([f"hf:{path}: {error}"]) from error
+
+
+def live_layer(path: str) -> ConfigLayer:
+    """The sizes of the model in `path` as values of a configuration, and its tokenizer if there is
+    one. Raises ConfigError."""
+    values: dict[str, Any] = {"model": live_shape(path).sizes}
+    if (Path(path).expanduser() / "tokenizer.json").is_file():
+        values["data"] = {"tokenizer": path}
+    return ConfigLayer(f"hf:{path}", values)
+
+
+def live_problems(config: TrainConfig) -> list[str]:
+    """What a run of a model of transformers is asked for and cannot do."""
+    if config.hf.path is None:
+        return ["hf needs the folder of a model: hf:PATH, or --hf.path"] * (config.preset == LIVE)
+    parallel = config.parallel
+    shape = live_shape(config.hf.path)
+    problems = {
+        f"parallel.{name} = {size} cuts models of packgraph; hf:PATH runs on replicas "
+        "(parallel.dp)": size > 1
+        for name, size in (
+            ("tp", parallel.tp),
+            ("pp", parallel.pp),
+            ("cp", parallel.cp),
+            ("ep", parallel.ep),
+        )
+    }
+    problems |= {
+        "offload.modules are those of models of packgraph, not of hf:PATH": bool(
+            config.offload.modules
+        ),
+        "run.init_from is for models of packgraph; hf:PATH reads the weights at PATH": (
+            config.run.init_from is not None
+        ),
+        "graph.granularity = step needs graph.optimizer with hf:PATH": (
+            config.graph.granularity == "step" and not config.graph.optimizer
+        ),
+    }
+    here = {field: getattr(config.model, field) for field in shape.sizes}
+    problems |= {
+        f"model.{field} is {value!r} in hf:{config.hf.path}, {here[field]!r} here: the shape is "
+        "that of its config.json": value != here[field]
+        for field, value in shape.sizes.items()
+    }
+    return [text for text, wrong in problems.items() if wrong]
+
+
+def build_live(config: TrainConfig, device: torch.device, weights: bool) -> PackedModel:
+    """The packed model of a run. weights: read them (or draw them, with `hf.random`); else they
+    are about to be loaded and arbitrary. Raises ConfigError and WeightsError."""
+    path = config.hf.path
+    assert path is not None
+    library, dtype = transformers_module(), getattr(torch, config.run.dtype)
+    if not weights or config.hf.random:
+        # Values are drawn on the host, so that they do not depend on the device.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.run.seed)
+            model = library.AutoModelForCausalLM.from_config(live_config(path), dtype=dtype)
+    else:
+        model = _pretrained(library, Path(path).expanduser(), dtype)
+    return packed(model.to(device))
+
+
+def _pretrained(library: Any, folder: Path, dtype: torch.dtype) -> Any:
+    logging = importlib.import_module("transformers.utils.logging")
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, found = library.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **LOCAL
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise WeightsError(
+            f"{folder}: transformers cannot load its weights: {error}. With --hf.random values "
+            "are drawn anew"
+        ) from error
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+    wrong = {
+        kind: sorted(map(str, found.get(f"{kind}_keys") or ()))
+        for kind in ("missing", "unexpected", "mismatched")
+    }
+    told = [f"{kind} {', '.join(names[:MOST_NAMED])}" for kind, names in wrong.items() if names]
+    if told:
+        raise WeightsError(f"{folder}: its weights are not those of its config: {'; '.join(told)}")
+    return model

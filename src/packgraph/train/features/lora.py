@@ -1,0 +1,178 @@
+"""Adapters of low rank (LoRA, Hu et al. 2021, arXiv:2106.09685; DoRA, Liu et al. 2024,
+arXiv:2402.09353) by the package peft: only they are trained, and only they are in checkpoints.
+
+    base      frozen; read again at every start, and held against its fingerprint
+    adapters  in all linear layers but the head, or in those of `lora.targets`; drawn by run.seed
+    merged    W + B A alpha / rank, as `packgraph export` writes it
+
+The invariant: a run goes on with the very base that its adapters were trained on, or not at all.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from packgraph.integrations.transformers.model import PackedModel
+from packgraph.models.decoder import DecoderModel, ModelChunks
+from packgraph.models.hf import WeightsError
+from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.processes import from_all
+from packgraph.train.checkpoint.reader import CheckpointError
+from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.sections import TrainConfig
+from packgraph.train.features.live import live_shape
+
+NAME = "default"  # of the adapter, within the names of its parameters
+ADAPTER = "adapter_config.json"
+BASE = "base"  # key of the fingerprint in the state of a checkpoint
+OWN_LINEAR = frozenset(
+    ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+)
+
+
+def lora_problems(config: TrainConfig) -> list[str]:
+    """What keeps a run from training adapters as asked."""
+    if not config.lora.enabled:
+        return []
+    model, parallel = config.model, config.parallel
+    problems = {
+        "lora.rank needs the package `peft`: pip install peft": not _is_installed(),
+        f"lora.rank with parallel.tp = {parallel.tp}, cp = {parallel.cp}, pp = {parallel.pp}, "
+        f"ep = {parallel.ep} is not there yet: adapters run on replicas (parallel.dp)": max(
+            parallel.tp, parallel.cp, parallel.pp, parallel.ep
+        )
+        > 1,
+    }
+    if config.hf.path is None:
+        problems[
+            "lora.rank is for models of attention and dense feed-forward layers, or hf:PATH"
+        ] = model.experts.enabled or model.latent.enabled or bool(model.pattern)
+        known = OWN_LINEAR
+    else:
+        known = live_shape(config.hf.path).linear
+    missing = sorted({*(config.lora.targets or ())} - known)
+    problems[
+        f"lora.targets: no linear layer is called {', '.join(missing)}; there are "
+        f"{', '.join(sorted(known))}"
+    ] = bool(missing)
+    return [text for text, wrong in problems.items() if wrong]
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("peft") is not None
+
+
+def add_adapters(model: DecoderModel | PackedModel, config: TrainConfig) -> None:
+    """Freeze `model` and put adapters into it, whose values depend on `run.seed` alone."""
+    peft: Any = importlib.import_module("peft")
+    inner = model.causal if isinstance(model, PackedModel) else model
+    # The host's generator draws them, whatever device they are on then.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)
+        peft.inject_adapter_in_model(_options(config), inner, NAME)
+    dtype = getattr(torch, config.run.dtype)  # masters of the optimizer are float32 anyway
+    for parameter in inner.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _options(config: TrainConfig) -> Any:
+    peft: Any = importlib.import_module("peft")
+    lora = config.lora
+    known = OWN_LINEAR if config.hf.path is None else live_shape(config.hf.path).linear
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+        target_modules=sorted(lora.targets or known),
+        use_dora=lora.dora,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.hf.path,
+    )
+
+
+def base_fingerprint(model: ModelChunks, mesh: Mesh | None = None) -> str:
+    """SHA-256 of all that is not trained: names, shapes, types and values. Collective.
+
+    Raises WeightsError on all ranks of `mesh` if theirs differ: nothing would make replicas equal.
+    """
+    digest = hashlib.sha256()
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    for name, tensor in sorted(model.state_dict().items()):
+        if name not in trained:
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            flat = tensor.detach().cpu().contiguous().flatten()
+            digest.update(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    found = digest.hexdigest()
+    every = from_all(mesh or single_process(), found)
+    differing = [rank for rank, other in enumerate(every) if other != every[0]]
+    if differing:
+        raise WeightsError(
+            f"ranks {', '.join(map(str, differing[:8]))} have read other weights under the "
+            "adapters than rank 0; give all nodes the same files"
+        )
+    return found
+
+
+def check_base(path: Path, state: Mapping[str, Any], fingerprint: str | None) -> None:
+    """Raise CheckpointError unless the adapters in the checkpoint at `path` were trained on the
+    base of this fingerprint."""
+    stored = state.get(BASE)
+    if stored != fingerprint:
+        raise CheckpointError(
+            f"{path}: its adapters were trained on other weights than those that are there now "
+            "(their fingerprint differs); put the base back, or name the folder that has it: "
+            "--hf.path or --run.init-from"
+        )
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Add the adapters to the weights of their layers, in place, and take them out of `model`."""
+    layers: Any = importlib.import_module("peft.tuners.tuners_utils")
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, layers.BaseTunerLayer)
+    ]
+    for name, module in found:
+        module.merge(safe_merge=True)  # raises for a value that is not finite
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, module.get_base_layer())
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+
+
+def save_adapter(model: PackedModel, config: TrainConfig, folder: Path) -> None:
+    """Write the adapter alone, as `PeftModel.from_pretrained` reads it."""
+    peft: Any = importlib.import_module("peft")
+    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(
+        model.causal, adapter_name=NAME, save_embedding_layers=False
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / ADAPTER).exists():
+        raise FileExistsError(f"{folder} already holds an adapter; save to a new folder.")
+    options = _options(config)
+    options.inference_mode = True
+    named = {f"base_model.model.{name}": value.contiguous() for name, value in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    options.save_pretrained(folder)  # last: a folder with this file is whole
+
+
+def needs_merged(config: TrainConfig) -> None:
+    """Raise ConfigError where an adapter cannot be written alone."""
+    if not config.lora.enabled:
+        raise ConfigError(["--adapter: this run has trained all weights, and no adapter"])
+    if config.hf.path is None:
+        raise ConfigError(
+            [
+                "--adapter: adapters of models of packgraph have no name in transformers; leave it "
+                "out, and they are merged into the weights"
+            ]
+        )

@@ -1,0 +1,198 @@
+"""Models of transformers and adapters through the trainer: going on bitwise, and export."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from tuningkit import VOCAB, logits, tiny_model, train, words
+
+from packgraph import cli
+from packgraph.train.checkpoint.reader import tensor_entries
+from packgraph.train.checkpoint.writer import latest_checkpoint, load_tensors
+from packgraph.train.metrics import METRICS, read_metrics
+from packgraph.train.run_files import read_json
+
+LORA = ("--lora.rank", "4")
+# Merging adds the product of two matrices to a weight, adapters add theirs to its output: float32
+# sums in another order.
+MERGED = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("base") / "model")
+
+
+def stored(run: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(run / "checkpoints")
+    assert path is not None
+    found = {
+        name: torch.zeros(tuple(entry.size), dtype=entry.properties.dtype)
+        for name, entry in tensor_entries(path / ".metadata").items()
+    }
+    load_tensors(path, found)
+    return found
+
+
+def losses(run: Path) -> list[Any]:
+    return [(row["loss"], row["gradient_norm"]) for row in read_metrics(run / METRICS)]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    left, right = stored(one), stored(other)
+    assert left.keys() == right.keys()
+    assert not [name for name in left if not torch.equal(left[name], right[name])]
+    assert losses(one) == losses(other)
+
+
+@pytest.mark.parametrize("more", [(), LORA, (*LORA, "--lora.dora")], ids=["all", "lora", "dora"])
+def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(
+    tmp_path: Path, model: Path, more: tuple[str, ...]
+) -> None:
+    straight = train(tmp_path / "a", model, *more)
+    stopped = train(tmp_path / "b", model, *more, steps=3)
+    config = str(stopped / "config.json")
+    assert cli.main(["train", "--config", config, "--resume", "--run.steps", "6"]) == 0
+    assert_same(straight, stopped)
+    summary = read_json(straight / "summary.json")
+    assert summary["replayed"] > 0 and set(summary["fallbacks"]) == {"warm-up"}
+    eager = train(tmp_path / "c", model, *more, "--graph.enabled", "false")
+    assert_same(straight, eager)
+
+
+def test_all_weights_are_trained_and_exported(tmp_path: Path, model: Path) -> None:
+    run = train(tmp_path, model)
+    names = [name for name in stored(run) if name.startswith("model.")]
+    assert "model.model.model.embed_tokens.weight" in names
+    assert not [name for name in names if "lm_head" in name], "tied: stored once"
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    trained = stored(run)["model.model.model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(weights["model.layers.1.mlp.up_proj.weight"], trained)
+    assert not torch.equal(logits(tmp_path / "out"), logits(model))
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 2, "is there already"
+
+
+@pytest.mark.parametrize("dora", [(), ("--lora.dora",)], ids=["lora", "dora"])
+def test_adapters_alone_are_stored_and_merge_into_the_base(
+    tmp_path: Path, model: Path, dora: tuple[str, ...]
+) -> None:
+    run = train(tmp_path, model, *LORA, *dora, "--lora.targets", "q_proj,down_proj")
+    names = [name for name in stored(run) if not name.startswith("random.")]
+    trained = [name for name in names if name.startswith("model.")]
+    assert len(trained) == 2 * 2 * (3 if dora else 2)
+    assert all("lora_" in name or name == "optimizer.step" for name in names)
+    merged, adapter = tmp_path / "merged", tmp_path / "adapter"
+    assert cli.main(["export", str(run), str(merged)]) == 0
+    assert cli.main(["export", str(run), str(adapter), "--adapter"]) == 0
+    assert not [name for name in load_file(merged / "model.safetensors") if "lora" in name]
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, adapter).eval()
+    with torch.no_grad():
+        found = adapted(torch.arange(0, 300, 7)[None]).logits
+    torch.testing.assert_close(logits(merged), found, **MERGED)
+    assert (found - logits(model)).abs().max() > 0.01
+
+
+def test_adapters_do_not_go_on_over_another_base(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "model"
+    shutil.copytree(model, mine)
+    run = train(tmp_path, mine, *LORA, steps=4)
+    weights = load_file(mine / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, mine / "model.safetensors", metadata={"format": "pt"})
+    config = str(run / "config.json")
+    capsys.readouterr()
+    assert cli.main(["train", "--config", config, "--resume", "--run.steps", "6"]) == 2
+    assert "were trained on other weights" in capsys.readouterr().err
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert "were trained on other weights" in capsys.readouterr().err
+    resume = ["train", "--config", config, "--resume", "--run.steps", "6"]
+    assert cli.main([*resume, "--hf.path", str(model)]) == 0, "the base is where it is said to be"
+
+
+def test_adapters_of_a_model_of_packgraph(tmp_path: Path) -> None:
+    def own(folder: Path, steps: int) -> Path:
+        options = words(folder, Path("unused"), *LORA, steps=steps)
+        options[1] = "qwen3-tiny"
+        assert cli.main([*options, "--model.num-layers", "2", "--model.hidden-size", "32"]) == 0
+        return folder / "runs" / "mine"
+
+    straight, stopped = own(tmp_path / "a", 6), own(tmp_path / "b", 3)
+    config = str(stopped / "config.json")
+    assert cli.main(["train", "--config", config, "--resume", "--run.steps", "6"]) == 0
+    assert_same(straight, stopped)
+    assert cli.main(["export", str(straight), str(tmp_path / "out")]) == 0
+    assert logits(tmp_path / "out").shape[-1] == VOCAB
+    assert cli.main(["export", str(straight), str(tmp_path / "x"), "--adapter"]) == 2
+
+
+def test_random_values_depend_on_the_seed_alone(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "shape").mkdir()
+    shutil.copyfile(model / "config.json", tmp_path / "shape" / "config.json")
+    runs = [
+        train(tmp_path / name, tmp_path / "shape", "--hf.random", "--run.seed", seed, steps=3)
+        for name, seed in (("a", "1"), ("b", "1"), ("c", "2"))
+    ]
+    assert_same(runs[0], runs[1])
+    assert losses(runs[0]) != losses(runs[2])
+
+
+def test_a_whole_step_with_its_update_is_one_graph(tmp_path: Path, model: Path) -> None:
+    more = ("--graph.granularity", "step", "--graph.optimizer")
+    whole, eager = train(tmp_path / "a", model, *more), train(tmp_path / "b", model)
+    assert_same(whole, eager)
+
+
+def _refused(capsys: pytest.CaptureFixture[str], options: list[str]) -> str:
+    capsys.readouterr()
+    assert cli.main(options) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_is_named(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    def refused(*more: str, path: Path = model) -> str:
+        return _refused(capsys, words(tmp_path, path, *more))
+
+    assert "there is no" in refused(path=tmp_path)
+    assert "hf needs the folder" in _refused(capsys, ["train", "hf"])
+    assert "parallel.tp = 2" in refused("--parallel.tp", "2")
+    assert "offload.modules" in refused("--offload.modules", "mlp_act")
+    assert "model.hidden_size is 16" in refused("--model.hidden-size", "32")
+    assert "needs graph.optimizer" in refused("--graph.granularity", "step")
+    assert "no linear layer is called qq" in refused(*LORA, "--lora.targets", "qq,q_proj")
+    assert "need a rank" in refused("--lora.dora")
+    assert "needs a path" in _refused(capsys, ["train", "qwen3-tiny", "--hf.random"])
+    config = json.loads((model / "config.json").read_text())
+    for name, change in (("kind", {"model_type": "mamba"}), ("bare", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | change))
+    assert "cannot be packed" in refused(path=tmp_path / "kind")
+    assert "cannot load its weights" in refused(path=tmp_path / "bare")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "peft" else found(name)
+    )
+    assert "needs the package `peft`" in refused(*LORA)
+
+
+def test_weights_that_lack_a_tensor_are_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    err = _refused(capsys, words(tmp_path, tmp_path / "model"))
+    assert "missing model.norm.weight" in err

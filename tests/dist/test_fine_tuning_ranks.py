@@ -1,0 +1,39 @@
+"""Adapters of a model of transformers on replicas: as on one process, and on with fewer."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tuningkit import tiny_model, train, words
+
+from packgraph.train.metrics import METRICS, read_metrics
+
+pytestmark = pytest.mark.dist
+# Sums over two replicas are rounded in another order; Adam then divides by small numbers.
+CLOSE = {"rel": 2e-3, "abs": 1e-5}
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run / METRICS)]
+
+
+def test_replicas_train_adapters_as_one_process_does(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    alone = train(tmp_path / "one", model, "--lora.rank", "4")
+    options = words(tmp_path / "two", model, "--lora.rank", "4", "--graph.strict", steps=4)
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "OMP_NUM_THREADS": "1",
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    found = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", "-m", "packgraph.cli", *options],
+        capture_output=True, text=True, timeout=240, env=environment, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0 and "dp=2" in found.stderr, found.stderr
+    both = tmp_path / "two" / "runs" / "mine"
+    assert losses(both) == pytest.approx(losses(alone)[:4], **CLOSE)
+    train(tmp_path / "two", model, "--lora.rank", "4", "--resume")
+    assert losses(both) == pytest.approx(losses(alone), **CLOSE)
