@@ -26,6 +26,8 @@ IDENTITY = (
     "chunks",
     "connections",
     "longest",
+    "lora",
+    "kernel",
 )
 
 

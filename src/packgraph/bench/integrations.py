@@ -49,6 +49,8 @@ WAYS = tuple(f"{name}{end}" for name in ("transformers", "live", "own") for end 
 
 COLUMNS: list[Column] = [
     ("row", value("tokens")),
+    ("lora", value("lora")),
+    ("attention", value("kernel")),
     ("way", value("way")),
     ("tokens / s", value("tokens_per_second", ",.0f")),
     ("ratio", value("ratio", ".2f")),
@@ -156,6 +158,9 @@ class _Bench:
         device: torch.device,
     ) -> None:
         self.options, self.config, self.tokens, self.device = options, config, tokens, device
+        found = self._config()
+        size = getattr(found, "head_dim", None) or found.hidden_size // found.num_attention_heads
+        self.attention = choose_backend(device, dtype_on(device), size, size).name
         self.capacity = Capacity(tokens, options.documents)
         self.per_step = max(1, options.step_tokens // tokens)
         packs = draw_batches(
@@ -182,6 +187,7 @@ class _Bench:
             "documents": self.options.documents,
             "microbatches": self.per_step,
             "lora": self.options.lora,
+            "kernel": self.attention,
             **self.options.drawn,
             "figures": {},
             "tokens_per_second": None,
@@ -253,11 +259,15 @@ class _Bench:
             "loss": float(losses[0]),
         }
 
-    def theirs(self) -> Any:
-        """The model by transformers, the same values for a seed."""
+    def _config(self) -> Any:
+        """The configuration, as transformers reads it."""
         transformers = importlib.import_module("transformers")
         content = {key: entry for key, entry in self.config.items() if key != "architectures"}
-        config = transformers.AutoConfig.for_model(**content)
+        return transformers.AutoConfig.for_model(**content)
+
+    def theirs(self) -> Any:
+        """The model by transformers, the same values for a seed."""
+        transformers, config = importlib.import_module("transformers"), self._config()
         torch.manual_seed(self.options.seed)
         with torch.device(self.device):
             model = transformers.AutoModelForCausalLM.from_config(config)
@@ -316,10 +326,6 @@ def _transformers(bench: _Bench, *, compile: bool) -> _Way:
         for layer in causal.base_model.layers:
             layer.compile()
 
-    size = getattr(causal.config, "head_dim", None)
-    size = size or causal.config.hidden_size // causal.config.num_attention_heads
-    choice = choose_backend(bench.device, dtype_on(bench.device), size, size)
-
     def loss(batch: PackedBatch, counted: Tensor) -> Tensor:
         found: Tensor = model(
             input_ids=batch.tokens[None],
@@ -328,7 +334,7 @@ def _transformers(bench: _Bench, *, compile: bool) -> _Way:
             shift_labels=batch.labels[None],
             num_items_in_batch=counted,
             use_cache=False,
-            packed=attention_metadata(batch, choice.name),
+            packed=attention_metadata(batch, bench.attention),
         ).loss
         return found
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback, saved_tensors
@@ -166,6 +168,83 @@ def _compared(
             used = now if backend.guard_device else now._replace(read=[], written=[])
             return used._replace(has_host_steps=bool(steps), unpacks=hooks.are_there)
     raise seen.difference(before)
+
+
+def refuse_other_kernels(
+    program: Program, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any], seen: DryRun
+) -> None:
+    """Compare the outputs of the module as it runs by itself with those under torch's modes, bit by
+    bit; both are undone.
+
+    Captures run under modes. Where nothing needs a gradient some operations choose other kernels
+    then: the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoder` ask
+    `has_torch_function`, `svdvals` asks for subclasses of tensors. Modules in training mode with
+    gradients have no such choice. Raises CaptureError where numbers or strides differ, though two
+    plain runs agree.
+    """
+    module = program.module
+    if torch.is_grad_enabled() and all(part.training for part in module.modules()):
+        return
+
+    def outputs(*modes: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
+        effects = SideEffects(module, program.volatile, program.assigned)
+        observed = ObservedProgram(program, effects)
+        with (
+            explained(),
+            undone(module, backend, effects, watched=False) as journal,
+            compiled_code(program.compiler is not None),
+            contextlib.ExitStack() as stack,
+        ):
+            with torch.no_grad():
+                for memory in seen.written:
+                    journal.before_write(memory)
+            for mode in modes:
+                stack.enter_context(mode)
+            found = [leaf.detach() for leaf in _tensors(observed.call(args, kwargs))]
+            return [
+                (leaf.to_local() if isinstance(leaf, DTensor) else leaf).clone() for leaf in found
+            ]
+
+    with unwatched():
+        plain, under_modes = outputs(), outputs(_FunctionMode(), _DispatchMode())
+        if _same_bits(plain, under_modes) or not _same_bits(plain, outputs()):
+            return
+    raise CaptureError(
+        "an operation of forward runs by another kernel while it is captured, with other numbers: "
+        "where nothing needs a gradient torch has fast paths, as in nn.MultiheadAttention, that a "
+        "capture does not take",
+        forward_line(module),
+        "leave the stage out of the scope, or call the module within packgraph.eager('fast path')",
+    )
+
+
+class _FunctionMode(TorchFunctionMode):
+    """Changes nothing."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class _DispatchMode(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def _same_bits(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(
+        one.stride() == other.stride()
+        and torch.equal(
+            one.contiguous().view(-1).view(torch.uint8),
+            other.contiguous().view(-1).view(torch.uint8),
+        )
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 def compile_ahead(

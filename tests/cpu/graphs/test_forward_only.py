@@ -2,6 +2,7 @@
 pools of the training graphs."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from graphkit import (
 from torch import nn
 
 import packgraph
-from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.stages import Stage, run_stages
 
@@ -333,3 +334,47 @@ def test_a_bank_is_built_for_training_whatever_the_modes_are_and_forgotten_in_al
     assert graphed.stats.captured == 2 and graphed.stats.replayed == 2
     with torch.no_grad():
         assert own.forget(inputs) == 2 and not own._slots.all
+
+
+class _Frozen(nn.Module):
+    """Attention that is frozen and in evaluation mode, where torch has a fast path, or not."""
+
+    def __init__(self, training):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+        self.attention.requires_grad_(False)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(self.attention(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_fast_path_that_a_capture_does_not_take_runs_eagerly(training):
+    module = _Frozen(training)
+    graphed = graph(module, warmup=1)
+    with contextlib.nullcontext() if training else pytest.warns(PackgraphWarning, match="kernel"):
+        for _ in range(5):
+            x = torch.randn(2, 5, 8)
+            found = graphed(x)
+            found.sum().backward()
+            assert torch.equal(found, module(x))
+    assert graphed.stats.replayed == (4 if training else 0)
+
+
+def test_another_kernel_for_calls_without_gradients_runs_eagerly():
+    class Values(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return torch.linalg.svdvals(self.linear(x))
+
+    module = Values()
+    graphed = graph(module, warmup=1)
+    for _ in range(3):
+        x = torch.randn(6, 6)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackgraphWarning)
+            assert torch.equal(graphed(x), module(x))
