@@ -25,7 +25,6 @@ from packgraph.graphs.dry_run import (
     dry_run,
     dry_run_again,
     explained,
-    refuse_other_kernels,
     undone,
 )
 from packgraph.graphs.errors import CaptureError, user_line, warn
@@ -229,9 +228,7 @@ class Capturer:
     ) -> DryRun:
         earlier = self._dry_runs.get(call.key)
         if earlier is None:
-            seen = dry_run(self.program, self._backend, gradients, args, kwargs)
-            refuse_other_kernels(self.program, self._backend, args, kwargs, seen)
-            return seen
+            return dry_run(self.program, self._backend, gradients, args, kwargs)
         return dry_run_again(self.program, self._backend, gradients, args, kwargs, earlier)
 
     def _refuse_repeated_moves(self, key: Hashable, variant: Variant) -> None:

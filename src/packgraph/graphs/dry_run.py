@@ -165,13 +165,18 @@ def _compared(
             )
         seen.check_gone()
         if seen.has_called_as(before):
+            _refuse_other_kernels(program, backend, args, kwargs, now.written)
             used = now if backend.guard_device else now._replace(read=[], written=[])
             return used._replace(has_host_steps=bool(steps), unpacks=hooks.are_there)
     raise seen.difference(before)
 
 
-def refuse_other_kernels(
-    program: Program, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any], seen: DryRun
+def _refuse_other_kernels(
+    program: Program,
+    backend: Backend,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    written: list[torch.Tensor],
 ) -> None:
     """Compare the outputs of the module as it runs by itself with those under torch's modes, bit by
     bit; both are undone.
@@ -179,11 +184,13 @@ def refuse_other_kernels(
     Captures run under modes. Where nothing needs a gradient some operations choose other kernels
     then: the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoder` ask
     `has_torch_function`, `svdvals` asks for subclasses of tensors. Modules in training mode with
-    gradients have no such choice. Raises CaptureError where numbers or strides differ, though two
-    plain runs agree.
+    gradients have no such choice. written: memory from outside that forward writes to. Raises
+    CaptureError where numbers or strides differ, though two plain runs agree.
     """
-    module = program.module
-    if torch.is_grad_enabled() and all(part.training for part in module.modules()):
+    module, grads = program.module, torch.is_grad_enabled()
+    if grads and all(part.training for part in module.modules()):
+        return
+    if program.compiler is not None:  # one piece of code, traced once, for graphs and eager calls
         return
 
     def outputs(*modes: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
@@ -191,18 +198,27 @@ def refuse_other_kernels(
         observed = ObservedProgram(program, effects)
         with (
             explained(),
+            torch.set_grad_enabled(grads),
             undone(module, backend, effects, watched=False) as journal,
-            compiled_code(program.compiler is not None),
+            aliased_parameters(module),
             contextlib.ExitStack() as stack,
         ):
             with torch.no_grad():
-                for memory in seen.written:
+                for memory in written:
                     journal.before_write(memory)
             for mode in modes:
                 stack.enter_context(mode)
-            found = [leaf.detach() for leaf in _tensors(observed.call(args, kwargs))]
+            found = _tensors(observed.call(args, kwargs))
+            if not grads and any(leaf.requires_grad for leaf in found):
+                raise CaptureError(
+                    "forward switches gradients on, though it was called without them: a graph of "
+                    "such calls has no backward",
+                    forward_line(module),
+                    LEAVE_OUT,
+                )
             return [
-                (leaf.to_local() if isinstance(leaf, DTensor) else leaf).clone() for leaf in found
+                (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach().clone()
+                for leaf in found
             ]
 
     with unwatched():

@@ -259,7 +259,7 @@ def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
 
     def evaluate():
         threading.current_thread().name = "evaluating"
-        with torch.no_grad():
+        with run_eagerly("evaluation"), torch.no_grad():
             for _ in range(200):
                 graphed(X)
 

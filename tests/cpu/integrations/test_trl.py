@@ -71,7 +71,8 @@ def test_graphs_change_no_bit(case, tmp_path):
     assert same(with_graphs.model, without.model)
     for name in ("loss", "grad_norm", "eval_loss"):
         assert logged(with_graphs, name) == logged(without, name)
-    assert with_graphs.stats.replayed == with_graphs.packing.packs - 2 >= 9
+    assert with_graphs.stats.fallbacks == {"warm-up": 2}
+    assert with_graphs.stats.replayed > with_graphs.packing.packs - 2 >= 9  # evaluation, too
     assert dict(with_graphs.stats.fallbacks) == {"warm-up": 2}
 
 
