@@ -299,10 +299,6 @@ CASES.update(
             scaled(lambda m: getattr(named, f"scale_{m.held}"), held=lambda: 0),
             *setting(named, "scale_0"),
         ),
-        "a module by a computed name": (
-            scaled(lambda m: importlib.import_module(m.held).scale, held=lambda: "named_of_a_test"),
-            *setting(named, "scale"),
-        ),
         "a global, name computed": (
             scaled(lambda m: globals()[f"SCALE_{m.held}"], held=lambda: 0),
             *setting(HERE, "SCALE_0"),

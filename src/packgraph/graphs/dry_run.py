@@ -142,6 +142,7 @@ def _compared(
     """Dry-run until two runs in a row agree: the first may have filled caches, so that the second
     does less. One of the two is on the stream of eager calls, which code may ask for."""
     seen, steps = Observation(Constants(), is_first=True), list[Any]()
+    grads = torch.is_grad_enabled()  # which forward may switch and leave
 
     def watched_run(run: Callable[[], None]) -> None:
         with backend.watching_host(steps.append):
@@ -165,7 +166,7 @@ def _compared(
             )
         seen.check_gone()
         if seen.has_called_as(before):
-            _refuse_other_kernels(program, backend, args, kwargs, now.written)
+            _refuse_other_kernels(program, backend, args, kwargs, now.written, grads)
             used = now if backend.guard_device else now._replace(read=[], written=[])
             return used._replace(has_host_steps=bool(steps), unpacks=hooks.are_there)
     raise seen.difference(before)
@@ -177,6 +178,7 @@ def _refuse_other_kernels(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     written: list[torch.Tensor],
+    grads: bool,
 ) -> None:
     """Compare the outputs of the module as it runs by itself with those under torch's modes, bit by
     bit; both are undone.
@@ -184,10 +186,11 @@ def _refuse_other_kernels(
     Captures run under modes. Where nothing needs a gradient some operations choose other kernels
     then: the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoder` ask
     `has_torch_function`, `svdvals` asks for subclasses of tensors. Modules in training mode with
-    gradients have no such choice. written: memory from outside that forward writes to. Raises
-    CaptureError where numbers or strides differ, though two plain runs agree.
+    gradients have no such choice. written: memory from outside that forward writes to.
+    grads: whether the call was made with gradients. Raises CaptureError where numbers or strides
+    differ, though two plain runs agree, and where forward switches gradients on.
     """
-    module, grads = program.module, torch.is_grad_enabled()
+    module = program.module
     if grads and all(part.training for part in module.modules()):
         return
     if program.compiler is not None:  # one piece of code, traced once, for graphs and eager calls
@@ -209,7 +212,7 @@ def _refuse_other_kernels(
             for mode in modes:
                 stack.enter_context(mode)
             found = _tensors(observed.call(args, kwargs))
-            if not grads and any(leaf.requires_grad for leaf in found):
+            if not grads and (torch.is_grad_enabled() or any(x.requires_grad for x in found)):
                 raise CaptureError(
                     "forward switches gradients on, though it was called without them: a graph of "
                     "such calls has no backward",
