@@ -168,6 +168,17 @@ HELD: dict[str, Held] = {
             "test_what_autograd_cannot_see_between_forward_and_backward_is_not_seen",
         ],
     },
+    "Where nothing needs a gradient": {
+        "tests/cpu/graphs/test_forward_only.py": [
+            "test_a_fast_path_that_a_capture_does_not_take_runs_eagerly",
+            "test_another_kernel_for_calls_without_gradients_runs_eagerly",
+        ],
+    },
+    "Such calls run eagerly, with one warning": {
+        "tests/cpu/graphs/test_forward_only.py": [
+            "test_a_fast_path_that_a_capture_does_not_take_runs_eagerly"
+        ],
+    },
     "Modules of `torch.jit` run eagerly": {
         "tests/cpu/graphs/test_state_refused.py": ["test_modules_of_torch_jit_run_eagerly"],
         "tests/cpu/graphs/test_modes.py": ["test_scripted_modules_run_eagerly"],

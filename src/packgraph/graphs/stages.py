@@ -26,7 +26,6 @@ import contextlib
 import difflib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -96,14 +95,20 @@ def run_stages(module: Staged, *args: Any, **kwargs: Any) -> Any:
 
 def run_in_order(stages: Sequence[Stage], state: State) -> State:
     """Run these stages as they are, those of one layer together where they are recomputed."""
-    for (_, recompute), found in groupby(stages, lambda stage: (stage.layer, stage.recompute)):
-        together = list(found)
-        if recompute:
-            state = checkpointed(_in_turn(together), state, recompute, mark=_mark(together[0]))
-        else:
-            for stage in together:
-                state = stage.run(state)
+    together: list[Stage] = []  # of one layer, to be recomputed in one
+    for stage, following in zip(stages, [*stages[1:], None], strict=True):
+        if not stage.recompute:
+            state = stage.run(state)
+            continue
+        together.append(stage)
+        if following is None or _kind(following) != _kind(stage):
+            state = checkpointed(_in_turn(together), state, stage.recompute, mark=_mark(together[0]))
+            together = []
     return state
+
+
+def _kind(stage: Stage) -> tuple[int, str]:
+    return stage.layer, stage.recompute
 
 
 def _in_turn(stages: Sequence[Stage]) -> Callable[[State], State]:

@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -520,3 +521,12 @@ def test_threads_that_run_only_a_librarys_code_do_not_count():
     finally:
         monitor.exit()
     assert random_state._alone()
+
+
+def test_the_thread_that_makes_steps_ahead_does_not_count():
+    with ThreadPoolExecutor(1, random_state.DATA_THREAD) as thread:
+        thread.submit(time.sleep, 0).result()
+        assert random_state._alone()
+    with ThreadPoolExecutor(1, "another") as thread:
+        thread.submit(time.sleep, 0).result()
+        assert not random_state._alone()

@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("transformers", reason="the integration is of this library")
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
-# What each needs besides transformers, and how many calls two steps of warm-up leave to replays.
+# What each needs besides transformers, and how many calls two steps of warm-up leave to replays;
+# hf_trainer evaluates 16 batches too.
 LOOPS = {
-    "hf_trainer": ("accelerate", ["--steps", "10"], 18),
+    "hf_trainer": ("accelerate", ["--steps", "10"], 18 + 16),
     "trl_sft": ("trl", ["--steps", "10"], 18),
     "accelerate_loop": ("accelerate", ["--steps", "10"], 8),
     "fabric_loop": ("lightning_fabric", ["--steps", "10"], 8),
