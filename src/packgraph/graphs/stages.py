@@ -102,7 +102,9 @@ def run_in_order(stages: Sequence[Stage], state: State) -> State:
             continue
         together.append(stage)
         if following is None or _kind(following) != _kind(stage):
-            state = checkpointed(_in_turn(together), state, stage.recompute, mark=_mark(together[0]))
+            state = checkpointed(
+                _in_turn(together), state, stage.recompute, mark=_mark(together[0])
+            )
             together = []
     return state
 
