@@ -94,6 +94,6 @@ def test_the_installed_wheel_runs_the_loop_of_readme_and_trains(
     looped = quiet(python, "loop.py", cwd=tmp_path)
     assert looped.returncode == 0 and "replayed" in looped.stdout, looped.stdout + looped.stderr
     assert quiet(command, "--help").returncode == 0
-    options = ["--run.steps", "3", "--run.folder", tmp_path / "runs"]
+    options = ["--run.steps", "3", "--model.num-layers", "1", "--run.folder", tmp_path / "runs"]
     trained = quiet(command, "train", "qwen3-tiny", *options, cwd=tmp_path)
     assert trained.returncode == 0, trained.stdout + trained.stderr
