@@ -184,6 +184,8 @@ class ParallelConfig:
         divide the heads.
     dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each
         microbatch anew; the documents of a step are shared out to all ranks of dp x cp together.
+    min_cp: the fewest ranks that a row is spread over with dynamic_cp: cp, or a power of two that
+        divides it. More means fewer shapes to capture, and smaller pieces of short rows.
     time_rows: once graphs are captured, time rows of every number of ranks, and plan by that
         instead of by estimates, with dynamic_cp; auto = on CUDA, unless the run is deterministic,
         since other times may make other plans.
@@ -209,6 +211,7 @@ class ParallelConfig:
     cp: int = 1
     cp_kind: Literal["auto", "ulysses", "zigzag"] = "auto"
     dynamic_cp: bool = False
+    min_cp: int = 1
     time_rows: bool | Literal["auto"] = "auto"
     tp: int = 1
     pp: int = 1
@@ -223,6 +226,7 @@ class ParallelConfig:
         sizes = {
             "dp": 1 if self.dp is None else self.dp,
             "cp": self.cp,
+            "min_cp": self.min_cp,
             "tp": self.tp,
             "pp": self.pp,
             "chunks": self.chunks,
@@ -244,8 +248,13 @@ class ParallelConfig:
 
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        contexts = context_sizes(self.cp) if self.dynamic_cp else ()
+        contexts = self.context_sizes if self.dynamic_cp else ()
         return Layout(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, contexts=contexts)
+
+    @property
+    def context_sizes(self) -> tuple[int, ...]:
+        """How many ranks may share a row with dynamic_cp, ascending."""
+        return context_sizes(self.cp, self.min_cp)
 
     @property
     def dispatcher_name(self) -> str:
