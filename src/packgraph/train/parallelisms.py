@@ -224,6 +224,9 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         "saves would move, the pages of the stash among it; leave one of them out": graph.compile
         and parallel.expert_stash > 0
         and bool(config.offload.modules),
+        "parallel.expert_stash_resident leaves nothing for the stash of a model with one layer of "
+        "experts; leave parallel.expert_stash out": parallel.expert_stash_resident
+        and config.model.count("moe") == 1,
         "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use "
         "dispatcher = padded, or "
         "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",

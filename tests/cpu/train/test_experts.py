@@ -19,6 +19,7 @@ from packgraph.parallel.mesh import single_process
 from packgraph.train.build import build_chunks
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
 from packgraph.train.features.moe import (
+    all_pages,
     make_stash,
     planned_pages,
     restore_room,
@@ -41,7 +42,7 @@ EXPERTS = ExpertConfig(
 )
 
 
-def config(steps=6, stash=0.0, **graph):
+def config(steps=6, stash=0.0, of_stash=None, **graph):
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
     model = dataclasses.replace(
         made.model,
@@ -54,7 +55,7 @@ def config(steps=6, stash=0.0, **graph):
         made,
         model=model,
         graph=dataclasses.replace(made.graph, **graph),
-        parallel=ParallelConfig(expert_stash=stash),
+        parallel=ParallelConfig(expert_stash=stash, **(of_stash or {})),
     )
 
 
@@ -96,6 +97,86 @@ def test_biases_and_graphs_of_every_granularity_equal_eager(tmp_path):
         )
         equal(expected, found)
         assert totals["replayed"] > 0 and again == 0
+
+
+@pytest.mark.parametrize("granularity", ["layer", "step"])
+@pytest.mark.parametrize(
+    "of_stash",
+    [
+        {"expert_stash_page_rows": 16},
+        {"expert_stash_host": 1.0},
+        {"expert_stash_resident": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_the_stash_change_no_bit(of_stash, granularity, tmp_path):
+    expected, *_ = go(tmp_path / "eager", config(4, enabled=False))
+    settings = config(4, stash=0.2 if "expert_stash_host" in of_stash else 1.2, of_stash=of_stash)
+    graph = dataclasses.replace(settings.graph, granularity=granularity)
+    run = trainer(tmp_path / "run", dataclasses.replace(settings, graph=graph))
+    blocks = moe_blocks(run.model.chunks)
+    stash = blocks[0].stash
+    try:
+        run.run(StopRequest())
+        equal(expected, run.tensors())
+        assert run.executor.totals()["replayed"] > 0
+        if "expert_stash_page_rows" in of_stash:
+            assert stash.page_rows == 16 and stash.need_hi() > 8
+        elif "expert_stash_host" in of_stash:
+            assert 0 < stash.spilled_hi() <= stash.pages.host_pages
+        else:
+            assert [block.stash for block in blocks] == [stash, None]
+            assert 0 < stash.need_hi() <= stash.pages.pages
+    finally:
+        run.close()
+
+
+def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tier(tmp_path):
+    expected, *_ = go(tmp_path / "plain", config(4))
+    settings = config(4, stash=0.1, of_stash={"expert_stash_host": 0.9})
+    run = trainer(tmp_path / "few", settings)
+    stash, blocks = moe_blocks(run.model.chunks)[0].stash, moe_blocks(run.model.chunks)
+    stash.allocate(1, 1, columns=dict(stash.columns))
+    share(stash, blocks)
+    try:
+        run.run(StopRequest())
+        equal(expected, run.tensors())
+        assert run._repeats.total >= 1
+        assert stash.pages.pages == 1 and stash.pages.host_pages > 1
+    finally:
+        run.close()
+
+
+def test_a_run_goes_on_with_the_pages_it_had_on_the_host():
+    settings = config(stash=0.5, of_stash={"expert_stash_host": 0.5})
+    model = build_chunks(settings, CPU, single_process())
+    stash = make_stash(model, settings, single_process(), CPU)
+    planned, device = all_pages(stash), stash.pages.pages
+    assert 0 < device < planned
+    assert room_of_experts(model, settings, single_process(), CPU)["pages"] == 1
+    assert restore_room(model, settings, single_process(), {"pages": 3.0})
+    assert stash.pages.pages == device and all_pages(stash) == 3 * planned
+    assert room_of_experts(model, settings, single_process(), CPU)["pages"] == 3
+
+
+def test_options_of_a_stash_that_make_no_sense_are_refused_with_all_reasons():
+    with pytest.raises(ValueError) as caught:
+        ParallelConfig(
+            expert_stash_host=0.5, expert_stash_page_rows=24, expert_stash_resident=True, pp=2
+        )
+    for text in (
+        "is for what finds no page on the device",
+        "multiple of 16",
+        "expert_stash_resident is of a stash",
+        "expert_stash_resident with pp = 2",
+    ):
+        assert text in str(caught.value)
+    with pytest.raises(ValueError, match="together at least 1"):
+        ParallelConfig(expert_stash=0.5, expert_stash_host=0.4)
+    settings = config(stash=1.0, of_stash={"expert_stash_resident": True})
+    assert not validate(settings, "cpu")
+    one = dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_layers=2))
+    assert any("model with one layer of experts" in text for text in validate(one, "cpu"))
 
 
 @pytest.fixture
@@ -223,7 +304,7 @@ def test_a_run_goes_on_with_the_pages_it_had_at_last(tmp_path):
                 run.resume()
             else:
                 stash.allocate(3 * stash.pages.pages + 1, columns=dict(stash.columns))
-                share(stash, run.model)
+                share(stash, moe_blocks(run.model.chunks))
             run.run(StopRequest())
             pages[resume] = stash.pages.pages
             assert run._repeats.total == 0 and run.executor.totals()["replayed"] > 0

@@ -159,17 +159,17 @@ def make_buffers(
 def make_stash(
     model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torch.device
 ) -> Stash | None:
-    """The stash of all layers with experts of this rank, attached to them; None where there is
-    none."""
-    blocks = moe_blocks(model.chunks)
-    if not config.parallel.expert_stash or not blocks:
+    """The stash of all layers with experts of this rank that have one, attached to them; None where
+    there is none."""
+    parallel, blocks = config.parallel, _stashing(model, config)
+    if not blocks:
         return None
-    stash = Stash(device)
-    stash.allocate(
-        planned_pages(model, config, mesh, config.parallel.expert_stash, stash.page_rows),
-        columns=columns_of(blocks[0].experts),
-    )
-    share(stash, model)
+    stash = Stash(device, parallel.expert_stash_page_rows)
+    whole = parallel.expert_stash + parallel.expert_stash_host
+    pages = planned_pages(model, config, mesh, whole, stash.page_rows)
+    host = math.floor(pages * parallel.expert_stash_host / whole)
+    stash.allocate(pages - host, host, columns=columns_of(blocks[0].experts))
+    share(stash, blocks)
     return stash
 
 
@@ -183,15 +183,29 @@ def planned_pages(
         for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True)
     )
     return pages_for(
-        longest_row(config), config.model.experts.per_token, records, 1, factor, page_rows
+        longest_row(config),
+        config.model.experts.per_token,
+        records,
+        1,
+        factor,
+        page_rows,
+        config.parallel.expert_stash_resident,
     )
 
 
-def share(stash: Stash, model: ModelChunks) -> None:
-    """Give the stash to all layers with experts, once its pages are there."""
-    for block in moe_blocks(model.chunks):
+def share(stash: Stash, blocks: Sequence[MoEBlock]) -> None:
+    """Give the stash to these layers, once its pages are there."""
+    for block in blocks:
         block.stash = stash
         stash.attach(block)
+
+
+def _stashing(model: ModelChunks, config: TrainConfig) -> list[MoEBlock]:
+    """The layers whose experts are to keep their rows in a stash."""
+    parallel, blocks = config.parallel, moe_blocks(model.chunks)
+    if not parallel.expert_stash:
+        return []
+    return blocks[:-1] if parallel.expert_stash_resident else blocks
 
 
 def _in_flight(mesh: Mesh, chunks: int) -> list[int]:
@@ -268,13 +282,25 @@ class Overflow:
         return "; ".join(told) or "another rank had too little room"
 
     def _more_pages(self, stash: Stash) -> str:
-        before, needed = stash.pages.pages, int(stash.need_hi())
-        stash.allocate(grown_pages(before, needed), columns=dict(stash.columns))
-        for block in moe_blocks(self._chunks):
-            stash.attach(block)
-        return (
-            f"the stash had {before} pages and needed {needed}; now there are {stash.pages.pages}"
-        )
+        before, needed = all_pages(stash), int(stash.need_hi())
+        set_pages(stash, grown_pages(before, needed), moe_blocks(self._chunks))
+        return f"the stash had {before} pages and needed {needed}; now there are {all_pages(stash)}"
+
+
+def all_pages(stash: Stash) -> int:
+    """Pages on the device and on the host."""
+    return stash.pages.pages + stash.pages.host_pages
+
+
+def set_pages(stash: Stash, pages: int, blocks: Sequence[MoEBlock]) -> None:
+    """Give the stash more pages, and its layers among `blocks` the new ones.
+
+    Where there is a tier on the host it grows, since the device is to hold no more than was asked
+    for. Nothing may be in flight.
+    """
+    host = pages - stash.pages.pages if stash.pages.host_pages else 0
+    stash.allocate(pages - host, host, columns=dict(stash.columns))
+    share(stash, [block for block in blocks if block.stash is stash])
 
 
 def give_room(blocks: Sequence[MoEBlock], factor: float) -> None:
@@ -294,7 +320,7 @@ def room_of_experts(
     if not config.model.experts.enabled:
         return {}
     stash = _stash(model)
-    pages = stash.pages.pages / _balanced(stash, model, config, mesh) if stash is not None else 0.0
+    pages = all_pages(stash) / _balanced(stash, model, config, mesh) if stash is not None else 0.0
     rows = max((dispatcher.factor for _, dispatcher in _budgets(model)), default=0.0)
     largest = torch.tensor([rows, pages], dtype=torch.float64, device=device)
     if mesh.everyone() is not None:
@@ -323,9 +349,8 @@ def restore_room(
         pages = math.ceil(
             saved.get("pages", 0.0) * _balanced(stash, model, config, mesh) * (1 - ROUNDING)
         )
-        if pages > stash.pages.pages:
-            stash.allocate(pages, columns=dict(stash.columns))
-            share(stash, model)
+        if pages > all_pages(stash):
+            set_pages(stash, pages, moe_blocks(model.chunks))
             told.append(f"the stash goes on with {pages} pages, as it had at last")
     return told
 
