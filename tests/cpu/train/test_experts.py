@@ -99,6 +99,42 @@ def test_biases_and_graphs_of_every_granularity_equal_eager(tmp_path):
         assert totals["replayed"] > 0 and again == 0
 
 
+def with_batch_loss(factor, **options):
+    made = config(**options)
+    experts = dataclasses.replace(EXPERTS, batch_loss=factor, score_bias=False, document_loss=0.0)
+    return dataclasses.replace(made, model=dataclasses.replace(made.model, experts=experts))
+
+
+def test_the_loss_against_the_load_of_the_step_before_is_that_of_eager_and_goes_on(tmp_path):
+    expected, *_ = go(tmp_path / "eager", with_batch_loss(0.5, enabled=False))
+    without, *_ = go(tmp_path / "without", with_batch_loss(0.0, enabled=False))
+    routers = [name for name in without if name.endswith("gate.weight")]
+    assert any(not torch.equal(expected[name], without[name]) for name in routers)
+    assert all("step_load" not in name for name in without)
+    for granularity in ("layer", "step"):
+        settings = with_batch_loss(0.5, granularity=granularity)
+        found, totals, _ = go(tmp_path / granularity, settings)
+        equal(expected, found)
+        assert totals["replayed"] > 0
+    loads = [value for name, value in expected.items() if name.endswith(".step_load")]
+    assert len(loads) == 2 and all(load.sum() > 0 for load in loads)
+    go(tmp_path / "parts", with_batch_loss(0.5, steps=3))
+    run = trainer(tmp_path / "parts", with_batch_loss(0.5))
+    try:
+        run.resume()
+        run.run(StopRequest())
+        equal(expected, run.tensors())
+    finally:
+        run.close()
+
+
+def test_a_step_that_is_made_again_has_the_load_of_the_same_step_before(tmp_path):
+    expected, *_ = go(tmp_path / "plain", with_batch_loss(0.5))
+    found, _, again = go(tmp_path / "few", with_batch_loss(0.5, stash=1.0), pages=1)
+    equal(expected, found)
+    assert again >= 1
+
+
 @pytest.mark.parametrize("granularity", ["layer", "step"])
 @pytest.mark.parametrize(
     "of_stash",

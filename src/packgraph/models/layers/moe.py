@@ -25,7 +25,7 @@ from packgraph.graphs.stages import State
 from packgraph.models.branches import routed_width
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.mlp import feed_forward
-from packgraph.moe.balance import attach, document_loss, expert_counts, load_loss, z_loss
+from packgraph.moe.balance import attach, batch_loss, document_loss, expert_counts, load_loss, z_loss
 from packgraph.moe.dispatch.dispatcher import Dispatcher, ExpertRows, LocalDispatcher
 from packgraph.moe.experts import Experts
 from packgraph.moe.router_product import router_logits
@@ -47,11 +47,13 @@ class Gate(nn.Module):
 
     e_score_correction_bias: float32 [E] whatever the model's dtype, where the config has a bias.
     load: int64 [E], how many tokens each expert got in the forwards of training since `balance` has
-    read it last; no part of the state_dict.
+    read it last; no part of the state_dict. step_load: the same of the whole step before on all
+    ranks, where there is a `batch_loss`; a part of the optimizer's state.
     """
 
     e_score_correction_bias: Tensor | None
     load: Tensor
+    step_load: Tensor | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -60,6 +62,8 @@ class Gate(nn.Module):
         bias = torch.zeros(count, dtype=torch.float32) if config.experts.score_bias else None
         self.register_buffer("e_score_correction_bias", bias)
         self.register_buffer("load", torch.zeros(count, dtype=torch.int64), persistent=False)
+        step_load = torch.zeros(count, dtype=torch.int64) if config.experts.batch_loss else None
+        self.register_buffer("step_load", step_load, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """In float32, under autocast too: rounded logits would make ties, and choices that differ
@@ -70,6 +74,8 @@ class Gate(nn.Module):
     def reset_balance(self) -> None:
         """A bias of zero, and nothing counted."""
         self.load.zero_()
+        if self.step_load is not None:
+            self.step_load.zero_()
         if self.e_score_correction_bias is not None:
             self.e_score_correction_bias.zero_()
 
@@ -185,6 +191,10 @@ class MoEBlock(nn.Module):
         parts = []
         if settings.load_loss:
             parts.append(settings.load_loss * load_loss(scores, experts, valid, context))
+        if self.gate.step_load is not None:
+            parts.append(
+                settings.batch_loss * batch_loss(scores, self.gate.step_load, valid, context)
+            )
         if settings.document_loss:
             parts.append(
                 settings.document_loss

@@ -7,7 +7,7 @@ the load of the step.
 The forwards of a step count on the device which experts tokens went to (`Gate.load`); here the
 counts are summed over the replicas, in one exchange for all layers, and the biases move. It is part
 of the optimizer's update, so that it is captured with it, repeated with it, and left out with it.
-Source: arXiv 2408.15664.
+Source: arXiv 2408.15664. The same counts are kept for the `batch_loss` of the next step.
 
 The memory through which ranks exchange tokens with `parallel.dispatcher = symmetric`
 (`make_buffers`):
@@ -58,7 +58,7 @@ from torch import Tensor, nn
 
 from packgraph.models.branches import routed_width
 from packgraph.models.decoder import ModelChunks
-from packgraph.models.layers.moe import MoEBlock, moe_blocks
+from packgraph.models.layers.moe import Gate, MoEBlock, moe_blocks
 from packgraph.moe.balance import update_bias
 from packgraph.moe.dispatch.choose import Budgeted, with_factor
 from packgraph.moe.peer_read.buffers import (
@@ -86,6 +86,12 @@ class ExpertBalance:
 
     def __init__(self, chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
         self._gates = [block.gate for block in moe_blocks(chunks)]
+        self._names = [
+            name
+            for chunk in chunks
+            for name, module in chunk.named_modules()
+            if isinstance(module, Gate)
+        ]
         self._rates = [block.settings.bias_rate for block in moe_blocks(chunks)]
         self._group = group
 
@@ -99,10 +105,22 @@ class ExpertBalance:
         if self._group is not None:
             dist.all_reduce(loads, group=self._group)
         for gate, load, rate in zip(self._gates, loads, self._rates, strict=True):
+            if gate.step_load is not None:
+                kept = load if skip is None else torch.where(skip, gate.step_load, load)
+                gate.step_load.copy_(kept)
             bias = gate.e_score_correction_bias
             if bias is not None:
                 update_bias(bias, load, rate if skip is None else torch.where(skip, 0.0, rate))
             gate.load.zero_()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What a run that goes on needs beside the biases: `balance.NAME.step_load` of each gate
+        that has one."""
+        return {
+            f"balance.{name}.step_load": gate.step_load
+            for name, gate in zip(self._names, self._gates, strict=True)
+            if gate.step_load is not None
+        }
 
 
 def exchange_problems(config: TrainConfig, device_type: str) -> list[str]:
