@@ -25,7 +25,14 @@ from packgraph.graphs.stages import State
 from packgraph.models.branches import routed_width
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.mlp import feed_forward
-from packgraph.moe.balance import attach, batch_loss, document_loss, expert_counts, load_loss, z_loss
+from packgraph.moe.balance import (
+    attach,
+    batch_loss,
+    document_loss,
+    expert_counts,
+    load_loss,
+    z_loss,
+)
 from packgraph.moe.dispatch.dispatcher import Dispatcher, ExpertRows, LocalDispatcher
 from packgraph.moe.experts import Experts
 from packgraph.moe.router_product import router_logits
