@@ -74,8 +74,8 @@ def set_nccl(environment: MutableMapping[str, str]) -> str | None:
         return None
     if asked is not None:
         raise ValueError(
-            f"NCCL_GRAPH_REGISTER={asked} with expandable_segments:True in {asking[0]}: NCCL cannot "
-            "register memory of expandable segments that graphs use, and ends with an illegal "
+            f"NCCL_GRAPH_REGISTER={asked} with expandable_segments:True in {asking[0]}: NCCL can "
+            "register no memory of expandable segments that graphs use, and ends with an illegal "
             "memory access; set NCCL_GRAPH_REGISTER=0 or leave it out, or leave out "
             "expandable_segments"
         )
