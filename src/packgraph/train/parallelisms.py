@@ -209,9 +209,6 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         else []
     )
     problems = {
-        f"parallel.tp = {parallel.tp} with parallel.sequence is not there yet with experts, whose "
-        "router needs all "
-        "rows of a microbatch; set parallel.sequence = false": parallel.splits_rows,
         f"parallel.ep = {parallel.ep} does not divide model.experts.count = "
         f"{experts.count}": experts.count % parallel.ep > 0,
         "parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, "

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import State
@@ -44,6 +45,7 @@ from packgraph.ops.attention.zigzag import rank_rows
 from packgraph.ops.linear import linear_layer
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.tensor import own_rows, whole_rows
 
 BETWEEN = ("moe_input", "moe_routing", "moe_shared", "moe_plan", "moe_rows", "moe_made")
 
@@ -112,7 +114,8 @@ class MoEBlock(nn.Module):
     have needed and had not (`PaddedDispatcher.demand`). evaluation_demand: the same of calls that
     are not training (`eval`, or without gradients), which no step reads: look at it after an
     evaluation, since rows without room were left out. stash: where what experts save for the
-    backward of training is kept; None = as it is, all R rows of it.
+    backward of training is kept; None = as it is, all R rows of it. row_mesh: the ranks that hidden
+    states are split over by rows (tensor parallelism with sequence), None = none.
     """
 
     demand: Tensor
@@ -136,6 +139,7 @@ class MoEBlock(nn.Module):
         self.shared_experts = feed_forward(config, width) if width else None
         self.dispatcher = LocalDispatcher(config.experts.count)
         self.stash: Stash | None = None
+        self.row_mesh: DeviceMesh | None = None
         self.offload: Mark = offload_block
         self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer(
@@ -159,11 +163,12 @@ class MoEBlock(nn.Module):
         self._dispatcher = (dispatcher,)
 
     def run_router(self, state: State, x: Tensor) -> State:
-        """x: [T, H], the normed hidden state. Chooses experts, attaches the losses to hidden,
+        """x: [T, H] or this rank's rows of it, the normed hidden state. Chooses experts, attaches the losses to hidden,
         counts the load."""
         batch: PackedBatch = state["batch"]
         settings = self.settings
         padding = rank_rows(batch.padding_mask, state.get("context"), state.get("rows"), True)
+        x = whole_rows(x, self.row_mesh)
         logits = self.gate(x)
         scored = route(logits, padding, self.gate.e_score_correction_bias, settings)
         routing = scored.routing
@@ -252,6 +257,7 @@ class MoEBlock(nn.Module):
         branch = self.dispatcher.combine(state["moe_made"], state["moe_plan"])
         if self.fc2_latent_proj is not None:
             branch = self.fc2_latent_proj(branch)
+        branch = own_rows(branch, self.row_mesh)
         if "moe_shared" in state:
             branch = branch + state["moe_shared"]
         return {key: value for key, value in state.items() if key not in BETWEEN}, branch
