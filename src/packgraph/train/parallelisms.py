@@ -216,11 +216,6 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         "cannot be in graph.scope; use dispatcher = padded, or leave them out": graph.enabled
         and waits
         and bool(named),
-        "offload.modules with graph.compile and parallel.expert_stash is not there yet: all that a "
-        "compiled layer "
-        "saves would move, the pages of the stash among it; leave one of them out": graph.compile
-        and parallel.expert_stash > 0
-        and bool(config.offload.modules),
         "parallel.expert_stash_resident leaves nothing for the stash of a model with one layer of "
         "experts; leave parallel.expert_stash out": parallel.expert_stash_resident
         and config.model.count("moe") == 1,

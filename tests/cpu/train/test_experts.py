@@ -10,10 +10,11 @@ from trainkit import CPU, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig, LatentConfig
-from packgraph.models.layers.moe import moe_blocks
+from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.moe.dispatch.all_to_all import PaddedDispatcher
 from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash
+from packgraph.offloading.group import SavedGroup
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.train.build import build_chunks
@@ -239,29 +240,59 @@ def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
 
 @pytest.mark.slow
 def test_too_few_pages_of_compiled_code_are_a_step_made_again(tmp_path, traced):
-    def settings(stash):
-        made = config(steps=3, stash=stash, compile=True, capacities=(Capacity(64, 8),), warmup=1)
-        model = dataclasses.replace(
-            made.model,
-            num_layers=1,
-            experts=dataclasses.replace(EXPERTS, first_dense=0),
-            latent=LatentConfig(),
-        )
-        return dataclasses.replace(made, model=model)
-
-    expected, *_ = go(tmp_path / "plain", settings(0.0))
-    found, totals, again = go(tmp_path / "few", settings(1.0), pages=1)
+    expected, *_ = go(tmp_path / "plain", of_one_layer(0.0))
+    found, totals, again = go(tmp_path / "few", of_one_layer(1.0), pages=1)
     equal(expected, found)
     assert again >= 1 and totals["replayed"] > 0
 
 
-def test_a_stash_in_compiled_code_that_is_offloaded_is_refused():
-    settings = config(stash=1.1, compile=True)
-    assert not validate(settings, "cpu")
-    settings = dataclasses.replace(settings, offload=OffloadConfig(modules=("attn_norm",)))
-    assert any(
-        "with graph.compile and parallel.expert_stash" in text for text in validate(settings, "cpu")
+def of_one_layer(stash, offload=()):
+    """Compiled code of a layer with experts, of which all that it saves may move."""
+    made = config(steps=4, stash=stash, compile=True, capacities=(Capacity(64, 8),), warmup=1)
+    model = dataclasses.replace(
+        made.model,
+        num_layers=1,
+        experts=dataclasses.replace(EXPERTS, first_dense=0),
+        latent=LatentConfig(),
     )
+    knobs = OffloadConfig(modules=offload, min_bytes=1, margin=0)
+    return dataclasses.replace(made, model=model, offload=knobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", [True, False], ids=["held", "control"])
+def test_compiled_layers_with_a_stash_are_offloaded_but_for_its_pages(
+    held, tmp_path, traced, monkeypatch
+):
+    """Without the stash's word (control) its pages move, too: they are saved for the backward."""
+    packed, pages = set(), set()
+
+    def pack(group, tensor, *rest, pack=SavedGroup.pack):
+        packed.add(tensor.untyped_storage().data_ptr())
+        return pack(group, tensor, *rest)
+
+    def memory(stash, *arguments, memory=Stash._memory):
+        made = memory(stash, *arguments)
+        pages.update(buffer.untyped_storage().data_ptr() for buffer in made)
+        return made
+
+    monkeypatch.setattr(SavedGroup, "pack", pack)
+    monkeypatch.setattr(Stash, "_memory", memory)
+    if not held:
+        monkeypatch.setattr(MoEBlock, "held_memory", lambda block: [])
+    settings = of_one_layer(1.2, ("core_attn",))
+    assert not validate(settings, "cpu")
+    found, totals, _ = go(tmp_path / "moved", settings)
+    assert pages and packed and totals["replayed"] > 0
+    if not held:
+        assert packed & pages
+        return
+    assert not packed & pages
+    torch._dynamo.reset()
+    equal(go(tmp_path / "kept", of_one_layer(1.2))[0], found)
+
+
+def test_a_stash_of_less_than_a_balanced_load_is_refused():
     with pytest.raises(ValueError, match="expert_stash must be 0 or at least 1"):
         ParallelConfig(expert_stash=0.5)
 

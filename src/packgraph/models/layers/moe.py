@@ -163,8 +163,8 @@ class MoEBlock(nn.Module):
         self._dispatcher = (dispatcher,)
 
     def run_router(self, state: State, x: Tensor) -> State:
-        """x: [T, H] or this rank's rows of it, the normed hidden state. Chooses experts, attaches the losses to hidden,
-        counts the load."""
+        """x: [T, H] or this rank's rows of it, the normed hidden state. Chooses experts, attaches
+        the losses to hidden, counts the load."""
         batch: PackedBatch = state["batch"]
         settings = self.settings
         padding = rank_rows(batch.padding_mask, state.get("context"), state.get("rows"), True)
@@ -247,6 +247,13 @@ class MoEBlock(nn.Module):
         return {key: value for key, value in state.items() if key != "moe_rows"} | {
             "moe_made": made
         }
+
+    def held_memory(self) -> list[Tensor]:
+        """The pages of the stash, which offloading must leave where they are."""
+        if self.stash is None:
+            return []
+        tiers = (self.stash.buffers, self.stash.hosts)
+        return [pages for tier in tiers for column in tier.values() for pages in column]
 
     def _learns(self) -> bool:
         """Whether this call is one of training, whose backward follows."""
