@@ -24,7 +24,7 @@ from rich.console import Console
 from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.meeting import decided_by_first
-from packgraph.parallel.processes import Launch, on_first, processes
+from packgraph.parallel.processes import Launch, on_first, processes, set_nccl
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
@@ -144,6 +144,17 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
         return _train(config, asked, launch, whereabouts)
 
 
+def _nccl_notes(device: torch.device, launch: Launch) -> list[str]:
+    """What was set for NCCL, where there are several processes on GPUs. Raises ConfigError."""
+    if device.type != "cuda" or launch.world == 1:
+        return []
+    try:
+        note = set_nccl(os.environ)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    return [] if note is None else [note]
+
+
 def _train(
     config: TrainConfig, asked: Collection[str], launch: Launch, whereabouts: Whereabouts
 ) -> tuple[Path, dict[str, Any]]:
@@ -163,6 +174,7 @@ def _train(
         world=launch.world,
         rank=launch.rank,
     )
+    told = _nccl_notes(device, launch)
     # The folder was chosen before the processes meet, so all have looked before one of them creates
     # it.
     console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
@@ -180,7 +192,7 @@ def _train(
         whereabouts.at("start")
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
-        for note in prepared.notes:
+        for note in [*prepared.notes, *told]:
             view.note(note)
         if nodes.others:
             view.note(

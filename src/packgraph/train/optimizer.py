@@ -210,7 +210,7 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg`,
         `.exp_avg_sq` and, under bfloat16, `.master`; in the parameter's shape, or `Pieces` of it
-        where other ranks have the rest."""
+        where other ranks have the rest; and what `balance` adds."""
         tensors: dict[str, Tensor] = {"step": self._steps[0]}
         for span, master in zip(self.flat.spans, self._masters, strict=True):
             state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
@@ -220,7 +220,7 @@ class Optimizer:
                 tensors.update(
                     {f"{member.name}.{key}": span.part(member, flat) for key, flat in state.items()}
                 )
-        return tensors
+        return tensors | (self.balance.state_tensors() if self.balance is not None else {})
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's live gradient buffers by parameter name: what its own microbatches have added

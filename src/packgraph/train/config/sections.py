@@ -184,6 +184,8 @@ class ParallelConfig:
         divide the heads.
     dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each
         microbatch anew; the documents of a step are shared out to all ranks of dp x cp together.
+    min_cp: the fewest ranks that a row is spread over with dynamic_cp: cp, or a power of two that
+        divides it. More means fewer shapes to capture, and smaller pieces of short rows.
     time_rows: once graphs are captured, time rows of every number of ranks, and plan by that
         instead of by estimates, with dynamic_cp; auto = on CUDA, unless the run is deterministic,
         since other times may make other plans.
@@ -203,12 +205,20 @@ class ParallelConfig:
     expert_stash: pages for what experts keep for the backward, over what equally busy experts would
         need, such as 1.1; only rows that hold tokens take memory then. 0 = all static rows are kept
         as they are.
+    expert_stash_host: pages in pinned host memory, in the same measure, for what finds no page on
+        the device; it counts towards the whole, so that 0.8 and 0.3 are pages for 1.1. Experts
+        read and write these over the bus.
+    expert_stash_page_rows: rows of a page, a multiple of 16: a layer's last page is half empty on
+        average.
+    expert_stash_resident: the last layer with experts keeps its rows as they are: its backward
+        follows at once, so that copies to pages and back only take time; needs pp = 1.
     """
 
     dp: int | None = None
     cp: int = 1
     cp_kind: Literal["auto", "ulysses", "zigzag"] = "auto"
     dynamic_cp: bool = False
+    min_cp: int = 1
     time_rows: bool | Literal["auto"] = "auto"
     tp: int = 1
     pp: int = 1
@@ -218,11 +228,15 @@ class ParallelConfig:
     dispatcher: Literal["auto", "local", "host_splits", "padded", "symmetric"] = "auto"
     expert_room: float = 1.5
     expert_stash: float = 0.0
+    expert_stash_host: float = 0.0
+    expert_stash_page_rows: int = 64
+    expert_stash_resident: bool = False
 
     def __post_init__(self) -> None:
         sizes = {
             "dp": 1 if self.dp is None else self.dp,
             "cp": self.cp,
+            "min_cp": self.min_cp,
             "tp": self.tp,
             "pp": self.pp,
             "chunks": self.chunks,
@@ -237,15 +251,36 @@ class ParallelConfig:
             "padded or "
             "host_splits"
         ] = self.dispatcher == "local" and self.ep > 1
-        problems[f"expert_stash must be 0 or at least 1, got {self.expert_stash}"] = (
-            self.expert_stash != 0 and self.expert_stash < 1
-        )
+        problems |= self._stash_problems()
         _refuse(problems)
+
+    def _stash_problems(self) -> dict[str, bool]:
+        device, host, rows = self.expert_stash, self.expert_stash_host, self.expert_stash_page_rows
+        text = f" (with expert_stash_host = {host} together at least 1)" if host > 0 else ""
+        return {
+            f"expert_stash must be 0 or at least 1, got {device}{text}": device < 0
+            or 0 < device + max(host, 0) < 1,
+            f"expert_stash_host must not be negative, got {host}": host < 0,
+            "expert_stash_page_rows must be a positive multiple of 16, since rows are copied 16 at "
+            f"a time, got {rows}": rows < 1 or rows % 16 > 0,
+            f"expert_stash_host = {host} is for what finds no page on the device; give expert_stash"
+            ", too": host > 0 and device == 0,
+            "expert_stash_resident is of a stash; give expert_stash, too": device == 0
+            and self.expert_stash_resident,
+            f"expert_stash_resident with pp = {self.pp}: forwards of other microbatches come "
+            "between the last layer's forward and its backward; leave it out": self.pp > 1
+            and self.expert_stash_resident,
+        }
 
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        contexts = context_sizes(self.cp) if self.dynamic_cp else ()
+        contexts = self.context_sizes if self.dynamic_cp else ()
         return Layout(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, contexts=contexts)
+
+    @property
+    def context_sizes(self) -> tuple[int, ...]:
+        """How many ranks may share a row with dynamic_cp, ascending."""
+        return context_sizes(self.cp, self.min_cp)
 
     @property
     def dispatcher_name(self) -> str:
