@@ -105,7 +105,7 @@ class MetricsLog:
         with writing(self._board_path):
             for name, value in row.items() if self._board is not None else ():
                 if name != "step" and value is not None:
-                    self._board.add_scalar(f"train/{name}", value, row["step"])
+                    self._board.add_scalar(_tag(name), value, row["step"])
 
     def sync(self) -> None:
         """Wait until the disk has all rows."""
@@ -151,6 +151,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Files of versions before have no checksums; their rows are taken as they are.
     """
     return _read_lines(path)[0]
+
+
+def _tag(name: str) -> str:
+    """What a number is called in TensorBoard: train/loss, eval/loss, eval/loss/SOURCE."""
+    kind, underscore, rest = name.partition("_")
+    return f"eval/{rest}" if underscore and kind == "eval" else f"train/{name}"
 
 
 def _line(row: Mapping[str, Any]) -> str:

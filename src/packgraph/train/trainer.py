@@ -40,6 +40,7 @@ from packgraph.train.checkpoint.writer import (
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
+from packgraph.train.evaluation import Evaluation
 from packgraph.train.executor import add_counts
 from packgraph.train.features.context import (
     is_wanted,
@@ -68,6 +69,7 @@ RANDOM = "random."  # stored names of random states begin so; a rank needs only 
 COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
+STOPPED_EARLY = "stopped early"
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
 
 
@@ -122,9 +124,10 @@ class Trainer:
         mesh: Mesh | None = None,
         whereabouts: Whereabouts | None = None,
         nodes: NodeFolders | None = None,
+        evaluation: Mapping[str, Microbatches] | None = None,
     ) -> None:
         """microbatches: the resumable iterator of packs on the host, the same on all processes of
-        `mesh`.
+        `mesh`. evaluation: by source, packs to evaluate on, at their beginning.
 
         whereabouts: what other ranks are told of this one. nodes: which ranks see the same
         `folder`, all of them by default. Creates nothing in `folder` yet.
@@ -139,9 +142,12 @@ class Trainer:
             )  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
         sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
-        self.feed = StepFeed(
-            microbatches, config.run.tokens_per_step, sharing, device, config.data.prefetch
-        )
+
+        def feed(stream: Microbatches) -> StepFeed:
+            run = config.run
+            return StepFeed(stream, run.tokens_per_step, sharing, device, config.data.prefetch)
+
+        self.feed = feed(microbatches)
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
         self._base = base_fingerprint(self.model, self.mesh) if config.lora.enabled else None
@@ -151,6 +157,16 @@ class Trainer:
             self.optimizer.watch()
         self.spikes = Spikes()
         self._repeats = StepRetries(self.executor, self.optimizer, device)
+        self.evaluation = Evaluation(
+            config.eval,
+            evaluation or {},
+            feed,
+            self.executor,
+            self.model.chunks,
+            self.mesh,
+            device,
+            self.optimizer.overflow,
+        )
         self.step = 0
         self._made = 0  # steps that this process has launched
         self._resumed_at = 0
@@ -221,7 +237,7 @@ class Trainer:
             told.append("saved at another layout: dropout goes on with new random numbers")
         self.spikes = Spikes.restored(state.get("spikes", {}))
         self.step = step
-        return told
+        return told + self.evaluation.restore(state.get("evaluation", {}))
 
     def _load_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         with checkpoint_here(path, self.mesh, self._nodes) as here:
@@ -319,11 +335,17 @@ class Trainer:
         ended = COMPLETED
         try:
             while self.step < self.config.run.steps and not self._must_stop(stop):
+                if self.evaluation.is_over:
+                    ended = f"{STOPPED_EARLY}: no better evaluation since step "
+                    ended += f"{self.evaluation.best.step}"
+                    break
                 if not self._one_step(stop):
                     ended = DATA_ENDED
                     break
-                self._report(log, leave=1)
-                if self.step % self.config.run.checkpoint_every == 0:
+                due = self.evaluation.is_due(self.step)
+                self._report(log, leave=0 if due else 1)
+                is_best = due and self.evaluation.best.step == self.step
+                if is_best or self.step % self.config.run.checkpoint_every == 0:
                     self._save(log)
             self._save(log)
         except _GoBack as found:
@@ -359,8 +381,9 @@ class Trainer:
         return RowsOnly([row for row in log.rows if row["step"] <= self.step])
 
     def close(self) -> None:
-        """Free all graphs and their memory, and end the thread that makes steps ahead."""
+        """Free all graphs and their memory, and end the threads that make steps ahead."""
         self.feed.close()
+        self.evaluation.close()
         self.executor.close()
 
     def _open_log(self) -> MetricsLog | RowsOnly:
@@ -515,8 +538,22 @@ class Trainer:
                 "data_wait": record.data_wait,
                 "starting": record.starting,
             }
-            log.write(row | ({"skipped": True} if skipped else {}))
-            self.view.show(row)
+            row |= {"skipped": True} if skipped else {}
+            try:
+                if self.evaluation.is_due(record.step):  # no later step was launched
+                    row |= self._evaluate(record.step)
+            finally:
+                log.write(row)
+                self.view.show(row)
+
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluate after `step`; what its row gets. The time counts as none of a step."""
+        began = time.perf_counter()
+        self._whereabouts.at("evaluation", step)
+        found = self.evaluation.run(step)
+        self.view.note(f"step {step}: {self.evaluation.in_words()}")
+        self._last_end += time.perf_counter() - began
+        return found
 
     def _judge(self, step: int, loss: float, norm: float, spiked: bool) -> bool:
         """Hold a step against those before it. Returns whether its update was left out.
@@ -624,7 +661,9 @@ class Trainer:
             "config": self._stored_config(),
             BASE: self._base,
             "spikes": self.spikes.state(),
+            "evaluation": self.evaluation.state(),
         }
+        best = self.evaluation.best if self.evaluation.enabled else None
         log.sync()
         saved = save_checkpoint(
             self.folder / CHECKPOINTS,
@@ -633,7 +672,7 @@ class Trainer:
             state,
             self.config.run.keep_checkpoints,
             self.mesh,
-            self.spikes.best_step,
+            self.spikes.best_step if best is None else best.step,
             self._nodes,
         )
         self._whereabouts.checkpoint = str(saved)
@@ -667,6 +706,8 @@ class Trainer:
         summary |= self.executor.summary() | self._graphs()
         if isinstance(self.microbatches, PlannedSteps):
             summary["context"] = self.microbatches.summary()
+        if self.evaluation.enabled:
+            summary["evaluation"] = self.evaluation.summary()
         if (
             "loss_first" in self._summary_before
         ):  # the mean over more steps, of a longer run, would be another one

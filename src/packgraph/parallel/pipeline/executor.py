@@ -39,6 +39,8 @@ from packgraph.parallel.pipeline.schedule import Action, make_schedule, slot_cou
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
+Around = Callable[[PackedBatch], contextlib.AbstractContextManager[None]]
+CONTIGUOUS = torch.contiguous_format
 HIDDEN = 2  # a chunk's tensors: the batch, the tokens in the step, hidden states
 
 
@@ -244,6 +246,63 @@ class Pipeline:
             for chunk in self._alone:
                 frozen.enter_context(chunk.frozen())
             return self._run(batches, tokens_in_step, before_last)
+
+    def evaluate(
+        self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, around: Around
+    ) -> torch.Tensor:
+        """Forwards alone, of one microbatch after another, where gradients are off. Collective.
+
+        Stages work on different microbatches at the same time; no slot is held, so any number of
+        them may be on its way.
+
+        Args:
+            batches: As of `step`.
+            tokens_in_step: 0-d int64.
+            around: Opened around the forward of a microbatch in a chunk.
+
+        Returns:
+            The sum of the losses on every rank, float64 [].
+
+        Raises:
+            PipelineError: When the ranks disagree.
+        """
+        self._agree(batches)
+        self._ask_about(batches, tokens_in_step)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        sent: tuple[Transfer, torch.Tensor] | None = None
+        for batch in batches:
+            for stage in map(self._stage, range(len(self.chunks))):
+                arguments: tuple[object, ...] = (batch, tokens_in_step)
+                if stage > 0:
+                    hidden = torch.empty_like(self._like(batch), memory_format=CONTIGUOUS)
+                    self.links.receive(hidden, stage, "forward").wait()
+                    arguments = (*arguments, hidden)
+                with around(batch):
+                    out = self._forward_alone(stage // self.links.size, arguments)
+                if stage == self.num_stages - 1:
+                    total += out
+                    continue
+                if sent is not None:
+                    sent[0].wait()
+                sent = self.links.send(out, stage, "forward"), out
+        if sent is not None:
+            sent[0].wait()
+        self.links.sum(total)
+        return total
+
+    def _forward_alone(self, index: int, arguments: tuple[object, ...]) -> torch.Tensor:
+        """The output of a chunk, contiguous memory of its own."""
+        chunk = self.chunks[index]
+        handle = self._reason or chunk.acquire(arguments, {})
+        if isinstance(handle, str):
+            chunk.stats.fell_back(handle)
+            found: torch.Tensor = chunk.run_eagerly(*arguments)
+            return found.contiguous()
+        try:
+            made: torch.Tensor = handle.run(arguments, {})
+            return made.clone(memory_format=CONTIGUOUS)
+        finally:
+            handle.lease.release()
 
     def _whole_step_is_ready(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> bool:
         """Whether every rank has captured this step; collective."""
