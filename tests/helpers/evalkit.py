@@ -42,6 +42,7 @@ def config(
 ) -> TrainConfig:
     """A tiny run on the documents at `data`. changes: of run; and sections by name, such as
     graph_ and model_, as dicts."""
+    parallel = changes.pop("parallel", ParallelConfig())
     sections = {name[:-1]: changes.pop(name) for name in list(changes) if name.endswith("_")}
     base = tiny(graph, **{"steps": 8, "tokens_per_step": 120, "checkpoint_every": 4} | changes)
     found = replace(
@@ -50,7 +51,7 @@ def config(
         data=DataConfig(source="jsonl", path=data, window=16),
         graph=replace(base.graph, capacities=(Capacity(32, 4), Capacity(64, 8))),
         eval=evaluation or EvalConfig(),
-        parallel=sections.pop("parallel", ParallelConfig()),
+        parallel=parallel,
     )
     for name, values in sections.items():
         found = replace(found, **{name: replace(getattr(found, name), **values)})

@@ -28,7 +28,7 @@ from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.processes import from_all
 from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.data import Microbatches
-from packgraph.train.executor import Executor
+from packgraph.train.executor import Counts, Executor
 from packgraph.train.features.context import undisturbed
 from packgraph.train.features.moe import Overflow
 from packgraph.train.feed import StepFeed
@@ -91,7 +91,7 @@ class Evaluation:
         identities = [(name, state["identity"]) for name, state in self._begin.items()]
         self.best = Best(hashlib.sha256(repr(identities).encode()).hexdigest()[:16])
         self._last: dict[str, Any] = {}
-        self._seconds = 0.0
+        self._seconds, self._counts = 0.0, Counts(0, 0)
 
     @property
     def enabled(self) -> bool:
@@ -171,9 +171,10 @@ class Evaluation:
         return ["other documents are evaluated on than before: the best loss begins anew"]
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says under `evaluation`; seconds are those of this process."""
+        """What summary.json says under `evaluation`. seconds: of all evaluations of this process.
+        replayed, fallbacks: forwards of this rank in the last one, as of training."""
         best = {key: value for key, value in vars(self.best).items() if key != "identity"}
-        return {**best, "seconds": self._seconds, "last": self._last}
+        return {**best, "seconds": self._seconds, **vars(self._counts), "last": self._last}
 
     def close(self) -> None:
         """End the threads that make steps ahead."""
@@ -191,8 +192,10 @@ class Evaluation:
                 in_evaluation(self._modules),
                 torch.no_grad(),
             ):
+                before = self._executor.counts()
                 for name, total in zip(self._feeds, totals, strict=True):
                     tokens[name] = self._add(name, total)
+                self._counts = self._executor.counts() - before
                 if self._overflow is not None:
                     lacking = self._overflow.lacked_in_evaluation()
             if not lacking:

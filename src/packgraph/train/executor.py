@@ -42,6 +42,9 @@ class Counts:
     replayed: int
     fallbacks: int
 
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(self.replayed - other.replayed, self.fallbacks - other.fallbacks)
+
 
 class Preparation(Protocol):
     """What else has to be ready before a step, and what it says of itself in summary.json. A call

@@ -103,8 +103,10 @@ def test_evaluations_replay_graphs_once_there_are_any(tmp_path):
         return found
 
     one.executor.evaluate = counted
-    one.run(StopRequest())
+    summary = one.run(StopRequest())
     one.close()
+    last = sum(packs for step, packs, *_ in counts if step == 8)
+    assert summary["evaluation"]["replayed"] == last and not summary["evaluation"]["fallbacks"]
     assert {step for step, *_ in counts} == {2, 4, 6, 8}
     for step, packs, replayed, fallbacks in counts:
         assert replayed == (0 if step == 2 else packs), step
