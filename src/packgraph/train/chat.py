@@ -107,8 +107,7 @@ def chat_command(words: list[str]) -> int:
         return 0
     if asked.tokens < 1:
         raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
-    how = {"tokens": asked.tokens, "is_text": asked.text, "best": asked.best}
-    with Chat.of_run(asked.run, **how) as chat:
+    with Chat.of_run(asked.run, tokens=asked.tokens, is_text=asked.text, best=asked.best) as chat:
         if asked.prompt is not None:
             print(chat.answer(asked.prompt))
             return 0
