@@ -21,8 +21,8 @@ from packgraph.parallel.pieces import Pieces, collect
 from packgraph.train.checkpoint.writer import best_checkpoint
 from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.sections import ParallelConfig
+from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.signals import StopRequest
-from packgraph.train.trainer import STOPPED_EARLY
 
 pytestmark = pytest.mark.dist
 

@@ -24,16 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packgraph.models.decoder import ModelChunks
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.processes import from_all
 from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.data import Microbatches
 from packgraph.train.executor import Counts, Executor
 from packgraph.train.features.context import undisturbed
-from packgraph.train.features.moe import Overflow
 from packgraph.train.feed import StepFeed
+from packgraph.train.metrics import finite
+from packgraph.train.optimizer import Optimizer
 
 MOST_AGAIN = 8  # evaluations of one step, each with more room for experts
+STOPPED_EARLY = "stopped early"
 LARGEST_LOSS = 700.0  # whose perplexity is a float64
 
 
@@ -74,20 +77,20 @@ class Evaluation:
     def __init__(
         self,
         options: EvalConfig,
-        packs: Mapping[str, Microbatches],
+        packs: Mapping[str, Microbatches] | None,
         feed: Callable[[Microbatches], StepFeed],
         executor: Executor,
-        modules: Sequence[nn.Module],
+        model: ModelChunks,
+        optimizer: Optimizer,
         mesh: Mesh,
-        device: torch.device,
-        overflow: Overflow | None,
     ) -> None:
-        """packs: by source, at their beginning. feed: gives this rank its share of packs. modules:
-        chunks of the model. overflow: what budgets experts have, None = none."""
-        self._options, self._executor, self._modules = options, executor, modules
-        self._mesh, self._device, self._overflow = mesh, device, overflow
-        self._feeds = {name: feed(stream) for name, stream in packs.items()}
-        self._begin = {name: stream.state_dict() for name, stream in packs.items()}
+        """packs: by source, at their beginning; None = none. feed: gives this rank its share of packs.
+        optimizer: knows the budgets of experts."""
+        self._options, self._executor, self._modules = options, executor, model.chunks
+        self._mesh, self._overflow = mesh, optimizer.overflow
+        self._device = optimizer.learning_rate.device
+        self._feeds = {name: feed(stream) for name, stream in (packs or {}).items()}
+        self._begin = {name: own.state_dict() for name, own in self._feeds.items()}
         identities = [(name, state["identity"]) for name, state in self._begin.items()]
         self.best = Best(hashlib.sha256(repr(identities).encode()).hexdigest()[:16])
         self._last: dict[str, Any] = {}
@@ -103,9 +106,11 @@ class Evaluation:
         return self.enabled and step % self._options.every == 0
 
     @property
-    def is_over(self) -> bool:
-        """Whether so many evaluations were in vain that the run is to end."""
-        return self.enabled and 0 < self._options.patience <= self.best.in_vain
+    def ending(self) -> str | None:
+        """Why the run is to end, for its summary; None where it goes on."""
+        if not self.enabled or not 0 < self._options.patience <= self.best.in_vain:
+            return None
+        return f"{STOPPED_EARLY}: no better evaluation since step {self.best.step or 0}"
 
     def run(self, step: int) -> dict[str, Any]:
         """Evaluate the weights as they are after `step`. Nothing may be in flight.
@@ -127,9 +132,9 @@ class Evaluation:
         means = {name: sums[name] / max(1, tokens[name]) for name in sums}
         several = means if len(means) > 1 else {}
         self._last = {
-            "eval_loss": _number(loss),
+            "eval_loss": finite(loss),
             "eval_perplexity": math.exp(loss) if loss < LARGEST_LOSS else None,
-            **{f"eval_loss/{name}": _number(mean) for name, mean in several.items()},
+            **{f"eval_loss/{name}": finite(mean) for name, mean in several.items()},
             "eval_tokens": total,
             "eval_seconds": time.perf_counter() - began,
         }
@@ -243,8 +248,3 @@ def in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for owner, training in flags:
             owner.training = training
-
-
-def _number(value: float) -> float | None:
-    """What JSON has for a number: null where it is none."""
-    return value if math.isfinite(value) else None

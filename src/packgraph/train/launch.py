@@ -38,6 +38,7 @@ from packgraph.train.data import (
     open_for_evaluation,
     open_microbatches,
 )
+from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.features.context import context_notes, context_request, places_multiple
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
 from packgraph.train.memory import available_memory, check_memory
@@ -55,7 +56,7 @@ from packgraph.train.run_folder import (
     take_folder,
 )
 from packgraph.train.signals import stop_on_signals
-from packgraph.train.trainer import COMPLETED, DATA_ENDED, STOPPED_EARLY, Trainer
+from packgraph.train.trainer import COMPLETED, DATA_ENDED, Trainer
 from packgraph.train.validate import validate
 
 ALONE = Launch()

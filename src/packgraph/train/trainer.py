@@ -53,7 +53,7 @@ from packgraph.train.features.context import (
 from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.feed import StepFeed
-from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
+from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import learning_rate_at
 from packgraph.train.progress import LeftOut, ProgressView
@@ -69,7 +69,6 @@ RANDOM = "random."  # stored names of random states begin so; a rank needs only 
 COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
-STOPPED_EARLY = "stopped early"
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
 
 
@@ -158,14 +157,7 @@ class Trainer:
         self.spikes = Spikes()
         self._repeats = StepRetries(self.executor, self.optimizer, device)
         self.evaluation = Evaluation(
-            config.eval,
-            evaluation or {},
-            feed,
-            self.executor,
-            self.model.chunks,
-            self.mesh,
-            device,
-            self.optimizer.overflow,
+            config.eval, evaluation, feed, self.executor, self.model, self.optimizer, self.mesh
         )
         self.step = 0
         self._made = 0  # steps that this process has launched
@@ -335,9 +327,8 @@ class Trainer:
         ended = COMPLETED
         try:
             while self.step < self.config.run.steps and not self._must_stop(stop):
-                if self.evaluation.is_over:
-                    ended = f"{STOPPED_EARLY}: no better evaluation since step "
-                    ended += f"{self.evaluation.best.step}"
+                if self.evaluation.ending is not None:
+                    ended = self.evaluation.ending
                     break
                 if not self._one_step(stop):
                     ended = DATA_ENDED
@@ -526,8 +517,8 @@ class Trainer:
             skipped = self._judge(record.step, loss, norm, spiked > 0)
             row = {
                 "step": record.step,
-                "loss": _number(loss),
-                "gradient_norm": _number(norm),
+                "loss": finite(loss),
+                "gradient_norm": finite(norm),
                 "learning_rate": record.learning_rate,
                 "tokens": record.tokens,
                 "places": record.places,
@@ -663,7 +654,6 @@ class Trainer:
             "spikes": self.spikes.state(),
             "evaluation": self.evaluation.state(),
         }
-        best = self.evaluation.best if self.evaluation.enabled else None
         log.sync()
         saved = save_checkpoint(
             self.folder / CHECKPOINTS,
@@ -672,7 +662,7 @@ class Trainer:
             state,
             self.config.run.keep_checkpoints,
             self.mesh,
-            self.spikes.best_step if best is None else best.step,
+            self.evaluation.best.step if self.evaluation.enabled else self.spikes.best_step,
             self._nodes,
         )
         self._whereabouts.checkpoint = str(saved)
@@ -723,8 +713,3 @@ class Trainer:
     def _finished_summary(self) -> dict[str, Any] | None:
         """The summary in the folder if it is that of the step this run has reached, else None."""
         return self._summary_before if self._summary_before.get("steps") == self.step else None
-
-
-def _number(value: float) -> float | None:
-    """What JSON has for a number: null where it is none."""
-    return value if math.isfinite(value) else None

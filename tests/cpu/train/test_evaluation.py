@@ -24,11 +24,11 @@ from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.data import DataError, open_documents
 from packgraph.train.data.held_out import is_held_out, split
 from packgraph.train.data.order import SourcePart
-from packgraph.train.evaluation import Best
+from packgraph.train.evaluation import STOPPED_EARLY, Best
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY
 from packgraph.train.signals import StopRequest
-from packgraph.train.trainer import COMPLETED, STOPPED_EARLY
+from packgraph.train.trainer import COMPLETED
 
 KINDS = {
     "layer": {},

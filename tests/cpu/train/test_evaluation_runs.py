@@ -24,11 +24,11 @@ from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.presets import preset
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data import DataError
+from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.launch import next_commands, prepare
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 from packgraph.train.signals import StopRequest
-from packgraph.train.trainer import STOPPED_EARLY
 from packgraph.train.validate import validate
 
 SHARE = EvalConfig(every=2, share=0.2)
