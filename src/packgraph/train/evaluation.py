@@ -84,14 +84,14 @@ class Evaluation:
         optimizer: Optimizer,
         mesh: Mesh,
     ) -> None:
-        """packs: by source, at their beginning; None = none. feed: gives this rank its share of packs.
-        optimizer: knows the budgets of experts."""
+        """packs: by source, at their beginning; None = none. feed: gives this rank its share of
+        packs. optimizer: knows the budgets of experts."""
         self._options, self._executor, self._modules = options, executor, model.chunks
         self._mesh, self._overflow = mesh, optimizer.overflow
         self._device = optimizer.learning_rate.device
         self._feeds = {name: feed(stream) for name, stream in (packs or {}).items()}
         self._begin = {name: own.state_dict() for name, own in self._feeds.items()}
-        identities = [(name, state["identity"]) for name, state in self._begin.items()]
+        identities = [state["identity"] for state in self._begin.values()]
         self.best = Best(hashlib.sha256(repr(identities).encode()).hexdigest()[:16])
         self._last: dict[str, Any] = {}
         self._seconds, self._counts = 0.0, Counts(0, 0)

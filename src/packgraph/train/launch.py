@@ -46,6 +46,7 @@ from packgraph.train.metrics import BOARD
 from packgraph.train.progress import ProgressView, left_out_line
 from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import (
+    CHECKPOINTS,
     CONFIG,
     SUMMARY,
     begin_in,
@@ -253,6 +254,10 @@ def closing_lines(
             f"{summary['padding_fraction']:.1%}, {summary['replayed']} replays, fallbacks "
             f"{summary['fallbacks'] or 'none'}"
         )
+    best = summary.get("evaluation", {})
+    if best.get("loss") is not None:
+        where = folder / CHECKPOINTS / f"step-{best['step']:08d}"
+        lines.append(f"best evaluation loss {best['loss']:.4f} at step {best['step']}: {where}")
     if line := left_out_line(summary.get("documents", {})):
         lines.append(line)
     found = next_commands(config, folder, summary, launch)

@@ -42,7 +42,7 @@ from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.pipeline.executor import Pipeline
+from packgraph.parallel.pipeline.executor import Around, Pipeline
 from packgraph.parallel.pipeline.links import make_links
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.sections import GraphConfig, TrainConfig
@@ -72,7 +72,6 @@ class _Graphs:
 
 
 GRAPHS: Ways = _Graphs()
-Around = Callable[[PackedBatch], contextlib.AbstractContextManager[None]]
 
 
 class Runner(Protocol):
@@ -521,7 +520,7 @@ class PipelineRunner:
         return step_and_update(self, batches, loss_tokens, optimizer, learning_rate, ways)
 
     def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
-        """As `Runner.evaluate`; microbatches follow each other through the stages."""
+        """As `Runner.evaluate`; see `Pipeline.evaluate`."""
         one = torch.ones((), dtype=torch.int64, device=self._device)
         if not batches:
             return torch.zeros((), dtype=torch.float64, device=self._device)

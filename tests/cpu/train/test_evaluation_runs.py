@@ -15,7 +15,9 @@ from trainkit import equal, state_of
 from tuningkit import tiny_model, train
 
 from packgraph import cli
+from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.processes import Launch
 from packgraph.train.autotune import EAGER, FASTER, Autotune, Choice
 from packgraph.train.checkpoint.reader import tensor_entries
@@ -25,7 +27,7 @@ from packgraph.train.config.presets import preset
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data import DataError
 from packgraph.train.evaluation import STOPPED_EARLY
-from packgraph.train.launch import next_commands, prepare
+from packgraph.train.launch import closing_lines, next_commands, prepare
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 from packgraph.train.signals import StopRequest
@@ -168,15 +170,15 @@ def test_what_autotuning_has_given_up_is_evaluated_eagerly(tmp_path: Path) -> No
 def test_evaluations_go_with_what_a_run_may_have(tmp_path: Path, changes: dict[str, Any]) -> None:
     data = documents(tmp_path / "data.jsonl")
     found = []
-    for name, evaluation, graph in (
+    for name, evaluation, enabled in (
         ("plain", dataclasses.replace(SHARE, every=0), True),
         ("evaluated", SHARE, True),
         ("eager", SHARE, False),
     ):
-        options = {**changes, "graph_": {**changes.get("graph_", {}), "enabled": graph}}
-        if not graph:
+        options = {**changes, "graph_": {**changes.get("graph_", {}), "enabled": enabled}}
+        if not enabled:
             options.pop("offload_", None)
-        run = made(tmp_path / name, config(data, evaluation, graph, steps=5, **options))
+        run = made(tmp_path / name, config(data, evaluation, enabled, steps=5, **options))
         run.run(StopRequest())
         found.append(state_of(run))
         run.close()
@@ -188,10 +190,35 @@ def test_evaluations_go_with_what_a_run_may_have(tmp_path: Path, changes: dict[s
     assert losses[0] == losses[1] and losses[0][3] is not None
 
 
+def test_compiled_stages_are_evaluated_by_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tracing(*modules: Any, compile: bool, **options: Any) -> Any:
+        return graph(*modules, compile="aot_eager" if compile else False, **options)
+
+    monkeypatch.setattr("packgraph.train.runners.graph", tracing)
+    data = documents(tmp_path / "data.jsonl", 30)
+    found = []
+    for name, every in (("plain", 0), ("evaluated", 2)):
+        torch._dynamo.reset()
+        evaluation = dataclasses.replace(SHARE, every=every)
+        changes = {"compile": True, "capacities": (Capacity(64, 8),)}
+        run = made(tmp_path / name, config(data, evaluation, steps=4, graph_=changes))
+        summary = run.run(StopRequest())
+        found.append(state_of(run))
+        run.close()
+    torch._dynamo.reset()
+    equal(*found)
+    assert summary["evaluation"]["replayed"] > 0 and not summary["evaluation"]["fallbacks"]
+
+
 def test_the_way_on_from_an_early_stop_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     (folder / "checkpoints" / "step-00000007").mkdir(parents=True)
     summary = {"ended": f"{STOPPED_EARLY}: no better evaluation since step 4", "steps": 7}
+    best = {"evaluation": {"loss": 2.5, "step": 4}}
+    lines = closing_lines(preset("qwen3-tiny"), folder, summary | best, Launch())
+    assert lines[1] == f"best evaluation loss 2.5000 at step 4: {folder}/checkpoints/step-00000004"
     words = next_commands(preset("qwen3-tiny"), folder, summary, Launch())["to go on"]
     assert words[-3:] == ["--resume", "--eval.patience", "0"]
 

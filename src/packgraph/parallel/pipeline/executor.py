@@ -17,7 +17,7 @@ import warnings
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -250,10 +250,10 @@ class Pipeline:
     def evaluate(
         self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, around: Around
     ) -> torch.Tensor:
-        """Forwards alone, of one microbatch after another, where gradients are off. Collective.
+        """Forwards alone, where gradients are off. Collective.
 
-        Stages work on different microbatches at the same time; no slot is held, so any number of
-        them may be on its way.
+        As many microbatches as there are ranks go through a chunk before the next chunk's turn, so
+        all ranks work. No slot is held beyond a call.
 
         Args:
             batches: As of `step`.
@@ -268,27 +268,33 @@ class Pipeline:
         """
         self._agree(batches)
         self._ask_about(batches, tokens_in_step)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        sent: tuple[Transfer, torch.Tensor] | None = None
-        for batch in batches:
-            for stage in map(self._stage, range(len(self.chunks))):
-                arguments: tuple[object, ...] = (batch, tokens_in_step)
-                if stage > 0:
-                    hidden = torch.empty_like(self._like(batch), memory_format=CONTIGUOUS)
-                    self.links.receive(hidden, stage, "forward").wait()
-                    arguments = (*arguments, hidden)
-                with around(batch):
-                    out = self._forward_alone(stage // self.links.size, arguments)
-                if stage == self.num_stages - 1:
-                    total += out
-                    continue
-                if sent is not None:
-                    sent[0].wait()
-                sent = self.links.send(out, stage, "forward"), out
-        if sent is not None:
-            sent[0].wait()
+        ranks, total = self.links.size, torch.zeros((), dtype=torch.float64, device=self.device)
+        sent: deque[tuple[Transfer, torch.Tensor]] = deque()
+        for stage, batch in self._forwards(batches):
+            arguments: tuple[object, ...] = (batch, tokens_in_step)
+            if stage > 0:
+                hidden = torch.empty_like(self._like(batch), memory_format=CONTIGUOUS)
+                self.links.receive(hidden, stage, "forward").wait()
+                arguments = (*arguments, hidden)
+            with around(batch):
+                out = self._forward_alone(stage // ranks, arguments)
+            if stage == self.num_stages - 1:
+                total += out
+                continue
+            if len(sent) == ranks:  # more are never waited for at the same time
+                sent.popleft()[0].wait()
+            sent.append((self.links.send(out, stage, "forward"), out))
+        for transfer, _ in sent:
+            transfer.wait()
         self.links.sum(total)
         return total
+
+    def _forwards(self, batches: Sequence[PackedBatch]) -> Iterator[tuple[int, PackedBatch]]:
+        """This rank's stages and their microbatches, in the order of `evaluate`."""
+        for first in range(0, len(batches), self.links.size):
+            for stage in map(self._stage, range(len(self.chunks))):
+                for batch in batches[first : first + self.links.size]:
+                    yield stage, batch
 
     def _forward_alone(self, index: int, arguments: tuple[object, ...]) -> torch.Tensor:
         """The output of a chunk, contiguous memory of its own."""
