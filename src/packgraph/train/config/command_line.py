@@ -42,7 +42,6 @@ COMMON = (
     "data.path",
     "data.tokenizer",
     "eval.every",
-    "eval.path",
     "eval.share",
     "optimizer.learning_rate",
     "graph.granularity",
