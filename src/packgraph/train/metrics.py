@@ -8,6 +8,7 @@ own, so that a row that is read is one that was written.
 """
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,11 @@ NEEDED = {
     "starting": (bool,),
 }
 MORE = ("data_wait", "skipped")  # what a summary also reads
+
+
+def finite(value: float) -> float | None:
+    """What JSON has for a number: `value`, or null where it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 class LateFetch:
@@ -105,7 +111,7 @@ class MetricsLog:
         with writing(self._board_path):
             for name, value in row.items() if self._board is not None else ():
                 if name != "step" and value is not None:
-                    self._board.add_scalar(f"train/{name}", value, row["step"])
+                    self._board.add_scalar(_tag(name), value, row["step"])
 
     def sync(self) -> None:
         """Wait until the disk has all rows."""
@@ -151,6 +157,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Files of versions before have no checksums; their rows are taken as they are.
     """
     return _read_lines(path)[0]
+
+
+def _tag(name: str) -> str:
+    """What a number is called in TensorBoard: train/loss, eval/loss, eval/loss/SOURCE."""
+    kind, underscore, rest = name.partition("_")
+    return f"eval/{rest}" if underscore and kind == "eval" else f"train/{name}"
 
 
 def _line(row: Mapping[str, Any]) -> str:

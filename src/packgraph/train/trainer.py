@@ -40,6 +40,7 @@ from packgraph.train.checkpoint.writer import (
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
+from packgraph.train.evaluation import Evaluation
 from packgraph.train.executor import add_counts
 from packgraph.train.features.context import (
     is_wanted,
@@ -52,7 +53,7 @@ from packgraph.train.features.context import (
 from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.feed import StepFeed
-from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
+from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import learning_rate_at
 from packgraph.train.progress import LeftOut, ProgressView
@@ -122,9 +123,10 @@ class Trainer:
         mesh: Mesh | None = None,
         whereabouts: Whereabouts | None = None,
         nodes: NodeFolders | None = None,
+        evaluation: Mapping[str, Microbatches] | None = None,
     ) -> None:
         """microbatches: the resumable iterator of packs on the host, the same on all processes of
-        `mesh`.
+        `mesh`. evaluation: by source, packs to evaluate on, at their beginning.
 
         whereabouts: what other ranks are told of this one. nodes: which ranks see the same
         `folder`, all of them by default. Creates nothing in `folder` yet.
@@ -139,9 +141,12 @@ class Trainer:
             )  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
         sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
-        self.feed = StepFeed(
-            microbatches, config.run.tokens_per_step, sharing, device, config.data.prefetch
-        )
+
+        def feed(stream: Microbatches) -> StepFeed:
+            run = config.run
+            return StepFeed(stream, run.tokens_per_step, sharing, device, config.data.prefetch)
+
+        self.feed = feed(microbatches)
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
         self._base = base_fingerprint(self.model, self.mesh) if config.lora.enabled else None
@@ -151,6 +156,9 @@ class Trainer:
             self.optimizer.watch()
         self.spikes = Spikes()
         self._repeats = StepRetries(self.executor, self.optimizer, device)
+        self.evaluation = Evaluation(
+            config.eval, evaluation, feed, self.executor, self.model, self.optimizer, self.mesh
+        )
         self.step = 0
         self._made = 0  # steps that this process has launched
         self._resumed_at = 0
@@ -221,7 +229,7 @@ class Trainer:
             told.append("saved at another layout: dropout goes on with new random numbers")
         self.spikes = Spikes.restored(state.get("spikes", {}))
         self.step = step
-        return told
+        return told + self.evaluation.restore(state.get("evaluation", {}))
 
     def _load_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         with checkpoint_here(path, self.mesh, self._nodes) as here:
@@ -319,11 +327,16 @@ class Trainer:
         ended = COMPLETED
         try:
             while self.step < self.config.run.steps and not self._must_stop(stop):
+                if self.evaluation.ending is not None:
+                    ended = self.evaluation.ending
+                    break
                 if not self._one_step(stop):
                     ended = DATA_ENDED
                     break
-                self._report(log, leave=1)
-                if self.step % self.config.run.checkpoint_every == 0:
+                due = self.evaluation.is_due(self.step)
+                self._report(log, leave=0 if due else 1)
+                is_best = due and self.evaluation.best.step == self.step
+                if is_best or self.step % self.config.run.checkpoint_every == 0:
                     self._save(log)
             self._save(log)
         except _GoBack as found:
@@ -359,8 +372,9 @@ class Trainer:
         return RowsOnly([row for row in log.rows if row["step"] <= self.step])
 
     def close(self) -> None:
-        """Free all graphs and their memory, and end the thread that makes steps ahead."""
+        """Free all graphs and their memory, and end the threads that make steps ahead."""
         self.feed.close()
+        self.evaluation.close()
         self.executor.close()
 
     def _open_log(self) -> MetricsLog | RowsOnly:
@@ -503,8 +517,8 @@ class Trainer:
             skipped = self._judge(record.step, loss, norm, spiked > 0)
             row = {
                 "step": record.step,
-                "loss": _number(loss),
-                "gradient_norm": _number(norm),
+                "loss": finite(loss),
+                "gradient_norm": finite(norm),
                 "learning_rate": record.learning_rate,
                 "tokens": record.tokens,
                 "places": record.places,
@@ -515,8 +529,22 @@ class Trainer:
                 "data_wait": record.data_wait,
                 "starting": record.starting,
             }
-            log.write(row | ({"skipped": True} if skipped else {}))
-            self.view.show(row)
+            row |= {"skipped": True} if skipped else {}
+            try:
+                if self.evaluation.is_due(record.step):  # no later step was launched
+                    row |= self._evaluate(record.step)
+            finally:
+                log.write(row)
+                self.view.show(row)
+
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluate after `step`; what its row gets. The time counts as none of a step."""
+        began = time.perf_counter()
+        self._whereabouts.at("evaluation", step)
+        found = self.evaluation.run(step)
+        self.view.note(f"step {step}: {self.evaluation.in_words()}")
+        self._last_end += time.perf_counter() - began
+        return found
 
     def _judge(self, step: int, loss: float, norm: float, spiked: bool) -> bool:
         """Hold a step against those before it. Returns whether its update was left out.
@@ -624,6 +652,7 @@ class Trainer:
             "config": self._stored_config(),
             BASE: self._base,
             "spikes": self.spikes.state(),
+            "evaluation": self.evaluation.state(),
         }
         log.sync()
         saved = save_checkpoint(
@@ -633,7 +662,7 @@ class Trainer:
             state,
             self.config.run.keep_checkpoints,
             self.mesh,
-            self.spikes.best_step,
+            self.evaluation.best.step if self.evaluation.enabled else self.spikes.best_step,
             self._nodes,
         )
         self._whereabouts.checkpoint = str(saved)
@@ -667,6 +696,8 @@ class Trainer:
         summary |= self.executor.summary() | self._graphs()
         if isinstance(self.microbatches, PlannedSteps):
             summary["context"] = self.microbatches.summary()
+        if self.evaluation.enabled:
+            summary["evaluation"] = self.evaluation.summary()
         if (
             "loss_first" in self._summary_before
         ):  # the mean over more steps, of a longer run, would be another one
@@ -682,8 +713,3 @@ class Trainer:
     def _finished_summary(self) -> dict[str, Any] | None:
         """The summary in the folder if it is that of the step this run has reached, else None."""
         return self._summary_before if self._summary_before.get("steps") == self.step else None
-
-
-def _number(value: float) -> float | None:
-    """What JSON has for a number: null where it is none."""
-    return value if math.isfinite(value) else None

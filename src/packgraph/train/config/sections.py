@@ -17,6 +17,7 @@ from packgraph.models.decoder import DecoderConfig
 from packgraph.offloading.knobs import OffloadKnobs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
 from packgraph.train.config.values import path_problem, shown
 
@@ -601,6 +602,7 @@ class TrainConfig:
     hf: HfConfig = field(default_factory=HfConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)
