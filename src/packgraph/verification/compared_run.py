@@ -72,7 +72,9 @@ class ComparedRun:
     def __init__(self, config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> None:
         """mesh: where the processes are; None = a run of this process alone."""
         self.device, self.mesh = device, mesh or single_process()
-        self.sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
+        self.sharing = MicrobatchAssignment.of(
+            self.mesh, rank_tokens(config), in_step=config.parallel.shards
+        )
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         # Some steps have all their microbatches in flight.
