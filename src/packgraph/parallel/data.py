@@ -147,10 +147,10 @@ class GradientBucket:
     None = no other rank does. own: the part of this rank. own_parameters, own_gradients: [size /
     ranks of the group]; after `reduce` the latter are the sums over the group. sharded_layer: whose
     `gradients` are memory of other layers, too, so that sums are in own_gradients alone; None = of
-    no other. is_gathered: so are `parameters`, and own_parameters are memory of their own. decays: weight decay applies (two or more
-    dimensions). sharded: other tensor-parallel ranks hold other elements, not copies. sharers: the
-    ranks over which gradients of copies are still to be summed, None where every rank computes the
-    whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
+    no other. is_gathered: so are `parameters`, and own_parameters are memory of their own.
+    decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel ranks hold
+    other elements, not copies. sharers: the ranks over which gradients of copies are still to be
+    summed, None where every rank computes the whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
     sharers) have copies, None for all others.
     """
 

@@ -194,7 +194,7 @@ class MicrobatchAssignment:
     def of(
         mesh: Mesh, rank_tokens: int | None = None, *, in_step: bool = False
     ) -> "MicrobatchAssignment":
-        """That of a run over `mesh`. in_step: every microbatch is an exchange among all replicas."""
+        """That of a run over `mesh`. in_step: all replicas run microbatches at the same time."""
         if rank_tokens is None:
             replicas = mesh.layout.replicas(mesh.world)
             together = replicas if in_step else mesh.size("ep")
