@@ -1,9 +1,18 @@
 """Sharded layers: the same numbers as replicas that keep everything, through graphs and eagerly."""
 
+from unittest import mock
+
 import pytest
 import torch
-from distkit import run_ranks
+from distkit import CPU, run_ranks
 from shardedkit import differences, settings, train
+from torch import nn
+
+from packgraph.graphs.stages import Stage, run_in_order
+from packgraph.parallel import sharded
+from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.sharded import ShardedLayers, layers_of
+from packgraph.train.build import build_chunks, make_optimizer
 
 
 def run_kinds(mesh, kinds, options, changes):
@@ -70,3 +79,124 @@ def test_combinations(case):
     for plain, eager, graph in run_ranks(run_kinds, 2, kinds, options, changes):
         assert not differences(plain, eager)
         assert graph["replayed"] and not differences(eager, graph)
+
+
+def run_broken(mesh, what):
+    """Eager and graphs, of which the latter lack a step that keeps their numbers right."""
+    eager = train(mesh, settings("parameters"), packs=2, steps=5)
+    broken = {
+        "backward without its gather": (sharded.ShardedLayer, "begin_backward", _without_gather),
+        "reduce before all is added": (sharded, "add_waiting_gradients", lambda: None),
+        "forward without its gather": (sharded.ShardedLayer, "gather", lambda self: None),
+    }
+    with mock.patch.object(*broken[what]):
+        return eager, train(mesh, settings("parameters", graph=True), packs=2, steps=5)
+
+
+def _without_gather(self, late):
+    for span in self.spans:
+        span.gradients.zero_()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "what",
+    [
+        "backward without its gather",
+        "reduce before all is added",
+        "forward without its gather",
+    ],
+)
+def test_what_is_left_out_is_found(what):
+    for eager, graph in run_ranks(run_broken, 2, what):
+        assert differences(eager, graph)
+
+
+def held_bytes(mesh, shard):
+    """Bytes of storages: (parameters of layers, gradients of layers, largest layer)."""
+    config = settings(shard, model={"num_layers": 6})
+    model = build_chunks(config, CPU, mesh)
+    layer = sum(p.numel() for p in model.chunks[0].layers["0"].parameters() if p.ndim >= 2) * 4
+    optimizer = make_optimizer(model, config, mesh)
+    spans = [span for span in optimizer.flat.spans if span.members[0].name.startswith("layers.")]
+    spans = [span for span in spans if span.decays]
+
+    def count(tensors):
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    buffers = count([span.parameters for span in spans])
+    parts = count([span.own_parameters for span in spans])
+    gradients = count([span.gradients for span in spans])
+    sums = count([span.own_gradients for span in spans])
+    return buffers, parts, gradients, sums, layer
+
+
+@pytest.mark.dist
+def test_a_rank_holds_its_part_and_two_buffers():
+    for buffers, parts, gradients, sums, layer in run_ranks(held_bytes, 4, "parameters"):
+        padded = layer + 4 * 4 * 128 * 2  # bytes; a span ends at a multiple of 128 for each rank
+        assert 2 * layer <= buffers <= 2 * padded and 2 * layer <= gradients <= 2 * padded
+        assert 6 * layer / 4 <= parts <= 6 * padded / 4
+        assert 6 * layer / 4 <= sums <= 6 * padded / 4
+
+
+class Odd(nn.Module):
+    """A layer that makes autograd's order hard: casts of weights, one that is used twice, a product
+    of weights alone, one without a gradient, and a second output."""
+
+    def __init__(self):
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        make = lambda: nn.Parameter(torch.randn(8, 8, generator=draw) / 4)  # noqa: E731
+        self.one, self.twice, self.three, self.idle = make(), make(), make(), make()
+
+    def run(self, state):
+        hidden = state["hidden"]
+        square = self.twice.double() @ self.three.double()
+        hidden = hidden + torch.tanh(hidden @ self.one.bfloat16().float()) @ square.float()
+        hidden = hidden + torch.sin(hidden @ self.twice)
+        return {**state, "hidden": hidden, "extra": state["extra"] + square.square().mean()}
+
+
+class OddModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): Odd() for number in range(4)})
+        self.shards = None
+
+    def forward(self, rows, differentiable):
+        state = {"hidden": rows.clone().requires_grad_(differentiable), "extra": rows.new_zeros([])}
+        for number, layer in self.layers.items():
+            stages = [Stage("odd", int(number), layer.run)]
+            stages = stages if self.shards is None else self.shards.around(int(number), stages)
+            state = run_in_order(stages, state)
+        return state["hidden"].square().mean() + state["extra"].float()
+
+
+def run_odd(mesh, differentiable):
+    found = []
+    for shard in ("none", "parameters"):
+        model = OddModel()
+        flat = FlatParameters(
+            model.named_parameters(), mesh.group("dp"), layers=layers_of(model), shard=shard
+        )
+        if shard != "none":
+            model.shards = ShardedLayers(flat)
+        flat.zero_gradients()
+        rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(mesh.rank))
+        # Two calls in one backward: what is open of the first must not be in the way.
+        loss = model(rows, differentiable) + (model(rows + 1, differentiable) if shard else 0)
+        loss.backward()
+        flat.reduce()
+        found.append([span.own_gradients.clone() for span in flat.spans])
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_gradients_of_a_layer_are_complete_when_they_are_reduced(differentiable):
+    for plain, sharded_ones in run_ranks(run_odd, 2, differentiable):
+        assert len(plain) == len(sharded_ones) == 4
+        for one, other in zip(plain, sharded_ones, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
