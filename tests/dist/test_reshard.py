@@ -132,7 +132,9 @@ def test_sharded_layers_are_saved_and_loaded_over_any_number_of_ranks(tmp_path):
     parts = [("parameters", 2), ("none", 4), ("gradients", 4), ("parameters", 1)]
     for number, (shard, ranks) in enumerate(parts):
         again = settings(shard, ranks, 2 * number + 2)
-        for loaded, ended, _ in run_ranks(go, ranks, folder, again, number > 0, layout=Layout(ranks)):
+        for loaded, ended, _ in run_ranks(
+            go, ranks, folder, again, number > 0, layout=Layout(ranks)
+        ):
             if before is not None:
                 assert loaded.keys() == before.keys()
                 assert not [name for name in before if not torch.equal(loaded[name], before[name])]

@@ -1,5 +1,7 @@
 """Sharded layers: the same numbers as replicas that keep everything, through graphs and eagerly."""
 
+import dataclasses
+import functools
 from unittest import mock
 
 import pytest
@@ -11,8 +13,11 @@ from torch import nn
 from packgraph.graphs.stages import Stage, run_in_order
 from packgraph.parallel import sharded
 from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.mesh import Layout
 from packgraph.parallel.sharded import ShardedLayers, layers_of
 from packgraph.train.build import build_chunks, make_optimizer
+from packgraph.verification.matrix import budget_of, config_for, random_packs
+from packgraph.verification.ranks import STATE, verify_ranks
 
 
 def run_kinds(mesh, kinds, options, changes):
@@ -30,8 +35,8 @@ def run_kinds(mesh, kinds, options, changes):
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 def test_eager_equals_replicas_bitwise(shard):
     kinds = [("none", False), (shard, False)]
-    for plain, sharded in run_ranks(run_kinds, 2, kinds, {"packs": 2, "alike": True}, {}):
-        assert not differences(plain, sharded)
+    for plain, parts in run_ranks(run_kinds, 2, kinds, {"packs": 2, "alike": True}, {}):
+        assert not differences(plain, parts)
 
 
 @pytest.mark.dist
@@ -196,7 +201,26 @@ def run_odd(mesh, differentiable):
 @pytest.mark.dist
 @pytest.mark.parametrize("differentiable", [True, False])
 def test_gradients_of_a_layer_are_complete_when_they_are_reduced(differentiable):
-    for plain, sharded_ones in run_ranks(run_odd, 2, differentiable):
-        assert len(plain) == len(sharded_ones) == 4
-        for one, other in zip(plain, sharded_ones, strict=True):
+    for plain, parts in run_ranks(run_odd, 2, differentiable):
+        assert len(plain) == len(parts) == 4
+        for one, other in zip(plain, parts, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def verified(mesh, granularity, apart):
+    config = config_for(Layout(dp=2), granularity, 4)
+    config = dataclasses.replace(
+        config,
+        graph=dataclasses.replace(config.graph, strict=True),
+        parallel=dataclasses.replace(config.parallel, shard="parameters"),
+    )
+    packs = functools.partial(random_packs, seed=1)
+    return verify_ranks("sharded", config, packs, CPU, mesh, apart=apart, budget=budget_of)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("granularity", "apart"), [("chunk", False), ("layer", True)])
+def test_verify_compares_the_parts(granularity, apart):
+    for report in run_ranks(verified, 2, granularity, apart, layout=Layout(dp=2)):
+        assert report.good and report.one_process.good, report
+        assert list(report.one_process.distances)[-1] == STATE and not report.silent_ranks()

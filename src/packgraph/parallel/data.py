@@ -150,8 +150,8 @@ class GradientBucket:
     no other. is_gathered: so are `parameters`, and own_parameters are memory of their own.
     decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel ranks hold
     other elements, not copies. sharers: the ranks over which gradients of copies are still to be
-    summed, None where every rank computes the whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
-    sharers) have copies, None for all others.
+    summed, None where every rank computes the whole gradient. tied: the name of the one parameter
+    here of which other pipeline stages (the sharers) have copies, None for all others.
     """
 
     members: list[Member]

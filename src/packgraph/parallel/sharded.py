@@ -132,7 +132,8 @@ class ShardedLayer:
                         f"the gradient of {member.name} was replaced, but it is sharded: ranks add "
                         "up what comes to its own memory only. Leave .grad alone, or set it to None"
                     )
-            span.gradients.zero_()
+            # Not as a write that counts: backwards in flight do not depend on what is there now.
+            span.gradients.data.zero_()
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -141,7 +142,7 @@ class ShardedLayer:
         for span in self.spans:
             part = torch.empty_like(span.own_gradients)
             reduce_scatter_flat(part, span.gradients, group=span.group)
-            span.own_gradients.add_(part)
+            span.own_gradients.data.add_(part)
 
 
 class ShardedLayers:
