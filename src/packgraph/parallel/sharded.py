@@ -3,30 +3,33 @@ and 3, Rajbhandari et al. 2020, arXiv:1910.02054).
 
 Every rank keeps its own part of a layer's matrices, of their gradients and of the optimizer's
 state. The whole ones lie in one of two buffers, with which layers take turns, so addresses are
-static and captured graphs may hold them:
+static and captured graphs may hold them. What is exchanged is on its way while another layer runs:
 
-    layer       0      1      2      3           forward, from left to right
-    buffer      A      B      A      B
-                gather ▸ run ▸ leave             backward, from right to left
-                reduce ◂ run ◂ gather, zero
+    forward     layer 0    layer 1    layer 2    ...    layer 2    layer 1    layer 0    backward
+    buffer      A          B          A                 A          B          A
+    gathers     0, then 1  2          3                 2, then 1  0
+    reduces                                             3          2          1, then 0
 
-Two stages stand around those of a layer. `enter` gathers the parameters, and its node of autograd
-reduces the gradients in the backward: each rank adds its part of the sum over all ranks to what it
-keeps. `leave` does nothing in the forward; its node gathers the parameters again and zeroes the
-buffer of gradients. The nodes are identities, so all numbers are those without them. They are
-stages as others: a scope captures them into graphs, recomputation begins behind `enter`.
+Two stages stand around those of a layer. `enter` begins to gather the parameters of the layer
+behind, and `leave` waits for them. In the backward their nodes of autograd do the same for the
+layer in front: that of `leave` begins to gather its parameters and to reduce the gradients of the
+layer behind, and that of `enter` waits. A reduction leaves each rank its part of the sum over all
+ranks, which is added to what the rank keeps. Each exchange begins and ends in the stages of one
+layer, and so in one graph, whether that holds a layer or all. The nodes are identities, so all
+numbers are those without them. They are stages as others: a scope captures them, and recomputation
+lies between them, so that it needs no gather of its own.
 
 Why the order of autograd is the right one. Every differentiable tensor that gets into a layer goes
 through the node of `enter`, every one that gets out through that of `leave`. So all gradients of
 the layer come by way of `leave`, which runs first. Autograd runs ready nodes by the order in which
 they were made, latest first. Take a node of the layer that has not run when that of `enter` is the
-next: some node behind which it waits is ready, that one was made still later, and would be next
+next: some node for which it waits is ready, that one was made still later, and would be next
 itself. So no node of the layer is left, and the accumulators of its parameters, which come before
-all others, have run, too. (One device has one such queue, and so has a captured backward.) The node
-of `enter` is in front of all nodes of the layer before, so buffers are free when they are needed.
+all others, have run, too. (One device has one such queue, and so has a captured backward.) The
+layer in front begins after that, so buffers are free when they are needed.
 
-A layer into which nothing differentiable gets has no node of `enter`, and no layer before it has a
-backward. Its gradients are reduced when the backward ends, or when it gets to another call's.
+A layer into which nothing differentiable gets has no node of `enter`, and no layer in front has a
+backward. It ends when the whole backward does, or when that gets to another call.
 
 Gradients of several microbatches are added up in the parts. So a sum over ranks is rounded before
 the sum over microbatches; with one microbatch a rank, and two ranks, the bits are those of replicas
@@ -34,7 +37,7 @@ that are not sharded.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +51,9 @@ from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters, GradientBucket
 
 ENTER, LEAVE = "shard_gather", "shard_leave"
-_LATE = "shard_reduces_late"  # entry of the state within a layer
+# Entries of the state: the layer that was left last, and whether it has a node; within a layer what
+# its node of `leave` has to know.
+_LEFT, _WITHIN = "shard_left", "shard_within"
 _open: dict[int, "ShardedLayer"] = {}  # layers without `enter`, by the number of their backward
 
 
@@ -74,14 +79,28 @@ def layers_of(model: nn.Module) -> dict[str, int]:
     }
 
 
+class _Reduction(NamedTuple):
+    """A reduction under way. part: gets this rank's part of the sum. own: what it is added to."""
+
+    work: Any
+    part: Tensor
+    own: Tensor
+
+
 class ShardedLayer:
     """One layer: its spans, and the stages around its own.
 
-    Nothing of it changes while layers run, so captured code may use it.
+    Attributes:
+        before: The sharded layer in front, None for the first.
+        after: The sharded layer behind, None for the last.
     """
 
     def __init__(self, number: int, spans: Sequence[GradientBucket]) -> None:
         self.number, self.spans = number, list(spans)
+        self.before: ShardedLayer | None = None
+        self.after: ShardedLayer | None = None
+        self._gathers = list[Any]()  # of a neighbour, empty but between `enter` and `leave`
+        self._reductions = list[_Reduction]()  # of the layer behind
         for span in spans:
             for member in span.members:
                 mark_sharded(member.parameter)
@@ -95,34 +114,76 @@ class ShardedLayer:
         ]
 
     def enter(self, state: State) -> State:
-        """Stage `shard_gather`: the layer's parameters become whole."""
-        self.gather()
-        state, has_node = _through(_Enter, (self,), state)
-        return {**state, _LATE: not has_node}
+        """Stage `shard_gather`: the layer's parameters are whole. Raises RuntimeError where layers
+        run in another order."""
+        state = dict(state)
+        left = state.pop(_LEFT, None)
+        if self.before is None:
+            self.wait_for(self.gather())
+        elif left is None or left[0] != self.before.number:
+            raise RuntimeError(
+                f"sharded layer {self.number} runs behind layer {left and left[0]}, not behind "
+                f"{self.before.number}: parameters are gathered for layers in their order"
+            )
+        self._gathers = [] if self.after is None else self.after.gather()
+        # The layer in front reduces these gradients, if it has a backward.
+        hands_over = left is not None and left[1]
+        state, has_node = _through(_Enter, (self, hands_over), state)
+        return {**state, _WITHIN: not has_node}
 
     def leave(self, state: State) -> State:
-        """Stage `shard_leave`: what follows may use the buffers."""
-        late = state[_LATE]
-        rest = {key: value for key, value in state.items() if key != _LATE}
-        return _through(_Leave, (self, late), rest)[0]
+        """Stage `shard_leave`: the parameters of the layer behind are whole."""
+        state = dict(state)
+        late = state.pop(_WITHIN)
+        self.wait_for(self._gathers)
+        self._gathers = []
+        state, has_node = _through(_Leave, (self, late), state)
+        return state if self.after is None else {**state, _LEFT: (self.number, has_node)}
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Make the parameters whole, where they are sharded."""
+    def gather(self) -> list[Any]:
+        """Begin to make the parameters whole, where they are sharded; what to wait for."""
+        return [
+            all_gather_flat(span.parameters, span.own_parameters, group=span.group, async_op=True)
+            for span in self.spans
+            if span.is_gathered
+        ]
+
+    @torch.no_grad()
+    def reduce(self) -> list[_Reduction]:
+        """Begin to sum the gradients of all ranks."""
+        found = list[_Reduction]()
         for span in self.spans:
-            if span.is_gathered:
-                all_gather_flat(span.parameters, span.own_parameters, group=span.group)
+            # As tensors without a past: backwards in flight do not depend on what was there.
+            gradients, own = span.gradients.data, span.own_gradients.data
+            part = torch.empty_like(own)
+            work = reduce_scatter_flat(part, gradients, group=span.group, async_op=True)
+            found.append(_Reduction(work, part, own))
+        return found
+
+    def wait_for(self, gathers: Sequence[Any]) -> None:
+        """Wait for gathers."""
+        for work in gathers:
+            work.wait()
+
+    @torch.no_grad()
+    def add(self, reductions: Sequence[_Reduction]) -> None:
+        """Wait for reductions, and add them to what the rank keeps."""
+        for reduction in reductions:
+            reduction.work.wait()
+            reduction.own.add_(reduction.part)
 
     @torch.no_grad()
     def begin_backward(self, late: bool) -> None:
-        """Make the parameters whole again and the gradients zero. late: there is no node that will
-        reduce them. Raises RuntimeError where a `.grad` is not what this layer has given."""
+        """Parameters are whole, gradients zero; the neighbours' are on their way. late: there is no
+        node in front. Raises RuntimeError where a `.grad` is not what this layer has given."""
         _end_late()  # of another call in the same backward
         if late:
             _open[torch._C._current_graph_task_id()] = self
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(_end_late)
-        self.gather()
+        if self.after is None:
+            self.wait_for(self.gather())
         for span in self.spans:
             for member in span.members:
                 if member.parameter.grad is None:
@@ -132,17 +193,18 @@ class ShardedLayer:
                         f"the gradient of {member.name} was replaced, but it is sharded: ranks add "
                         "up what comes to its own memory only. Leave .grad alone, or set it to None"
                     )
-            # Not as a write that counts: backwards in flight do not depend on what is there now.
             span.gradients.data.zero_()
+        self._reductions = [] if self.after is None else self.after.reduce()
+        self._gathers = [] if self.before is None or late else self.before.gather()
 
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Add this rank's part of the sum of all ranks' gradients to what it keeps."""
+    def end_backward(self, hands_over: bool) -> None:
+        """The gradients are complete. hands_over: the layer in front reduces them."""
         add_waiting_gradients()
-        for span in self.spans:
-            part = torch.empty_like(span.own_gradients)
-            reduce_scatter_flat(part, span.gradients, group=span.group)
-            span.own_gradients.data.add_(part)
+        self.wait_for(self._gathers)
+        self.add(self._reductions)
+        self._gathers, self._reductions = [], []
+        if not hands_over:
+            self.add(self.reduce())
 
 
 class ShardedLayers:
@@ -156,6 +218,9 @@ class ShardedLayers:
         self.layers: Mapping[int, ShardedLayer] = {
             number: ShardedLayer(number, found) for number, found in sorted(spans.items())
         }
+        ordered = list(self.layers.values())
+        for before, after in zip(ordered, ordered[1:], strict=False):
+            before.after, after.before = after, before
 
     def around(self, number: int, stages: Sequence[Stage]) -> list[Stage]:
         """The stages of a layer, between those that shard it if it is."""
@@ -189,16 +254,18 @@ class _Enter(torch.autograd.Function):
     """The node in front of a layer's."""
 
     @staticmethod
-    def forward(ctx: Any, layer: ShardedLayer, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.layer = layer
+    def forward(
+        ctx: Any, layer: ShardedLayer, hands_over: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.hands_over = layer, hands_over
         ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.layer.reduce()
-        return None, *gradients
+        ctx.layer.end_backward(ctx.hands_over)
+        return None, None, *gradients
 
 
 class _Leave(torch.autograd.Function):
@@ -218,7 +285,7 @@ class _Leave(torch.autograd.Function):
 
 
 def _end_late() -> None:
-    """Within a backward or at its end: reduce the gradients of its layer without `enter`."""
+    """Within a backward or at its end: end that of a layer without `enter`."""
     layer = _open.pop(torch._C._current_graph_task_id(), None)
     if layer is not None:
-        layer.reduce()
+        layer.end_backward(hands_over=False)
