@@ -14,7 +14,7 @@ from packgraph.graphs.stages import Stage, run_in_order
 from packgraph.parallel import sharded
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.sharded import ShardedLayers, layers_of
+from packgraph.parallel.sharded import ShardedLayer, ShardedLayers, layers_of
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.verification.matrix import budget_of, config_for, random_packs
 from packgraph.verification.ranks import STATE, verify_ranks
@@ -86,35 +86,47 @@ def test_combinations(case):
         assert graph["replayed"] and not differences(eager, graph)
 
 
-def run_broken(mesh, what):
-    """Eager and graphs, of which the latter lack a step that keeps their numbers right."""
-    eager = train(mesh, settings("parameters"), packs=2, steps=5)
-    broken = {
-        "backward without its gather": (sharded.ShardedLayer, "begin_backward", _without_gather),
-        "reduce before all is added": (sharded, "add_waiting_gradients", lambda: None),
-        "forward without its gather": (sharded.ShardedLayer, "gather", lambda self: None),
-    }
-    with mock.patch.object(*broken[what]):
-        return eager, train(mesh, settings("parameters", graph=True), packs=2, steps=5)
+WITHOUT = {
+    "a gather that is waited for": ("wait_for", lambda self, gathers: None),
+    "a reduction that is waited for": ("add", lambda self, found: add_at_once(found)),
+    "gathers": ("gather", lambda self: []),
+    "zeroed gradients": ("begin_backward", lambda self, late: begin_on_what_is_there(self, late)),
+    "a reduction of what was added last": ("", lambda: None),
+}
 
 
-def _without_gather(self, late):
-    for span in self.spans:
-        span.gradients.zero_()
+def add_at_once(reductions):
+    for reduction in reductions:
+        reduction.own.add_(reduction.part)
+
+
+def begin_on_what_is_there(self, late, begin=ShardedLayer.begin_backward):
+    before = [span.gradients.clone() for span in self.spans]
+    begin(self, late)
+    for span, content in zip(self.spans, before, strict=True):
+        span.gradients.data.add_(content)
+
+
+def run_broken(mesh, granularity):
+    """Eager, and graphs that exchange as late as they may: right ones, and some without a step that
+    keeps their numbers right."""
+    options = {"packs": 2, "steps": 4}
+    graph = settings("parameters", graph=True, graph_options={"granularity": granularity})
+    eager = train(mesh, settings("parameters"), **options)
+    found = {"": differences(eager, train(mesh, graph, late=True, **options))}
+    for what, (name, instead) in WITHOUT.items():
+        owner, name = (ShardedLayer, name) if name else (sharded, "add_waiting_gradients")
+        with mock.patch.object(owner, name, instead):
+            found[what] = differences(eager, train(mesh, graph, late=True, **options))
+    return found
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "what",
-    [
-        "backward without its gather",
-        "reduce before all is added",
-        "forward without its gather",
-    ],
-)
-def test_what_is_left_out_is_found(what):
-    for eager, graph in run_ranks(run_broken, 2, what):
-        assert differences(eager, graph)
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_late_exchanges_are_waited_for_and_what_is_left_out_is_found(granularity):
+    for found in run_ranks(run_broken, 2, granularity, seconds=200.0):
+        assert not found.pop("")
+        assert len(found) == len(WITHOUT) and all(found.values()), found
 
 
 def held_bytes(mesh, shard):

@@ -63,11 +63,12 @@ def train(
     uneven: bool = False,
     freeze: str = "",
     alike: bool = False,
+    late: bool = False,
 ) -> dict[str, Any]:
     """Train; facts of every step, and counts.
 
     freeze: parameters whose names begin so need no gradient. alike: share packs out as sharded
-    runs do, whatever this one is.
+    runs do, whatever this one is. late: replays exchange as late as they may.
     """
     torch.manual_seed(3 + mesh.rank)
     model = build_chunks(config, CPU, mesh)
@@ -77,6 +78,8 @@ def train(
     optimizer = make_optimizer(model, config, mesh)
     executor = make_executor(model, config, CPU, mesh)
     sharing = MicrobatchAssignment.of(mesh, in_step=alike or config.parallel.shards)
+    if late:
+        executor.copy_streams(0).queues.late.add("transfers")  # type: ignore[union-attr]
     trace = []
     for number, batches in enumerate(steps_of(packs, steps, uneven)):
         executor.before_step(number)

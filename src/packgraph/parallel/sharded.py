@@ -36,6 +36,7 @@ the sum over microbatches; with one microbatch a rank, and two ranks, the bits a
 that are not sharded.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -219,7 +220,7 @@ class ShardedLayers:
             number: ShardedLayer(number, found) for number, found in sorted(spans.items())
         }
         ordered = list(self.layers.values())
-        for before, after in zip(ordered, ordered[1:], strict=False):
+        for before, after in itertools.pairwise(ordered):
             before.after, after.before = after, before
 
     def around(self, number: int, stages: Sequence[Stage]) -> list[Stage]:
