@@ -16,7 +16,7 @@ floor     /         ‾‾‾‾‾     /           ‾‾‾
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.data import FlatParameters, GradientBucket
+from packgraph.parallel.data import FlatParameters, GradientBucket, Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
@@ -85,7 +85,10 @@ class Optimizer:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
         mesh: Mesh | None = None,
+        layers: Mapping[str, int] | None = None,
+        shard: Shard = "none",
     ) -> None:
+        """layers, shard: as in `FlatParameters`."""
         self._mesh, named = mesh or single_process(), list(named_parameters)
         ties = tie_groups(
             self._mesh, [name for name, parameter in named if parameter.requires_grad]
@@ -96,6 +99,8 @@ class Optimizer:
             self._mesh.group("copies"),
             ties=ties,
             parts={copies: self._mesh.group(copies) for copies in parts},
+            layers=layers,
+            shard=shard,
         )
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
@@ -224,8 +229,14 @@ class Optimizer:
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's live gradient buffers by parameter name: what its own microbatches have added
-        up."""
-        return {member.name: local_tensor(member.gradient) for member in self.flat.members()}
+        up; of sharded ones `Pieces` of what those of all ranks have."""
+        return {
+            member.name: local_tensor(member.gradient)
+            if span.sharded_layer is None
+            else span.part(member, span.own_gradients)
+            for span in self.flat.spans
+            for member in span.members
+        }
 
     def _norm(self, loss: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The norm of the gradient of the whole model; what several ranks have copies of counts

@@ -121,6 +121,7 @@ FREE_ON_RESUME = (
     "parallel.ep",
     "parallel.chunks",
     "parallel.sequence",
+    "parallel.shard",
 )
 DECAY = "optimizer.decay_steps"
 # What may be changed on the way by saying so: a loss that is no number asks for it, or a document

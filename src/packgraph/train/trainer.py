@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packgraph.graphs.parameters import local_tensor
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
@@ -140,7 +139,9 @@ class Trainer:
                 TIMEOUT.total_seconds()
             )  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
-        sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
+        sharing = MicrobatchAssignment.of(
+            self.mesh, rank_tokens(config), in_step=config.parallel.shards
+        )
 
         def feed(stream: Microbatches) -> StepFeed:
             run = config.run
@@ -186,7 +187,8 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
-        model = {f"model.{name}": value for name, value in self.model.stored().items()}
+        whole = self.model.stored() | self.optimizer.flat.gathered()
+        model = {f"model.{name}": value for name, value in whole.items()}
         return model | {
             f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()
         }
@@ -619,7 +621,7 @@ class Trainer:
             [
                 norm.float()
                 for norm in torch._foreach_norm(
-                    [local_tensor(value.detach()) for value in self.model.parameters()],
+                    self.optimizer.flat.kept(self.model.parameters()),
                     float("inf"),
                 )
             ]

@@ -195,6 +195,9 @@ class ParallelConfig:
     chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles,
         more transfers.
     sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
+    shard: what of the layers' matrices each replica keeps a part of, instead of all: gradients; or
+        parameters and gradients, which are then whole only while a layer runs. The optimizer's
+        state is always in parts.
     ep: replicas, of dp, that share the experts of every layer; each keeps a part of them, and
         tokens travel.
     dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of ranks, which
@@ -225,6 +228,7 @@ class ParallelConfig:
     pp: int = 1
     chunks: int = 1
     sequence: bool = True
+    shard: Literal["none", "gradients", "parameters"] = "none"
     ep: int = 1
     dispatcher: Literal["auto", "local", "host_splits", "padded", "symmetric"] = "auto"
     expert_room: float = 1.5
@@ -282,6 +286,11 @@ class ParallelConfig:
     def context_sizes(self) -> tuple[int, ...]:
         """How many ranks may share a row with dynamic_cp, ascending."""
         return context_sizes(self.cp, self.min_cp)
+
+    @property
+    def shards(self) -> bool:
+        """Whether layers are sharded over the replicas."""
+        return self.shard != "none"
 
     @property
     def dispatcher_name(self) -> str:
