@@ -71,7 +71,6 @@ def test_more_ranks_of_a_kind_hold_less():
         the(choices, shard=shard).device for shard in ("none", "gradients", "parameters")
     )
     assert none > gradients > parameters
-    assert none - gradients == pytest.approx(gradients - parameters, rel=1e-6)
 
 
 def test_slow_links_favour_what_sends_less():
