@@ -86,6 +86,7 @@ FREE_ON_RESUME = (
     "run.timeout",
     "run.per_node_folder",
     "run.keep_checkpoints",
+    "run.async_checkpoints",
     "run.device",
     "run.recompute",
     "graph.enabled",

@@ -29,13 +29,13 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
+from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import (
     FoundCheckpoint,
     best_checkpoint,
     load_tensors,
     newest_whole_checkpoint,
-    save_checkpoint,
 )
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
@@ -93,7 +93,8 @@ class StepRecord:
     """Host facts of a launched step, kept until its device numbers arrive. Times in seconds.
 
     microbatches, tokens and places are those of all replicas; replayed and fallbacks those of this
-    rank since the start of the run.
+    rank since the start of the run. checkpoint_pause: part of `seconds` in which the step waited
+    for the checkpoint of the step before.
     """
 
     step: int
@@ -105,6 +106,7 @@ class StepRecord:
     fallbacks: int
     seconds: float
     data_wait: float
+    checkpoint_pause: float
     starting: bool
 
 
@@ -150,12 +152,20 @@ class Trainer:
         if config.run.on_spike == "skip":
             self.optimizer.watch()
         self.spikes = Spikes()
+        self._saves = Saves(
+            folder / CHECKPOINTS,
+            config.run.keep_checkpoints,
+            self.mesh,
+            self._nodes,
+            self._whereabouts,
+            view.note,
+        )
         self._repeats = StepRetries(self.executor, self.optimizer, device)
         self.step = 0
         self._made = 0  # steps that this process has launched
         self._resumed_at = 0
         self._fetch = LateFetch(device)
-        self._last_end = 0.0
+        self._last_end = self._pause = 0.0
         self._saved_at = 0
         self._positions: dict[
             int, dict[str, Any]
@@ -286,6 +296,8 @@ class Trainer:
             )
         ended = COMPLETED
         try:
+            if self.config.run.async_checkpoints and self._saves_on_the_way():
+                self._saves.prepare(self._stored_tensors(), self.device)
             self._saved_at, self._last_end = self.step, time.perf_counter()
             if self.config.run.on_spike == "rollback" and not self._whereabouts.checkpoint:
                 self._write_checkpoint(log)  # to go back to
@@ -324,12 +336,17 @@ class Trainer:
                     break
                 self._report(log, leave=1)
                 if self.step % self.config.run.checkpoint_every == 0:
-                    self._save(log)
+                    self._save(log, goes_on=self.step < self.config.run.steps)
             self._save(log)
         except _GoBack as found:
             self._go_back(found)
             return None
         return ended
+
+    def _saves_on_the_way(self) -> bool:
+        """Whether a checkpoint is due before the last step."""
+        run = self.config.run
+        return (self.step // run.checkpoint_every + 1) * run.checkpoint_every < run.steps
 
     def _go_back(self, found: _GoBack) -> None:
         """Load the newest checkpoint; the data go on after the step that went wrong. Collective.
@@ -340,6 +357,7 @@ class Trainer:
         while len(self._fetch):
             self._fetch.pop()
         self._repeats.forget()
+        self._saves.wait()
         self.feed.load_state_dict(self._position_after(found.step))
         spikes, wrong = self.spikes, self.step
         path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
@@ -359,9 +377,13 @@ class Trainer:
         return RowsOnly([row for row in log.rows if row["step"] <= self.step])
 
     def close(self) -> None:
-        """Free all graphs and their memory, and end the thread that makes steps ahead."""
-        self.feed.close()
-        self.executor.close()
+        """Wait for a checkpoint that is being written, free all graphs and their memory, and end
+        the thread that makes steps ahead. Raises CheckpointError."""
+        try:
+            self._saves.close()
+        finally:
+            self.feed.close()
+            self.executor.close()
 
     def _open_log(self) -> MetricsLog | RowsOnly:
         """Create the folder and the files of the run, on rank 0."""
@@ -384,9 +406,12 @@ class Trainer:
         return to_dict(replace(self.config, run=replace(self.config.run, resume=False)))
 
     def _must_stop(self, stop: StopRequest) -> bool:
-        """Whether the run ends here. Several processes find out together, from the numbers of a
-        finished step."""
-        return bool(stop) if self.mesh.world == 1 else self._others_stopped
+        """Whether the run ends here, also because a checkpoint could not be written. Several
+        processes find out together, from the numbers of a finished step."""
+        return self._wants_to_stop(stop) if self.mesh.world == 1 else self._others_stopped
+
+    def _wants_to_stop(self, stop: StopRequest | bool) -> bool:
+        return bool(stop) or self._saves.failed
 
     def _one_step(self, stop: StopRequest) -> bool:
         """Launch one optimizer step; False when the data ended."""
@@ -427,8 +452,10 @@ class Trainer:
             fallbacks=sum(graphs["fallbacks"].values()),
             seconds=self._last_end - started,
             data_wait=data_wait,
+            checkpoint_pause=self._pause,
             starting=captured or timed or rows_timed or self._made == 1,
         )
+        self._pause = 0.0
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.verdicts(loss), stop))
         self.feed.go_on()
         return True
@@ -472,7 +499,7 @@ class Trainer:
         of a spike."""
         if self.mesh.world == 1:
             return torch.cat([torch.stack([loss, norm, torch.zeros_like(loss)]), verdicts])
-        wish = torch.full_like(loss, float(bool(stop)))
+        wish = torch.full_like(loss, float(self._wants_to_stop(stop)))
         told = loss if self.mesh.tells_loss else torch.zeros_like(loss)
         totals = torch.stack([told, wish])
         dist.all_reduce(totals)
@@ -515,6 +542,8 @@ class Trainer:
                 "data_wait": record.data_wait,
                 "starting": record.starting,
             }
+            if record.checkpoint_pause:
+                row["checkpoint_pause"] = record.checkpoint_pause
             log.write(row | ({"skipped": True} if skipped else {}))
             self.view.show(row)
 
@@ -578,15 +607,30 @@ class Trainer:
                 self._numbers(loss, norm, verdicts, self._others_stopped),
             )
 
-    def _save(self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None) -> None:
+    def _save(
+        self,
+        log: MetricsLog | RowsOnly,
+        position: dict[str, Any] | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
         """Checkpoint the current step once, after all its numbers and all weights were found
         finite.
 
-        position: of the data after this step, None for where they are now.
+        position: of the data after this step, None for where they are now. goes_on: training does;
+        otherwise all checkpoints are whole when this returns.
         """
         self._report(log, leave=0)
-        if self._saved_at == self.step:
-            return
+        began = time.perf_counter()
+        if self._saved_at != self.step:
+            self._check_weights()
+            self._write_checkpoint(log, position, in_background=goes_on)
+        if not goes_on:
+            self._saves.wait()
+        self._pause += time.perf_counter() - began
+
+    def _check_weights(self) -> None:
+        """Raise NonFiniteLossError, or _GoBack, if a weight of any rank is not finite."""
         largest = torch.stack(
             [
                 norm.float()
@@ -602,18 +646,24 @@ class Trainer:
             if self.config.run.on_spike == "rollback":
                 self._must_go_back(self.step, "a weight is not finite")
             raise NonFiniteLossError(self._how_to_go_on(self.step, "a weight is not finite"))
-        self._write_checkpoint(log, position)
+
+    def _stored_tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint of this rank holds now."""
+        stream = self._stream()
+        return self.tensors() | {
+            f"{stream}.{name}": value for name, value in random_states(self.device).items()
+        }
 
     def _write_checkpoint(
-        self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None
+        self,
+        log: MetricsLog | RowsOnly,
+        position: dict[str, Any] | None = None,
+        *,
+        in_background: bool = False,
     ) -> None:
         self._whereabouts.at("save", self.step)
         self.spikes.is_best(self.step)
         self.spikes.returns = 0
-        stream = self._stream()
-        tensors = self.tensors() | {
-            f"{stream}.{name}": value for name, value in random_states(self.device).items()
-        }
         self._saved_at = self.step
         state = {
             "data": position or self.feed.state_dict(),
@@ -626,23 +676,20 @@ class Trainer:
             "spikes": self.spikes.state(),
         }
         log.sync()
-        saved = save_checkpoint(
-            self.folder / CHECKPOINTS,
+        self._saves.write(
             self.step,
-            tensors,
+            self._stored_tensors(),
             state,
-            self.config.run.keep_checkpoints,
-            self.mesh,
             self.spikes.best_step,
-            self._nodes,
+            in_background=in_background,
         )
-        self._whereabouts.checkpoint = str(saved)
 
     def _position_after(self, step: int) -> dict[str, Any]:
         """Where the data were after `step`, one of the newest."""
         return self._positions.get(step) or self.feed.state_dict()
 
     def _how_to_go_on(self, step: int, what: str) -> str:
+        self._saves.settle()
         kept, best = self._whereabouts.checkpoint, best_checkpoint(self.folder / CHECKPOINTS)
         lowest = "" if best is None or str(best) == kept else f", that of the lowest loss {best}"
         return (

@@ -279,6 +279,8 @@ class RunConfig:
     log_every: steps between two lines of a log that is no terminal.
     checkpoint_every: steps between two checkpoints; there is always one at the end.
     keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
+    async_checkpoints: steps go on while a checkpoint is written, from copies in host memory; if
+        there is room for them.
     resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh:
         one command for first starts and restarts (torchrun --max-restarts, a requeued job).
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again;
@@ -310,6 +312,7 @@ class RunConfig:
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 3
+    async_checkpoints: bool = True
     resume: bool | Literal["auto"] = False
     max_minutes: float | None = None
     timeout: float = 10.0
