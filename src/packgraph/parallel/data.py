@@ -33,7 +33,7 @@ in one span, whole, and starts at a multiple of ALIGNMENT elements.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -191,7 +191,7 @@ class FlatParameters:
     all of them. ties: names of
     parameters of which other pipeline stages have copies, with the groups of all that have them.
     parts: by `Part.copies`, the ranks of `group` that hold the same parts, None = no other rank
-    does.
+    does. apart: names of parameters that share spans with each other only.
     """
 
     def __init__(
@@ -202,6 +202,7 @@ class FlatParameters:
         ties: Mapping[str, dist.ProcessGroup] | None = None,
         parts: Mapping[str, dist.ProcessGroup | None] | None = None,
         result: Result = "part",
+        apart: Collection[str] = (),
     ) -> None:
         """Moves the parameters into the buffers (gradients only, where they are whole). Raises
         ValueError when there is nothing to train, or a tied parameter is copied over tensor
@@ -215,7 +216,7 @@ class FlatParameters:
                 "there is no parameter that needs a gradient, so there is nothing to train"
             )
         self.spans = _make_spans(
-            named, {WHOLE: group, **(parts or {})}, span_bytes, ties or {}, result == "part"
+            named, {WHOLE: group, **(parts or {})}, span_bytes, ties or {}, result == "part", apart
         )
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
@@ -385,6 +386,7 @@ def _make_spans(
     span_bytes: int,
     ties: Mapping[str, dist.ProcessGroup],
     moves: bool,
+    apart: Collection[str] = (),
 ) -> list[GradientBucket]:
     """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
     gets its own part of the sums, and parameters move."""
@@ -403,6 +405,7 @@ def _make_spans(
                 *_spread(parameter),
                 name if name in ties else None,
                 WHOLE if (part := part_of(parameter)) is None else part.copies,
+                name in apart,
             )
             for name, parameter in ours
         ]
@@ -417,7 +420,7 @@ def _make_spans(
             for sizes in ([plan.size if moves else 0 for plan in plans], [p.size for p in plans])
         ]
         for plan, parameters, gradients in zip(plans, *pieces, strict=True):
-            decays, sharded, shared, tied, copies = kinds[plan.members[0].index]
+            decays, sharded, shared, tied, copies, _ = kinds[plan.members[0].index]
             group = groups[copies]
             ranks, rank = (
                 (dist.get_world_size(group), dist.get_rank(group))

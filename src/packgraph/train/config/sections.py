@@ -32,8 +32,11 @@ def _refuse(problems: dict[str, bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, decay and clipping by the global gradient norm.
+    """The optimizer, with linear warm-up, decay and clipping by the global gradient norm.
 
+    name: adamw; muon = Muon for the matrices of hidden layers and AdamW for all else, at the same
+        learning rate and weight decay; on ranks that hold whole matrices.
+    muon_momentum: decay rate of Muon's running mean.
     learning_rate: peak learning rate.
     weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
     betas: decay rates of AdamW's two running means.
@@ -47,6 +50,8 @@ class OptimizerConfig:
     clip_norm: largest global gradient norm; none = no clipping.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
+    muon_momentum: float = 0.95
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -69,6 +74,9 @@ class OptimizerConfig:
                     0 <= beta < 1 for beta in self.betas
                 ),
                 f"eps must be positive, got {self.eps}": self.eps <= 0,
+                f"muon_momentum must lie in [0, 1), got {self.muon_momentum}": not 0
+                <= self.muon_momentum
+                < 1,
                 f"warmup_steps must not be negative, got {self.warmup_steps}": self.warmup_steps
                 < 0,
                 f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1)
