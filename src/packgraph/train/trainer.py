@@ -63,6 +63,7 @@ from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import MOST_IN_A_ROW, MOST_RETURNS, Spikes
 from packgraph.train.step import MicrobatchAssignment
+from packgraph.train.trackers import NAMES
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
@@ -289,11 +290,6 @@ class Trainer:
             self.view.note(
                 f"{METRICS}: damaged lines are left out, the others kept (of what it was: {lines})"
             )
-        if not log.has_board:
-            self.view.note(
-                "TensorBoard events are left out: tensorboard is not installed (pip install "
-                "tensorboard)"
-            )
         ended = COMPLETED
         try:
             if self.config.run.async_checkpoints and self._saves_on_the_way():
@@ -373,7 +369,7 @@ class Trainer:
         """The log without the steps behind the one that the run has gone back to."""
         log.close()
         if isinstance(log, MetricsLog):
-            return MetricsLog(self.folder, last_step=self.step)
+            return self._metrics_log()
         return RowsOnly([row for row in log.rows if row["step"] <= self.step])
 
     def close(self) -> None:
@@ -394,11 +390,19 @@ class Trainer:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._resumed_at:
-                (self.folder / SUMMARY).unlink(
-                    missing_ok=True
-                )  # of a run that ended before its first checkpoint
+                for name in (SUMMARY, NAMES):  # of a run that ended before its first checkpoint
+                    (self.folder / name).unlink(missing_ok=True)
         write_json(self.folder / CONFIG, self._stored_config())
-        return MetricsLog(self.folder, last_step=self.step)
+        return self._metrics_log()
+
+    def _metrics_log(self) -> MetricsLog:
+        return MetricsLog(
+            self.folder,
+            last_step=self.step,
+            trackers=self.config.run.tracker,
+            config=self._stored_config(),
+            note=self.view.note,
+        )
 
     def _stored_config(self) -> dict[str, Any]:
         """The configuration; `--resume` is a wish of this call, and a copy of config.json starts a

@@ -9,6 +9,7 @@ from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
 from packgraph.train.features.recompute import problems_of_recompute
 from packgraph.train.parallelisms import PARALLELISMS, known_capacities
+from packgraph.train.trackers import missing_trackers
 
 FEWEST_TOKENS = 2  # of a document with a token to predict
 
@@ -75,6 +76,10 @@ def validate(
     found += problems_of_recompute(config)
     found += live_problems(config) + lora_problems(config)
     found += [] if config.hf.path is not None else offload_problems(config)
+    found += [
+        f"run.tracker names {name}, which is not installed: pip install {name}, or leave it out"
+        for name in missing_trackers(config.run.tracker)
+    ]
     found += _optimizer_problems(config, world) + _muon_problems(config, world)
     for parallelism in PARALLELISMS:
         found += parallelism.problems(config, world)

@@ -19,6 +19,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
 from packgraph.train.config.values import path_problem, shown
+from packgraph.train.trackers import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
 
@@ -289,6 +290,8 @@ class RunConfig:
     keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
     async_checkpoints: steps go on while a checkpoint is written, from copies in host memory; if
         there is room for them.
+    tracker: where rows are shown besides metrics.jsonl: tensorboard, wandb, mlflow; several are
+        written as tensorboard,wandb.
     resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh:
         one command for first starts and restarts (torchrun --max-restarts, a requeued job).
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again;
@@ -321,6 +324,7 @@ class RunConfig:
     checkpoint_every: int = 100
     keep_checkpoints: int = 3
     async_checkpoints: bool = True
+    tracker: tuple[str, ...] = ("tensorboard",)
     resume: bool | Literal["auto"] = False
     max_minutes: float | None = None
     timeout: float = 10.0
@@ -355,6 +359,10 @@ class RunConfig:
             problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = (
                 problem is not None
             )
+        unknown = sorted(set(self.tracker) - set(TRACKERS))
+        problems[f"tracker must be of {', '.join(TRACKERS)}, got {shown(', '.join(unknown))}"] = (
+            bool(unknown)
+        )
         bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
         problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
