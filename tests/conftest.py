@@ -5,11 +5,16 @@ import gc
 import importlib.util
 import random
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+
+from packgraph.graphs.checks import random_state
 
 if importlib.util.find_spec("hypothesis") is not None:
     import hypothesis
@@ -58,6 +63,22 @@ def own_global_settings() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    """A test that leaves a thread behind fails: captures of later tests in this process could not
+    tell its draws from random generators from those of their own code."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 5
+    while left := [thread for thread in threading.enumerate() if thread not in before]:
+        frames = sys._current_frames()
+        left = [t for t in left if not random_state.is_quiet(t, frames.get(t.ident or 0))]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    assert not left, f"threads are left: {left}"
 
 
 @pytest.fixture

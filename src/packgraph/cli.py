@@ -474,7 +474,7 @@ def _export(words: list[str]) -> int:
     with _no_lost_ctrl_c():
         from packgraph.train.export import export
 
-    checkpoint = export(asked.run, asked.folder, adapter=asked.adapter)
+    checkpoint = export(asked.run, asked.folder, adapter=asked.adapter, best=asked.best)
     print(f"{checkpoint} written to {asked.folder}", file=sys.stderr)
     return 0
 

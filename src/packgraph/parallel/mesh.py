@@ -289,12 +289,11 @@ def _context(size: int) -> str:
     return f"context {size}"
 
 
-def context_sizes(cp: int) -> tuple[int, ...]:
-    """How many ranks may share a row where it is at most `cp`: cp and the powers of two that divide
-    it, ascending."""
-    return tuple(
-        sorted({cp, *(1 << power for power in range(cp.bit_length()) if cp % (1 << power) == 0)})
-    )
+def context_sizes(cp: int, least: int = 1) -> tuple[int, ...]:
+    """How many ranks may share a row where it is at most `cp`, and `least` at the fewest: cp and
+    the powers of two that divide it, ascending."""
+    powers = (1 << power for power in range(cp.bit_length()) if cp % (1 << power) == 0)
+    return tuple(size for size in sorted({cp, *powers}) if size >= least)
 
 
 def _made_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:

@@ -8,6 +8,7 @@ own, so that a row that is read is one that was written.
 """
 
 import json
+import math
 import os
 import warnings
 import zlib
@@ -33,6 +34,11 @@ NEEDED = {
     "starting": (bool,),
 }
 MORE = ("data_wait", "skipped")  # what a summary also reads
+
+
+def finite(value: float) -> float | None:
+    """What JSON has for a number: `value`, or null where it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 class LateFetch:

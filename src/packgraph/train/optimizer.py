@@ -17,7 +17,7 @@ floor     /         ‾‾‾‾‾     /           ‾‾‾
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.data import FlatParameters, GradientBucket
+from packgraph.parallel.data import FlatParameters, GradientBucket, Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
@@ -88,7 +88,10 @@ class Optimizer:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
         mesh: Mesh | None = None,
+        layers: Mapping[str, int] | None = None,
+        shard: Shard = "none",
     ) -> None:
+        """layers, shard: as in `FlatParameters`."""
         self._mesh, named = mesh or single_process(), list(named_parameters)
         ties = tie_groups(
             self._mesh, [name for name, parameter in named if parameter.requires_grad]
@@ -104,6 +107,8 @@ class Optimizer:
             self._mesh.group("copies"),
             ties=ties,
             parts={copies: self._mesh.group(copies) for copies in parts},
+            layers=layers,
+            shard=shard,
             apart=matrices,
         )
         self._clip_norm = config.clip_norm
@@ -238,7 +243,8 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg` and
         `.exp_avg_sq`, or `.momentum` where Muon updates it, and under bfloat16 `.master`; in the
-        parameter's shape, or `Pieces` of it where other ranks have the rest."""
+        parameter's shape, or `Pieces` of it where other ranks have the rest; and what `balance`
+        adds."""
         tensors: dict[str, Tensor] = {"step": self._steps[0]}
         for span, master in zip(self.flat.spans, self._masters, strict=True):
             if master in self._momenta:
@@ -251,12 +257,18 @@ class Optimizer:
                 tensors.update(
                     {f"{member.name}.{key}": span.part(member, flat) for key, flat in state.items()}
                 )
-        return tensors
+        return tensors | (self.balance.state_tensors() if self.balance is not None else {})
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's live gradient buffers by parameter name: what its own microbatches have added
-        up."""
-        return {member.name: local_tensor(member.gradient) for member in self.flat.members()}
+        up; of sharded ones `Pieces` of what those of all ranks have."""
+        return {
+            member.name: local_tensor(member.gradient)
+            if span.sharded_layer is None
+            else span.part(member, span.own_gradients)
+            for span in self.flat.spans
+            for member in span.members
+        }
 
     def _norm(self, loss: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The norm of the gradient of the whole model; what several ranks have copies of counts

@@ -105,6 +105,10 @@ FREE_ON_RESUME = (
     "data.mixture",
     "data.prefetch",
     "data.tokenizer",
+    "eval.every",
+    "eval.path",
+    "eval.tokens",
+    "eval.patience",
     "offload.modules",
     "offload.budget",
     "offload.lost",
@@ -120,6 +124,7 @@ FREE_ON_RESUME = (
     "parallel.ep",
     "parallel.chunks",
     "parallel.sequence",
+    "parallel.shard",
 )
 DECAY = "optimizer.decay_steps"
 # What may be changed on the way by saying so: a loss that is no number asks for it, or a document

@@ -75,7 +75,8 @@ class WeightsAndBiases:
             config=dict(config),
         )
         # Steps come again after a way back, which its own count of steps would leave out.
-        self._run.define_metric("train/*", step_metric="step")
+        for kind in ("train", "eval"):
+            self._run.define_metric(f"{kind}/*", step_metric="step")
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """See Tracker."""
@@ -168,7 +169,7 @@ class Trackers:
     def write(self, row: Mapping[str, Any]) -> None:
         """Send the row of a step to all of them."""
         values = {
-            f"train/{key}": float(value)
+            _tag(key): float(value)
             for key, value in row.items()
             if key != "step" and isinstance(value, (int, float))
         }
@@ -214,6 +215,12 @@ class _Guard:
             return False
         self._failed(error)
         return True
+
+
+def _tag(name: str) -> str:
+    """What a number is called there: train/loss, eval/loss, eval/loss/SOURCE."""
+    kind, underscore, rest = name.partition("_")
+    return f"eval/{rest}" if underscore and kind == "eval" else f"train/{name}"
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packgraph.graphs.parameters import local_tensor
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
@@ -40,6 +39,7 @@ from packgraph.train.checkpoint.writer import (
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
+from packgraph.train.evaluation import Evaluation
 from packgraph.train.executor import add_counts
 from packgraph.train.features.context import (
     is_wanted,
@@ -52,7 +52,7 @@ from packgraph.train.features.context import (
 from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.feed import StepFeed
-from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
+from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import learning_rate_at
 from packgraph.train.progress import LeftOut, ProgressView
@@ -125,9 +125,10 @@ class Trainer:
         mesh: Mesh | None = None,
         whereabouts: Whereabouts | None = None,
         nodes: NodeFolders | None = None,
+        evaluation: Mapping[str, Microbatches] | None = None,
     ) -> None:
         """microbatches: the resumable iterator of packs on the host, the same on all processes of
-        `mesh`.
+        `mesh`. evaluation: by source, packs to evaluate on, at their beginning.
 
         whereabouts: what other ranks are told of this one. nodes: which ranks see the same
         `folder`, all of them by default. Creates nothing in `folder` yet.
@@ -141,10 +142,15 @@ class Trainer:
                 TIMEOUT.total_seconds()
             )  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
-        sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
-        self.feed = StepFeed(
-            microbatches, config.run.tokens_per_step, sharing, device, config.data.prefetch
+        sharing = MicrobatchAssignment.of(
+            self.mesh, rank_tokens(config), in_step=config.parallel.shards
         )
+
+        def feed(stream: Microbatches) -> StepFeed:
+            run = config.run
+            return StepFeed(stream, run.tokens_per_step, sharing, device, config.data.prefetch)
+
+        self.feed = feed(microbatches)
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
         self._base = base_fingerprint(self.model, self.mesh) if config.lora.enabled else None
@@ -162,6 +168,9 @@ class Trainer:
             view.note,
         )
         self._repeats = StepRetries(self.executor, self.optimizer, device)
+        self.evaluation = Evaluation(
+            config.eval, evaluation, feed, self.executor, self.model, self.optimizer, self.mesh
+        )
         self.step = 0
         self._made = 0  # steps that this process has launched
         self._resumed_at = 0
@@ -189,7 +198,8 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
-        model = {f"model.{name}": value for name, value in self.model.stored().items()}
+        whole = self.model.stored() | self.optimizer.flat.gathered()
+        model = {f"model.{name}": value for name, value in whole.items()}
         return model | {
             f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()
         }
@@ -232,7 +242,7 @@ class Trainer:
             told.append("saved at another layout: dropout goes on with new random numbers")
         self.spikes = Spikes.restored(state.get("spikes", {}))
         self.step = step
-        return told
+        return told + self.evaluation.restore(state.get("evaluation", {}))
 
     def _load_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         with checkpoint_here(path, self.mesh, self._nodes) as here:
@@ -327,11 +337,16 @@ class Trainer:
         ended = COMPLETED
         try:
             while self.step < self.config.run.steps and not self._must_stop(stop):
+                if self.evaluation.ending is not None:
+                    ended = self.evaluation.ending
+                    break
                 if not self._one_step(stop):
                     ended = DATA_ENDED
                     break
-                self._report(log, leave=1)
-                if self.step % self.config.run.checkpoint_every == 0:
+                due = self.evaluation.is_due(self.step)
+                self._report(log, leave=0 if due else 1)
+                is_best = due and self.evaluation.best.step == self.step
+                if is_best or self.step % self.config.run.checkpoint_every == 0:
                     self._save(log, goes_on=self.step < self.config.run.steps)
             self._save(log)
         except _GoBack as found:
@@ -340,9 +355,10 @@ class Trainer:
         return ended
 
     def _saves_on_the_way(self) -> bool:
-        """Whether a checkpoint is due before the last step."""
+        """Whether a checkpoint may be due before the last step."""
         run = self.config.run
-        return (self.step // run.checkpoint_every + 1) * run.checkpoint_every < run.steps
+        due = (self.step // run.checkpoint_every + 1) * run.checkpoint_every
+        return due < run.steps or self.evaluation.enabled  # the best one is saved
 
     def _go_back(self, found: _GoBack) -> None:
         """Load the newest checkpoint; the data go on after the step that went wrong. Collective.
@@ -374,11 +390,12 @@ class Trainer:
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, free all graphs and their memory, and end
-        the thread that makes steps ahead. Raises CheckpointError."""
+        the threads that make steps ahead. Raises CheckpointError."""
         try:
             self._saves.close()
         finally:
             self.feed.close()
+            self.evaluation.close()
             self.executor.close()
 
     def _open_log(self) -> MetricsLog | RowsOnly:
@@ -534,8 +551,8 @@ class Trainer:
             skipped = self._judge(record.step, loss, norm, spiked > 0)
             row = {
                 "step": record.step,
-                "loss": _number(loss),
-                "gradient_norm": _number(norm),
+                "loss": finite(loss),
+                "gradient_norm": finite(norm),
                 "learning_rate": record.learning_rate,
                 "tokens": record.tokens,
                 "places": record.places,
@@ -548,8 +565,22 @@ class Trainer:
             }
             if record.checkpoint_pause:
                 row["checkpoint_pause"] = record.checkpoint_pause
-            log.write(row | ({"skipped": True} if skipped else {}))
-            self.view.show(row)
+            row |= {"skipped": True} if skipped else {}
+            try:
+                if self.evaluation.is_due(record.step):  # no later step was launched
+                    row |= self._evaluate(record.step)
+            finally:
+                log.write(row)
+                self.view.show(row)
+
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluate after `step`; what its row gets. The time counts as none of a step."""
+        began = time.perf_counter()
+        self._whereabouts.at("evaluation", step)
+        found = self.evaluation.run(step)
+        self.view.note(f"step {step}: {self.evaluation.in_words()}")
+        self._last_end += time.perf_counter() - began
+        return found
 
     def _judge(self, step: int, loss: float, norm: float, spiked: bool) -> bool:
         """Hold a step against those before it. Returns whether its update was left out.
@@ -639,7 +670,7 @@ class Trainer:
             [
                 norm.float()
                 for norm in torch._foreach_norm(
-                    [local_tensor(value.detach()) for value in self.model.parameters()],
+                    self.optimizer.flat.kept(self.model.parameters()),
                     float("inf"),
                 )
             ]
@@ -678,13 +709,14 @@ class Trainer:
             "config": self._stored_config(),
             BASE: self._base,
             "spikes": self.spikes.state(),
+            "evaluation": self.evaluation.state(),
         }
         log.sync()
         self._saves.write(
             self.step,
             self._stored_tensors(),
             state,
-            self.spikes.best_step,
+            self.evaluation.best.step if self.evaluation.enabled else self.spikes.best_step,
             in_background=in_background,
         )
 
@@ -718,6 +750,8 @@ class Trainer:
         summary |= self.executor.summary() | self._graphs()
         if isinstance(self.microbatches, PlannedSteps):
             summary["context"] = self.microbatches.summary()
+        if self.evaluation.enabled:
+            summary["evaluation"] = self.evaluation.summary()
         if (
             "loss_first" in self._summary_before
         ):  # the mean over more steps, of a longer run, would be another one
@@ -733,8 +767,3 @@ class Trainer:
     def _finished_summary(self) -> dict[str, Any] | None:
         """The summary in the folder if it is that of the step this run has reached, else None."""
         return self._summary_before if self._summary_before.get("steps") == self.step else None
-
-
-def _number(value: float) -> float | None:
-    """What JSON has for a number: null where it is none."""
-    return value if math.isfinite(value) else None

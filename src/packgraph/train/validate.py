@@ -33,6 +33,8 @@ def validate(
         f"{config.run.steps}; "
         "lower it, or set graph.enabled = false": config.graph.enabled
         and config.graph.warmup >= config.run.steps,
+        f"eval.every = {config.eval.every} leaves no evaluation in run.steps = {config.run.steps}; "
+        "lower it": config.eval.every > config.run.steps,
     }
     problems |= {
         f"graph.memory_budget = {config.graph.memory_budget} needs a CUDA device; write it in GiB "

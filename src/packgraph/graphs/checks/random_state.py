@@ -53,6 +53,7 @@ _QUIET = (
     "torch/utils/data/_utils/pin_memory.py",
     "tqdm/_monitor.py",
     "event_file_writer.py",
+    "huggingface_hub/utils/_telemetry.py",
 )
 
 
@@ -469,10 +470,12 @@ def _alone() -> bool:
     others = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
     frames = sys._current_frames() if others else {}
     frames.pop(threading.get_ident(), None)  # this function's own frame has `frames`
-    return all(_is_quiet(thread, frames.get(thread.ident or 0)) for thread in others)
+    return all(is_quiet(thread, frames.get(thread.ident or 0)) for thread in others)
 
 
-def _is_quiet(thread: threading.Thread, frame: FrameType | None) -> bool:
+def is_quiet(thread: threading.Thread, frame: FrameType | None) -> bool:
+    """Whether a thread runs no code that could draw from a global generator. frame: what it runs
+    now, None = no Python."""
     if frame is None:
         return isinstance(thread, threading._DummyThread)
     return thread.name.startswith(QUIET_THREAD) or any(

@@ -73,11 +73,11 @@ shares out one step's documents to ranks (dynamic context parallelism); see
 and offloading."""
 
 EXPORT_USAGE = """\
-usage: packgraph export RUN FOLDER [--adapter]
+usage: packgraph export RUN FOLDER [--best] [--adapter]
 
-Write the weights of the newest checkpoint of a run as a Hugging Face checkpoint (config.json and
-safetensors), with the tokenizer it was trained with. Adapters (--lora.rank) are merged into the
-weights."""
+Write the weights of the newest checkpoint of a run, or of the best one, as a Hugging Face
+checkpoint (config.json and safetensors), with the tokenizer it was trained with. Adapters
+(--lora.rank) are merged into the weights."""
 
 COMPLETION_USAGE = """\
 usage: packgraph completion SHELL
@@ -181,6 +181,7 @@ class ExportArguments(CommandArguments):
         Path(), "folder of the run, such as runs/NAME", positional=True, required=True
     )
     folder: Path = option(Path(), "new folder for the weights", positional=True, required=True)
+    best: bool = option(False, "the checkpoint with the lowest loss instead of the newest")
     adapter: bool = option(
         False, "write the adapter of a run with --lora.rank alone, as peft reads it"
     )
