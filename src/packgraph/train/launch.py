@@ -42,7 +42,6 @@ from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.features.context import context_notes, context_request, places_multiple
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
 from packgraph.train.memory import available_memory, check_memory
-from packgraph.train.metrics import BOARD
 from packgraph.train.progress import ProgressView, left_out_line
 from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import (
@@ -57,6 +56,7 @@ from packgraph.train.run_folder import (
     take_folder,
 )
 from packgraph.train.signals import stop_on_signals
+from packgraph.train.trackers import BOARD
 from packgraph.train.trainer import COMPLETED, DATA_ENDED, Trainer
 from packgraph.train.validate import validate
 

@@ -1,4 +1,5 @@
-r"""AdamW that never makes the host wait, each replica updating its own part of all parameters.
+r"""AdamW, or Muon beside it, which never make the host wait; each replica updates its own part of
+all parameters.
 
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
 stays on the device, weight decay touches only parameters with two or more dimensions. Under
@@ -16,7 +17,7 @@ floor     /         ‾‾‾‾‾     /           ‾‾‾
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
+from packgraph.train.muon import Matrix, Muon, is_hidden_matrix
 from packgraph.train.spikes import Limits
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
@@ -66,7 +68,8 @@ def learning_rate_at(
 
 
 class Optimizer:
-    """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device.
+    """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device; under
+    `muon` matrices of hidden layers are updated by that (`muon.py`), by ranks that have them whole.
 
     mesh: where the processes are, all of which make an optimizer; the ranks that hold copies of
     a parameter share the work and the state, and what several stages along `pp` hold by the same
@@ -94,6 +97,11 @@ class Optimizer:
             self._mesh, [name for name, parameter in named if parameter.requires_grad]
         )
         parts = {part.copies for _, parameter in named if (part := part_of(parameter)) is not None}
+        matrices = (
+            {name for name, parameter in named if is_hidden_matrix(name, parameter)}
+            if config.name == "muon"
+            else set[str]()
+        )
         self.flat = FlatParameters(
             named,
             self._mesh.group("copies"),
@@ -101,17 +109,21 @@ class Optimizer:
             parts={copies: self._mesh.group(copies) for copies in parts},
             layers=layers,
             shard=shard,
+            apart=matrices,
         )
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
         self.learning_rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
         self._masters = [_master(span) for span in self.flat.spans]
+        whole = [span.members[0].name in matrices for span in self.flat.spans]
         groups = [
             {
                 "params": [
                     master
-                    for span, master in zip(self.flat.spans, self._masters, strict=True)
-                    if span.decays == decays
+                    for span, master, apart in zip(
+                        self.flat.spans, self._masters, whole, strict=True
+                    )
+                    if span.decays == decays and not apart
                 ],
                 "weight_decay": config.weight_decay if decays else 0.0,
             }
@@ -125,15 +137,30 @@ class Optimizer:
             fused=True,
             capturable=device.type == "cuda",
         )
-        self._steps = torch.zeros(len(self._masters), dtype=torch.float32, device=device)
-        for number, master in enumerate(self._masters):
+        updated = [master for master, apart in zip(self._masters, whole, strict=True) if not apart]
+        self._steps = torch.zeros(len(updated), dtype=torch.float32, device=device)
+        for number, master in enumerate(updated):
             # Made here and not at the first step: a resumed run needs the places to load into.
             self._adam.state[master] = {
                 "step": self._steps[number],
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
+        self._momenta = {
+            master: torch.zeros_like(master)
+            for master, apart in zip(self._masters, whole, strict=True)
+            if apart
+        }
+        self._muon = Muon(self._matrices(), config.muon_momentum, config.weight_decay)
         self.zero_grad()
+
+    def _matrices(self) -> Iterator[Matrix]:
+        """What Muon updates."""
+        for span, master in zip(self.flat.spans, self._masters, strict=True):
+            if master in self._momenta:
+                flat = (master.detach(), _gradient(master), self._momenta[master])
+                for member in span.members:
+                    yield Matrix(*(span.part(member, values) for values in flat))
 
     def zero_grad(self) -> None:
         """Zero all gradients in place; a gradient that is None gets its place in the buffer
@@ -203,6 +230,7 @@ class Optimizer:
             blocked = self.spiked if blocked is None else torch.maximum(blocked, self.spiked)
         self._adam.found_inf = blocked  # type: ignore[attr-defined]
         self._adam.step()
+        self._muon.step(self.learning_rate, blocked)
         if narrow:
             torch._foreach_copy_(
                 [span.own_parameters for span, _ in narrow], [master for _, master in narrow]
@@ -213,12 +241,16 @@ class Optimizer:
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg`,
-        `.exp_avg_sq` and, under bfloat16, `.master`; in the parameter's shape, or `Pieces` of it
-        where other ranks have the rest; and what `balance` adds."""
+        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg` and
+        `.exp_avg_sq`, or `.momentum` where Muon updates it, and under bfloat16 `.master`; in the
+        parameter's shape, or `Pieces` of it where other ranks have the rest; and what `balance`
+        adds."""
         tensors: dict[str, Tensor] = {"step": self._steps[0]}
         for span, master in zip(self.flat.spans, self._masters, strict=True):
-            state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
+            if master in self._momenta:
+                state = {"momentum": self._momenta[master]}
+            else:
+                state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
             if master.dtype != span.parameters.dtype:
                 state["master"] = master.detach()
             for member in span.members:

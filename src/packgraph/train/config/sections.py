@@ -20,6 +20,7 @@ from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
 from packgraph.train.config.values import path_problem, shown
+from packgraph.train.trackers import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
 
@@ -33,8 +34,11 @@ def _refuse(problems: dict[str, bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, decay and clipping by the global gradient norm.
+    """The optimizer, with linear warm-up, decay and clipping by the global gradient norm.
 
+    name: adamw; muon = Muon for the matrices of hidden layers and AdamW for all else, at the same
+        learning rate and weight decay; on ranks that hold whole matrices.
+    muon_momentum: decay rate of Muon's running mean.
     learning_rate: peak learning rate.
     weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
     betas: decay rates of AdamW's two running means.
@@ -48,6 +52,8 @@ class OptimizerConfig:
     clip_norm: largest global gradient norm; none = no clipping.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
+    muon_momentum: float = 0.95
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -70,6 +76,9 @@ class OptimizerConfig:
                     0 <= beta < 1 for beta in self.betas
                 ),
                 f"eps must be positive, got {self.eps}": self.eps <= 0,
+                f"muon_momentum must lie in [0, 1), got {self.muon_momentum}": not 0
+                <= self.muon_momentum
+                < 1,
                 f"warmup_steps must not be negative, got {self.warmup_steps}": self.warmup_steps
                 < 0,
                 f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1)
@@ -324,6 +333,10 @@ class RunConfig:
     log_every: steps between two lines of a log that is no terminal.
     checkpoint_every: steps between two checkpoints; there is always one at the end.
     keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
+    async_checkpoints: steps go on while a checkpoint is written, from copies in host memory; if
+        there is room for them.
+    tracker: where rows are shown besides metrics.jsonl: tensorboard, wandb, mlflow; several are
+        written as tensorboard,wandb.
     resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh:
         one command for first starts and restarts (torchrun --max-restarts, a requeued job).
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again;
@@ -355,6 +368,8 @@ class RunConfig:
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 3
+    async_checkpoints: bool = True
+    tracker: tuple[str, ...] = ("tensorboard",)
     resume: bool | Literal["auto"] = False
     max_minutes: float | None = None
     timeout: float = 10.0
@@ -389,6 +404,10 @@ class RunConfig:
             problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = (
                 problem is not None
             )
+        unknown = sorted(set(self.tracker) - set(TRACKERS))
+        problems[f"tracker must be of {', '.join(TRACKERS)}, got {shown(', '.join(unknown))}"] = (
+            bool(unknown)
+        )
         bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
         problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
