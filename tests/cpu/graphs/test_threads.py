@@ -529,7 +529,7 @@ def test_threads_that_run_only_a_librarys_code_do_not_count():
 
 
 def test_the_thread_that_makes_steps_ahead_does_not_count():
-    with ThreadPoolExecutor(1, random_state.DATA_THREAD) as thread:
+    with ThreadPoolExecutor(1, random_state.QUIET_THREAD) as thread:
         thread.submit(time.sleep, 0).result()
         assert random_state._alone()
     with ThreadPoolExecutor(1, "another") as thread:
