@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import (
     FoundCheckpoint,
     best_checkpoint,
+    best_whole_checkpoint,
     load_tensors,
     newest_whole_checkpoint,
     save_checkpoint,
@@ -192,8 +194,9 @@ class Trainer:
         }
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint of the run. Raises CheckpointError."""
-        path, step, state, damaged = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        """Go on from the newest checkpoint of the run, or the best. Raises CheckpointError."""
+        find = partial(self._find_checkpoint, best=self.config.run.resume == "best")
+        path, step, state, damaged = on_first(self.mesh, find, CheckpointError)
         for told in damaged:
             self.view.note(f"{told}. It is passed over")
         for told in self._load(path, step, state):
@@ -235,11 +238,10 @@ class Trainer:
         with checkpoint_here(path, self.mesh, self._nodes) as here:
             load_tensors(here, tensors, RANDOM, self.mesh)
 
-    def _find_checkpoint(self) -> FoundCheckpoint:
-        """The newest whole checkpoint. Raises CheckpointError."""
-        found = newest_whole_checkpoint(
-            self.folder / CHECKPOINTS, needed=("data", "random_device", "graphs")
-        )
+    def _find_checkpoint(self, best: bool = False) -> FoundCheckpoint:
+        """The newest whole checkpoint, or the best. Raises CheckpointError."""
+        folder, needed = self.folder / CHECKPOINTS, ("data", "random_device", "graphs")
+        found = best_whole_checkpoint(folder) if best else newest_whole_checkpoint(folder, needed)
         if found is None:
             raise CheckpointError(
                 f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from"
