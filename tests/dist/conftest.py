@@ -19,6 +19,7 @@ CORE = (
     "test_pipeline_overlap.py",
     "test_replicate.py::test_graphs_equal_eager_and_one_process[True-chunk]",
     "test_replicated_loops.py::test_accelerate",
+    "test_sharded.py::test_graphs_equal_eager_bitwise[parameters-layer]",
     "test_tensor.py::test_graphs_equal_eager_on_every_rank[True-options3]",
     "test_tensor.py::test_every_matrix_is_split",
     "test_votes.py::test_a_failure_of_one_is_one_of_all_and_nobody_waits_for_ever",

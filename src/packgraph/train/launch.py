@@ -24,7 +24,7 @@ from rich.console import Console
 from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.meeting import decided_by_first
-from packgraph.parallel.processes import Launch, on_first, processes
+from packgraph.parallel.processes import Launch, on_first, processes, set_nccl
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import DataConfig, TrainConfig
@@ -42,7 +42,6 @@ from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.features.context import context_notes, context_request, places_multiple
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
 from packgraph.train.memory import available_memory, check_memory
-from packgraph.train.metrics import BOARD
 from packgraph.train.progress import ProgressView, left_out_line
 from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import (
@@ -57,6 +56,7 @@ from packgraph.train.run_folder import (
     take_folder,
 )
 from packgraph.train.signals import stop_on_signals
+from packgraph.train.trackers import BOARD
 from packgraph.train.trainer import COMPLETED, DATA_ENDED, Trainer
 from packgraph.train.validate import validate
 
@@ -154,6 +154,17 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
         return _train(config, asked, launch, whereabouts)
 
 
+def _nccl_notes(device: torch.device, launch: Launch) -> list[str]:
+    """What was set for NCCL, where there are several processes on GPUs. Raises ConfigError."""
+    if device.type != "cuda" or launch.world == 1:
+        return []
+    try:
+        note = set_nccl(os.environ)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    return [] if note is None else [note]
+
+
 def _train(
     config: TrainConfig, asked: Collection[str], launch: Launch, whereabouts: Whereabouts
 ) -> tuple[Path, dict[str, Any]]:
@@ -173,6 +184,7 @@ def _train(
         world=launch.world,
         rank=launch.rank,
     )
+    told = _nccl_notes(device, launch)
     # The folder was chosen before the processes meet, so all have looked before one of them creates
     # it.
     console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
@@ -190,7 +202,7 @@ def _train(
         whereabouts.at("start")
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
-        for note in prepared.notes:
+        for note in [*prepared.notes, *told]:
             view.note(note)
         if nodes.others:
             view.note(

@@ -35,7 +35,8 @@ class DataParallelism(Parallelism):
 
     def problems(self, config: TrainConfig, world: int) -> list[str]:
         layout = config.parallel.layout()
-        return [f"parallel: {problem}" for problem in layout.problems(world)]
+        found = [f"parallel: {problem}" for problem in layout.problems(world)]
+        return found + (_shard_problems(config) if config.parallel.shards else [])
 
 
 class PipelineParallelism(Parallelism):
@@ -145,6 +146,29 @@ PARALLELISMS: list[Parallelism] = [
 ]
 
 
+def _shard_problems(config: TrainConfig) -> list[str]:
+    """What keeps layers from being sharded over the replicas."""
+    parallel, graph = config.parallel, config.graph
+    sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    others = {
+        **{f"parallel.{name} = {size}": size > 1 for name, size in sizes.items()},
+        "parallel.dynamic_cp": parallel.dynamic_cp,
+        f"model.experts.count = {config.model.experts.count}": config.model.experts.enabled,
+        "hf.path": config.hf.path is not None,
+        "lora.rank": config.lora.enabled,
+        "graph.compile": graph.enabled and graph.compile,
+        "graph.granularity = step": graph.enabled and graph.granularity == "step",
+        "graph.optimizer": graph.enabled and graph.optimizer,
+        "offload.modules": bool(config.offload.modules),
+        "run.recompute = auto": config.run.recompute == "auto",
+    }
+    return [
+        f"parallel.shard = {parallel.shard} is not there yet with {name}; leave one of them out"
+        for name, asked in others.items()
+        if asked
+    ]
+
+
 def _shares(layout: Layout, name: str) -> list[Layout]:
     """`layout` with every divisor of its replicas given to the axis `name`."""
     dp, given = layout.dp or 1, list[Layout]()
@@ -209,9 +233,6 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         else []
     )
     problems = {
-        f"parallel.tp = {parallel.tp} with parallel.sequence is not there yet with experts, whose "
-        "router needs all "
-        "rows of a microbatch; set parallel.sequence = false": parallel.splits_rows,
         f"parallel.ep = {parallel.ep} does not divide model.experts.count = "
         f"{experts.count}": experts.count % parallel.ep > 0,
         "parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, "
@@ -219,11 +240,9 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         "cannot be in graph.scope; use dispatcher = padded, or leave them out": graph.enabled
         and waits
         and bool(named),
-        "offload.modules with graph.compile and parallel.expert_stash is not there yet: all that a "
-        "compiled layer "
-        "saves would move, the pages of the stash among it; leave one of them out": graph.compile
-        and parallel.expert_stash > 0
-        and bool(config.offload.modules),
+        "parallel.expert_stash_resident leaves nothing for the stash of a model with one layer of "
+        "experts; leave parallel.expert_stash out": parallel.expert_stash_resident
+        and config.model.count("moe") == 1,
         "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use "
         "dispatcher = padded, or "
         "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",

@@ -20,6 +20,7 @@ from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
 from packgraph.train.config.values import path_problem, shown
+from packgraph.train.trackers import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
 
@@ -33,8 +34,11 @@ def _refuse(problems: dict[str, bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, decay and clipping by the global gradient norm.
+    """The optimizer, with linear warm-up, decay and clipping by the global gradient norm.
 
+    name: adamw; muon = Muon for the matrices of hidden layers and AdamW for all else, at the same
+        learning rate and weight decay; on ranks that hold whole matrices.
+    muon_momentum: decay rate of Muon's running mean.
     learning_rate: peak learning rate.
     weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
     betas: decay rates of AdamW's two running means.
@@ -48,6 +52,8 @@ class OptimizerConfig:
     clip_norm: largest global gradient norm; none = no clipping.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
+    muon_momentum: float = 0.95
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -70,6 +76,9 @@ class OptimizerConfig:
                     0 <= beta < 1 for beta in self.betas
                 ),
                 f"eps must be positive, got {self.eps}": self.eps <= 0,
+                f"muon_momentum must lie in [0, 1), got {self.muon_momentum}": not 0
+                <= self.muon_momentum
+                < 1,
                 f"warmup_steps must not be negative, got {self.warmup_steps}": self.warmup_steps
                 < 0,
                 f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1)
@@ -185,6 +194,8 @@ class ParallelConfig:
         divide the heads.
     dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each
         microbatch anew; the documents of a step are shared out to all ranks of dp x cp together.
+    min_cp: the fewest ranks that a row is spread over with dynamic_cp: cp, or a power of two that
+        divides it. More means fewer shapes to capture, and smaller pieces of short rows.
     time_rows: once graphs are captured, time rows of every number of ranks, and plan by that
         instead of by estimates, with dynamic_cp; auto = on CUDA, unless the run is deterministic,
         since other times may make other plans.
@@ -193,6 +204,9 @@ class ParallelConfig:
     chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles,
         more transfers.
     sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
+    shard: what of the layers' matrices each replica keeps a part of, instead of all: gradients; or
+        parameters and gradients, which are then whole only while a layer runs. The optimizer's
+        state is always in parts.
     ep: replicas, of dp, that share the experts of every layer; each keeps a part of them, and
         tokens travel.
     dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of ranks, which
@@ -204,26 +218,39 @@ class ParallelConfig:
     expert_stash: pages for what experts keep for the backward, over what equally busy experts would
         need, such as 1.1; only rows that hold tokens take memory then. 0 = all static rows are kept
         as they are.
+    expert_stash_host: pages in pinned host memory, in the same measure, for what finds no page on
+        the device; it counts towards the whole, so that 0.8 and 0.3 are pages for 1.1. Experts
+        read and write these over the bus.
+    expert_stash_page_rows: rows of a page, a multiple of 16: a layer's last page is half empty on
+        average.
+    expert_stash_resident: the last layer with experts keeps its rows as they are: its backward
+        follows at once, so that copies to pages and back only take time; needs pp = 1.
     """
 
     dp: int | None = None
     cp: int = 1
     cp_kind: Literal["auto", "ulysses", "zigzag"] = "auto"
     dynamic_cp: bool = False
+    min_cp: int = 1
     time_rows: bool | Literal["auto"] = "auto"
     tp: int = 1
     pp: int = 1
     chunks: int = 1
     sequence: bool = True
+    shard: Literal["none", "gradients", "parameters"] = "none"
     ep: int = 1
     dispatcher: Literal["auto", "local", "host_splits", "padded", "symmetric"] = "auto"
     expert_room: float = 1.5
     expert_stash: float = 0.0
+    expert_stash_host: float = 0.0
+    expert_stash_page_rows: int = 64
+    expert_stash_resident: bool = False
 
     def __post_init__(self) -> None:
         sizes = {
             "dp": 1 if self.dp is None else self.dp,
             "cp": self.cp,
+            "min_cp": self.min_cp,
             "tp": self.tp,
             "pp": self.pp,
             "chunks": self.chunks,
@@ -238,15 +265,41 @@ class ParallelConfig:
             "padded or "
             "host_splits"
         ] = self.dispatcher == "local" and self.ep > 1
-        problems[f"expert_stash must be 0 or at least 1, got {self.expert_stash}"] = (
-            self.expert_stash != 0 and self.expert_stash < 1
-        )
+        problems |= self._stash_problems()
         _refuse(problems)
+
+    def _stash_problems(self) -> dict[str, bool]:
+        device, host, rows = self.expert_stash, self.expert_stash_host, self.expert_stash_page_rows
+        text = f" (with expert_stash_host = {host} together at least 1)" if host > 0 else ""
+        return {
+            f"expert_stash must be 0 or at least 1, got {device}{text}": device < 0
+            or 0 < device + max(host, 0) < 1,
+            f"expert_stash_host must not be negative, got {host}": host < 0,
+            "expert_stash_page_rows must be a positive multiple of 16, since rows are copied 16 at "
+            f"a time, got {rows}": rows < 1 or rows % 16 > 0,
+            f"expert_stash_host = {host} is for what finds no page on the device; give expert_stash"
+            ", too": host > 0 and device == 0,
+            "expert_stash_resident is of a stash; give expert_stash, too": device == 0
+            and self.expert_stash_resident,
+            f"expert_stash_resident with pp = {self.pp}: forwards of other microbatches come "
+            "between the last layer's forward and its backward; leave it out": self.pp > 1
+            and self.expert_stash_resident,
+        }
 
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        contexts = context_sizes(self.cp) if self.dynamic_cp else ()
+        contexts = self.context_sizes if self.dynamic_cp else ()
         return Layout(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, contexts=contexts)
+
+    @property
+    def context_sizes(self) -> tuple[int, ...]:
+        """How many ranks may share a row with dynamic_cp, ascending."""
+        return context_sizes(self.cp, self.min_cp)
+
+    @property
+    def shards(self) -> bool:
+        """Whether layers are sharded over the replicas."""
+        return self.shard != "none"
 
     @property
     def dispatcher_name(self) -> str:
@@ -280,6 +333,10 @@ class RunConfig:
     log_every: steps between two lines of a log that is no terminal.
     checkpoint_every: steps between two checkpoints; there is always one at the end.
     keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
+    async_checkpoints: steps go on while a checkpoint is written, from copies in host memory; if
+        there is room for them.
+    tracker: where rows are shown besides metrics.jsonl: tensorboard, wandb, mlflow; several are
+        written as tensorboard,wandb.
     resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh:
         one command for first starts and restarts (torchrun --max-restarts, a requeued job); best =
         from the checkpoint of the lowest loss; what was trained after it is given up.
@@ -312,6 +369,8 @@ class RunConfig:
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 3
+    async_checkpoints: bool = True
+    tracker: tuple[str, ...] = ("tensorboard",)
     resume: bool | Literal["auto", "best"] = False
     max_minutes: float | None = None
     timeout: float = 10.0
@@ -346,6 +405,10 @@ class RunConfig:
             problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = (
                 problem is not None
             )
+        unknown = sorted(set(self.tracker) - set(TRACKERS))
+        problems[f"tracker must be of {', '.join(TRACKERS)}, got {shown(', '.join(unknown))}"] = (
+            bool(unknown)
+        )
         bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
         problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
