@@ -408,13 +408,6 @@ def newest_whole_checkpoint(folder: Path, needed: Collection[str] = ()) -> Found
     raise CheckpointError(f"{damaged[0]}; there is no other checkpoint that is whole in {folder}")
 
 
-def best_whole_checkpoint(folder: Path) -> FoundCheckpoint | None:
-    """The checkpoint `best` names, after all its files were checked; None when there is none.
-    Raises CheckpointError naming the file that is damaged."""
-    path = best_checkpoint(folder)
-    return None if path is None else FoundCheckpoint(path, *load_state(path), ())
-
-
 def load_state(path: Path) -> tuple[int, dict[str, Any]]:
     """Step and JSON state of a checkpoint, after all its files were checked. Raises CheckpointError
     naming the file."""
