@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,8 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.writer import (
-    FoundCheckpoint,
-    best_checkpoint,
-    load_tensors,
-    newest_whole_checkpoint,
-)
+from packgraph.train.checkpoint.resumable import checkpoint_to_resume
+from packgraph.train.checkpoint.writer import FoundCheckpoint, best_checkpoint, load_tensors
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
@@ -54,7 +51,7 @@ from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.feed import StepFeed
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
-from packgraph.train.optimizer import learning_rate_at
+from packgraph.train.optimizer import learning_rate_of
 from packgraph.train.progress import LeftOut, ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.retry import StepRetries
@@ -66,7 +63,6 @@ from packgraph.train.step import MicrobatchAssignment
 from packgraph.train.trackers import NAMES
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
-COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
@@ -188,8 +184,9 @@ class Trainer:
         }
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint of the run. Raises CheckpointError."""
-        path, step, state, damaged = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        """Go on from the newest checkpoint of the run, or the best. Raises CheckpointError."""
+        find = partial(self._find_checkpoint, best=self.config.run.resume == "best")
+        path, step, state, damaged = on_first(self.mesh, find, CheckpointError)
         for told in damaged:
             self.view.note(f"{told}. It is passed over")
         for told in self._load(path, step, state):
@@ -231,32 +228,9 @@ class Trainer:
         with checkpoint_here(path, self.mesh, self._nodes) as here:
             load_tensors(here, tensors, RANDOM, self.mesh)
 
-    def _find_checkpoint(self) -> FoundCheckpoint:
-        """The newest whole checkpoint. Raises CheckpointError."""
-        found = newest_whole_checkpoint(
-            self.folder / CHECKPOINTS, needed=("data", "random_device", "graphs")
-        )
-        if found is None:
-            raise CheckpointError(
-                f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from"
-            )
-        wrong = [
-            name
-            for name in ("data", "graphs", "experts")
-            if not isinstance(found.state.get(name, {}), dict)
-        ]
-        if wrong or not found.state["graphs"].keys() >= COUNTS:
-            raise CheckpointError(
-                f"{found.path}: damaged: its {wrong[0] if wrong else 'graphs'} are no counts and "
-                "positions; go on from another checkpoint"
-            )
-        if found.state["random_device"] != self.device.type:
-            raise CheckpointError(
-                f"{found.path}: written on {found.state['random_device']}, this is "
-                f"{self.device.type}"
-                "; a run goes on bitwise only on the same kind of device (run.device)"
-            )
-        return found
+    def _find_checkpoint(self, best: bool = False) -> FoundCheckpoint:
+        """The newest whole checkpoint, or the best. Raises CheckpointError."""
+        return checkpoint_to_resume(self.folder / CHECKPOINTS, self.device.type, best=best)
 
     def _stream(self) -> str:
         """Name of the random numbers that this rank draws from."""
@@ -438,7 +412,7 @@ class Trainer:
         ):
             self.view.note(told)
         timed = self.executor.tune(batches, self.view.note)
-        learning_rate = self._learning_rate()
+        learning_rate = learning_rate_of(self.config, self.step)
         loss, norm = self._repeats.launch(
             fed.share, fed.loss_tokens, learning_rate, self.spikes.limits(self.step + 1)
         )
@@ -508,18 +482,6 @@ class Trainer:
         totals = torch.stack([told, wish])
         dist.all_reduce(totals)
         return torch.cat([torch.stack([totals[0], norm, totals[1]]), verdicts])
-
-    def _learning_rate(self) -> float:
-        options = self.config.optimizer
-        return learning_rate_at(
-            self.step,
-            peak=options.learning_rate,
-            warmup_steps=options.warmup_steps,
-            decay_steps=options.decay_steps or self.config.run.steps,
-            min_fraction=options.min_learning_rate_fraction,
-            schedule=options.schedule,
-            decay_share=options.decay_share,
-        )
 
     def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
         """Read the numbers of launched steps until `leave` of them are left on the device; write
