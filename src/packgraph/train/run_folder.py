@@ -117,6 +117,10 @@ FREE_ON_RESUME = (
     "parallel.ep",
     "parallel.chunks",
     "parallel.sequence",
+    "parallel.expert_stash",
+    "parallel.expert_stash_host",
+    "parallel.expert_stash_page_rows",
+    "parallel.expert_stash_resident",
 )
 DECAY = "optimizer.decay_steps"
 # What may be changed on the way by saying so: a loss that is no number asks for it, or a document
