@@ -381,7 +381,7 @@ def _plan_memory(words: list[str]) -> int:
     read = _read("plan memory", words, PlanMemoryArguments())
     if read.own.help:
         return _help(USAGE, PlanMemoryArguments())
-    if problems := read.own.problems():
+    if problems := read.own.problems(read.given):
         raise ConfigError([*read.overrides.problems, *problems])
     preset = read.own.preset
     if preset is None and read.own.config is None:
@@ -474,7 +474,7 @@ def _export(words: list[str]) -> int:
     with _no_lost_ctrl_c():
         from packgraph.train.export import export
 
-    checkpoint = export(asked.run, asked.folder, adapter=asked.adapter)
+    checkpoint = export(asked.run, asked.folder, adapter=asked.adapter, best=asked.best)
     print(f"{checkpoint} written to {asked.folder}", file=sys.stderr)
     return 0
 

@@ -8,6 +8,7 @@ import pytest
 # eager above all.
 CORE = (
     "test_data.py::test_graphs_equal_eager_on_every_replica[chunk]",
+    "test_evaluation_ranks.py::test_every_layout_evaluates_alike_and_trains_on[pp]",
     "test_mesh.py::test_groups_of_ranks_that_share_rows",
     "test_moe_dispatch.py",
     "test_moe_training.py::test_graphs_equal_eager_bitwise[Layout(dp=2, pp=1, cp=1, tp=1, ep=2, "
@@ -18,6 +19,7 @@ CORE = (
     "test_pipeline_overlap.py",
     "test_replicate.py::test_graphs_equal_eager_and_one_process[True-chunk]",
     "test_replicated_loops.py::test_accelerate",
+    "test_sharded.py::test_graphs_equal_eager_bitwise[parameters-layer]",
     "test_tensor.py::test_graphs_equal_eager_on_every_rank[True-options3]",
     "test_tensor.py::test_every_matrix_is_split",
     "test_votes.py::test_a_failure_of_one_is_one_of_all_and_nobody_waits_for_ever",

@@ -121,6 +121,29 @@ def test_what_was_saved_is_loaded_at_another_layout(first, second, dtype, tmp_pa
 
 
 @pytest.mark.dist
+def test_sharded_layers_are_saved_and_loaded_over_any_number_of_ranks(tmp_path):
+    """Two ranks that shard, four that do not, four that do, one."""
+
+    def settings(shard, ranks, steps):
+        made = config(Layout(dp=ranks), steps, dtype="bfloat16")
+        return dataclasses.replace(made, parallel=ParallelConfig(dp=ranks, shard=shard))
+
+    folder, before = str(tmp_path / "run"), None
+    parts = [("parameters", 2), ("none", 4), ("gradients", 4), ("parameters", 1)]
+    for number, (shard, ranks) in enumerate(parts):
+        again = settings(shard, ranks, 2 * number + 2)
+        for loaded, ended, _ in run_ranks(
+            go, ranks, folder, again, number > 0, layout=Layout(ranks)
+        ):
+            if before is not None:
+                assert loaded.keys() == before.keys()
+                assert not [name for name in before if not torch.equal(loaded[name], before[name])]
+            assert ended["optimizer.step"] == 2 * number + 2
+            assert all(value.isfinite().all() for value in ended.values())
+        before = ended
+
+
+@pytest.mark.dist
 def test_a_run_that_changes_its_layout_stays_the_same_run(tmp_path):
     """Without dropout, whose masks change with the layout: the data and the optimizer go on as if
     alone."""

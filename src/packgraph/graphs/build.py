@@ -44,6 +44,7 @@ from packgraph.graphs.parameters import (
     Aliases,
     ParameterEdge,
     has_hooks,
+    is_sharded,
     local_tensor,
     static_gradient,
 )
@@ -319,6 +320,7 @@ class VariantBuild:
             for static, out in zip(forward.statics, forward.outputs, strict=True)
         ]
         owned, returned = self._classify(forward.parameters)
+        refuse_late_gradients(returned, self.program.describe(forward.run))
         region = Region(
             index,
             self.program.describe(forward.run),
@@ -598,6 +600,19 @@ def refuse_changed_inputs(versions: list[int], inputs: list[torch.Tensor], name:
             user_line(),
             "write to a new tensor: the caller's tensor would not change when the graph is "
             "replayed",
+        )
+
+
+def refuse_late_gradients(returned: list[torch.nn.Parameter], name: str) -> None:
+    """Raise CaptureError where captured code, called `name`, hands gradients to autograd that it
+    has to send to other ranks. returned: parameters of which it does."""
+    late = next((parameter for parameter in returned if is_sharded(parameter)), None)
+    if late is not None:
+        raise CaptureError(
+            f"{name} shares a sharded parameter of shape {list(late.shape)} with other segments, "
+            "or somebody watches its gradient: it would be added after ranks have added theirs up",
+            user_line(),
+            "capture the whole layer as one segment, without hooks on its parameters",
         )
 
 

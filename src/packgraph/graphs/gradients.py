@@ -44,7 +44,8 @@ multi-tensor kernel adds all of them.
     autograd     g1 + , g2 + , g3 + , ...              here     g1, g2, g3 ... -> one kernel for all
 
 The invariant: gradients that wait hold at most WAITING_BYTES, so what a backward needs at most
-hardly grows.
+hardly grows. Code that reads gradients within a backward has them added first
+(`add_waiting_gradients`).
 """  # noqa: E501
 
 import operator
@@ -332,6 +333,14 @@ def _add_nothing(buffer: GradientBuffer) -> None:
 
 
 WAITING_BYTES = 64 * 2**20
+_ACCUMULATORS: dict[int, "Accumulator"] = {}  # by autograd's number of the running backward
+
+
+def add_waiting_gradients() -> None:
+    """Within a backward, by a node of it or at its end: add what waits to be added."""
+    accumulator = _ACCUMULATORS.get(torch._C._current_graph_task_id())
+    if accumulator is not None:
+        accumulator.add()
 
 
 class Accumulator:
@@ -344,6 +353,7 @@ class Accumulator:
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bytes = 0
         self._hooks: list[Any] = []
+        self._task: int | None = None
 
     def begin(self) -> None:
         """From now on autograd leaves the adding to this object."""
@@ -353,7 +363,7 @@ class Accumulator:
 
     def end(self) -> None:
         """Add what still waits, and give the adding back to autograd."""
-        self._add()
+        self.add()
         self.drop()
 
     def drop(self) -> None:
@@ -361,6 +371,8 @@ class Accumulator:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._waiting, self._bytes = [], [], 0
+        if self._task is not None:
+            _ACCUMULATORS.pop(self._task, None)
 
     def _taking(self, alias: torch.Tensor) -> Callable[[tuple[torch.Tensor | None, ...]], Any]:
         def take(gradients: tuple[torch.Tensor | None, ...]) -> Any:
@@ -368,15 +380,19 @@ class Accumulator:
             buffer = alias.grad
             if gradient is None or buffer is None or type(gradient) is not torch.Tensor:
                 return None
+            if self._task is None:
+                self._task = torch._C._current_graph_task_id()
+                _ACCUMULATORS[self._task] = self
             self._waiting.append((local_tensor(buffer), gradient))
             self._bytes += gradient.numel() * gradient.element_size()
             if self._bytes >= self._most:
-                self._add()
+                self.add()
             return (None,)  # nothing is left for autograd to add
 
         return take
 
-    def _add(self) -> None:
+    def add(self) -> None:
+        """Add what waits."""
         with torch.no_grad():
             if self._waiting:
                 torch._foreach_add_(*map(list, zip(*self._waiting, strict=True)))

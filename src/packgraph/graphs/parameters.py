@@ -43,6 +43,20 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+_SHARDED = "packgraph_sharded"
+
+
+def mark_sharded(parameter: torch.nn.Parameter) -> None:
+    """Say that the memory of `parameter`'s gradient, and maybe its own, has its content only while
+    the layer runs, and is that of others in between."""
+    setattr(parameter, _SHARDED, True)
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether `mark_sharded` has said so of `parameter`."""
+    return getattr(parameter, _SHARDED, False)
+
+
 class Aliases:
     """The aliases that stand for a module's parameters during one build.
 

@@ -35,7 +35,7 @@ from packgraph.graphs.backend import Graph, Static
 from packgraph.graphs.gradients import Attached, GradientBuffer
 from packgraph.graphs.key import CallModes, pattern_of
 from packgraph.graphs.output_gradients import KeyGradients, Pattern, readers_of_leaves
-from packgraph.graphs.parameters import HookedParameters, ParameterEdge
+from packgraph.graphs.parameters import HookedParameters, ParameterEdge, is_sharded
 from packgraph.graphs.stages import State
 
 
@@ -209,6 +209,12 @@ class Backward:
     def attached(self) -> Attached:
         """Whether their gradients are the buffers."""
         return Attached(self.owned)
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether the graph sends gradients to other ranks, so that none is in a buffer when it
+        ends."""
+        return any(is_sharded(buffer.parameter) for buffer in self.owned)
 
 
 @dataclass

@@ -53,7 +53,7 @@ from packgraph.graphs.gradients import (
 )
 from packgraph.graphs.key import Pattern, call_tensors, copy_into, kernel_settings, pattern_of
 from packgraph.graphs.output_gradients import KeyGradients, is_seen
-from packgraph.graphs.parameters import expect_visits, has_hooks
+from packgraph.graphs.parameters import expect_visits, has_hooks, is_sharded
 from packgraph.graphs.program import Program, close_objects
 from packgraph.graphs.recompute import recompute_gradients
 from packgraph.graphs.region import (
@@ -307,6 +307,8 @@ def _recompute(
 ) -> tuple[Any, list[Any]]:
     """Run a backward eagerly that nobody has captured, and learn its pattern."""
     lease, known = ctx.lease, region.context.gradients
+    if any(map(is_sharded, region.parameters.parameters)):
+        raise _refuse_separate(region)
     with lease.slots.launches:
         lease.start_backward(region.number)
     with torch.no_grad():
@@ -326,6 +328,8 @@ def _replay_backward(
     """Replay a backward graph; what autograd is given for the parameters' edge, inputs and returned
     parameters."""
     launches, asked = lease.slots.launches, _asked(region, backward)
+    if backward.reduces and (asked or launches.shared):
+        raise _refuse_separate(region)
     with launches:
         lease.start_backward(region.number)
         if not launches.shared:
@@ -337,6 +341,14 @@ def _replay_backward(
         found, results = _launch_backward(region, backward, gradients, backward.owned)
         lease.finish_backward(region.number)
     return _delivered(region, backward.owned, found), results
+
+
+def _refuse_separate(region: Region) -> RuntimeError:
+    return RuntimeError(
+        f"gradients of {region.name} are sharded: ranks add them up while the backward runs, and "
+        "none can be had by itself. Call loss.backward() without inputs, from one thread, on the "
+        "outputs that warm-up has used, and register no hooks on these parameters"
+    )
 
 
 def _asked(region: Region, backward: Backward) -> list[GradientBuffer]:

@@ -103,14 +103,16 @@ def _lost(what: str, failed: dict[int, str], waiting: Sequence[int], patience: f
     )
 
 
-def stage_consensus(mesh: Mesh, patience: float = PATIENCE) -> Consensus:
+def stage_consensus(mesh: Mesh, patience: float = PATIENCE, *, sharded: bool = False) -> Consensus:
     """Among the ranks that this one exchanges data with while it runs its part of a model: those of
-    its stage that share rows, matrices or experts with it, directly or through others."""
+    its stage that share rows, matrices or experts with it, directly or through others. sharded: so
+    do all replicas, which share the parts of layers."""
     place = mesh.place
+    ranks = range(mesh.world) if sharded else _replica(mesh)
     return _vote(
         mesh,
         f"stage {place['pp']}",
-        [rank for rank in _replica(mesh) if mesh.layout.coordinates(rank)["pp"] == place["pp"]],
+        [rank for rank in ranks if mesh.layout.coordinates(rank)["pp"] == place["pp"]],
         patience,
     )
 

@@ -19,6 +19,10 @@ Where replicas share the experts of a layer (`parallel/expert.py`), experts lie 
 own: only replicas that hold the same ones (`edp`) add up. That is the whole sum: a loss is a sum
 over tokens, and the tokens of all ranks that share the experts have been to them.
 
+Layers may be sharded (ZeRO stages 2 and 3): each rank keeps its own part of a layer's matrices and
+gradients, and the whole ones exist only while the layer runs, in one of two buffers that layers
+take turns with (`parallel/sharded.py`). What is smaller than a matrix stays whole.
+
 `plan_gradient_buckets` says where every parameter lies in the flat buffers: spans in the order in
 which a backward finishes gradients.
 
@@ -28,12 +32,13 @@ which a backward finishes gradients.
                                              one equal part
 
 A span holds parameters of one kind only (dtype, weight decay or not, whole on every tensor-parallel
-rank or a part), so that whatever is done to a span is one kernel. The invariant: a parameter lies
+rank or a part), so that whatever is done to a span is one kernel, and matrices of one layer only,
+sharded or not: so the sums of a norm have the same bits either way. The invariant: a parameter lies
 in one span, whole, and starts at a multiple of ALIGNMENT elements.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +54,7 @@ from packgraph.parallel.pieces import Pieces, part_of
 
 ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like
 Result = Literal["part", "sum", "mean"]
+Shard = Literal["none", "gradients", "parameters"]
 SPAN_BYTES = (
     32 * 2**20
 )  # large enough for full bandwidth, small enough that most of a model overlaps with backward
@@ -138,12 +144,14 @@ class GradientBucket:
 
     parameters, gradients: [size] of one dtype; parameters is empty where every rank gets whole
     gradients, since none of them has moved. group: the replicas that hold the same parameters,
-    None = no other rank does. own: the part of this rank. own_gradients: [size / ranks of the
-    group], after `reduce` the sums over the group. decays: weight decay applies (two or more
-    dimensions). sharded: other tensor-parallel ranks hold other elements, not copies. sharers: the
-    ranks over which gradients of copies are still to be summed, None where every rank computes the
-    whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
-    sharers) have copies, None for all others.
+    None = no other rank does. own: the part of this rank. own_parameters, own_gradients: [size /
+    ranks of the group]; after `reduce` the latter are the sums over the group. sharded_layer: whose
+    `gradients` are memory of other layers, too, so that sums are in own_gradients alone; None = of
+    no other. is_gathered: so are `parameters`, and own_parameters are memory of their own.
+    decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel ranks hold
+    other elements, not copies. sharers: the ranks over which gradients of copies are still to be
+    summed, None where every rank computes the whole gradient. tied: the name of the one parameter
+    here of which other pipeline stages (the sharers) have copies, None for all others.
     """
 
     members: list[Member]
@@ -151,16 +159,14 @@ class GradientBucket:
     gradients: Tensor
     group: dist.ProcessGroup | None
     own: slice
+    own_parameters: Tensor
     own_gradients: Tensor
     decays: bool
     sharded: bool
     sharers: dist.ProcessGroup | None
     tied: str | None
-
-    @property
-    def own_parameters(self) -> Tensor:
-        """This rank's part of `parameters`, a view."""
-        return self.parameters[self.own]
+    sharded_layer: int | None = None
+    is_gathered: bool = False
 
     def part(self, member: Member, flat: Tensor) -> Tensor:
         """What `flat` (a value for each element of this rank's part) says about one parameter,
@@ -191,7 +197,9 @@ class FlatParameters:
     all of them. ties: names of
     parameters of which other pipeline stages have copies, with the groups of all that have them.
     parts: by `Part.copies`, the ranks of `group` that hold the same parts, None = no other rank
-    does.
+    does. layers: of matrices that a layer has to itself, its number by their names; such a span
+    holds those of one layer. shard: what of them each rank keeps its own part of alone. apart:
+    names of parameters that share spans with each other only.
     """
 
     def __init__(
@@ -202,6 +210,9 @@ class FlatParameters:
         ties: Mapping[str, dist.ProcessGroup] | None = None,
         parts: Mapping[str, dist.ProcessGroup | None] | None = None,
         result: Result = "part",
+        layers: Mapping[str, int] | None = None,
+        shard: Shard = "none",
+        apart: Collection[str] = (),
     ) -> None:
         """Moves the parameters into the buffers (gradients only, where they are whole). Raises
         ValueError when there is nothing to train, or a tied parameter is copied over tensor
@@ -215,7 +226,14 @@ class FlatParameters:
                 "there is no parameter that needs a gradient, so there is nothing to train"
             )
         self.spans = _make_spans(
-            named, {WHOLE: group, **(parts or {})}, span_bytes, ties or {}, result == "part"
+            named,
+            {WHOLE: group, **(parts or {})},
+            span_bytes,
+            ties or {},
+            result == "part",
+            {} if group is None else layers or {},
+            "none" if group is None else shard,
+            apart,
         )
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
@@ -240,7 +258,12 @@ class FlatParameters:
     @torch.no_grad()
     def zero_gradients(self) -> None:
         """Zero all gradients in place and make every `.grad` a view of the buffer."""
-        torch._foreach_zero_([span.gradients for span in self.spans])
+        torch._foreach_zero_(
+            [
+                span.gradients if span.sharded_layer is None else span.own_gradients
+                for span in self.spans
+            ]
+        )
         for member in self.members():
             member.parameter.grad = member.gradient
 
@@ -321,10 +344,31 @@ class FlatParameters:
         works = [
             all_gather_flat(span.parameters, span.own_parameters, group=span.group, async_op=True)
             for span in self.spans
-            if span.group is not None
+            if span.group is not None and not span.is_gathered
         ]
         for work in works:
             work.wait()
+        # What layers will gather next is something else: a backward that waits for it must know.
+        torch.autograd.graph.increment_version(
+            [m.parameter for span in self.spans if span.is_gathered for m in span.members]
+        )
+
+    def gathered(self) -> dict[str, Tensor]:
+        """The parameters that are whole only while their layer runs: what this rank keeps of each,
+        by name."""
+        return {
+            member.name: span.part(member, span.own_parameters)
+            for span in self.spans
+            if span.is_gathered
+            for member in span.members
+        }
+
+    def kept(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """The memory that this rank keeps of `parameters`: of sharded ones its parts alone."""
+        spans = [span for span in self.spans if span.is_gathered]
+        gathered = {id(member.parameter) for span in spans for member in span.members}
+        whole = [local_tensor(p.detach()) for p in parameters if id(p) not in gathered]
+        return whole + [span.own_parameters for span in spans]
 
     @property
     def launched(self) -> int:
@@ -338,6 +382,8 @@ class FlatParameters:
     def _launch(self) -> None:
         span = self.spans[self._launched]
         self._launched += 1
+        if span.sharded_layer is not None:  # sent as the layer's backwards ended
+            return
         for member in span.members:
             member.attach()
         if span.group is None:
@@ -385,9 +431,12 @@ def _make_spans(
     span_bytes: int,
     ties: Mapping[str, dist.ProcessGroup],
     moves: bool,
+    layers: Mapping[str, int],
+    shard: Shard,
+    apart: Collection[str],
 ) -> list[GradientBucket]:
     """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
-    gets its own part of the sums, and parameters move."""
+    gets its own part of the sums, and parameters move. layers, shard: as in FlatParameters."""
     everyone, spans = groups[WHOLE], list[GradientBucket]()
     # Replicas of the same part are some of all replicas, their number divides that of all, and so
     # each span.
@@ -403,6 +452,8 @@ def _make_spans(
                 *_spread(parameter),
                 name if name in ties else None,
                 WHOLE if (part := part_of(parameter)) is None else part.copies,
+                name in apart,
+                layers.get(name),
             )
             for name, parameter in ours
         ]
@@ -412,12 +463,17 @@ def _make_spans(
         device = local_tensor(ours[0][1]).device
         # Two storages: whoever journals writes to gradients must not have to save the parameters
         # with them.
+        turns = [kinds[plan.members[0].index][-1] for plan in plans]
+        alone_all = [None] * len(plans)
         pieces = [
-            torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
-            for sizes in ([plan.size if moves else 0 for plan in plans], [p.size for p in plans])
+            _memory(sizes, turns if passes else alone_all, dtype, device)
+            for sizes, passes in (
+                ([plan.size if moves else 0 for plan in plans], shard == "parameters"),
+                ([plan.size for plan in plans], shard != "none"),
+            )
         ]
         for plan, parameters, gradients in zip(plans, *pieces, strict=True):
-            decays, sharded, shared, tied, copies = kinds[plan.members[0].index]
+            decays, sharded, shared, tied, copies, _, layer = kinds[plan.members[0].index]
             group = groups[copies]
             ranks, rank = (
                 (dist.get_world_size(group), dist.get_rank(group))
@@ -440,6 +496,7 @@ def _make_spans(
                 sharers = ours[plan.members[0].index][1].device_mesh.get_group()  # type: ignore[attr-defined]
             alone = group is None and sharers is None
             reduced = gradients if alone or not moves else torch.zeros_like(gradients[own])
+            gathered = shard == "parameters" and layer is not None
             spans.append(
                 GradientBucket(
                     members,
@@ -447,14 +504,42 @@ def _make_spans(
                     gradients,
                     group,
                     own,
+                    # Before the next layer gets the same memory.
+                    parameters[own].clone() if gathered else parameters[own if moves else slice(0)],
                     reduced,
                     decays,
                     sharded,
                     sharers,
                     tied,
+                    layer if shard != "none" else None,
+                    gathered,
                 )
             )
     return spans
+
+
+def _memory(
+    sizes: Sequence[int],
+    layers: Sequence[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Zeros [size] for every span: memory of its own where it has no layer, else a place in one of
+    two buffers, with which layers take turns in their order."""
+    order = sorted({layer for layer in layers if layer is not None})
+    ends, starts = dict.fromkeys(order, 0), list[int]()
+    for size, layer in zip(sizes, layers, strict=True):
+        starts.append(0 if layer is None else ends[layer])
+        if layer is not None:
+            ends[layer] += size
+    largest = [max((ends[layer] for layer in order[turn::2]), default=0) for turn in (0, 1)]
+    buffers = [torch.zeros(size, dtype=dtype, device=device) for size in largest]
+    own = [size if layer is None else 0 for size, layer in zip(sizes, layers, strict=True)]
+    whole = torch.zeros(sum(own), dtype=dtype, device=device).split(own)
+    return [
+        single if layer is None else buffers[order.index(layer) % 2][start : start + size]
+        for single, layer, start, size in zip(whole, layers, starts, sizes, strict=True)
+    ]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import gc
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -126,6 +126,14 @@ def processes(
     dist.destroy_process_group()
 
 
+def beside(mesh: Mesh) -> Mesh:
+    """The same mesh for a thread beside the main one: what ranks exchange there goes over a group
+    of its own, on the host. Collective."""
+    if mesh.world == 1:
+        return mesh
+    return replace(mesh, host_group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+
+
 def on_first(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception]) -> Result:
     """Run `action` on rank 0 and give its result (picklable) to all; one of `errors` is raised on
     all.
@@ -140,7 +148,7 @@ def on_first(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception])
             outcome[0] = action()
         except errors as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=mesh.host_group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
@@ -151,7 +159,7 @@ def from_all(mesh: Mesh, value: Result) -> list[Result]:
     if mesh.world == 1:
         return [value]
     found: list[Any] = [None] * mesh.world
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group=mesh.host_group)
     return found
 
 

@@ -11,9 +11,11 @@ import torch
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
+from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import ExpertAssignment
 from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.sharded import ShardedLayers, layers_of
 from packgraph.train.autotune import Autotune
 from packgraph.train.checkpoint.weights import load_weights
 from packgraph.train.config.sections import TrainConfig
@@ -64,7 +66,14 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
 def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optimizer:
     """The optimizer of these chunks; its update moves the routers' biases, too. Make it before the
     executor."""
-    optimizer = Optimizer(model.named_parameters(), config.optimizer, mesh)
+    layers = {name: number for chunk in model.chunks for name, number in layers_of(chunk).items()}
+    optimizer = Optimizer(
+        model.named_parameters(), config.optimizer, mesh, layers, config.parallel.shard
+    )
+    if config.parallel.shards and mesh.group("copies") is not None:
+        for chunk in model.chunks:
+            assert isinstance(chunk, DecoderStack)
+            chunk.shards = ShardedLayers(optimizer.flat)
     if config.model.experts.enabled:
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("copies"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)
@@ -93,7 +102,10 @@ def make_executor(
     # A partner of a failed capture has begun its own at the same time; only compiling may take it
     # much longer.
     patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout
-    executor.agree_by(stage_consensus(mesh, patience), replica_consensus(mesh, patience))
+    executor.agree_by(
+        stage_consensus(mesh, patience, sharded=config.parallel.shards),
+        replica_consensus(mesh, patience),
+    )
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
         executor.autotune = Autotune(
@@ -101,7 +113,9 @@ def make_executor(
             mesh,
             device,
             whole_steps=not isinstance(runner, MicrobatchRunner),
-            sharing=MicrobatchAssignment.of(mesh, rank_tokens(config)),
+            sharing=MicrobatchAssignment.of(
+                mesh, rank_tokens(config), in_step=config.parallel.shards
+            ),
         )
     return executor
 

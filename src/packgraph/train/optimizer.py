@@ -1,4 +1,5 @@
-r"""AdamW that never makes the host wait, each replica updating its own part of all parameters.
+r"""AdamW, or Muon beside it, which never make the host wait; each replica updates its own part of
+all parameters.
 
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
 stays on the device, weight decay touches only parameters with two or more dimensions. Under
@@ -16,7 +17,7 @@ floor     /         ‾‾‾‾‾     /           ‾‾‾
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,13 @@ from torch import Tensor, nn
 
 from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.data import FlatParameters, GradientBucket
+from packgraph.parallel.data import FlatParameters, GradientBucket, Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
+from packgraph.train.muon import Matrix, Muon, is_hidden_matrix
 from packgraph.train.spikes import Limits
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
@@ -66,7 +68,8 @@ def learning_rate_at(
 
 
 class Optimizer:
-    """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device.
+    """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device; under
+    `muon` matrices of hidden layers are updated by that (`muon.py`), by ranks that have them whole.
 
     mesh: where the processes are, all of which make an optimizer; the ranks that hold copies of
     a parameter share the work and the state, and what several stages along `pp` hold by the same
@@ -85,28 +88,42 @@ class Optimizer:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         config: OptimizerConfig,
         mesh: Mesh | None = None,
+        layers: Mapping[str, int] | None = None,
+        shard: Shard = "none",
     ) -> None:
+        """layers, shard: as in `FlatParameters`."""
         self._mesh, named = mesh or single_process(), list(named_parameters)
         ties = tie_groups(
             self._mesh, [name for name, parameter in named if parameter.requires_grad]
         )
         parts = {part.copies for _, parameter in named if (part := part_of(parameter)) is not None}
+        matrices = (
+            {name for name, parameter in named if is_hidden_matrix(name, parameter)}
+            if config.name == "muon"
+            else set[str]()
+        )
         self.flat = FlatParameters(
             named,
             self._mesh.group("copies"),
             ties=ties,
             parts={copies: self._mesh.group(copies) for copies in parts},
+            layers=layers,
+            shard=shard,
+            apart=matrices,
         )
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
         self.learning_rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
         self._masters = [_master(span) for span in self.flat.spans]
+        whole = [span.members[0].name in matrices for span in self.flat.spans]
         groups = [
             {
                 "params": [
                     master
-                    for span, master in zip(self.flat.spans, self._masters, strict=True)
-                    if span.decays == decays
+                    for span, master, apart in zip(
+                        self.flat.spans, self._masters, whole, strict=True
+                    )
+                    if span.decays == decays and not apart
                 ],
                 "weight_decay": config.weight_decay if decays else 0.0,
             }
@@ -120,15 +137,30 @@ class Optimizer:
             fused=True,
             capturable=device.type == "cuda",
         )
-        self._steps = torch.zeros(len(self._masters), dtype=torch.float32, device=device)
-        for number, master in enumerate(self._masters):
+        updated = [master for master, apart in zip(self._masters, whole, strict=True) if not apart]
+        self._steps = torch.zeros(len(updated), dtype=torch.float32, device=device)
+        for number, master in enumerate(updated):
             # Made here and not at the first step: a resumed run needs the places to load into.
             self._adam.state[master] = {
                 "step": self._steps[number],
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
+        self._momenta = {
+            master: torch.zeros_like(master)
+            for master, apart in zip(self._masters, whole, strict=True)
+            if apart
+        }
+        self._muon = Muon(self._matrices(), config.muon_momentum, config.weight_decay)
         self.zero_grad()
+
+    def _matrices(self) -> Iterator[Matrix]:
+        """What Muon updates."""
+        for span, master in zip(self.flat.spans, self._masters, strict=True):
+            if master in self._momenta:
+                flat = (master.detach(), _gradient(master), self._momenta[master])
+                for member in span.members:
+                    yield Matrix(*(span.part(member, values) for values in flat))
 
     def zero_grad(self) -> None:
         """Zero all gradients in place; a gradient that is None gets its place in the buffer
@@ -198,6 +230,7 @@ class Optimizer:
             blocked = self.spiked if blocked is None else torch.maximum(blocked, self.spiked)
         self._adam.found_inf = blocked  # type: ignore[attr-defined]
         self._adam.step()
+        self._muon.step(self.learning_rate, blocked)
         if narrow:
             torch._foreach_copy_(
                 [span.own_parameters for span, _ in narrow], [master for _, master in narrow]
@@ -208,12 +241,16 @@ class Optimizer:
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg`,
-        `.exp_avg_sq` and, under bfloat16, `.master`; in the parameter's shape, or `Pieces` of it
-        where other ranks have the rest; and what `balance` adds."""
+        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg` and
+        `.exp_avg_sq`, or `.momentum` where Muon updates it, and under bfloat16 `.master`; in the
+        parameter's shape, or `Pieces` of it where other ranks have the rest; and what `balance`
+        adds."""
         tensors: dict[str, Tensor] = {"step": self._steps[0]}
         for span, master in zip(self.flat.spans, self._masters, strict=True):
-            state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
+            if master in self._momenta:
+                state = {"momentum": self._momenta[master]}
+            else:
+                state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
             if master.dtype != span.parameters.dtype:
                 state["master"] = master.detach()
             for member in span.members:
@@ -224,8 +261,14 @@ class Optimizer:
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's live gradient buffers by parameter name: what its own microbatches have added
-        up."""
-        return {member.name: local_tensor(member.gradient) for member in self.flat.members()}
+        up; of sharded ones `Pieces` of what those of all ranks have."""
+        return {
+            member.name: local_tensor(member.gradient)
+            if span.sharded_layer is None
+            else span.part(member, span.own_gradients)
+            for span in self.flat.spans
+            for member in span.members
+        }
 
     def _norm(self, loss: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The norm of the gradient of the whole model; what several ranks have copies of counts

@@ -35,7 +35,8 @@ class DataParallelism(Parallelism):
 
     def problems(self, config: TrainConfig, world: int) -> list[str]:
         layout = config.parallel.layout()
-        return [f"parallel: {problem}" for problem in layout.problems(world)]
+        found = [f"parallel: {problem}" for problem in layout.problems(world)]
+        return found + (_shard_problems(config) if config.parallel.shards else [])
 
 
 class PipelineParallelism(Parallelism):
@@ -143,6 +144,29 @@ PARALLELISMS: list[Parallelism] = [
     ExpertParallelism(),
     ContextParallelism(),
 ]
+
+
+def _shard_problems(config: TrainConfig) -> list[str]:
+    """What keeps layers from being sharded over the replicas."""
+    parallel, graph = config.parallel, config.graph
+    sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
+    others = {
+        **{f"parallel.{name} = {size}": size > 1 for name, size in sizes.items()},
+        "parallel.dynamic_cp": parallel.dynamic_cp,
+        f"model.experts.count = {config.model.experts.count}": config.model.experts.enabled,
+        "hf.path": config.hf.path is not None,
+        "lora.rank": config.lora.enabled,
+        "graph.compile": graph.enabled and graph.compile,
+        "graph.granularity = step": graph.enabled and graph.granularity == "step",
+        "graph.optimizer": graph.enabled and graph.optimizer,
+        "offload.modules": bool(config.offload.modules),
+        "run.recompute = auto": config.run.recompute == "auto",
+    }
+    return [
+        f"parallel.shard = {parallel.shard} is not there yet with {name}; leave one of them out"
+        for name, asked in others.items()
+        if asked
+    ]
 
 
 def _shares(layout: Layout, name: str) -> list[Layout]:

@@ -94,8 +94,8 @@ def shares(
 ) -> list[list[Pack | PackedBatch]]:
     """The packs of a step that each of `replicas` runs, in the order of the step.
 
-    together: consecutive replicas that share experts, so that each of their microbatches is one
-        exchange among all of
+    together: consecutive replicas that share experts, or the parts of layers, so that each of their
+        microbatches is one exchange among all of
     them: they must run packs of equal capacity at the same time. Where a step has too few, some run
         an empty one.
 
@@ -191,12 +191,14 @@ class MicrobatchAssignment:
     rank_tokens: int | None = None
 
     @staticmethod
-    def of(mesh: Mesh, rank_tokens: int | None = None) -> "MicrobatchAssignment":
-        """That of a run over `mesh`."""
+    def of(
+        mesh: Mesh, rank_tokens: int | None = None, *, in_step: bool = False
+    ) -> "MicrobatchAssignment":
+        """That of a run over `mesh`. in_step: all replicas run microbatches at the same time."""
         if rank_tokens is None:
-            return MicrobatchAssignment(
-                mesh.layout.replicas(mesh.world), mesh.replica, mesh.size("ep")
-            )
+            replicas = mesh.layout.replicas(mesh.world)
+            together = replicas if in_step else mesh.size("ep")
+            return MicrobatchAssignment(replicas, mesh.replica, together)
         ranks, place = mesh.size("cp"), mesh.replica * mesh.size("cp") + mesh.place["cp"]
         return MicrobatchAssignment(
             mesh.layout.replicas(mesh.world) * ranks, place, rank_tokens=rank_tokens

@@ -72,7 +72,9 @@ class ComparedRun:
     def __init__(self, config: TrainConfig, device: torch.device, mesh: Mesh | None = None) -> None:
         """mesh: where the processes are; None = a run of this process alone."""
         self.device, self.mesh = device, mesh or single_process()
-        self.sharing = MicrobatchAssignment.of(self.mesh, rank_tokens(config))
+        self.sharing = MicrobatchAssignment.of(
+            self.mesh, rank_tokens(config), in_step=config.parallel.shards
+        )
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)
         # Some steps have all their microbatches in flight.
@@ -174,9 +176,17 @@ class ComparedRun:
         buffers = {
             name: value for chunk in self.model.chunks for name, value in chunk.named_buffers()
         }
-        return {
-            name: local_tensor(value) for name, value in (self.model.state_dict() | buffers).items()
+        gathered = self.optimizer.flat.gathered()
+        whole = {
+            name: local_tensor(value)
+            for name, value in (self.model.state_dict() | buffers).items()
+            if name not in gathered
         }
+        return whole | _by_place(gathered)
+
+    def stored(self) -> dict[str, Tensor]:
+        """What checkpoints hold of parameters and buffers, by name."""
+        return self.model.stored() | self.optimizer.flat.gathered()
 
     def reduced_gradients(self) -> dict[str, Tensor]:
         """What this rank has of the gradients of the whole step, by name; to be read before the
@@ -249,15 +259,20 @@ def compare_points(side: ComparedRun, step: Step, config: TrainConfig) -> Iterat
 
 
 def _before_update(side: ComparedRun, loss: Tensor) -> Moment[Tensor]:
-    found = {LOSS: {"loss": loss}, GRADIENTS: side.optimizer.gradients()}
+    found = {LOSS: {"loss": loss}, GRADIENTS: _by_place(side.optimizer.gradients())}
     return found | {SUMMED: _sums(side)} if side.mesh.world > 1 else found
 
 
 def _sums(side: ComparedRun) -> dict[str, Tensor]:
     """The live memory of what this rank has of the gradients summed over ranks, by name and
     place."""
+    return _by_place(side.reduced_gradients())
+
+
+def _by_place(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parts that this rank holds of `tensors`, by name and place."""
     return {
         f"{name}, from element {list(corner)} on" if any(corner) else name: part
-        for name, found in side.reduced_gradients().items()
+        for name, found in tensors.items()
         for corner, part in parts_of(found)
     }

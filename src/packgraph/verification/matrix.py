@@ -33,6 +33,7 @@ from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
+from packgraph.parallel.data import Shard
 from packgraph.parallel.mesh import Layout, context_sizes, make_mesh
 from packgraph.train.config.sections import (
     GraphConfig,
@@ -50,6 +51,7 @@ WAVES = (3, 4, 1, 6, 2)  # of the steps, in turn
 VOCABULARY = 64
 CAPACITIES = (Capacity(32, 4), Capacity(64, 6), Capacity(128, 12))
 BUDGETS = (200, 60, 330, 120, 20)
+SHARDS: tuple[Shard, ...] = ("none", "parameters")
 FEWEST = 5  # steps, of which two are warm-up: enough for all budgets
 EXPERTS = 4
 # Each ends a region of experts at another stage; granularity layer without a scope captures all of
@@ -311,15 +313,21 @@ def ranks_matrix(
 ) -> Iterator[RanksReport]:
     """Verify every layout of `world` connected processes, at granularity layer and chunk;
     collective."""
-    for layout, granularity in itertools.product(layouts_of(world), ("layer", "chunk")):
+    for layout, granularity, shard in itertools.product(
+        layouts_of(world), ("layer", "chunk"), SHARDS
+    ):
         config = config_for(layout, granularity, steps)
+        if shard != "none":
+            config = replace(config, parallel=replace(config.parallel, shard=shard))
+            if validate(config, "cpu", world=world):
+                continue
         chunks = f" x {config.parallel.chunks} chunks" if config.parallel.chunks > 1 else ""
         shared = f", ep={layout.ep}" if layout.ep > 1 else ""
         rows = f", cp={layout.cp}" if layout.cp > 1 else ""
         title = (
             f"dp={layout.dp}, pp={layout.pp}{chunks}{rows}, tp={layout.tp}{shared}, granularity "
             f"{granularity}, "
-            "dropout 0.1"
+            "dropout 0.1" + (f", shard {shard}" if shard != "none" else "")
         )
         yield verify_ranks(
             title,

@@ -187,7 +187,7 @@ def compare_with_one_process(
     run = ComparedRun(config, device, mesh)
     alone = ComparedRun(_for_one(config), device) if mesh.rank == 0 else None
     try:
-        _compare(FIRST_WEIGHTS, 0, run, alone, report, lambda side: side.model.stored())
+        _compare(FIRST_WEIGHTS, 0, run, alone, report, lambda side: side.stored())
         steps = steps_of(config, packs, lambda step: False, budget)
         for step in progress.of("against one process", config.run.steps, steps):
             _one_step(step.index, run, alone, step.batches, config.optimizer.learning_rate, report)
@@ -227,8 +227,8 @@ def _one_step(
     if alone is not None:
         alone.optimizer.step(learning_rate)
         report.note(NORM, number, "", relative_distance(norm, torch.full_like(norm, whole)))
-    _compare(PARAMETERS, number, run, alone, report, lambda side: side.model.stored())
-    for name, equal in copies(run.mesh, run.model.stored()):
+    _compare(PARAMETERS, number, run, alone, report, lambda side: side.stored())
+    for name, equal in copies(run.mesh, run.stored()):
         report.note(COPIES, number, name, 0.0 if equal else float("inf"))
     _compare(STATE, number, run, alone, report, lambda side: side.optimizer.state_tensors())
 

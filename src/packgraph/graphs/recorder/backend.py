@@ -69,6 +69,9 @@ from packgraph.graphs.key import with_bits
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
 from packgraph.graphs.recorder.pool import POISON, RecordedStorage, RecorderPool
 
+TRANSFERS = "transfers"  # beside copy streams: gathers and reductions run as late as they may
+_LATE = (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default)
+
 
 class _Operand(NamedTuple):
     """A tensor inside the pool, by block number, layout, and the bits of lazy views."""
@@ -231,6 +234,7 @@ class RecorderGraph:
 
     def _replay(self, program: list[Any]) -> None:
         pending: dict[int, Any] = {}
+        late = TRANSFERS in self._eager_streams.queues.late
         for function, args, kwargs, outputs, kinds, grad_mode in program:
             if args is None:
                 _host_step(function, pending)
@@ -239,6 +243,9 @@ class RecorderGraph:
                 # Some operations (LSTM) make what their backward needs only in grad mode. No
                 # operand needs a gradient.
                 torch._C._set_grad_enabled(grad_mode)
+            if late and function in _LATE:
+                pending[outputs[kinds.index("work")]] = _LateTransfer(function, args, kwargs)
+                continue
             result = function(*args, **kwargs)
             if "new" not in kinds and "work" not in kinds:
                 continue
@@ -251,11 +258,27 @@ class RecorderGraph:
                 elif kind == "work":
                     pending[target] = dist.Work.unbox(value)
         for work in pending.values():
-            work.wait()
+            if not isinstance(work, _LateTransfer):  # it runs no more, since nobody waits for it
+                work.wait()
 
     def reset(self) -> None:
         """Drop the program."""
         self.program, self.nodes = None, []
+
+
+class _LateTransfer:
+    """A transfer that runs when it is waited for: until then its target is NaN, and for good if
+    nobody in the graph waits."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._called_with = function, args, kwargs
+        args[0].fill_(float("nan"))
+
+    def wait(self) -> None:
+        """Run it."""
+        function, args, kwargs = self._called_with
+        _, work = function(*args, **kwargs)
+        dist.Work.unbox(work).wait()
 
 
 @dataclass(frozen=True)
@@ -274,7 +297,9 @@ def _host_step(step: Any, pending: dict[int, Any]) -> None:
         while pending:
             pending.pop(min(pending)).wait()
     elif step.number in pending:
-        pending.pop(step.number).wait()
+        # Transfers of one group run in their order: a late one is not overtaken.
+        for number in sorted(number for number in pending if number <= step.number):
+            pending.pop(number).wait()
 
 
 class RecorderWindow:

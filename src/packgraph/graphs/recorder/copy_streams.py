@@ -113,7 +113,7 @@ class _Weak:
 
 class EmulatedCopyStreams:
     """The copy streams of eager work on the CPU. late: copy streams whose copies run as late as
-    they may, of `out` and `back`."""
+    they may, of `out` and `back`; `transfers` says the same of gathers and reductions."""
 
     def __init__(self, late: Collection[str] = ()) -> None:
         self.queues = Queues(late)

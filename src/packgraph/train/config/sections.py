@@ -17,8 +17,10 @@ from packgraph.models.decoder import DecoderConfig
 from packgraph.offloading.knobs import OffloadKnobs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
 from packgraph.train.config.values import path_problem, shown
+from packgraph.train.trackers import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
 
@@ -32,8 +34,11 @@ def _refuse(problems: dict[str, bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, decay and clipping by the global gradient norm.
+    """The optimizer, with linear warm-up, decay and clipping by the global gradient norm.
 
+    name: adamw; muon = Muon for the matrices of hidden layers and AdamW for all else, at the same
+        learning rate and weight decay; on ranks that hold whole matrices.
+    muon_momentum: decay rate of Muon's running mean.
     learning_rate: peak learning rate.
     weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
     betas: decay rates of AdamW's two running means.
@@ -47,6 +52,8 @@ class OptimizerConfig:
     clip_norm: largest global gradient norm; none = no clipping.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
+    muon_momentum: float = 0.95
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -69,6 +76,9 @@ class OptimizerConfig:
                     0 <= beta < 1 for beta in self.betas
                 ),
                 f"eps must be positive, got {self.eps}": self.eps <= 0,
+                f"muon_momentum must lie in [0, 1), got {self.muon_momentum}": not 0
+                <= self.muon_momentum
+                < 1,
                 f"warmup_steps must not be negative, got {self.warmup_steps}": self.warmup_steps
                 < 0,
                 f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1)
@@ -194,6 +204,9 @@ class ParallelConfig:
     chunks: pieces of the model on each rank of the pipeline, which take turns: shorter bubbles,
         more transfers.
     sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
+    shard: what of the layers' matrices each replica keeps a part of, instead of all: gradients; or
+        parameters and gradients, which are then whole only while a layer runs. The optimizer's
+        state is always in parts.
     ep: replicas, of dp, that share the experts of every layer; each keeps a part of them, and
         tokens travel.
     dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of ranks, which
@@ -224,6 +237,7 @@ class ParallelConfig:
     pp: int = 1
     chunks: int = 1
     sequence: bool = True
+    shard: Literal["none", "gradients", "parameters"] = "none"
     ep: int = 1
     dispatcher: Literal["auto", "local", "host_splits", "padded", "symmetric"] = "auto"
     expert_room: float = 1.5
@@ -283,6 +297,11 @@ class ParallelConfig:
         return context_sizes(self.cp, self.min_cp)
 
     @property
+    def shards(self) -> bool:
+        """Whether layers are sharded over the replicas."""
+        return self.shard != "none"
+
+    @property
     def dispatcher_name(self) -> str:
         """The dispatcher, with `auto` decided."""
         if self.dispatcher != "auto":
@@ -314,6 +333,10 @@ class RunConfig:
     log_every: steps between two lines of a log that is no terminal.
     checkpoint_every: steps between two checkpoints; there is always one at the end.
     keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
+    async_checkpoints: steps go on while a checkpoint is written, from copies in host memory; if
+        there is room for them.
+    tracker: where rows are shown besides metrics.jsonl: tensorboard, wandb, mlflow; several are
+        written as tensorboard,wandb.
     resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh:
         one command for first starts and restarts (torchrun --max-restarts, a requeued job).
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again;
@@ -345,6 +368,8 @@ class RunConfig:
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 3
+    async_checkpoints: bool = True
+    tracker: tuple[str, ...] = ("tensorboard",)
     resume: bool | Literal["auto"] = False
     max_minutes: float | None = None
     timeout: float = 10.0
@@ -379,6 +404,10 @@ class RunConfig:
             problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = (
                 problem is not None
             )
+        unknown = sorted(set(self.tracker) - set(TRACKERS))
+        problems[f"tracker must be of {', '.join(TRACKERS)}, got {shown(', '.join(unknown))}"] = (
+            bool(unknown)
+        )
         bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
         problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
@@ -601,6 +630,7 @@ class TrainConfig:
     hf: HfConfig = field(default_factory=HfConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)

@@ -429,11 +429,17 @@ def put_back(
 
     Nothing may be in flight.
     """
+    with executor.aside(), undisturbed(modules, device):
+        yield
+
+
+@contextlib.contextmanager
+def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Buffers and random states are put back after what is run within."""
     buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
     random = random_states(device)
     try:
-        with executor.aside():
-            yield
+        yield
     finally:
         with torch.no_grad():
             for buffer, before in buffers.items():

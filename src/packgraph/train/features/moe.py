@@ -299,6 +299,23 @@ class Overflow:
             told.append(self._more_pages(self._stash))
         return "; ".join(told) or "another rank had too little room"
 
+    @torch.no_grad()
+    def lacked_in_evaluation(self) -> float:
+        """0, or the most room over that of a balanced load that an evaluation would have needed on
+        any rank and had not. Collective; waits for the device."""
+        largest = torch.zeros((), dtype=torch.int64, device=self.blocked.device)
+        for block in self._blocks:
+            torch.maximum(largest, block.evaluation_demand, out=largest)
+            block.evaluation_demand.zero_()
+        if self._group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return int(largest) / 1000
+
+    def give(self, needed: float) -> None:
+        """Give every layer room for so many times the rows of a balanced load, and some more.
+        Collective; graphs must have been freed."""
+        give_room(self._blocks, needed * SPARE)
+
     def _more_pages(self, stash: Stash) -> str:
         before, needed = all_pages(stash), int(stash.need_hi())
         set_pages(stash, grown_pages(before, needed), moe_blocks(self._chunks))

@@ -1,0 +1,292 @@
+"""Sharded layers: parameters and gradients that are whole only while a layer runs (ZeRO stages 2
+and 3, Rajbhandari et al. 2020, arXiv:1910.02054).
+
+Every rank keeps its own part of a layer's matrices, of their gradients and of the optimizer's
+state. The whole ones lie in one of two buffers, with which layers take turns, so addresses are
+static and captured graphs may hold them. What is exchanged is on its way while another layer runs:
+
+    forward     layer 0    layer 1    layer 2    ...    layer 2    layer 1    layer 0    backward
+    buffer      A          B          A                 A          B          A
+    gathers     0, then 1  2          3                 2, then 1  0
+    reduces                                             3          2          1, then 0
+
+Two stages stand around those of a layer. `enter` begins to gather the parameters of the layer
+behind, and `leave` waits for them. In the backward their nodes of autograd do the same for the
+layer in front: that of `leave` begins to gather its parameters and to reduce the gradients of the
+layer behind, and that of `enter` waits. A reduction leaves each rank its part of the sum over all
+ranks, which is added to what the rank keeps. Each exchange begins and ends in the stages of one
+layer, and so in one graph, whether that holds a layer or all. The nodes are identities, so all
+numbers are those without them. They are stages as others: a scope captures them, and recomputation
+lies between them, so that it needs no gather of its own.
+
+Why the order of autograd is the right one. Every differentiable tensor that gets into a layer goes
+through the node of `enter`, every one that gets out through that of `leave`. So all gradients of
+the layer come by way of `leave`, which runs first. Autograd runs ready nodes by the order in which
+they were made, latest first. Take a node of the layer that has not run when that of `enter` is the
+next: some node for which it waits is ready, that one was made still later, and would be next
+itself. So no node of the layer is left, and the accumulators of its parameters, which come before
+all others, have run, too. (One device has one such queue, and so has a captured backward.) The
+layer in front begins after that, so buffers are free when they are needed.
+
+A layer into which nothing differentiable gets has no node of `enter`, and no layer in front has a
+backward. It ends when the whole backward does, or when that gets to another call.
+
+Gradients of several microbatches are added up in the parts. So a sum over ranks is rounded before
+the sum over microbatches; with one microbatch a rank, and two ranks, the bits are those of replicas
+that are not sharded.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
+
+from packgraph.graphs.gradients import add_waiting_gradients
+from packgraph.graphs.parameters import mark_sharded
+from packgraph.graphs.stages import Stage, State
+from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
+from packgraph.parallel.data import FlatParameters, GradientBucket
+
+ENTER, LEAVE = "shard_gather", "shard_leave"
+# Entries of the state: the layer that was left last, and whether it has a node; within a layer what
+# its node of `leave` has to know.
+_LEFT, _WITHIN = "shard_left", "shard_within"
+_open: dict[int, "ShardedLayer"] = {}  # layers without `enter`, by the number of their backward
+
+
+def layers_of(model: nn.Module) -> dict[str, int]:
+    """The number of the layer by the name of each parameter that is a matrix of that layer alone.
+
+    Layers are the entries of `model.layers` (a ModuleDict by their numbers).
+    """
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nn.ModuleDict):
+        return {}
+    found: dict[int, set[int | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, rest = name.partition(".")
+        layer = int(rest.partition(".")[0]) if owner == "layers" else None
+        found.setdefault(id(parameter), set()).add(layer)
+    return {
+        name: layer
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2
+        and len(users := found[id(parameter)]) == 1
+        and (layer := next(iter(users))) is not None
+    }
+
+
+class _Reduction(NamedTuple):
+    """A reduction under way. part: gets this rank's part of the sum. own: what it is added to."""
+
+    work: Any
+    part: Tensor
+    own: Tensor
+
+
+class ShardedLayer:
+    """One layer: its spans, and the stages around its own.
+
+    Attributes:
+        before: The sharded layer in front, None for the first.
+        after: The sharded layer behind, None for the last.
+    """
+
+    def __init__(self, number: int, spans: Sequence[GradientBucket]) -> None:
+        self.number, self.spans = number, list(spans)
+        self.before: ShardedLayer | None = None
+        self.after: ShardedLayer | None = None
+        self._gathers = list[Any]()  # of a neighbour, empty but between `enter` and `leave`
+        self._reductions = list[_Reduction]()  # of the layer behind
+        for span in spans:
+            for member in span.members:
+                mark_sharded(member.parameter)
+
+    def around(self, stages: Sequence[Stage]) -> list[Stage]:
+        """The stages of the layer between those that shard it."""
+        return [
+            Stage(ENTER, self.number, self.enter),
+            *stages,
+            Stage(LEAVE, self.number, self.leave),
+        ]
+
+    def enter(self, state: State) -> State:
+        """Stage `shard_gather`: the layer's parameters are whole. Raises RuntimeError where layers
+        run in another order."""
+        state = dict(state)
+        left = state.pop(_LEFT, None)
+        if self.before is None:
+            self.wait_for(self.gather())
+        elif left is None or left[0] != self.before.number:
+            raise RuntimeError(
+                f"sharded layer {self.number} runs behind layer {left and left[0]}, not behind "
+                f"{self.before.number}: parameters are gathered for layers in their order"
+            )
+        self._gathers = [] if self.after is None else self.after.gather()
+        # The layer in front reduces these gradients, if it has a backward.
+        hands_over = left is not None and left[1]
+        state, has_node = _through(_Enter, (self, hands_over), state)
+        return {**state, _WITHIN: not has_node}
+
+    def leave(self, state: State) -> State:
+        """Stage `shard_leave`: the parameters of the layer behind are whole."""
+        state = dict(state)
+        late = state.pop(_WITHIN)
+        self.wait_for(self._gathers)
+        self._gathers = []
+        state, has_node = _through(_Leave, (self, late), state)
+        return state if self.after is None else {**state, _LEFT: (self.number, has_node)}
+
+    @torch.no_grad()
+    def gather(self) -> list[Any]:
+        """Begin to make the parameters whole, where they are sharded; what to wait for."""
+        return [
+            all_gather_flat(span.parameters, span.own_parameters, group=span.group, async_op=True)
+            for span in self.spans
+            if span.is_gathered
+        ]
+
+    @torch.no_grad()
+    def reduce(self) -> list[_Reduction]:
+        """Begin to sum the gradients of all ranks."""
+        found = list[_Reduction]()
+        for span in self.spans:
+            # As tensors without a past: backwards in flight do not depend on what was there.
+            gradients, own = span.gradients.data, span.own_gradients.data
+            part = torch.empty_like(own)
+            work = reduce_scatter_flat(part, gradients, group=span.group, async_op=True)
+            found.append(_Reduction(work, part, own))
+        return found
+
+    def wait_for(self, gathers: Sequence[Any]) -> None:
+        """Wait for gathers."""
+        for work in gathers:
+            work.wait()
+
+    @torch.no_grad()
+    def add(self, reductions: Sequence[_Reduction]) -> None:
+        """Wait for reductions, and add them to what the rank keeps."""
+        for reduction in reductions:
+            reduction.work.wait()
+            reduction.own.add_(reduction.part)
+
+    @torch.no_grad()
+    def begin_backward(self, late: bool) -> None:
+        """Parameters are whole, gradients zero; the neighbours' are on their way. late: there is no
+        node in front. Raises RuntimeError where a `.grad` is not what this layer has given."""
+        _end_late()  # of another call in the same backward
+        if late:
+            _open[torch._C._current_graph_task_id()] = self
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(_end_late)
+        if self.after is None:
+            self.wait_for(self.gather())
+        for span in self.spans:
+            for member in span.members:
+                if member.parameter.grad is None:
+                    member.parameter.grad = member.gradient
+                elif member.parameter.grad is not member.gradient:
+                    raise RuntimeError(
+                        f"the gradient of {member.name} was replaced, but it is sharded: ranks add "
+                        "up what comes to its own memory only. Leave .grad alone, or set it to None"
+                    )
+            span.gradients.data.zero_()
+        self._reductions = [] if self.after is None else self.after.reduce()
+        self._gathers = [] if self.before is None or late else self.before.gather()
+
+    def end_backward(self, hands_over: bool) -> None:
+        """The gradients are complete. hands_over: the layer in front reduces them."""
+        add_waiting_gradients()
+        self.wait_for(self._gathers)
+        self.add(self._reductions)
+        self._gathers, self._reductions = [], []
+        if not hands_over:
+            self.add(self.reduce())
+
+
+class ShardedLayers:
+    """The sharded layers of a model, by their numbers."""
+
+    def __init__(self, flat: FlatParameters) -> None:
+        spans: dict[int, list[GradientBucket]] = {}
+        for span in flat.spans:
+            if span.sharded_layer is not None:
+                spans.setdefault(span.sharded_layer, []).append(span)
+        self.layers: Mapping[int, ShardedLayer] = {
+            number: ShardedLayer(number, found) for number, found in sorted(spans.items())
+        }
+        ordered = list(self.layers.values())
+        for before, after in itertools.pairwise(ordered):
+            before.after, after.before = after, before
+
+    def around(self, number: int, stages: Sequence[Stage]) -> list[Stage]:
+        """The stages of a layer, between those that shard it if it is."""
+        layer = self.layers.get(number)
+        return list(stages) if layer is None else layer.around(stages)
+
+
+def _through(function: Any, arguments: tuple[Any, ...], state: State) -> tuple[State, bool]:
+    """The state, its differentiable tensors through one node of autograd; whether there is one.
+
+    A tensor in several places stays one. Entries without such tensors stay the objects they are.
+    """
+    found = {
+        id(leaf): leaf
+        for leaf in tree_leaves(state)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    }
+    if not found or not torch.is_grad_enabled():
+        return state, False
+    made = dict(zip(found, function.apply(*arguments, *found.values()), strict=True))
+    passed = {
+        key: tree_map(lambda leaf: made.get(id(leaf), leaf), value)
+        if any(id(leaf) in made for leaf in tree_leaves(value))
+        else value
+        for key, value in state.items()
+    }
+    return passed, True
+
+
+class _Enter(torch.autograd.Function):
+    """The node in front of a layer's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: ShardedLayer, hands_over: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.hands_over = layer, hands_over
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.layer.end_backward(ctx.hands_over)
+        return None, None, *gradients
+
+
+class _Leave(torch.autograd.Function):
+    """The node behind a layer's. late: there is no node in front."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: ShardedLayer, late: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.late = layer, late
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.layer.begin_backward(ctx.late)
+        return None, None, *gradients
+
+
+def _end_late() -> None:
+    """Within a backward or at its end: end that of a layer without `enter`."""
+    layer = _open.pop(torch._C._current_graph_task_id(), None)
+    if layer is not None:
+        layer.end_backward(hands_over=False)

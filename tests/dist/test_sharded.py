@@ -1,0 +1,238 @@
+"""Sharded layers: the same numbers as replicas that keep everything, through graphs and eagerly."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from distkit import CPU, run_ranks
+from shardedkit import differences, settings, train
+from torch import nn
+
+from packgraph.graphs.stages import Stage, run_in_order
+from packgraph.parallel import sharded
+from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.mesh import Layout
+from packgraph.parallel.sharded import ShardedLayer, ShardedLayers, layers_of
+from packgraph.train.build import build_chunks, make_optimizer
+from packgraph.verification.matrix import budget_of, config_for, random_packs
+from packgraph.verification.ranks import STATE, verify_ranks
+
+
+def run_kinds(mesh, kinds, options, changes):
+    return [
+        train(
+            mesh,
+            settings(shard, graph=graph, **{k: dict(v) for k, v in changes.items()}),
+            **options,
+        )
+        for shard, graph in kinds
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_eager_equals_replicas_bitwise(shard):
+    kinds = [("none", False), (shard, False)]
+    for plain, parts in run_ranks(run_kinds, 2, kinds, {"packs": 2, "alike": True}, {}):
+        assert not differences(plain, parts)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_graphs_equal_eager_bitwise(shard, granularity):
+    changes = {"graph_options": {"granularity": granularity, "strict": True}}
+    kinds = [(shard, False), (shard, True)]
+    options = {"packs": 3, "uneven": True}
+    for eager, graph in run_ranks(run_kinds, 2, kinds, options, changes):
+        assert graph["replayed"] >= 3 and not differences(eager, graph)
+
+
+@pytest.mark.dist
+def test_four_replicas_are_those_of_replicas_within_rounding():
+    """Sums of four gradients are added in an order of gloo's own, which parts share."""
+    kinds = [("none", False), ("parameters", False), ("parameters", True)]
+    for plain, eager, graph in run_ranks(run_kinds, 4, kinds, {"packs": 5, "alike": True}, {}):
+        assert graph["replayed"] and not differences(eager, graph)
+        for ours, theirs in zip(eager["trace"], plain["trace"], strict=True):
+            torch.testing.assert_close(ours["norm"], theirs["norm"], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=1e-4, atol=1e-6)
+
+
+CASES = {
+    "frozen embedding": ({"freeze": "embed_tokens"}, {}),
+    "frozen below": ({"freeze": "layers.0."}, {"model": {"tie_embeddings": False}}),
+    "recomputed": ({}, {"run": {"recompute": "full"}}),
+    "recomputed cheaply": ({}, {"run": {"recompute": "selective"}}),
+    "narrow": ({}, {"run": {"dtype": "bfloat16"}}),
+    "one layer": ({}, {"model": {"num_layers": 1}}),
+    "scope": ({}, {"graph_options": {"scope": ("mlp",), "granularity": "layer"}}),
+    "scope of both": ({}, {"graph_options": {"scope": ("attn", "mlp")}}),
+    "no clipping": ({}, {"optimizer": {"clip_norm": None}}),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", CASES)
+def test_combinations(case):
+    """Eager equals replicas with a microbatch each, graphs equal eager."""
+    options, changes = CASES[case]
+    kinds = [("none", False), ("parameters", False), ("parameters", True)]
+    options = {"packs": 2, "alike": True, "steps": 5, **options}
+    for plain, eager, graph in run_ranks(run_kinds, 2, kinds, options, changes):
+        assert not differences(plain, eager)
+        assert graph["replayed"] and not differences(eager, graph)
+
+
+WITHOUT = {
+    "a gather that is waited for": ("wait_for", lambda self, gathers: None),
+    "a reduction that is waited for": ("add", lambda self, found: add_at_once(found)),
+    "gathers": ("gather", lambda self: []),
+    "zeroed gradients": ("begin_backward", lambda self, late: begin_on_what_is_there(self, late)),
+    "a reduction of what was added last": ("", lambda: None),
+}
+
+
+def add_at_once(reductions):
+    for reduction in reductions:
+        reduction.own.add_(reduction.part)
+
+
+def begin_on_what_is_there(self, late, begin=ShardedLayer.begin_backward):
+    before = [span.gradients.clone() for span in self.spans]
+    begin(self, late)
+    for span, content in zip(self.spans, before, strict=True):
+        span.gradients.data.add_(content)
+
+
+def run_broken(mesh, granularity):
+    """Eager, and graphs that exchange as late as they may: right ones, and some without a step that
+    keeps their numbers right."""
+    options = {"packs": 2, "steps": 4}
+    graph = settings("parameters", graph=True, graph_options={"granularity": granularity})
+    eager = train(mesh, settings("parameters"), **options)
+    found = {"": differences(eager, train(mesh, graph, late=True, **options))}
+    for what, (name, instead) in WITHOUT.items():
+        owner, name = (ShardedLayer, name) if name else (sharded, "add_waiting_gradients")
+        with mock.patch.object(owner, name, instead):
+            found[what] = differences(eager, train(mesh, graph, late=True, **options))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_late_exchanges_are_waited_for_and_what_is_left_out_is_found(granularity):
+    for found in run_ranks(run_broken, 2, granularity, seconds=200.0):
+        assert not found.pop("")
+        assert len(found) == len(WITHOUT) and all(found.values()), found
+
+
+def held_bytes(mesh, shard):
+    """Bytes of storages: (parameters of layers, gradients of layers, largest layer)."""
+    config = settings(shard, model={"num_layers": 6})
+    model = build_chunks(config, CPU, mesh)
+    layer = sum(p.numel() for p in model.chunks[0].layers["0"].parameters() if p.ndim >= 2) * 4
+    optimizer = make_optimizer(model, config, mesh)
+    spans = [span for span in optimizer.flat.spans if span.members[0].name.startswith("layers.")]
+    spans = [span for span in spans if span.decays]
+
+    def count(tensors):
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    buffers = count([span.parameters for span in spans])
+    parts = count([span.own_parameters for span in spans])
+    gradients = count([span.gradients for span in spans])
+    sums = count([span.own_gradients for span in spans])
+    return buffers, parts, gradients, sums, layer
+
+
+@pytest.mark.dist
+def test_a_rank_holds_its_part_and_two_buffers():
+    for buffers, parts, gradients, sums, layer in run_ranks(held_bytes, 4, "parameters"):
+        padded = layer + 4 * 4 * 128 * 2  # bytes; a span ends at a multiple of 128 for each rank
+        assert 2 * layer <= buffers <= 2 * padded and 2 * layer <= gradients <= 2 * padded
+        assert 6 * layer / 4 <= parts <= 6 * padded / 4
+        assert 6 * layer / 4 <= sums <= 6 * padded / 4
+
+
+class Odd(nn.Module):
+    """A layer that makes autograd's order hard: casts of weights, one that is used twice, a product
+    of weights alone, one without a gradient, and a second output."""
+
+    def __init__(self):
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        make = lambda: nn.Parameter(torch.randn(8, 8, generator=draw) / 4)  # noqa: E731
+        self.one, self.twice, self.three, self.idle = make(), make(), make(), make()
+
+    def run(self, state):
+        hidden = state["hidden"]
+        square = self.twice.double() @ self.three.double()
+        hidden = hidden + torch.tanh(hidden @ self.one.bfloat16().float()) @ square.float()
+        hidden = hidden + torch.sin(hidden @ self.twice)
+        return {**state, "hidden": hidden, "extra": state["extra"] + square.square().mean()}
+
+
+class OddModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): Odd() for number in range(4)})
+        self.shards = None
+
+    def forward(self, rows, differentiable):
+        state = {"hidden": rows.clone().requires_grad_(differentiable), "extra": rows.new_zeros([])}
+        for number, layer in self.layers.items():
+            stages = [Stage("odd", int(number), layer.run)]
+            stages = stages if self.shards is None else self.shards.around(int(number), stages)
+            state = run_in_order(stages, state)
+        return state["hidden"].square().mean() + state["extra"].float()
+
+
+def run_odd(mesh, differentiable):
+    found = []
+    for shard in ("none", "parameters"):
+        model = OddModel()
+        flat = FlatParameters(
+            model.named_parameters(), mesh.group("dp"), layers=layers_of(model), shard=shard
+        )
+        if shard != "none":
+            model.shards = ShardedLayers(flat)
+        flat.zero_gradients()
+        rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(mesh.rank))
+        # Two calls in one backward: what is open of the first must not be in the way.
+        loss = model(rows, differentiable) + (model(rows + 1, differentiable) if shard else 0)
+        loss.backward()
+        flat.reduce()
+        found.append([span.own_gradients.clone() for span in flat.spans])
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_gradients_of_a_layer_are_complete_when_they_are_reduced(differentiable):
+    for plain, parts in run_ranks(run_odd, 2, differentiable):
+        assert len(plain) == len(parts) == 4
+        for one, other in zip(plain, parts, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def verified(mesh, granularity, apart):
+    config = config_for(Layout(dp=2), granularity, 4)
+    config = dataclasses.replace(
+        config,
+        graph=dataclasses.replace(config.graph, strict=True),
+        parallel=dataclasses.replace(config.parallel, shard="parameters"),
+    )
+    packs = functools.partial(random_packs, seed=1)
+    return verify_ranks("sharded", config, packs, CPU, mesh, apart=apart, budget=budget_of)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("granularity", "apart"), [("chunk", False), ("layer", True)])
+def test_verify_compares_the_parts(granularity, apart):
+    for report in run_ranks(verified, 2, granularity, apart, layout=Layout(dp=2)):
+        assert report.good and report.one_process.good, report
+        assert list(report.one_process.distances)[-1] == STATE and not report.silent_ranks()
