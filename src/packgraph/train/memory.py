@@ -58,6 +58,7 @@ from packgraph.train.config.sections import TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.features.context import stage_tokens
 from packgraph.train.features.live import live_shape
+from packgraph.train.host_state import PIECE
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]
 Agree = Callable[[bool], bool]
@@ -235,6 +236,9 @@ MOMENTS, MASTERS = (
 )  # bytes of an element: two running means; a float32 copy and its gradient, under bfloat16
 
 
+HELD = 16  # bytes of an element of a piece of the state, and its gradient
+
+
 def available_memory(
     device: torch.device, local_processes: int = 1, root: Path = ROOT
 ) -> int | None:
@@ -360,10 +364,13 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     matrices = sum(layer_matrices(model)) if config.parallel.shards else 0
     # Beside the gradients of its own microbatches a rank has its part of their sum.
     sums = round((updated - matrices / replicas) * itemsize) if replicas > 1 else 0
+    state = round(updated * per_element)
+    if config.optimizer.offload and device_type == "cuda":
+        state = 2 * HELD * min(PIECE, round(updated))
     return Need(
         held - (spared if config.parallel.shard == "parameters" else 0),
         held - spared + sums,
-        round(updated * per_element),
+        state,
         0 if _may_keep_less(config) else microbatch,
         microbatch if _has_pool(config, device_type) else 0,
         capacity,
