@@ -381,7 +381,7 @@ def _plan_memory(words: list[str]) -> int:
     read = _read("plan memory", words, PlanMemoryArguments())
     if read.own.help:
         return _help(USAGE, PlanMemoryArguments())
-    if problems := read.own.problems():
+    if problems := read.own.problems(read.given):
         raise ConfigError([*read.overrides.problems, *problems])
     preset = read.own.preset
     if preset is None and read.own.config is None:

@@ -31,6 +31,7 @@ EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, doc
 ROWS = (Capacity(64, 8),)
 KINDS = {
     "dp": (2, {"dp": 2}, {}),
+    "dp sharded": (2, {"dp": 2, "shard": "parameters"}, {}),
     "pp": (2, {"pp": 2}, {}),
     "pp chunks": (2, {"pp": 2, "chunks": 2}, {"model_": {"num_layers": 4}}),
     "pp step": (2, {"pp": 2}, {"graph_": {"granularity": "step"}}),

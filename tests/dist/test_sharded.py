@@ -236,3 +236,17 @@ def test_verify_compares_the_parts(granularity, apart):
     for report in run_ranks(verified, 2, granularity, apart, layout=Layout(dp=2)):
         assert report.good and report.one_process.good, report
         assert list(report.one_process.distances)[-1] == STATE and not report.silent_ranks()
+
+
+def both(mesh, shard):
+    return [
+        train(mesh, settings(shard, graph=True, optimizer={"offload": offload}), packs=4)
+        for offload in (False, True)
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_state_on_the_host_changes_no_bit(shard):
+    for here, there in run_ranks(both, 2, shard):
+        assert not differences(here, there)

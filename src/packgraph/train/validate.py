@@ -83,6 +83,8 @@ def validate(
         for name in missing_trackers(config.run.tracker)
     ]
     found += _optimizer_problems(config, world) + _muon_problems(config, world)
+    if config.optimizer.offload:
+        found += _host_state_problems(config)
     for parallelism in PARALLELISMS:
         found += parallelism.problems(config, world)
     return found + exchange_problems(config, device_type)
@@ -103,6 +105,18 @@ def _muon_problems(config: TrainConfig, world: int) -> list[str]:
         "optimizer.name = muon is not there yet for models of transformers and adapters "
         "(hf.path, lora.rank): which of their matrices are embeddings is not known; use "
         "adamw": config.hf.path is not None or config.lora.enabled,
+    }
+    return [text for text, wrong in problems.items() if wrong]
+
+
+def _host_state_problems(config: TrainConfig) -> list[str]:
+    """What keeps the optimizer's state from the host."""
+    problems = {
+        "optimizer.offload with optimizer.name = muon is not there yet: only AdamW's state can be "
+        "updated piece by piece; leave one of them out": config.optimizer.name == "muon",
+        "optimizer.offload with graph.optimizer is not there yet: an update in a graph needs its "
+        "state on the device; leave one of them out": config.graph.enabled
+        and config.graph.optimizer,
     }
     return [text for text, wrong in problems.items() if wrong]
 

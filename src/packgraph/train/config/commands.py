@@ -59,7 +59,7 @@ stderr where it is. Further options are those of `packgraph train --help all`.""
 PLAN_USAGE = """\
 usage: packgraph plan --ranks N --microbatches N [--chunks N] [--group N] [--svg FILE] ...
        packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
-       packgraph plan memory [PRESET] [--tokens N] [--memory SIZE] [--json]
+       packgraph plan memory [PRESET] [--tokens N] [--memory SIZE] [--world N] [--json]
 
 Draw a pipeline schedule: who runs what when, in which slot and bucket; and say what it costs: slots
 per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
@@ -70,7 +70,7 @@ per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data ar
 `packgraph plan DATA` chooses buckets for the lengths of documents instead, and with --world N
 shares out one step's documents to ranks (dynamic context parallelism); see
 `packgraph plan stdlib --help`. `packgraph plan memory` shows time against memory of recomputation
-and offloading."""
+and offloading; with --world N, which ways to spread a run over N GPUs fit and are fastest."""
 
 EXPORT_USAGE = """\
 usage: packgraph export RUN FOLDER [--best] [--adapter]

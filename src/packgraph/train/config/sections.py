@@ -50,6 +50,8 @@ class OptimizerConfig:
     decay_share: of the steps after the warm-up, those in which wsd falls.
     min_learning_rate_fraction: learning rate after the decay, as a fraction of the peak.
     clip_norm: largest global gradient norm; none = no clipping.
+    offload: keep AdamW's state in host memory, and bring it to the device piece by piece for each
+        update; saves 16 bytes a parameter under bfloat16, for 12 that are copied each way.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -64,6 +66,7 @@ class OptimizerConfig:
     decay_share: float = 0.2
     min_learning_rate_fraction: float = 0.1
     clip_norm: float | None = 1.0
+    offload: bool = False
 
     def __post_init__(self) -> None:
         _refuse(
