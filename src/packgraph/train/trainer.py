@@ -30,12 +30,8 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.writer import (
-    FoundCheckpoint,
-    best_checkpoint,
-    load_tensors,
-    newest_whole_checkpoint,
-)
+from packgraph.train.checkpoint.resume import checkpoint_to_resume, how_to_go_on
+from packgraph.train.checkpoint.writer import FoundCheckpoint, load_tensors
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
@@ -66,7 +62,6 @@ from packgraph.train.step import MicrobatchAssignment
 from packgraph.train.trackers import NAMES
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
-COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
@@ -206,7 +201,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint of the run. Raises CheckpointError."""
-        path, step, state, damaged = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        path, step, state, damaged = self._newest()
         for told in damaged:
             self.view.note(f"{told}. It is passed over")
         for told in self._load(path, step, state):
@@ -248,32 +243,11 @@ class Trainer:
         with checkpoint_here(path, self.mesh, self._nodes) as here:
             load_tensors(here, tensors, RANDOM, self.mesh)
 
-    def _find_checkpoint(self) -> FoundCheckpoint:
-        """The newest whole checkpoint. Raises CheckpointError."""
-        found = newest_whole_checkpoint(
-            self.folder / CHECKPOINTS, needed=("data", "random_device", "graphs")
+    def _newest(self) -> FoundCheckpoint:
+        folder = self.folder / CHECKPOINTS
+        return on_first(
+            self.mesh, lambda: checkpoint_to_resume(folder, self.device), CheckpointError
         )
-        if found is None:
-            raise CheckpointError(
-                f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from"
-            )
-        wrong = [
-            name
-            for name in ("data", "graphs", "experts")
-            if not isinstance(found.state.get(name, {}), dict)
-        ]
-        if wrong or not found.state["graphs"].keys() >= COUNTS:
-            raise CheckpointError(
-                f"{found.path}: damaged: its {wrong[0] if wrong else 'graphs'} are no counts and "
-                "positions; go on from another checkpoint"
-            )
-        if found.state["random_device"] != self.device.type:
-            raise CheckpointError(
-                f"{found.path}: written on {found.state['random_device']}, this is "
-                f"{self.device.type}"
-                "; a run goes on bitwise only on the same kind of device (run.device)"
-            )
-        return found
 
     def _stream(self) -> str:
         """Name of the random numbers that this rank draws from."""
@@ -372,7 +346,7 @@ class Trainer:
         self._saves.wait()
         self.feed.load_state_dict(self._position_after(found.step))
         spikes, wrong = self.spikes, self.step
-        path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        path, step, state, _ = self._newest()
         self._load(path, step, state)
         self.spikes.seen, self.spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
         self.spikes.returns = spikes.returns + 1
@@ -726,20 +700,8 @@ class Trainer:
 
     def _how_to_go_on(self, step: int, what: str) -> str:
         self._saves.settle()
-        kept, best = self._whereabouts.checkpoint, best_checkpoint(self.folder / CHECKPOINTS)
-        lowest = "" if best is None or str(best) == kept else f", that of the lowest loss {best}"
-        return (
-            f"step {step}: {what}. Training stopped; "
-            + (
-                f"the last good checkpoint is {kept}{lowest}. Go on from it with a lower learning "
-                "rate: --resume "
-                if kept
-                else "there is no checkpoint yet. Start again with a lower learning rate: "
-            )
-            + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} "
-            "(or a lower "
-            "--optimizer.clip-norm), or look at the data of this step"
-        )
+        kept, rate = self._whereabouts.checkpoint, self.config.optimizer.learning_rate
+        return f"step {step}: {what}. " + how_to_go_on(self.folder / CHECKPOINTS, kept, rate)
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         summary = (
