@@ -462,7 +462,7 @@ def test_a_full_disk_is_one_block_and_leaves_no_part_of_a_checkpoint(
         stdout=subprocess.PIPE,
     )
     text = process.communicate(timeout=100)[1]
-    assert process.returncode == 2 and "Traceback" not in text
+    assert process.returncode == 2 and "Traceback" not in text, text
     assert re.search(f"packgraph: error: .*{what}", text)
     assert not list((tmp_path / "runs" / "qwen3-tiny").glob("checkpoints/*"))
 

@@ -31,8 +31,8 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.resumable import checkpoint_to_resume
-from packgraph.train.checkpoint.writer import FoundCheckpoint, best_checkpoint, load_tensors
+from packgraph.train.checkpoint.resume import checkpoint_to_resume, how_to_go_on
+from packgraph.train.checkpoint.writer import FoundCheckpoint, load_tensors
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
@@ -329,7 +329,7 @@ class Trainer:
         self._saves.wait()
         self.feed.load_state_dict(self._position_after(found.step))
         spikes, wrong = self.spikes, self.step
-        path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        path, step, state, _ = self._newest()
         self._load(path, step, state)
         self.spikes.seen, self.spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
         self.spikes.returns = spikes.returns + 1
@@ -630,20 +630,8 @@ class Trainer:
 
     def _how_to_go_on(self, step: int, what: str) -> str:
         self._saves.settle()
-        kept, best = self._whereabouts.checkpoint, best_checkpoint(self.folder / CHECKPOINTS)
-        lowest = "" if best is None or str(best) == kept else f", that of the lowest loss {best}"
-        return (
-            f"step {step}: {what}. Training stopped; "
-            + (
-                f"the last good checkpoint is {kept}{lowest}. Go on from it with a lower learning "
-                "rate: --resume "
-                if kept
-                else "there is no checkpoint yet. Start again with a lower learning rate: "
-            )
-            + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} "
-            "(or a lower "
-            "--optimizer.clip-norm), or look at the data of this step"
-        )
+        kept, rate = self._whereabouts.checkpoint, self.config.optimizer.learning_rate
+        return f"step {step}: {what}. " + how_to_go_on(self.folder / CHECKPOINTS, kept, rate)
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         summary = (

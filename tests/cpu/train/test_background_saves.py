@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from trainkit import CPU, equal, state_of, tiny, trainer
 
 from packgraph.graphs.checks import random_state
-from packgraph.parallel.heartbeat import Whereabouts
+from packgraph.parallel.heartbeat import Whereabouts, is_broken_connection
 from packgraph.parallel.mesh import single_process
 from packgraph.parallel.pieces import Pieces, parts_of
 from packgraph.train.checkpoint import background
@@ -337,3 +338,13 @@ def test_a_way_back_waits_for_the_newest_checkpoint(
         ends[way] = state_of(run)
         run.close()
     equal(ends[True], ends[False])
+
+
+def test_an_error_that_names_itself_as_its_cause_is_looked_at_once() -> None:
+    """A save raises the failure that torch has collected, from torch's collection of failures."""
+    for text, broken in (("No space left", False), ("Connection closed by peer", True)):
+        failure = RuntimeError(text)
+        failure.__cause__ = CheckpointException("write", {0: (failure, None)})  # type: ignore[dict-item]
+        told = CheckpointError("could not be written")
+        told.__cause__ = failure
+        assert is_broken_connection(told) is broken

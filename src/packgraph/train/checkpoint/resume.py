@@ -1,4 +1,8 @@
-"""The checkpoint that a run goes on from: whole, of this program, on this kind of device."""
+"""The checkpoint that a run goes on from, and how it goes on after an error.
+
+The invariant: what a run takes from it is there and of the kind it needs, or the run is refused
+before anything was loaded.
+"""
 
 from pathlib import Path
 
@@ -40,6 +44,29 @@ def checkpoint_to_resume(folder: Path, device_type: str, *, best: bool = False) 
             "; a run goes on bitwise only on the same kind of device (run.device)"
         )
     return found
+
+
+def how_to_go_on(folder: Path, newest: str, learning_rate: float) -> str:
+    """What to do after training went wrong, for people.
+
+    Args:
+        folder: Of all checkpoints.
+        newest: Path of the newest one; empty = there is none.
+        learning_rate: The peak that training went wrong with.
+    """
+    best = best_checkpoint(folder)
+    lowest = "" if best is None or str(best) == newest else f", that of the lowest loss {best}"
+    return (
+        "Training stopped; "
+        + (
+            f"the last good checkpoint is {newest}{lowest}. Go on from it with a lower learning "
+            "rate: --resume "
+            if newest
+            else "there is no checkpoint yet. Start again with a lower learning rate: "
+        )
+        + f"--optimizer.learning-rate {learning_rate / 3:.2g} (or a lower "
+        "--optimizer.clip-norm), or look at the data of this step"
+    )
 
 
 def _best(folder: Path) -> FoundCheckpoint | None:
