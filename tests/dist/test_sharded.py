@@ -10,7 +10,7 @@ from distkit import CPU, run_ranks
 from shardedkit import differences, settings, train
 from torch import nn
 
-from packgraph.graphs.stages import Stage, run_in_order
+from packgraph.graphs.stages import Stage, run_stages
 from packgraph.parallel import sharded_layers
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
@@ -184,10 +184,14 @@ class OddModel(nn.Module):
     def stages(self):
         return [Stage("odd", int(number), layer.run) for number, layer in self.layers.items()]
 
-    def forward(self, rows, differentiable):
-        state = {"hidden": rows.clone().requires_grad_(differentiable), "extra": rows.new_zeros([])}
-        state = run_in_order(self.stages(), state)
+    def begin(self, rows, differentiable):
+        return {"hidden": rows.clone().requires_grad_(differentiable), "extra": rows.new_zeros([])}
+
+    def end(self, state):
         return state["hidden"].square().mean() + state["extra"].float()
+
+    def forward(self, rows, differentiable):
+        return run_stages(self, rows, differentiable)
 
 
 def run_odd(mesh, differentiable):

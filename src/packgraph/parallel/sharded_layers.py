@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs.gradients import add_waiting_gradients
 from packgraph.graphs.parameters import mark_sharded
-from packgraph.graphs.stages import Stage, State
+from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters, GradientBucket
 
@@ -131,7 +131,8 @@ class ShardedLayer:
         elif left is None or left[0] != self.before.number:
             raise RuntimeError(
                 f"sharded layer {self.number} runs behind layer {left and left[0]}, not behind "
-                f"{self.before.number}: parameters are gathered for layers in their order"
+                f"{self.before.number}: parameters are gathered for layers in their order, and "
+                "stages between them must return {**state, ...}"
             )
         self._gathers = [] if self.after is None else self.after.gather()
         # The layer in front reduces these gradients, if it has a backward.
@@ -142,6 +143,11 @@ class ShardedLayer:
     def leave(self, state: State) -> State:
         """Stage `shard_leave`: the parameters of the layer behind are whole."""
         state = dict(state)
+        if _WITHIN not in state:
+            raise RuntimeError(
+                f"a stage of layer {self.number} drops entries of the state that it does not know: "
+                "return {**state, ...}, from which sharded layers learn what ran before"
+            )
         late = state.pop(_WITHIN)
         self.wait_for(self._gathers)
         self._gathers = []
@@ -255,6 +261,10 @@ class _WithShards:
     def stages(self) -> list[Stage]:
         """Those of the module, and of its sharded layers."""
         return self.shards.around(super().stages())  # type: ignore[misc]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the stages: nothing else knows when parameters are whole."""
+        return run_stages(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("a sharded module has no whole parameters to copy; copy it before")
