@@ -94,8 +94,8 @@ def _refuse(name: str, tensor: torch.Tensor) -> None:
         )
     if is_sharded(tensor):
         raise ValueError(
-            f"{name} is sharded: what the ranks keep of it is not memory of the module, so release() "
-            "cannot move it"
+            f"{name} is sharded: what the ranks keep of it is not memory of the module, so "
+            "release() cannot move it"
         )
     if not tensor.untyped_storage().resizable():
         raise ValueError(
