@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from packgraph.packing.pack import pack as pack
     from packgraph.packing.pack import pack_stream as pack_stream
     from packgraph.parallel.replicate import replicate as replicate
+    from packgraph.parallel.shard import shard as shard
     from packgraph.verification.module import verify as verify
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "plan_buckets",
     "recompute",
     "replicate",
+    "shard",
     "verify",
 ]
 __version__ = "0.1.0"
@@ -87,6 +89,7 @@ _HOMES = {
     "plan_buckets": "packing.buckets.planner",
     "recompute": "models.recompute",
     "replicate": "parallel.replicate",
+    "shard": "parallel.shard",
     "verify": "verification.module",
 }
 

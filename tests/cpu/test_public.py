@@ -31,6 +31,7 @@ NAMES = {
     "plan_buckets",
     "recompute",
     "replicate",
+    "shard",
     "verify",
 }
 

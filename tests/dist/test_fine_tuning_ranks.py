@@ -1,4 +1,5 @@
-"""Adapters of a model of transformers on replicas: as on one process, and on with fewer."""
+"""Adapters of a model of transformers, or all of it sharded, on replicas: as on one process, and on
+with fewer."""
 
 import os
 import subprocess
@@ -19,10 +20,13 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(run / METRICS)]
 
 
-def test_replicas_train_adapters_as_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given", [("--lora.rank", "4"), ("--parallel.shard", "parameters")], ids=lambda given: given[0]
+)
+def test_replicas_train_as_one_process_does(given: tuple[str, ...], tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
-    alone = train(tmp_path / "one", model, "--lora.rank", "4")
-    options = words(tmp_path / "two", model, "--lora.rank", "4", "--graph.strict", steps=4)
+    alone = train(tmp_path / "one", model, *given)
+    options = words(tmp_path / "two", model, *given, "--graph.strict", steps=4)
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
         "OMP_NUM_THREADS": "1",
@@ -35,5 +39,5 @@ def test_replicas_train_adapters_as_one_process_does(tmp_path: Path) -> None:
     assert found.returncode == 0 and "dp=2" in found.stderr, found.stderr
     both = tmp_path / "two" / "runs" / "mine"
     assert losses(both) == pytest.approx(losses(alone)[:4], **CLOSE)
-    train(tmp_path / "two", model, "--lora.rank", "4", "--resume")
+    train(tmp_path / "two", model, *given, "--resume")
     assert losses(both) == pytest.approx(losses(alone), **CLOSE)

@@ -10,11 +10,11 @@ from distkit import CPU, run_ranks
 from shardedkit import differences, settings, train
 from torch import nn
 
-from packgraph.graphs.stages import Stage, run_in_order
-from packgraph.parallel import sharded
+from packgraph.graphs.stages import Stage, run_stages
+from packgraph.parallel import sharded_layers
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
-from packgraph.parallel.sharded import ShardedLayer, ShardedLayers, layers_of
+from packgraph.parallel.sharded_layers import ShardedLayer, ShardedLayers, layers_of
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.verification.matrix import budget_of, config_for, random_packs
 from packgraph.verification.ranks import STATE, verify_ranks
@@ -115,7 +115,7 @@ def run_broken(mesh, granularity):
     eager = train(mesh, settings("parameters"), **options)
     found = {"": differences(eager, train(mesh, graph, late=True, **options))}
     for what, (name, instead) in WITHOUT.items():
-        owner, name = (ShardedLayer, name) if name else (sharded, "add_waiting_gradients")
+        owner, name = (ShardedLayer, name) if name else (sharded_layers, "add_waiting_gradients")
         with mock.patch.object(owner, name, instead):
             found[what] = differences(eager, train(mesh, graph, late=True, **options))
     return found
@@ -180,15 +180,18 @@ class OddModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleDict({str(number): Odd() for number in range(4)})
-        self.shards = None
+
+    def stages(self):
+        return [Stage("odd", int(number), layer.run) for number, layer in self.layers.items()]
+
+    def begin(self, rows, differentiable):
+        return {"hidden": rows.clone().requires_grad_(differentiable), "extra": rows.new_zeros([])}
+
+    def end(self, state):
+        return state["hidden"].square().mean() + state["extra"].float()
 
     def forward(self, rows, differentiable):
-        state = {"hidden": rows.clone().requires_grad_(differentiable), "extra": rows.new_zeros([])}
-        for number, layer in self.layers.items():
-            stages = [Stage("odd", int(number), layer.run)]
-            stages = stages if self.shards is None else self.shards.around(int(number), stages)
-            state = run_in_order(stages, state)
-        return state["hidden"].square().mean() + state["extra"].float()
+        return run_stages(self, rows, differentiable)
 
 
 def run_odd(mesh, differentiable):
@@ -199,7 +202,7 @@ def run_odd(mesh, differentiable):
             model.named_parameters(), mesh.group("dp"), layers=layers_of(model), shard=shard
         )
         if shard != "none":
-            model.shards = ShardedLayers(flat)
+            ShardedLayers(flat).put_into(model)
         flat.zero_gradients()
         rows = torch.randn(5, 8, generator=torch.Generator().manual_seed(mesh.rank))
         # Two calls in one backward: what is open of the first must not be in the way.

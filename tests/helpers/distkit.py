@@ -7,6 +7,7 @@ others, and its traceback becomes the test's error.
 """
 
 import datetime
+import gc
 import importlib.util
 import inspect
 import io
@@ -41,6 +42,7 @@ def run_ranks(
     function: at the top of its file. Returned tensors must be plain tensors. seconds: all ranks are
     ended when they take longer.
     """
+    gc.collect()  # a process group that dies in a forked child would wait for threads of its parent
     afresh = torch.cuda.is_available()
     context: Any = multiprocessing.get_context("spawn" if afresh else "fork")
     work = (inspect.getfile(function), function.__name__) if afresh else function

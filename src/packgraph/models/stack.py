@@ -38,7 +38,6 @@ from packgraph.ops.attention.zigzag import rank_rows, zigzag_tables
 from packgraph.ops.log_probabilities import Output, check_output
 from packgraph.ops.loss import IGNORED, token_count
 from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.sharded import ShardedLayers
 from packgraph.parallel.vocabulary import embed, head_cross_entropy, head_log_probabilities
 
 
@@ -83,7 +82,6 @@ class DecoderStack(nn.Module):
             rotary_width(config), config.rope_theta, config.latent.scaling
         )
         reads = {entry for layer in layers.values() for entry in getattr(layer, "reads", ())}
-        self.shards: ShardedLayers | None = None  # set by train/build.py
         self.attends, self.scans = "attention" in reads, "documents" in reads
 
     @property
@@ -126,10 +124,7 @@ class DecoderStack(nn.Module):
         )
 
     def stages(self) -> Sequence[Stage]:
-        inner = list[Stage]()
-        for index, layer in self.layers.items():
-            stages: Sequence[Stage] = layer.stages()  # type: ignore[operator]
-            inner += stages if self.shards is None else self.shards.around(int(index), stages)
+        inner = [stage for layer in self.layers.values() for stage in layer.stages()]  # type: ignore[operator]
         head = [Stage("head", self.config.num_layers, self.run_head)] if self.last else []
         return [Stage("embed", -1, self.run_embed), *inner, *head]
 

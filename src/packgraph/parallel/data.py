@@ -21,7 +21,7 @@ over tokens, and the tokens of all ranks that share the experts have been to the
 
 Layers may be sharded (ZeRO stages 2 and 3): each rank keeps its own part of a layer's matrices and
 gradients, and the whole ones exist only while the layer runs, in one of two buffers that layers
-take turns with (`parallel/sharded.py`). What is smaller than a matrix stays whole.
+take turns with (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole.
 
 `plan_gradient_buckets` says where every parameter lies in the flat buffers: spans in the order in
 which a backward finishes gradients.

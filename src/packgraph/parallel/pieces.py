@@ -240,6 +240,14 @@ def collect(mesh: Mesh, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
     every rank runs the iterator to its end. Raises ValueError on all ranks when the parts do not
     make whole tensors.
     """
+    yield from collect_over(dist.group.WORLD if mesh.world > 1 else None, tensors)
+
+
+def collect_over(
+    group: dist.ProcessGroup | None, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The same over the ranks of `group`, None = this process alone, on the first of them."""
+    world, own = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     parts = {name: parts_of(tensor) for name, tensor in tensors.items()}
     mine = {
         name: Holding(
@@ -250,19 +258,20 @@ def collect(mesh: Mesh, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
         for name, tensor in tensors.items()
     }
     held: list[Any] = [mine]
-    if mesh.world > 1:
-        held = [None] * mesh.world
-        dist.all_gather_object(held, mine)
+    if world > 1:
+        held = [None] * world
+        dist.all_gather_object(held, mine, group=group)
     device = next(
         (part.device for found in parts.values() for _, part in found), torch.device("cpu")
     )
     for name, wanted in deliveries(held).items():
-        if mesh.rank == 0:
-            yield name, _put_together(name, wanted, held, parts, device)
+        if own == 0:
+            yield name, _put_together(name, wanted, held, parts, device, group)
             continue
         for delivery in wanted:
-            if delivery.rank == mesh.rank:
-                dist.send(parts[name][delivery.number][1].contiguous(), 0)
+            if delivery.rank == own:
+                sent = parts[name][delivery.number][1].contiguous()
+                dist.send(sent, group=group, group_dst=0)
 
 
 def _put_together(
@@ -271,6 +280,7 @@ def _put_together(
     held: Sequence[Mapping[str, Holding]],
     parts: Mapping[str, Sequence[tuple[tuple[int, ...], Tensor]]],
     device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
     """The whole tensor, of this rank's parts and what the others send."""
     holding = (
@@ -288,7 +298,7 @@ def _put_together(
             place.copy_(parts[name][delivery.number][1])
             continue
         received = torch.empty(sizes, dtype=holding.dtype, device=device)
-        dist.recv(received, delivery.rank)
+        dist.recv(received, group=group, group_src=delivery.rank)
         place.copy_(received)
     return whole
 

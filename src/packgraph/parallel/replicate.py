@@ -101,7 +101,7 @@ def replicate(
         )
     group = dist.group.WORLD if group is None else group
     assert group is not None
-    _check_parameters(graphed, group)
+    check_same_parameters(graphed, group, "replicate")
     return ReplicatedModule(graphed, Replicas(graphed, reduce, group))
 
 
@@ -159,7 +159,7 @@ class Replicas:
         self._running: _Backward | None = None
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._versions: list[int] = []  # of spans, when they were reduced
-        _broadcast([*graphed.parameters(), *graphed.buffers()], group)
+        broadcast_from_first([*graphed.parameters(), *graphed.buffers()], group)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the graphed module; see `replicate`."""
@@ -413,13 +413,13 @@ class Replicas:
             self.reduce_gradients()
 
 
-def _check_parameters(graphed: GraphedModule, group: dist.ProcessGroup) -> None:
-    """Raise where ranks could not add up their gradients."""
-    named = dict(graphed.named_parameters())
+def check_same_parameters(module: nn.Module, group: dist.ProcessGroup, name: str) -> None:
+    """Raise, for the function `name`, where ranks could not add up their gradients."""
+    named = dict(module.named_parameters())
     spread = [name for name, parameter in named.items() if isinstance(parameter, DTensor)]
     if spread:
         raise TypeError(
-            f"packgraph.replicate takes whole parameters, not distributed ones like {spread[0]}"
+            f"packgraph.{name} takes whole parameters, not distributed ones like {spread[0]}"
         )
     ours = [
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
@@ -438,7 +438,7 @@ def _check_parameters(graphed: GraphedModule, group: dist.ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Give every rank the values of the first one, in place."""
     first = dist.get_global_rank(group, 0)
     for tensor in tensors:

@@ -11,11 +11,10 @@ import torch
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
-from packgraph.models.stack import DecoderStack
 from packgraph.moe.dispatch.dispatcher import ExpertAssignment
 from packgraph.parallel.consensus import PATIENCE, replica_consensus, stage_consensus
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.sharded import ShardedLayers, layers_of
+from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 from packgraph.train.autotune import Autotune
 from packgraph.train.checkpoint.weights import load_weights
 from packgraph.train.config.sections import TrainConfig
@@ -72,8 +71,7 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
     )
     if config.parallel.shards and mesh.group("copies") is not None:
         for chunk in model.chunks:
-            assert isinstance(chunk, DecoderStack)
-            chunk.shards = ShardedLayers(optimizer.flat)
+            ShardedLayers(optimizer.flat).put_into(chunk)
     if config.model.experts.enabled:
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("copies"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)

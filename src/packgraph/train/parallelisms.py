@@ -154,7 +154,6 @@ def _shard_problems(config: TrainConfig) -> list[str]:
         **{f"parallel.{name} = {size}": size > 1 for name, size in sizes.items()},
         "parallel.dynamic_cp": parallel.dynamic_cp,
         f"model.experts.count = {config.model.experts.count}": config.model.experts.enabled,
-        "hf.path": config.hf.path is not None,
         "lora.rank": config.lora.enabled,
         "graph.compile": graph.enabled and graph.compile,
         "graph.granularity = step": graph.enabled and graph.granularity == "step",

@@ -18,6 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from packgraph.graphs.parameters import is_sharded
+
 
 class _Storage(NamedTuple):
     """A storage on the device, how many bytes it has, and their copy on the host."""
@@ -89,6 +91,11 @@ def _refuse(name: str, tensor: torch.Tensor) -> None:
     if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
         raise ValueError(
             f"{name} is distributed or sparse: release() moves plain tensors of one device only"
+        )
+    if is_sharded(tensor):
+        raise ValueError(
+            f"{name} is sharded: what the ranks keep of it is not memory of the module, so "
+            "release() cannot move it"
         )
     if not tensor.untyped_storage().resizable():
         raise ValueError(

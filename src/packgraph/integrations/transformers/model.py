@@ -114,7 +114,7 @@ class PackedModel(nn.Module):
         rotary = getattr(self.decoder, family.rotary) if family.rotary else None
         if rotary is not None and takes_layer_type(rotary):
             self.layer_types = tuple(self.config.layer_types)
-        for layer in self._layers:
+        for layer in self.layers:
             layer.offload = offload_block
 
     @property
@@ -154,7 +154,7 @@ class PackedModel(nn.Module):
 
     def stages(self) -> Sequence[Stage]:
         """`embed`, `layer` for each layer, `head`."""
-        layers, inner = self._layers, []
+        layers, inner = self.layers, []
         for index, layer in enumerate(layers):
             kind = self.layer_types[index] if self.layer_types else ""
             run = types.MethodType(layer_runner(kind), layer)
@@ -226,7 +226,7 @@ class PackedModel(nn.Module):
         return {"output": total / tokens.clamp(min=1)}
 
     @property
-    def _layers(self) -> list[Any]:
+    def layers(self) -> list[Any]:
         """The layers that run."""
         return list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
 

@@ -37,7 +37,7 @@ that are not sharded.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs.gradients import add_waiting_gradients
 from packgraph.graphs.parameters import mark_sharded
-from packgraph.graphs.stages import Stage, State
+from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters, GradientBucket
 
@@ -58,25 +58,32 @@ _LEFT, _WITHIN = "shard_left", "shard_within"
 _open: dict[int, "ShardedLayer"] = {}  # layers without `enter`, by the number of their backward
 
 
-def layers_of(model: nn.Module) -> dict[str, int]:
+def layers_of(
+    module: nn.Module, layers: Sequence[nn.Module] | Mapping[int, nn.Module] | None = None
+) -> dict[str, int]:
     """The number of the layer by the name of each parameter that is a matrix of that layer alone.
 
-    Layers are the entries of `model.layers` (a ModuleDict by their numbers).
+    layers: By the numbers that their stages have; None = `module.layers`, which may be a ModuleDict
+    by numbers. Empty where there are none.
     """
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleDict):
-        return {}
-    found: dict[int, set[int | None]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner, _, rest = name.partition(".")
-        layer = int(rest.partition(".")[0]) if owner == "layers" else None
-        found.setdefault(id(parameter), set()).add(layer)
+    found: Any = getattr(module, "layers", ()) if layers is None else layers
+    if isinstance(found, nn.ModuleDict):
+        found = {int(number): layer for number, layer in found.items()}
+    numbered = found.items() if isinstance(found, Mapping) else enumerate(found)
+    inside: dict[int, set[int | None]] = {}
+    for number, layer in numbered:
+        for owner in layer.modules():
+            inside.setdefault(id(owner), set()).add(number)
+    users: dict[int, set[int | None]] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            users.setdefault(id(parameter), set()).update(inside.get(id(owner), {None}))
     return {
-        name: layer
-        for name, parameter in model.named_parameters()
+        name: number
+        for name, parameter in module.named_parameters()
         if parameter.ndim >= 2
-        and len(users := found[id(parameter)]) == 1
-        and (layer := next(iter(users))) is not None
+        and len(users[id(parameter)]) == 1
+        and (number := next(iter(users[id(parameter)]))) is not None
     }
 
 
@@ -124,7 +131,8 @@ class ShardedLayer:
         elif left is None or left[0] != self.before.number:
             raise RuntimeError(
                 f"sharded layer {self.number} runs behind layer {left and left[0]}, not behind "
-                f"{self.before.number}: parameters are gathered for layers in their order"
+                f"{self.before.number}: parameters are gathered for layers in their order, and "
+                "stages between them must return {**state, ...}"
             )
         self._gathers = [] if self.after is None else self.after.gather()
         # The layer in front reduces these gradients, if it has a backward.
@@ -135,6 +143,11 @@ class ShardedLayer:
     def leave(self, state: State) -> State:
         """Stage `shard_leave`: the parameters of the layer behind are whole."""
         state = dict(state)
+        if _WITHIN not in state:
+            raise RuntimeError(
+                f"a stage of layer {self.number} drops entries of the state that it does not know: "
+                "return {**state, ...}, from which sharded layers learn what ran before"
+            )
         late = state.pop(_WITHIN)
         self.wait_for(self._gathers)
         self._gathers = []
@@ -223,10 +236,38 @@ class ShardedLayers:
         for before, after in itertools.pairwise(ordered):
             before.after, after.before = after, before
 
-    def around(self, number: int, stages: Sequence[Stage]) -> list[Stage]:
-        """The stages of a layer, between those that shard it if it is."""
-        layer = self.layers.get(number)
-        return list(stages) if layer is None else layer.around(stages)
+    def around(self, stages: Iterable[Stage]) -> list[Stage]:
+        """All stages of the model, those of each sharded layer between its two."""
+        made = list[Stage]()
+        for number, group in itertools.groupby(stages, lambda stage: stage.layer):
+            layer = self.layers.get(number)
+            found = list(group)
+            made += found if layer is None else layer.around(found)
+        return made
+
+    def put_into(self, module: nn.Module) -> None:
+        """From now on `module`, which has stages, has those of sharded layers, too."""
+        kind = type(module)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        module.__class__ = type(kind.__name__, (_WithShards, kind), names)
+        module.shards = self  # type: ignore[assignment]
+
+
+class _WithShards:
+    """What the class of a sharded module has beside its own."""
+
+    shards: ShardedLayers
+
+    def stages(self) -> list[Stage]:
+        """Those of the module, and of its sharded layers."""
+        return self.shards.around(super().stages())  # type: ignore[misc]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the stages: nothing else knows when parameters are whole."""
+        return run_stages(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("a sharded module has no whole parameters to copy; copy it before")
 
 
 def _through(function: Any, arguments: tuple[Any, ...], state: State) -> tuple[State, bool]:

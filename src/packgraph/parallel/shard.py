@@ -1,0 +1,202 @@
+"""`packgraph.shard`: layers of an own module whose weights and gradients the ranks share.
+
+    module ─▶ shard ─▶ graph ─▶ calls and backwards, which gather and reduce ─▶ `Shards.step`
+
+What lies where is said in `parallel/sharded_layers.py`, as for packgraph's trainer. The optimizer
+is any that works on single elements: it gets flat parts, not matrices.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from packgraph.graphs.errors import described
+from packgraph.graphs.stages import Staged
+from packgraph.graphs.wrapper import Wrapper
+from packgraph.parallel.data import FlatParameters, GradientBucket
+from packgraph.parallel.pieces import collect_over
+from packgraph.parallel.replicate import Reduce, broadcast_from_first, check_same_parameters
+from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
+
+TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
+
+
+class Steps(Protocol):
+    """What `Shards.step` needs of an optimizer."""
+
+    def step(self) -> Any: ...
+
+
+def shard(
+    module: nn.Module,
+    *,
+    layers: Sequence[nn.Module] | Mapping[int, nn.Module] | None = None,
+    keep: Literal["parameters", "gradients"] = "parameters",
+    reduce: Reduce = "mean",
+    group: dist.ProcessGroup | None = None,
+) -> "Shards":
+    """Shards the layers of a module over ranks, in place, before `packgraph.graph` is called.
+
+    Each rank keeps its part of every matrix of a layer and of its gradient. Whole ones exist only
+    while the layer runs; they are gathered and reduced by two stages that are put around those of
+    each layer, inside graphs as in eager calls, while another layer runs. What is smaller than a
+    matrix or outside of layers stays whole. Parameters and buffers of the first rank are sent to
+    all others now.
+
+    Stages hand on entries of the state that they do not know (`{**state, ...}`). A parameter that
+    gets no gradient counts as zeros, so weight decay applies to it.
+
+    Every rank must make equally many calls of the module, and backwards by `loss.backward()` from
+    one thread. A call runs the module's stages; code that reads parameters past them (`generate` of
+    a model of transformers) finds those of other layers. So does who reads a sharded parameter, or
+    its `.grad`, between calls: `full_state_dict` gathers them.
+
+    Args:
+        module: A module with stages (see `packgraph.Stage`); `packed(...)` makes one of a model of
+            transformers. What needs a gradient now is trained.
+        layers: Its layers, by the numbers that their stages have. None is `module.layers`.
+        keep: What each rank keeps its part of alone: `parameters` and gradients, or `gradients`.
+        reduce: `mean` divides the sum over the ranks by their number: right for losses that are
+            means on each rank. `sum` is right for losses that are divided by what all ranks count.
+        group: The process group of the ranks. None is that of all ranks.
+
+    Returns:
+        What the optimizer gets, and a step of it.
+
+    Raises:
+        RuntimeError: If there is no process group.
+        TypeError: If `module` has no stages, or is graphed already, or has distributed parameters.
+        ValueError: If an option is unknown, no layer has a matrix, nothing needs a gradient, or
+            ranks have other parameters.
+
+    Example:
+        >>> import functools
+        >>> import torch.distributed as dist
+        >>> class Layers(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        ...     def run(self, layer, state):
+        ...         return {**state, "x": layer(state["x"]).relu()}
+        ...     def begin(self, x):
+        ...         return {"x": x}
+        ...     def stages(self):
+        ...         return [
+        ...             packgraph.Stage("layer", number, functools.partial(self.run, layer))
+        ...             for number, layer in enumerate(self.layers)
+        ...         ]
+        ...     def end(self, state):
+        ...         return state["x"]
+        >>> store = dist.HashStore()  # one rank; torchrun and init_process_group("nccl") for more
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> module = Layers()
+        >>> shards = packgraph.shard(module)
+        >>> graphed = packgraph.graph(module, warmup=1)
+        >>> optimizer = torch.optim.AdamW(shards.parameters(), lr=1e-3)
+        >>> for _ in range(3):
+        ...     graphed(torch.ones(2, 4)).sum().backward()
+        ...     norm = shards.step(optimizer, clip_norm=1.0)
+        >>> graphed.stats.replayed, norm.shape
+        (2, torch.Size([]))
+        >>> dist.destroy_process_group()
+    """
+    if isinstance(module, Wrapper):
+        raise TypeError("packgraph.shard wants the module itself: call it before packgraph.graph")
+    if not isinstance(module, nn.Module) or not isinstance(module, Staged):
+        raise TypeError(
+            f"packgraph.shard wants a module with stages (packgraph.Stage), not {described(module)}"
+        )
+    if keep not in ("parameters", "gradients"):
+        raise ValueError(f"keep must be 'parameters' or 'gradients', not {keep!r}")
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"reduce must be 'mean' or 'sum', not {reduce!r}")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "packgraph.shard needs a process group: start the ranks with torchrun, and call "
+            "torch.distributed.init_process_group('nccl') ('gloo' on CPUs) first"
+        )
+    numbers = layers_of(module, layers)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not numbers.keys() & trained:
+        raise ValueError(
+            "packgraph.shard finds no matrix to train that a layer has to itself: give layers=[...]"
+        )
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    check_same_parameters(module, group, "shard")
+    broadcast_from_first([*module.parameters(), *module.buffers()], group)
+    flat = FlatParameters(module.named_parameters(), group, layers=numbers, shard=keep)
+    ShardedLayers(flat).put_into(module)
+    return Shards(module, flat, reduce, group)
+
+
+class Shards:
+    """Returned by `packgraph.shard`: what this rank keeps, for the optimizer."""
+
+    def __init__(
+        self, module: nn.Module, flat: FlatParameters, reduce: Reduce, group: dist.ProcessGroup
+    ) -> None:
+        self._module, self._flat, self._reduce, self._group = module, flat, reduce, group
+        self._parts = [nn.Parameter(span.own_parameters) for span in flat.spans]
+        flat.zero_gradients()
+        self._attach()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's parts of all parameters, flat, for an optimizer that works on single elements
+        (SGD, Adam, AdamW)."""
+        return list(self._parts)
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """The same as groups of an optimizer: weight decay for matrices alone."""
+
+        def group(decays: bool) -> dict[str, Any]:
+            chosen = [part for part, span in self._both() if span.decays == decays]
+            return {"params": chosen, "weight_decay": weight_decay if decays else 0.0}
+
+        return [found for found in map(group, (True, False)) if found["params"]]
+
+    @torch.no_grad()
+    def step(self, optimizer: Steps, *, clip_norm: float | None = None) -> Tensor:
+        """Ends a step, on all ranks: reduces what is left, clips, lets `optimizer` update the
+        parts, and zeroes gradients.
+
+        Args:
+            optimizer: Over `parameters()` or `groups(...)`.
+            clip_norm: The largest norm of the whole gradient; None clips nothing.
+
+        Returns:
+            The norm of the whole gradient before clipping, float32 [] on the device.
+        """
+        self._flat.reduce()
+        self._attach()
+        gradients = [span.own_gradients for span in self._flat.spans]
+        if self._reduce == "mean":
+            torch._foreach_div_(gradients, dist.get_world_size(self._group))
+        norms = torch._foreach_norm([gradient.float() for gradient in gradients])
+        total = torch.stack(list(norms)).square().sum()
+        dist.all_reduce(total, group=self._group)
+        norm = total.sqrt()
+        if clip_norm is not None:
+            torch._foreach_mul_(gradients, (clip_norm / (norm + TINY)).clamp(max=1.0))
+        with torch.enable_grad():
+            optimizer.step()
+        self._flat.gather()
+        self._flat.zero_gradients()
+        torch._foreach_zero_(gradients)
+        return norm
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers, whole, on the first rank of the group; nothing on others. All
+        ranks must call it."""
+        held = self._module.state_dict() | self._flat.gathered()
+        return dict(collect_over(self._group, held))
+
+    def _both(self) -> Iterable[tuple[nn.Parameter, GradientBucket]]:
+        return zip(self._parts, self._flat.spans, strict=True)
+
+    def _attach(self) -> None:
+        for part, span in self._both():
+            part.grad = span.own_gradients
