@@ -329,7 +329,7 @@ class Trainer:
         self._saves.wait()
         self.feed.load_state_dict(self._position_after(found.step))
         spikes, wrong = self.spikes, self.step
-        path, step, state, _ = self._newest()
+        path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
         self._load(path, step, state)
         self.spikes.seen, self.spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
         self.spikes.returns = spikes.returns + 1
