@@ -7,6 +7,9 @@ ARGS ?=
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify audit soak test test-all test-ranks faults lint docs check-python
 
+# Tests start many processes, and without bytecode each would compile all of packgraph anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 ifdef PACKGRAPH_PYTHON
 PYTHON := $(PACKGRAPH_PYTHON)
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -136,7 +136,7 @@ def _other_errors() -> tuple[type[Exception], ...]:
     from packgraph.train.checkpoint.reader import CheckpointError
     from packgraph.train.data import DataError
     from packgraph.train.run_files import RunFileError
-    from packgraph.train.trainer import NonFiniteLossError, SpikeError
+    from packgraph.train.spikes import NonFiniteLossError, SpikeError
 
     wrong = (DataError, CheckpointError, CaptureError, RunFileError, WeightsError)
     return (*wrong, NonFiniteLossError, SpikeError, LostPartnersError, LostRankError)
@@ -146,7 +146,7 @@ def _explain(error: Exception) -> int:
     """Say what went wrong; returns the exit code."""
     from packgraph.parallel.consensus import LostPartnersError
     from packgraph.parallel.heartbeat import LOST, LostRankError
-    from packgraph.train.trainer import NonFiniteLossError, SpikeError
+    from packgraph.train.spikes import NonFiniteLossError, SpikeError
 
     is_failure = isinstance(error, NonFiniteLossError | SpikeError)
     what = "training failed" if is_failure else "error"

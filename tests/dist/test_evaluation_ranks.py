@@ -28,6 +28,7 @@ pytestmark = pytest.mark.dist
 
 SHARE = EvalConfig(every=2, share=0.2)
 EXPERTS = ExpertConfig(count=8, per_token=2, intermediate_size=16, shared=1, document_loss=1e-2)
+SKEWED = dataclasses.replace(EXPERTS, per_token=1, shared=0)
 ROWS = (Capacity(64, 8),)
 KINDS = {
     "dp": (2, {"dp": 2}, {}),
@@ -183,3 +184,28 @@ def test_an_evaluation_that_lacks_room_for_experts_is_made_again(tmp_path):
     for quiet, other in found:
         equal(quiet["held"], other["held"])
         assert quiet["state"] == other["state"]
+
+
+def lacking(mesh, folder):
+    """An evaluation of fresh weights whose experts have hardly any room."""
+    parallel = {"dp": 2, "ep": 2, "expert_room": 1.0}
+    run = made(
+        Path(folder) / "run", settings(folder, parallel, {"model_": {"experts": SKEWED}}), mesh
+    )
+    room = [block.dispatcher.factor for block in moe_blocks(run.model.chunks)]
+    try:
+        found = run.evaluation.run(0)
+        grown = [block.dispatcher.factor for block in moe_blocks(run.model.chunks)]
+        return found, room, grown, dict(collect(mesh, run.tensors()))
+    finally:
+        run.close()
+
+
+def test_no_row_of_an_expert_is_left_out(tmp_path):
+    documents(tmp_path / "data.jsonl", alphabet="a")
+    layout = layout_of({"dp": 2, "ep": 2})
+    (found, room, grown, tensors), _ = run_ranks(lacking, 2, str(tmp_path), layout=layout)
+    assert max(grown) > max(room)
+    options = settings(tmp_path, {}, {"model_": {"experts": SKEWED}})
+    expected, _ = naive_loss(whole_model(options, tensors), [(options, held_out(options))])
+    assert found["eval_loss"] == pytest.approx(expected, rel=1e-5)

@@ -58,9 +58,11 @@ def config(
     return found
 
 
-def made(folder: Path, options: TrainConfig, mesh: Mesh | None = None) -> Trainer:
+def made(
+    folder: Path, options: TrainConfig, mesh: Mesh | None = None, device: torch.device = CPU
+) -> Trainer:
     """The trainer of a run, as `launch` makes it."""
-    found = prepare(options, CPU, 1 if mesh is None else mesh.world)
+    found = prepare(options, device, 1 if mesh is None else mesh.world)
     rank = 0 if mesh is None else mesh.rank
     console = Console(file=(folder.parent / f"log-{folder.name}-{rank}").open("w"))
     view = ProgressView(options.run.steps, 100, console)
@@ -68,7 +70,7 @@ def made(folder: Path, options: TrainConfig, mesh: Mesh | None = None) -> Traine
         found.config,
         folder,
         found.microbatches,
-        CPU,
+        device,
         view,
         mesh,
         evaluation=found.evaluation,

@@ -54,9 +54,9 @@ def set_nccl(environment: MutableMapping[str, str]) -> str | None:
     """Set the variables of NCCL that captured collectives need. Call it before NCCL is loaded.
 
     NCCL registers the buffers of captured collectives with the other ranks, for which memory of
-    expandable segments is unfit (an illegal memory access): registration is off
-    where the allocator has such segments. Multicast memory is always off, since it is not freed
-    when graphs that used it are.
+    expandable segments is unfit (an illegal memory access): registration is off where the allocator
+    has such segments. Multicast memory is always off, since it is not freed when graphs that used
+    it are.
 
     Args:
         environment: Of this process; changed.

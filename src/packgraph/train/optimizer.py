@@ -30,7 +30,7 @@ from packgraph.parallel.data import FlatParameters, GradientBucket, Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
-from packgraph.train.config.sections import OptimizerConfig
+from packgraph.train.config.sections import OptimizerConfig, TrainConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
 from packgraph.train.host_state import HostState, parts_of
 from packgraph.train.muon import Matrix, Muon, is_hidden_matrix
@@ -67,6 +67,20 @@ def learning_rate_at(
     share = decay_share if schedule == "wsd" else 1.0
     left = min(1.0, (1.0 - progress) / share)
     return peak * (min_fraction + (1 - min_fraction) * left)
+
+
+def learning_rate_of(config: TrainConfig, step: int) -> float:
+    """The learning rate of the run's step number `step`, from 0."""
+    options = config.optimizer
+    return learning_rate_at(
+        step,
+        peak=options.learning_rate,
+        warmup_steps=options.warmup_steps,
+        decay_steps=options.decay_steps or config.run.steps,
+        min_fraction=options.min_learning_rate_fraction,
+        schedule=options.schedule,
+        decay_share=options.decay_share,
+    )
 
 
 class Optimizer:

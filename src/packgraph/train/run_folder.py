@@ -124,6 +124,10 @@ FREE_ON_RESUME = (
     "parallel.ep",
     "parallel.chunks",
     "parallel.sequence",
+    "parallel.expert_stash",
+    "parallel.expert_stash_host",
+    "parallel.expert_stash_page_rows",
+    "parallel.expert_stash_resident",
     "parallel.shard",
 )
 DECAY = "optimizer.decay_steps"

@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,8 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.resume import checkpoint_to_resume, how_to_go_on
-from packgraph.train.checkpoint.writer import FoundCheckpoint, load_tensors
+from packgraph.train.checkpoint.resumable import checkpoint_to_resume
+from packgraph.train.checkpoint.writer import FoundCheckpoint, best_checkpoint, load_tensors
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
@@ -50,14 +51,14 @@ from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.feed import StepFeed
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
-from packgraph.train.optimizer import learning_rate_at
+from packgraph.train.optimizer import learning_rate_of
 from packgraph.train.progress import LeftOut, ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.retry import StepRetries
 from packgraph.train.run_files import read_json, write_json, writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY
 from packgraph.train.signals import StopRequest
-from packgraph.train.spikes import MOST_IN_A_ROW, MOST_RETURNS, Spikes
+from packgraph.train.spikes import GoBack, NonFiniteLossError, Spikes
 from packgraph.train.step import MicrobatchAssignment
 from packgraph.train.trackers import NAMES
 
@@ -65,23 +66,6 @@ RANDOM = "random."  # stored names of random states begin so; a rank needs only 
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
-
-
-class NonFiniteLossError(RuntimeError):
-    """Loss, gradients or weights became NaN or infinite; the run stops and the last checkpoint
-    stays."""
-
-
-class SpikeError(RuntimeError):
-    """Loss or gradient norm was far outside of the usual, and that is to end the run."""
-
-
-class _GoBack(Exception):
-    """A step went wrong, and the run is to go back to its newest checkpoint."""
-
-    def __init__(self, step: int, what: str) -> None:
-        super().__init__(what)
-        self.step = step
 
 
 @dataclass(frozen=True)
@@ -200,8 +184,9 @@ class Trainer:
         }
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint of the run. Raises CheckpointError."""
-        path, step, state, damaged = self._newest()
+        """Go on from the newest checkpoint of the run, or the best. Raises CheckpointError."""
+        find = partial(self._find_checkpoint, best=self.config.run.resume == "best")
+        path, step, state, damaged = on_first(self.mesh, find, CheckpointError)
         for told in damaged:
             self.view.note(f"{told}. It is passed over")
         for told in self._load(path, step, state):
@@ -243,11 +228,9 @@ class Trainer:
         with checkpoint_here(path, self.mesh, self._nodes) as here:
             load_tensors(here, tensors, RANDOM, self.mesh)
 
-    def _newest(self) -> FoundCheckpoint:
-        folder = self.folder / CHECKPOINTS
-        return on_first(
-            self.mesh, lambda: checkpoint_to_resume(folder, self.device), CheckpointError
-        )
+    def _find_checkpoint(self, best: bool = False) -> FoundCheckpoint:
+        """The newest whole checkpoint, or the best. Raises CheckpointError."""
+        return checkpoint_to_resume(self.folder / CHECKPOINTS, self.device.type, best=best)
 
     def _stream(self) -> str:
         """Name of the random numbers that this rank draws from."""
@@ -288,7 +271,7 @@ class Trainer:
             if self._whereabouts.together(
                 f"bad data after step {self.step}"
             ):  # to save takes all ranks
-                with contextlib.suppress(_GoBack):  # the newest checkpoint stays
+                with contextlib.suppress(GoBack):  # the newest checkpoint stays
                     self._save(
                         log, self._position_after(self.step)
                     )  # the data are in the middle of another step
@@ -323,7 +306,7 @@ class Trainer:
                 if is_best or self.step % self.config.run.checkpoint_every == 0:
                     self._save(log, goes_on=self.step < self.config.run.steps)
             self._save(log)
-        except _GoBack as found:
+        except GoBack as found:
             self._go_back(found)
             return None
         return ended
@@ -334,7 +317,7 @@ class Trainer:
         due = (self.step // run.checkpoint_every + 1) * run.checkpoint_every
         return due < run.steps or self.evaluation.enabled  # the best one is saved
 
-    def _go_back(self, found: _GoBack) -> None:
+    def _go_back(self, found: GoBack) -> None:
         """Load the newest checkpoint; the data go on after the step that went wrong. Collective.
 
         Steps that were launched after that one are forgotten, and their data come again: what the
@@ -346,7 +329,7 @@ class Trainer:
         self._saves.wait()
         self.feed.load_state_dict(self._position_after(found.step))
         spikes, wrong = self.spikes, self.step
-        path, step, state, _ = self._newest()
+        path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
         self._load(path, step, state)
         self.spikes.seen, self.spikes.rolled_back = spikes.seen + 1, spikes.rolled_back + 1
         self.spikes.returns = spikes.returns + 1
@@ -429,7 +412,7 @@ class Trainer:
         ):
             self.view.note(told)
         timed = self.executor.tune(batches, self.view.note)
-        learning_rate = self._learning_rate()
+        learning_rate = learning_rate_of(self.config, self.step)
         loss, norm = self._repeats.launch(
             fed.share, fed.loss_tokens, learning_rate, self.spikes.limits(self.step + 1)
         )
@@ -500,18 +483,6 @@ class Trainer:
         dist.all_reduce(totals)
         return torch.cat([torch.stack([totals[0], norm, totals[1]]), verdicts])
 
-    def _learning_rate(self) -> float:
-        options = self.config.optimizer
-        return learning_rate_at(
-            self.step,
-            peak=options.learning_rate,
-            warmup_steps=options.warmup_steps,
-            decay_steps=options.decay_steps or self.config.run.steps,
-            min_fraction=options.min_learning_rate_fraction,
-            schedule=options.schedule,
-            decay_share=options.decay_share,
-        )
-
     def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
         """Read the numbers of launched steps until `leave` of them are left on the device; write
         and show them."""
@@ -522,7 +493,15 @@ class Trainer:
                 self._again(record)
                 continue
             self._repeats.confirm()
-            skipped = self._judge(record.step, loss, norm, spiked > 0)
+            skipped = self.spikes.judge(
+                record.step,
+                loss,
+                norm,
+                left_out=spiked > 0,
+                policy=self.config.run.on_spike,
+                note=self.view.note,
+                advise=self._how_to_go_on,
+            )
             row = {
                 "step": record.step,
                 "loss": finite(loss),
@@ -555,55 +534,6 @@ class Trainer:
         self.view.note(f"step {step}: {self.evaluation.in_words()}")
         self._last_end += time.perf_counter() - began
         return found
-
-    def _judge(self, step: int, loss: float, norm: float, spiked: bool) -> bool:
-        """Hold a step against those before it. Returns whether its update was left out.
-
-        spiked: the device has left it out. Raises NonFiniteLossError, SpikeError and _GoBack.
-        """
-        spikes, policy = self.spikes, self.config.run.on_spike
-        problem = spikes.problem(step, loss, norm)
-        if problem is None and not spiked:
-            spikes.add(step, loss, norm)
-            return False
-        problem = (
-            problem or f"loss {loss:.5g}, gradient norm {norm:.5g} are at the limit of the usual"
-        )
-        if policy == "rollback":
-            self._must_go_back(step, problem)
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        spikes.seen += 1
-        if spiked:
-            spikes.skipped += 1
-            spikes.in_a_row += 1
-            if spikes.in_a_row >= MOST_IN_A_ROW:
-                raise SpikeError(
-                    self._how_to_go_on(
-                        step,
-                        f"{problem}; the updates of {MOST_IN_A_ROW} steps in a row were left out",
-                    )
-                )
-            self.view.note(f"step {step}: {problem}. Its update is left out")
-            return True
-        if not finite:
-            raise NonFiniteLossError(self._how_to_go_on(step, problem))
-        if policy == "stop":
-            raise SpikeError(self._how_to_go_on(step, problem))
-        spikes.add(step, loss, norm)
-        self.view.note(f"step {step}: {problem}")
-        return False
-
-    def _must_go_back(self, step: int, problem: str) -> NoReturn:
-        """Raise _GoBack, or SpikeError where that has not helped."""
-        if self.spikes.returns >= MOST_RETURNS:
-            raise SpikeError(
-                self._how_to_go_on(
-                    step,
-                    f"{problem}; the run has gone back to one checkpoint "
-                    f"{MOST_RETURNS} times already",
-                )
-            )
-        raise _GoBack(step, problem)
 
     def _again(self, record: StepRecord) -> None:
         """Make the step of `record` and what was launched after it again, with more room."""
@@ -639,7 +569,7 @@ class Trainer:
         self._pause += time.perf_counter() - began
 
     def _check_weights(self) -> None:
-        """Raise NonFiniteLossError, or _GoBack, if a weight of any rank is not finite."""
+        """Raise NonFiniteLossError, or GoBack, if a weight of any rank is not finite."""
         largest = torch.stack(
             [
                 norm.float()
@@ -653,7 +583,7 @@ class Trainer:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         if not math.isfinite(largest.item()):
             if self.config.run.on_spike == "rollback":
-                self._must_go_back(self.step, "a weight is not finite")
+                self.spikes.must_go_back(self.step, "a weight is not finite", self._how_to_go_on)
             raise NonFiniteLossError(self._how_to_go_on(self.step, "a weight is not finite"))
 
     def _stored_tensors(self) -> dict[str, Tensor]:
@@ -700,8 +630,20 @@ class Trainer:
 
     def _how_to_go_on(self, step: int, what: str) -> str:
         self._saves.settle()
-        kept, rate = self._whereabouts.checkpoint, self.config.optimizer.learning_rate
-        return f"step {step}: {what}. " + how_to_go_on(self.folder / CHECKPOINTS, kept, rate)
+        kept, best = self._whereabouts.checkpoint, best_checkpoint(self.folder / CHECKPOINTS)
+        lowest = "" if best is None or str(best) == kept else f", that of the lowest loss {best}"
+        return (
+            f"step {step}: {what}. Training stopped; "
+            + (
+                f"the last good checkpoint is {kept}{lowest}. Go on from it with a lower learning "
+                "rate: --resume "
+                if kept
+                else "there is no checkpoint yet. Start again with a lower learning rate: "
+            )
+            + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} "
+            "(or a lower "
+            "--optimizer.clip-norm), or look at the data of this step"
+        )
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         summary = (

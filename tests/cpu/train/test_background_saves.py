@@ -33,7 +33,8 @@ from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.node_folders import shared_folder
 from packgraph.train.run_folder import CHECKPOINTS
 from packgraph.train.signals import StopRequest
-from packgraph.train.trainer import NonFiniteLossError, Trainer
+from packgraph.train.spikes import NonFiniteLossError
+from packgraph.train.trainer import Trainer
 
 STATE = {"seed": 1}
 

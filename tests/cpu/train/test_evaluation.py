@@ -19,6 +19,7 @@ from evalkit import (
 )
 from trainkit import StopAfter, equal, state_of
 
+from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import best_checkpoint, checkpoints_by_step, load_state
 from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.data import DataError, open_documents
@@ -225,6 +226,26 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path):
     assert (found["step"], found["loss"], found["in_vain"]) == (4, 2.0, 4)
     assert [row.get("eval_loss", 0) for row in rows(tmp_path / "run")][7] is None
     assert summary["ended"] == COMPLETED
+
+
+def test_a_run_goes_on_from_the_best_checkpoint(tmp_path):
+    options = config(documents(tmp_path / "data.jsonl"), SHARE, steps=8, keep_checkpoints=2)
+    one = made(tmp_path / "run", options)
+    _falling(one, [3.0, 2.0, 2.5, 2.6])
+    one.run(StopRequest())
+    one.close()
+    tensors = state_of(one)
+    again, _ = run(tmp_path / "run", options, resume="best")
+    equal(tensors, state_of(again))
+    found = [row["eval_loss"] for row in rows(tmp_path / "run") if "eval_loss" in row]
+    assert found[:2] == [3.0, 2.0] and len(found) == 4 and found[2] > 3, "the last two are new"
+    empty = made(
+        tmp_path / "other",
+        replace(options, eval=EvalConfig(), run=replace(options.run, resume="best")),
+    )
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        empty.resume()
+    empty.close()
 
 
 def test_a_run_stops_early_and_goes_on_when_asked(tmp_path):

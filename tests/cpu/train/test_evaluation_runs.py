@@ -156,7 +156,7 @@ def test_what_autotuning_has_given_up_is_evaluated_eagerly(tmp_path: Path) -> No
         {"offload_": {"modules": ("qkv_linear", "mlp_act"), "min_bytes": 1}},
         {"recompute": "full"},
         {"graph_": {"scope": ("attn",)}},
-        {"graph_": {"max_documents": 2}},
+        {"graph_": {"max_documents": 4}},
         {
             "model_": {
                 "experts": ExpertConfig(

@@ -18,6 +18,7 @@ from packgraph.offloading.group import SavedGroup
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.train.build import build_chunks
+from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
 from packgraph.train.features.moe import (
     all_pages,
@@ -27,6 +28,8 @@ from packgraph.train.features.moe import (
     room_of_experts,
     share,
 )
+from packgraph.train.run_files import write_json
+from packgraph.train.run_folder import CONFIG, check_same_run
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
@@ -180,6 +183,22 @@ def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tie
         equal(expected, run.tensors())
         assert run._repeats.total >= 1
         assert stash.pages.pages == 1 and stash.pages.host_pages > 1
+    finally:
+        run.close()
+
+
+def test_a_run_goes_on_bitwise_with_another_stash(tmp_path):
+    whole, *_ = go(tmp_path / "whole", config(5))
+    go(tmp_path / "parts", config(3))
+    other = {"expert_stash_host": 1.0, "expert_stash_page_rows": 16, "expert_stash_resident": True}
+    settings = config(5, stash=0.2, of_stash=other)
+    write_json(tmp_path / "parts" / CONFIG, to_dict(config(3)))
+    check_same_run(tmp_path / "parts", settings)
+    run = trainer(tmp_path / "parts", settings)
+    try:
+        run.resume()
+        run.run(StopRequest())
+        equal(whole, run.tensors())
     finally:
         run.close()
 

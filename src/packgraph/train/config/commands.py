@@ -103,11 +103,12 @@ class TrainArguments(CommandArguments):
         "values from a .toml or .json file, such as runs/NAME/config.json; options win over it",
         metavar="FILE",
     )
-    resume: bool | Literal["auto"] = option(
+    resume: bool | Literal["auto", "best"] = option(
         False,
         "go on from the newest checkpoint of the run (as --run.resume); auto = if there is one, "
-        "else start afresh: for torchrun --max-restarts and jobs that are requeued",
-        metavar="auto",
+        "else start afresh: for torchrun --max-restarts and jobs that are requeued; best = from "
+        "the checkpoint of the lowest loss",
+        metavar="auto|best",
     )
     help: Literal["short", "all"] | None = option(
         None,

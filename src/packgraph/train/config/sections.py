@@ -341,7 +341,8 @@ class RunConfig:
     tracker: where rows are shown besides metrics.jsonl: tensorboard, wandb, mlflow; several are
         written as tensorboard,wandb.
     resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh:
-        one command for first starts and restarts (torchrun --max-restarts, a requeued job).
+        one command for first starts and restarts (torchrun --max-restarts, a requeued job); best =
+        from the checkpoint of the lowest loss; what was trained after it is given up.
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again;
         none = no limit.
     timeout: seconds without a sign of life of a rank, or without an answer to a failed capture,
@@ -373,7 +374,7 @@ class RunConfig:
     keep_checkpoints: int = 3
     async_checkpoints: bool = True
     tracker: tuple[str, ...] = ("tensorboard",)
-    resume: bool | Literal["auto"] = False
+    resume: bool | Literal["auto", "best"] = False
     max_minutes: float | None = None
     timeout: float = 10.0
     on_spike: Literal["warn", "stop", "skip", "rollback"] = "warn"
