@@ -630,20 +630,8 @@ class Trainer:
 
     def _how_to_go_on(self, step: int, what: str) -> str:
         self._saves.settle()
-        kept, best = self._whereabouts.checkpoint, best_checkpoint(self.folder / CHECKPOINTS)
-        lowest = "" if best is None or str(best) == kept else f", that of the lowest loss {best}"
-        return (
-            f"step {step}: {what}. Training stopped; "
-            + (
-                f"the last good checkpoint is {kept}{lowest}. Go on from it with a lower learning "
-                "rate: --resume "
-                if kept
-                else "there is no checkpoint yet. Start again with a lower learning rate: "
-            )
-            + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} "
-            "(or a lower "
-            "--optimizer.clip-norm), or look at the data of this step"
-        )
+        kept, rate = self._whereabouts.checkpoint, self.config.optimizer.learning_rate
+        return f"step {step}: {what}. " + how_to_go_on(self.folder / CHECKPOINTS, kept, rate)
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         summary = (
