@@ -301,6 +301,22 @@ def test_without_room_for_copies_a_save_waits_and_says_so(
     assert len(notes) == 1 and "more than half of what is free" in notes[0]
 
 
+def test_memory_that_cannot_be_locked_makes_saves_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("out of lockable memory")
+
+    notes: list[str] = []
+    made = saves(tmp_path, notes=notes)
+    monkeypatch.setattr(background, "Staging", refuse)
+    made.prepare(tensors(), CPU)
+    made.write(1, tensors(), STATE, in_background=True)
+    assert [path.name for path in checkpoints_by_step(tmp_path)] == ["step-00000001"]
+    made.close()
+    assert len(notes) == 1 and "cannot be locked (out of lockable memory)" in notes[0]
+
+
 def test_the_newest_the_best_and_pinned_ones_are_kept(tmp_path: Path) -> None:
     made = saves(tmp_path, keep=2)
     made.prepare(tensors(), CPU)

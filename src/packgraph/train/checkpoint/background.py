@@ -85,11 +85,7 @@ class Saves:
 
     def prepare(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Take host memory for copies of `tensors`, if all ranks have it; else checkpoints are
-        written at once, and a note says so. Collective; to be called by the main thread.
-
-        Raises:
-            RuntimeError: If the memory cannot be had after all, or not be locked.
-        """
+        written at once, and a note says so. Collective; to be called by the main thread."""
         needed, here = staged_bytes(tensors), socket.gethostname()
         free = available_memory(torch.device("cpu"), from_all(self._mesh, here).count(here))
         fits = free is None or needed <= MOST * free
@@ -99,7 +95,21 @@ class Saves:
                 f"take {needed / 2**30:.1f} GiB of host memory, more than half of what is free"
             )
             return
-        self._staging = Staging(tensors, device)
+        staging, refused = None, ""
+        try:
+            staging = Staging(tensors, device)
+        except RuntimeError as error:  # of CUDA: the system lets a process lock so much alone
+            refused = str(error)
+        reasons = [reason for reason in from_all(self._mesh, refused) if reason]
+        if reasons:
+            self._note(
+                "checkpoints are written while training waits: host memory for copies cannot be "
+                f"locked ({reasons[0]})"
+            )
+            if staging is not None:
+                staging.close()
+            return
+        self._staging = staging
         self._beside = beside(self._mesh)
 
     def write(
