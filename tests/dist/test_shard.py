@@ -98,6 +98,13 @@ def test_graphs_equal_eager_and_replicas_bitwise(kind, keep, options):
         assert not differences(eager, graph)
 
 
+@pytest.mark.parametrize("keep", ["parameters", "gradients"])
+def test_compiled_stages_equal_eager(keep):
+    options = {"compile": "aot_eager", "granularity": "layer"}
+    for _, eager, graph in run_ranks(run_all, 2, "own", keep, options, seconds=200.0):
+        assert graph["replayed"] >= STEPS - 2 and not differences(eager, graph)
+
+
 def several(mesh):
     options = {"microbatches_each": SAME, "granularity": "layer"}
     return run_all(mesh, "own", "parameters", options)

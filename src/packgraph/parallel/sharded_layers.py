@@ -116,9 +116,9 @@ class ShardedLayer:
     def around(self, stages: Sequence[Stage]) -> list[Stage]:
         """The stages of the layer between those that shard it."""
         return [
-            Stage(ENTER, self.number, self.enter),
+            Stage(ENTER, self.number, self.enter, opaque=True),
             *stages,
-            Stage(LEAVE, self.number, self.leave),
+            Stage(LEAVE, self.number, self.leave, opaque=True),
         ]
 
     def enter(self, state: State) -> State:
