@@ -37,7 +37,7 @@ that are not sharded.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -222,12 +222,14 @@ class ShardedLayer:
 
 
 class ShardedLayers:
-    """The sharded layers of a model, by their numbers."""
+    """The sharded layers of a model, or of one chunk of it, by their numbers."""
 
-    def __init__(self, flat: FlatParameters) -> None:
+    def __init__(self, flat: FlatParameters, numbers: Collection[int] | None = None) -> None:
+        """numbers: of the chunk's layers, None = all."""
         spans: dict[int, list[GradientBucket]] = {}
         for span in flat.spans:
-            if span.sharded_layer is not None:
+            chosen = numbers is None or span.sharded_layer in numbers
+            if span.sharded_layer is not None and chosen:
                 spans.setdefault(span.sharded_layer, []).append(span)
         self.layers: Mapping[int, ShardedLayer] = {
             number: ShardedLayer(number, found) for number, found in sorted(spans.items())
