@@ -447,8 +447,8 @@ def _make_spans(
                 parameter.ndim >= 2,
                 *_spread(parameter),
                 name if name in ties else None,
-                WHOLE if (part := part_of(parameter)) is None else part.copies,
-                layers.get(name),
+                (copies := WHOLE if (part := part_of(parameter)) is None else part.copies),
+                layers.get(name) if groups[copies] is not None else None,
             )
             for name, parameter in ours
         ]
