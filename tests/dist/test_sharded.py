@@ -17,7 +17,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.sharded_layers import ShardedLayer, ShardedLayers, layers_of
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.validate import validate
-from packgraph.verification.matrix import budget_over, config_for, random_packs
+from packgraph.verification.matrix import budget_over, config_for, random_packs, tiny_hybrid_config
 from packgraph.verification.ranks import STATE, verify_ranks
 
 
@@ -224,7 +224,12 @@ def test_gradients_of_a_layer_are_complete_when_they_are_reduced(differentiable)
 
 
 def verified(mesh, layout, granularity, apart):
+    """apart: `hybrid` takes another model instead."""
     config = config_for(layout, granularity, 4)
+    if apart == "hybrid":
+        config = dataclasses.replace(
+            tiny_hybrid_config(granularity, 0.1, 4), parallel=config.parallel
+        )
     config = dataclasses.replace(
         config,
         graph=dataclasses.replace(config.graph, strict=True),
@@ -233,6 +238,7 @@ def verified(mesh, layout, granularity, apart):
     assert not validate(config, "cpu", world=mesh.world)
     packs = functools.partial(random_packs, seed=1)
     budget = budget_over(layout.dp)
+    apart = apart is True
     return verify_ranks("sharded", config, packs, CPU, mesh, apart=apart, budget=budget)
 
 
@@ -242,6 +248,7 @@ def verified(mesh, layout, granularity, apart):
     [
         (Layout(dp=2), "chunk", False),
         (Layout(dp=2), "layer", True),
+        (Layout(dp=2), "layer", "hybrid"),
         (Layout(dp=1, cp=2), "layer", False),
         (Layout(dp=2, ep=2), "layer", False),
         (Layout(dp=2, pp=2), "chunk", False),
