@@ -5,7 +5,10 @@
 BASE_PYTHON ?= python3
 ARGS ?=
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify audit soak test test-fast test-ranks faults lint docs check-python
+.PHONY: help setup train verify audit soak test test-all test-ranks faults lint docs check-python
+
+# Tests start many processes, and without bytecode each would compile all of packgraph anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifdef PACKGRAPH_PYTHON
 PYTHON := $(PACKGRAPH_PYTHON)
@@ -29,7 +32,7 @@ need = @$(PYTHON) -c 'import importlib.util as u, sys; u.find_spec("$(1)") or sy
 help:
 	@echo "make train      train the preset qwen3-tiny on the source code of Python's library, through captured graphs"
 	@echo "make verify     compare eager and graph training, bit by bit"
-	@echo "make test       tests on one process, and some on several    make test-fast  without the slow ones"
+	@echo "make test       tests on one process, and some on several    make test-all   the slow ones, too"
 	@echo "make test-ranks all tests on several processes               make lint       ruff and mypy"
 	@echo "make faults     ranks that fail in every phase, flipped bits make soak       a long run: memory, files, threads"
 	@echo "make audit      licences, known vulnerabilities              make setup      only the set-up"
@@ -47,11 +50,12 @@ verify: $(RUN_READY)
 test: $(DEV_READY)
 	$(call need,pytest)
 	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
-	$(PYTHON) -m pytest tests -m "not gpu and (core or not dist)" $(WORKERS) $(ARGS)
-
-test-fast: $(DEV_READY)
-	$(call need,pytest)
 	$(PYTHON) -m pytest tests -m "not gpu and not slow and (core or not dist)" $(WORKERS) $(ARGS)
+
+test-all: $(DEV_READY)
+	$(call need,pytest)
+	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)
+	$(PYTHON) -m pytest tests -m "not gpu and (core or not dist)" $(WORKERS) $(ARGS)
 
 test-ranks: $(DEV_READY)
 	$(call need,pytest)

@@ -136,7 +136,7 @@ def _other_errors() -> tuple[type[Exception], ...]:
     from packgraph.train.checkpoint.reader import CheckpointError
     from packgraph.train.data import DataError
     from packgraph.train.run_files import RunFileError
-    from packgraph.train.trainer import NonFiniteLossError, SpikeError
+    from packgraph.train.spikes import NonFiniteLossError, SpikeError
 
     wrong = (DataError, CheckpointError, CaptureError, RunFileError, WeightsError)
     return (*wrong, NonFiniteLossError, SpikeError, LostPartnersError, LostRankError)
@@ -146,7 +146,7 @@ def _explain(error: Exception) -> int:
     """Say what went wrong; returns the exit code."""
     from packgraph.parallel.consensus import LostPartnersError
     from packgraph.parallel.heartbeat import LOST, LostRankError
-    from packgraph.train.trainer import NonFiniteLossError, SpikeError
+    from packgraph.train.spikes import NonFiniteLossError, SpikeError
 
     is_failure = isinstance(error, NonFiniteLossError | SpikeError)
     what = "training failed" if is_failure else "error"
@@ -381,7 +381,7 @@ def _plan_memory(words: list[str]) -> int:
     read = _read("plan memory", words, PlanMemoryArguments())
     if read.own.help:
         return _help(USAGE, PlanMemoryArguments())
-    if problems := read.own.problems():
+    if problems := read.own.problems(read.given):
         raise ConfigError([*read.overrides.problems, *problems])
     preset = read.own.preset
     if preset is None and read.own.config is None:
@@ -474,7 +474,7 @@ def _export(words: list[str]) -> int:
     with _no_lost_ctrl_c():
         from packgraph.train.export import export
 
-    checkpoint = export(asked.run, asked.folder, adapter=asked.adapter)
+    checkpoint = export(asked.run, asked.folder, adapter=asked.adapter, best=asked.best)
     print(f"{checkpoint} written to {asked.folder}", file=sys.stderr)
     return 0
 

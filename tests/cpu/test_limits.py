@@ -61,7 +61,7 @@ def test_what_holds_a_sentence_exists(key: str) -> None:
 def test_the_options_that_are_named_exist() -> None:
     (named,) = [text for text in sentences() if text.startswith("The trainer knows")]
     ways = re.findall(r"`(?:--parallel)?\.(\w+)`", named)
-    assert sorted(ways) == ["chunks", "cp", "dp", "ep", "pp", "tp"]
+    assert sorted(ways) == ["chunks", "cp", "dp", "ep", "pp", "shard", "tp"]
     known = all_options(preset("qwen3-tiny"))
     assert {*(f"--parallel.{way}" for way in ways), "--graph.optimizer"} <= set(known)
 

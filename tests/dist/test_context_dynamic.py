@@ -20,18 +20,19 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.document import IGNORED, Document
 from packgraph.parallel.context.rows import spread_context
-from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.data import DataConfig, PlannedSteps
 from packgraph.train.features import context as row_timing
-from packgraph.train.features.context import context_request
+from packgraph.train.features.context import context_request, with_context_buckets
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.progress import ProgressView
 from packgraph.train.run_files import read_json
 from packgraph.train.run_folder import SUMMARY
 from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
+from packgraph.train.validate import validate
 from packgraph.verification.matrix import dynamic_config, switching_steps
 from packgraph.verification.ranks import verify_ranks
 
@@ -43,7 +44,7 @@ CP2, CP4 = Layout(dp=1, cp=2), Layout(dp=1, cp=4)
 CP2_DP2, CP2_PP2, CP2_TP2 = Layout(dp=2, cp=2), Layout(dp=1, cp=2, pp=2), Layout(dp=1, cp=2, tp=2)
 
 
-def config(layout, steps=STEPS, *, dropout=0.0, microsteps=3, model=None, dynamic=True, **graph):
+def config(layout, steps=STEPS, *, dropout=0.0, microsteps=3, model=None, min_cp=1, **graph):
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
     shape = dataclasses.replace(
         made.model,
@@ -66,7 +67,8 @@ def config(layout, steps=STEPS, *, dropout=0.0, microsteps=3, model=None, dynami
             tp=layout.tp,
             ep=layout.ep,
             expert_room=4.0,
-            dynamic_cp=dynamic,
+            dynamic_cp=True,
+            min_cp=min_cp,
         ),
         run=dataclasses.replace(
             made.run, tokens_per_step=microsteps * layout.dp * layout.cp * TOKENS, device="cpu"
@@ -100,7 +102,7 @@ def go(mesh, folder, settings, resume=False):
 
 
 def ranks(layout, folder, settings, *more):
-    layout = dataclasses.replace(layout, contexts=context_sizes(layout.cp))
+    layout = dataclasses.replace(layout, contexts=settings.parallel.context_sizes)
     world = layout.dp * layout.pp * layout.cp * layout.tp
     return run_ranks(go, world, str(folder), settings, *more, layout=layout, seconds=120.0)
 
@@ -129,6 +131,26 @@ def test_graphs_equal_eager_bitwise(layout, granularities, tmp_path):
         equal(eager[0], graphs[0][0])
         for _, totals in graphs:
             assert totals["replayed"] >= (STEPS - 2) * 3 and set(totals["fallbacks"]) <= {"warm-up"}
+
+
+def planned_sizes(settings, world, steps):
+    """The numbers of ranks that rows of the first steps are spread over."""
+    packs = stream(settings, world)
+    return {row.capacity.tokens // TOKENS for _ in range(steps) for row in packs.next_step()}
+
+
+def test_no_row_is_spread_over_fewer_ranks_than_asked_for(tmp_path):
+    """Two sizes of groups instead of three, so fewer graphs; bitwise the eager run of the same
+    plans."""
+    assert planned_sizes(config(CP4), 4, STEPS) == {1, 2, 4}
+    assert planned_sizes(config(CP4, min_cp=2), 4, STEPS) == {2, 4}
+    buckets = [len(with_context_buckets(config(CP4, min_cp=n)).graph.capacities) for n in (1, 2, 4)]
+    assert buckets == [6, 4, 2]
+    eager, *_ = ranks(CP4, tmp_path / "eager", config(CP4, min_cp=2, enabled=False))
+    found = ranks(CP4, tmp_path / "graphs", config(CP4, min_cp=2, granularity="chunk"))
+    equal(eager[0], found[0][0])
+    for _, totals in found:
+        assert totals["replayed"] >= (STEPS - 2) * 3 and set(totals["fallbacks"]) <= {"warm-up"}
 
 
 def verified(mesh, settings, layout):
@@ -252,6 +274,16 @@ def test_all_ranks_plan_by_what_the_slowest_took(layout, tmp_path):
     )
     assert found[0][2]["cost_is_measured"] and set(found[0][1]["fallbacks"]) <= {"warm-up"}
     assert found[0][2]["cost"] != vars(stream(settings, world).request.cost)
+
+
+def test_numbers_of_ranks_that_no_row_can_have_are_refused_with_all_reasons():
+    other = config(CP4, min_cp=3, granularity="step")
+    found = validate(other, "cpu", world=4)
+    assert any("min_cp = 3 must be one of" in text and "1, 2, 4" in text for text in found)
+    assert any("graph.granularity = step" in text for text in found)
+    fixed = dataclasses.replace(other, parallel=ParallelConfig(cp=4, min_cp=2))
+    assert any("min_cp = 2 bounds groups" in text for text in validate(fixed, "cpu", world=4))
+    assert not validate(config(CP4, min_cp=4), "cpu", world=4)
 
 
 def isolated(mesh):

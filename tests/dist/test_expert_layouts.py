@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from distkit import run_ranks
-from trainkit import tiny, trainer
+from trainkit import close, equal, tiny, trainer
 
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
@@ -65,7 +66,9 @@ def test_a_stage_without_experts_agrees_about_the_stash(tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-def test_tensor_parallel_ranks_have_copies_of_experts(tmp_path):
+@pytest.mark.parametrize("sequence", [False, True])
+def test_tensor_parallel_ranks_have_copies_of_experts(sequence, tmp_path):
+    """Whether hidden states are split by rows or not: losses and gradient norms of one process."""
     run_ranks(
         go, 1, str(tmp_path / "one"), config(ParallelConfig()), layout=Layout(dp=1), seconds=60.0
     )
@@ -73,12 +76,50 @@ def test_tensor_parallel_ranks_have_copies_of_experts(tmp_path):
         go,
         2,
         str(tmp_path / "two"),
-        config(ParallelConfig(tp=2, sequence=False)),
+        config(ParallelConfig(tp=2, sequence=sequence)),
         layout=Layout(dp=1, tp=2),
         seconds=60.0,
     )
     for ours, theirs in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def tensors(mesh, folder, settings):
+    run = trainer(Path(folder), settings, mesh=mesh)
+    try:
+        run.run(StopRequest())
+        return dict(collect(mesh, run.tensors())), run.executor.totals()
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tp=2),
+        pytest.param(ParallelConfig(tp=2, dp=2, ep=2, expert_room=4.0), marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(tp=2, cp=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda parallel: str(parallel.layout()),
+)
+def test_experts_of_rows_that_are_split_are_those_of_one_process(parallel, tmp_path):
+    """Every parameter and its optimizer state; graphs equal eager bitwise, with ranks that draw
+    their own dropout."""
+
+    def trained(name, parallel, dropout, **graph):
+        made = config(parallel, **graph)
+        model = dataclasses.replace(made.model, num_heads=4, dropout=dropout)
+        made = dataclasses.replace(made, model=model)
+        layout = dataclasses.replace(parallel.layout(), dp=parallel.dp or 1)
+        world = layout.dp * layout.inner
+        folder = str(tmp_path / name)
+        return run_ranks(tensors, world, folder, made, layout=layout, seconds=120.0)
+
+    close(trained("split", parallel, 0.0)[0][0], trained("one", ParallelConfig(), 0.0)[0][0])
+    expected = trained("eager", parallel, 0.1, enabled=False)[0][0]
+    found = trained("graphs", parallel, 0.1, granularity="chunk", strict=True)
+    equal(found[0][0], expected)
+    assert all(totals["replayed"] > 0 for _, totals in found)
 
 
 def test_what_cannot_be_captured_or_split_is_refused_at_once():
@@ -87,6 +128,6 @@ def test_what_cannot_be_captured_or_split_is_refused_at_once():
     assert not validate(
         config(ParallelConfig(pp=2), 1, scope=("moe_router", "attn")), "cpu", world=2
     )
-    rows = validate(config(ParallelConfig(tp=2)), "cpu", world=2)
-    assert any("with parallel.sequence is not there yet with experts" in text for text in rows)
-    assert not validate(config(ParallelConfig(tp=2, sequence=False)), "cpu", world=2)
+    for sequence in (False, True):
+        tensor = config(ParallelConfig(tp=2, sequence=sequence))
+        assert not validate(tensor, "cpu", world=2)

@@ -164,6 +164,22 @@ def test_sharing_experts_learns_what_one_process_learns(layout, dispatcher, scop
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
+def test_the_load_of_a_step_is_that_of_all_ranks(tmp_path):
+    """The loss against it is that of one process, and graphs equal eager."""
+    experts = dataclasses.replace(EXPERTS, batch_loss=0.3)
+
+    def settings(layout, **options):
+        made = config(layout, **options)
+        return dataclasses.replace(made, model=dataclasses.replace(made.model, experts=experts))
+
+    expected = ranks(ALONE, str(tmp_path / "alone"), settings(ALONE))[0][0]
+    graphs = ranks(EP2, str(tmp_path / "graphs"), settings(EP2))[0][0]
+    equal(ranks(EP2, str(tmp_path / "eager"), settings(EP2, enabled=False))[0][0], graphs)
+    close(graphs, expected)
+    loads = [value for name, value in graphs.items() if name.endswith(".step_load")]
+    assert loads and all(load.sum() > 0 for load in loads)
+
+
 @pytest.mark.parametrize("granularity", ["layer", pytest.param("step", marks=pytest.mark.slow)])
 def test_what_lacks_room_on_one_rank_is_made_again_on_all(granularity, tmp_path):
     """Bitwise the run in which nothing was lacking: parameters, optimizer state, biases, random

@@ -71,6 +71,7 @@ CASES = {
     "one layer": ({}, {"model": {"num_layers": 1}}),
     "scope": ({}, {"graph_options": {"scope": ("mlp",), "granularity": "layer"}}),
     "scope of both": ({}, {"graph_options": {"scope": ("attn", "mlp")}}),
+    "state on the host": ({}, {"optimizer": {"offload": True}}),
     "no clipping": ({}, {"optimizer": {"clip_norm": None}}),
 }
 
@@ -265,3 +266,17 @@ def test_layouts_are_verified(layout, granularity, apart):
     ):
         assert report.good and report.one_process.good, report
         assert list(report.one_process.distances)[-1] == STATE and not report.silent_ranks()
+
+
+def both(mesh, shard):
+    return [
+        train(mesh, settings(shard, graph=True, optimizer={"offload": offload}), packs=4)
+        for offload in (False, True)
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_state_on_the_host_changes_no_bit(shard):
+    for here, there in run_ranks(both, 2, shard):
+        assert not differences(here, there)

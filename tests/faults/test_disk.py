@@ -18,7 +18,7 @@ from trainkit import tiny, trainer
 
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel.mesh import Layout
-from packgraph.train import trainer as trainer_module
+from packgraph.train.checkpoint import background
 from packgraph.train.checkpoint import writer as checkpoint
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import (
@@ -187,7 +187,7 @@ def config(layout):
 
 def recorded_run(mesh, folder, settings, out):
     """Train on this rank; its operations and the times when saves returned go to a file."""
-    returned, save = {}, trainer_module.save_checkpoint
+    returned, save = {}, background.save_checkpoint
 
     def saving(folder, step, *arguments, **options):
         result = save(folder, step, *arguments, **options)
@@ -195,7 +195,7 @@ def recorded_run(mesh, folder, settings, out):
         return result
 
     with (
-        mock.patch.object(trainer_module, "save_checkpoint", saving),
+        mock.patch.object(background, "save_checkpoint", saving),
         diskkit.Recording(folder) as recording,
     ):
         run = trainer(folder / "run", settings, mesh=mesh)

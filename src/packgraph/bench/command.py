@@ -4,6 +4,7 @@ table."""
 import difflib
 import inspect
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from packgraph.bench import integrations, memory, offload, pipeline, step
+from packgraph.bench.golden import Golden
 from packgraph.bench.moe_variants import with_memory
 from packgraph.bench.options import BenchArguments
 from packgraph.bench.rows import Column, Rows, facts
@@ -34,7 +36,8 @@ Time the ways of running the same packed documents, side by side in one process.
     torchrun --nproc-per-node 4 -m packgraph.cli bench pipeline --model qwen3-8b --chunks 2
 
 One JSON line per row goes to stdout (and to the end of FILE with --out), a table to stderr. What
-cannot be measured gets a row with the reason.
+cannot be measured gets a row with the reason. --golden FILE compares with the rows of an earlier
+run on the same device, and fails where time or memory is more than 5 % worse.
 
 benchmarks:
 {names}
@@ -80,7 +83,7 @@ def bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS
         benchmarks: Those that there are, by name.
 
     Returns:
-        The exit code: 1 when nothing could be measured.
+        The exit code: 1 when nothing could be measured, or where `--golden` does not hold.
 
     Raises:
         ConfigError: Listing everything that is wrong with the options.
@@ -104,6 +107,7 @@ def bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS
     asked = asked.on(device.type, launch)
     if problems := asked.refusals(launch):
         raise ConfigError(problems)
+    golden = None if asked.golden is None else Golden(asked.golden)
     rows = Rows(facts(device, asked.commit), asked.out, write=launch.rank == 0)
     before = signal.signal(signal.SIGTERM, _stop)
     try:
@@ -112,7 +116,15 @@ def bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS
         signal.signal(signal.SIGTERM, before)
         ranks = f" on {launch.world} ranks" if launch.world > 1 else ""
         rows.print_table(f"bench {words[0]}{ranks}", found.columns)
-    return 0 if rows.measured else FAILED
+    held = golden is None or not rows.write or _compare(golden, rows)
+    return 0 if rows.measured and held else FAILED
+
+
+def _compare(golden: Golden, rows: Rows) -> bool:
+    """Print how the rows differ from stored ones; whether they hold."""
+    lines, held = golden.compare(rows.all)
+    print("\n".join(lines), file=sys.stderr)
+    return held
 
 
 def read_bench(words: Sequence[str], benchmarks: Mapping[str, Benchmark] = BENCHMARKS) -> Any:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from packgraph.bench.golden import Golden
 from packgraph.bench.models import PARTS, SHAPES
 from packgraph.ops.attention.api import BACKENDS
 from packgraph.parallel.processes import Launch
@@ -26,6 +27,12 @@ class BenchArguments(CommandArguments):
     seed: int = option(0, "of the documents", metavar="N")
     seconds: float | None = option(None, "begin nothing further after this time", metavar="S")
     out: Path | None = option(None, "append the rows to this file, too", metavar="FILE")
+    golden: Path | None = option(
+        None,
+        "compare step time and peak memory with the rows of this file that the same device has "
+        "measured; exit with 1 where one is more than 5 % worse, or none can be compared",
+        metavar="FILE",
+    )
     commit: str | None = option(
         None, "what rows say about the commit, where there is no git checkout", metavar="TEXT"
     )
@@ -42,6 +49,11 @@ class BenchArguments(CommandArguments):
             problems.append(
                 f"--out {self.out}: the folder {self.out.resolve().parent} does not exist"
             )
+        if self.golden is not None:
+            try:
+                Golden(self.golden)
+            except ValueError as error:
+                problems.append(str(error))
         ways = getattr(self, "ways", None) or ()
         if len(set(ways)) < len(ways):
             problems.append(f"--ways names a way twice: {' '.join(ways)}")

@@ -201,7 +201,8 @@ class Capturer:
             let_go(self._buffers.all(), self._slots.launches)
         with self._slots.launches.during_capture(executes):
             self.compile(call, args, kwargs)
-            seen = self._dry_runs[call.key] = self._dry_run(call, gradients, args, kwargs)
+            state = ModuleState(self._module)  # walked once for all runs
+            seen = self._dry_runs[call.key] = self._dry_run(call, gradients, args, kwargs, state)
             variant = capture_variant(
                 self.program,
                 self._backend,
@@ -214,6 +215,7 @@ class Capturer:
                 args,
                 kwargs,
                 seen,
+                state=state,
             )
             seen.calls.shorten()
             self._refuse_repeated_moves(call.key, variant)
@@ -225,11 +227,12 @@ class Capturer:
         gradients: KeyGradients,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        state: ModuleState,
     ) -> DryRun:
         earlier = self._dry_runs.get(call.key)
         if earlier is None:
-            return dry_run(self.program, self._backend, gradients, args, kwargs)
-        return dry_run_again(self.program, self._backend, gradients, args, kwargs, earlier)
+            return dry_run(self.program, self._backend, gradients, args, kwargs, state)
+        return dry_run_again(self.program, self._backend, gradients, args, kwargs, earlier, state)
 
     def _refuse_repeated_moves(self, key: Hashable, variant: Variant) -> None:
         """Looks at what the capture has changed in Python outside of the module, by running its
@@ -308,15 +311,16 @@ def capture_variant(
     kwargs: dict[str, Any],
     dry_run: DryRun,
     trial: bool = False,
+    state: ModuleState | None = None,
 ) -> Variant:
     """Capture all regions of `program` for a call with these arguments into `slot`.
 
     gradients: what is known of the gradients of such calls. changed: whether facts about the module
     hold no longer that graphs bake. calls: entered around eager runs of the module. dry_run: of
-    the same call. trial: whether the graphs are thrown away. Raises CaptureError; nothing has
-    changed then.
+    the same call. trial: whether the graphs are thrown away. state: of the module, made for its
+    dry run. Raises CaptureError; nothing has changed then.
     """
-    effects = SideEffects(program.module, program.volatile, program.assigned)
+    effects = SideEffects(program.module, program.volatile, program.assigned, state)
     # The dry run has watched the calls of the same code; what effects a recording holds it must see
     # itself.
     quiet = contextlib.nullcontext() if dry_run.has_host_steps else unwatched()

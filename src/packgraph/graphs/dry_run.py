@@ -76,16 +76,18 @@ def dry_run(
     gradients: KeyGradients,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    state: ModuleState | None = None,
 ) -> DryRun:
     """Run forward and backward, watched, and forward again, and compare.
 
-    Raises CaptureError at the line of what a capture could not hold, or a replay would not do,
-    while that is still harmless: operations, tensors that leave other than through the outputs,
-    numbers that differ between the runs.
+    state: of the module, up to date; made here without it. Raises CaptureError at the line of what
+    a capture could not hold, or a replay would not do, while that is still harmless: operations,
+    tensors that leave other than through the outputs, numbers that differ between the runs.
     """
-    around = Remembered(program.module)
+    state = state or ModuleState(program.module)
+    around = Remembered(state)
     try:
-        return _compared(program, backend, gradients, args, kwargs)
+        return _compared(program, backend, gradients, args, kwargs, state)
     except CaptureError:
         program.assigned |= around.moved()  # eager calls do that too: no reason to try again
         around.restore()
@@ -99,6 +101,7 @@ def dry_run_again(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     earlier: DryRun,
+    state: ModuleState,
 ) -> DryRun:
     """Dry-run another capture of calls that were dry-run before: `earlier`.
 
@@ -116,9 +119,11 @@ def dry_run_again(
             kwargs,
             partial(backend.warm_up, as_called=True),
             seen,
+            state,
         )
     if not (seen.calls.same_as(earlier.calls) and seen.constants.same_as(earlier.constants)):
-        now = dry_run(program, backend, gradients, args, kwargs)
+        state.moved()
+        now = dry_run(program, backend, gradients, args, kwargs, state)
         if not (now.calls.same_as(earlier.calls) and now.constants.same_as(earlier.constants)):
             raise CaptureError(
                 "forward calls other operations than for graphs that were captured before, with "
@@ -138,6 +143,7 @@ def _compared(
     gradients: KeyGradients,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    state: ModuleState,
 ) -> DryRun:
     """Dry-run until two runs in a row agree: the first may have filled caches, so that the second
     does less. One of the two is on the stream of eager calls, which code may ask for."""
@@ -150,7 +156,7 @@ def _compared(
 
     hooks = SavedTensorHooks()
     with watched_calls(hooks):
-        _once(program, backend, gradients, args, kwargs, watched_run, seen)
+        _once(program, backend, gradients, args, kwargs, watched_run, seen, state)
     seen.check_gone()
     for as_called in (True, False):
         before, seen = seen, Observation(Constants())
@@ -163,10 +169,11 @@ def _compared(
                 kwargs,
                 partial(backend.warm_up, as_called=as_called),
                 seen,
+                state,
             )
         seen.check_gone()
         if seen.has_called_as(before):
-            _refuse_other_kernels(program, backend, args, kwargs, now.written, grads)
+            _refuse_other_kernels(program, backend, args, kwargs, now.written, grads, state)
             used = now if backend.guard_device else now._replace(read=[], written=[])
             return used._replace(has_host_steps=bool(steps), unpacks=hooks.are_there)
     raise seen.difference(before)
@@ -179,6 +186,7 @@ def _refuse_other_kernels(
     kwargs: dict[str, Any],
     written: list[torch.Tensor],
     grads: bool,
+    state: ModuleState,
 ) -> None:
     """Compare the outputs of the module as it runs by itself with those under torch's modes, bit by
     bit; both are undone.
@@ -197,7 +205,7 @@ def _refuse_other_kernels(
         return
 
     def outputs(*modes: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
-        effects = SideEffects(module, program.volatile, program.assigned)
+        effects = SideEffects(module, program.volatile, program.assigned, state)
         observed = ObservedProgram(program, effects)
         with (
             explained(),
@@ -219,10 +227,12 @@ def _refuse_other_kernels(
                     forward_line(module),
                     LEAVE_OUT,
                 )
-            return [
+            copies = [
                 (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach().clone()
                 for leaf in found
             ]
+        state.moved()
+        return copies
 
     with unwatched():
         plain, under_modes = outputs(), outputs(_FunctionMode(), _DispatchMode())
@@ -293,6 +303,7 @@ def compile_ahead(
             kwargs,
             lambda work: work(),
             Observation(Constants(), is_first=True),
+            ModuleState(program.module),
             watched=False,
         )
 
@@ -309,11 +320,13 @@ def _once(
     kwargs: dict[str, Any],
     how: Callable[[Callable[[], None]], None],
     seen: Observation,
+    state: ModuleState,
     watched: bool = True,
 ) -> DryRun:
     """Have `how` run forward and backward, undone; what captured code has used from outside. seen:
-    is told the rest. watched: whether draws of random numbers on the host are looked for."""
-    effects = SideEffects(program.module, program.volatile, program.assigned)
+    is told the rest. state: of the module, up to date then and after. watched: whether draws of
+    random numbers on the host are looked for."""
+    effects = SideEffects(program.module, program.volatile, program.assigned, state)
     shown = ObservedProgram(program, effects)
     with (
         explained(),
@@ -324,7 +337,8 @@ def _once(
         parameters, found = [*aliases.alias_of.values()], list[DryRun]()
         run = _CheckedRun(shown, effects, backend, gradients, journal, parameters, seen)
         how(lambda: found.append(run(args, kwargs)))
-        return found[0]
+    state.moved()  # which lets go of what was there in the run
+    return found[0]
 
 
 class _CheckedRun:

@@ -162,6 +162,9 @@ class ExpertConfig:
     score_bias: a bias per expert is added to scores for the choice alone (arXiv 2408.15664).
     bias_rate: how far a step moves the bias against the load.
     load_loss: factor of the auxiliary loss over a microbatch (Switch, arXiv 2101.03961).
+    batch_loss: factor of the same with the fractions of tokens that the whole step before has sent
+        to each expert, on all ranks (the global-batch loss of arXiv 2501.11873, one step late): a
+        document may use few experts, as long as all documents together use all.
     document_loss: factor of the same for every document by itself, averaged over documents
         (DeepSeek-V3's sequence-wise loss, arXiv 2412.19437).
     z_loss: factor of the mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906).
@@ -185,6 +188,7 @@ class ExpertConfig:
     score_bias: bool = False
     bias_rate: float = 0.001
     load_loss: float = 0.0
+    batch_loss: float = 0.0
     document_loss: float = 0.0
     z_loss: float = 0.0
     drop_factor: float = 0.0
@@ -214,6 +218,7 @@ def _illegal_experts(config: ExpertConfig) -> list[str]:
             "first_dense",
             "bias_rate",
             "load_loss",
+            "batch_loss",
             "document_loss",
             "z_loss",
             "drop_factor",

@@ -8,6 +8,7 @@ by name (fresh values, checkpoints, optimizer state) does not depend on how the 
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ __all__ = [
     "DecoderConfig",
     "DecoderModel",
     "ModelChunks",
+    "layer_matrices",
     "named_stages",
     "parts_without",
     "stage_layers",
@@ -86,6 +88,7 @@ def stage_layers(config: DecoderConfig, stages: int, tokens: int = TOKENS) -> tu
     return split_layers(costs, stages, head_cost(config, tokens))
 
 
+@lru_cache(maxsize=1024)
 def stage_weights(
     config: DecoderConfig,
     stage: int,
@@ -107,6 +110,21 @@ def stage_weights(
             keep_experts(stack, experts)
     shared = sum(value.numel() for value in stack.parameters() if part_of(value) is not None)
     return sum(value.numel() for value in stack.parameters()) - shared, shared, len(indices)
+
+
+@lru_cache
+def layer_matrices(config: DecoderConfig) -> list[int]:
+    """Elements of the matrices of each layer. Allocates nothing."""
+    with torch.device("meta"):
+        kinds = {
+            config.branches(index): DecoderLayer(config, index)
+            for index in _one_of_each_kind(config, range(config.num_layers))
+        }
+    sizes = {
+        kind: sum(value.numel() for value in layer.parameters() if value.ndim >= 2)
+        for kind, layer in kinds.items()
+    }
+    return [sizes[config.branches(index)] for index in range(config.num_layers)]
 
 
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:

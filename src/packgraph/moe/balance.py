@@ -101,6 +101,23 @@ def document_loss(
     )
 
 
+def batch_loss(
+    scores: Tensor, counts: Tensor, valid: Tensor, context: ContextGroup | None = None
+) -> Tensor:
+    """Balance loss of a microbatch against the load of a whole step: 0-d float32.
+
+    The global-batch loss of arXiv 2501.11873, with the fractions of the step before instead of the
+    microbatches so far: they are known before the first forward, and the same for every microbatch,
+    in any order and on any ranks. counts: int64 [E], routed tokens of that step over all ranks; all
+    zero = none yet, and the loss and its gradient are 0. The rest as in `load_loss`.
+    """
+    with torch.no_grad():
+        fractions = counts.float() / counts.sum().clamp(min=1)
+        tokens = total(valid.sum(), context).clamp(min=1)
+        prices = torch.stack((fractions * (len(counts) / tokens), torch.zeros_like(fractions)))
+    return _PricedShares.apply(scores, prices, torch.where(valid, 0, 1))
+
+
 def z_loss(logits: Tensor, valid: Tensor, context: ContextGroup | None = None) -> Tensor:
     """Mean over valid tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906): 0-d float32.
 
@@ -132,6 +149,15 @@ def naive_load_loss(scores: Tensor, experts: Tensor, valid: Tensor) -> Tensor:
         [(experts == expert).sum() / experts.numel() for expert in range(scores.shape[1])]
     )
     return scores.shape[1] * (fractions * shares.mean(dim=0)).sum()
+
+
+def naive_batch_loss(scores: Tensor, counts: Tensor, valid: Tensor) -> Tensor:
+    """The specification of `batch_loss`: the valid rows picked out on the host."""
+    scores, routed = scores[valid], int(counts.sum())
+    if len(scores) == 0 or routed == 0:
+        return 0 * scores.sum()
+    shares = scores / scores.sum(dim=-1, keepdim=True)
+    return scores.shape[1] * (counts / routed * shares.mean(dim=0)).sum()
 
 
 def naive_document_loss(

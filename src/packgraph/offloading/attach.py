@@ -2,6 +2,7 @@
 its layer."""
 
 import contextlib
+import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs.checks.unsupported import owners
 from packgraph.graphs.saved_tensors import are_others, are_watched_by_others
-from packgraph.offloading.marks import Mark, offload_block
+from packgraph.offloading.marks import HoldsMemory, Mark, offload_block
 from packgraph.offloading.runtime import OffloadRuntime
 
 WHOLE = "layer"  # all that a compiled layer saves
@@ -38,11 +39,14 @@ class OffloadedLayer:
         return f"{name} {place + 1}" if place else name
 
     def stays(self, part: nn.Module | None) -> Sequence[Tensor]:
-        """Parameters and buffers, of `part` alone where that was taken out of a layer that is
-        gone."""
+        """Parameters, buffers and what parts hold besides (`HoldsMemory`), of `part` alone where
+        that was taken out of a layer that is gone."""
         module = self._module()
         module = part if module is None else module
-        return [] if module is None else [*module.parameters(), *module.buffers()]
+        if module is None:
+            return []
+        held = [part.held_memory() for part in module.modules() if isinstance(part, HoldsMemory)]
+        return [*module.parameters(), *module.buffers(), *itertools.chain(*held)]
 
 
 class LayerMark:

@@ -8,7 +8,19 @@ were not there.
 """
 
 import contextlib
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@runtime_checkable
+class HoldsMemory(Protocol):
+    """A module with memory besides parameters and buffers that others use, too, and that stays."""
+
+    def held_memory(self) -> Sequence[Tensor]:
+        """That memory. What is saved of it is not moved."""
+        ...
 
 
 class Mark(Protocol):

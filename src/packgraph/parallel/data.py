@@ -38,7 +38,7 @@ in one span, whole, and starts at a multiple of ALIGNMENT elements.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -198,7 +198,8 @@ class FlatParameters:
     parameters of which other pipeline stages have copies, with the groups of all that have them.
     parts: by `Part.copies`, the ranks of `group` that hold the same parts, None = no other rank
     does. layers: of matrices that a layer has to itself, its number by their names; such a span
-    holds those of one layer. shard: what of them each rank keeps its own part of alone.
+    holds those of one layer. shard: what of them each rank keeps its own part of alone. apart:
+    names of parameters that share spans with each other only.
     """
 
     def __init__(
@@ -211,6 +212,7 @@ class FlatParameters:
         result: Result = "part",
         layers: Mapping[str, int] | None = None,
         shard: Shard = "none",
+        apart: Collection[str] = (),
     ) -> None:
         """Moves the parameters into the buffers (gradients only, where they are whole). Raises
         ValueError when there is nothing to train, or a tied parameter is copied over tensor
@@ -231,6 +233,7 @@ class FlatParameters:
             result == "part",
             {} if group is None else layers or {},
             "none" if group is None else shard,
+            apart,
         )
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
@@ -430,6 +433,7 @@ def _make_spans(
     moves: bool,
     layers: Mapping[str, int],
     shard: Shard,
+    apart: Collection[str],
 ) -> list[GradientBucket]:
     """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
     gets its own part of the sums, and parameters move. layers, shard: as in FlatParameters."""
@@ -448,6 +452,7 @@ def _make_spans(
                 *_spread(parameter),
                 name if name in ties else None,
                 (copies := WHOLE if (part := part_of(parameter)) is None else part.copies),
+                name in apart,
                 layers.get(name) if groups[copies] is not None else None,
             )
             for name, parameter in ours
@@ -468,7 +473,7 @@ def _make_spans(
             )
         ]
         for plan, parameters, gradients in zip(plans, *pieces, strict=True):
-            decays, sharded, shared, tied, copies, layer = kinds[plan.members[0].index]
+            decays, sharded, shared, tied, copies, _, layer = kinds[plan.members[0].index]
             group = groups[copies]
             ranks, rank = (
                 (dist.get_world_size(group), dist.get_rank(group))

@@ -348,15 +348,20 @@ class Heartbeat(Whereabouts):
 def is_broken_connection(error: BaseException | None) -> bool:
     """Whether an error, or what it came from, says that a connection to another rank broke."""
     seen: list[BaseException] = []
-    while error is not None and error not in seen:
+    waiting = [error]
+    while waiting:
+        error = waiting.pop()
+        if error is None or error in seen:  # what a failure came from may name that failure
+            continue
         seen.append(error)
         if isinstance(error, dist.DistError):
             return True
         if isinstance(error, CheckpointException):
-            return any(is_broken_connection(failure[0]) for failure in error.failures.values())
+            waiting += [failure[0] for failure in error.failures.values()]
+            continue
         if isinstance(error, RuntimeError) and any(word in str(error) for word in CONNECTION):
             return True
-        error = error.__cause__ or error.__context__
+        waiting.append(error.__cause__ or error.__context__)
     return False
 
 

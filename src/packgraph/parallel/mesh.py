@@ -187,6 +187,8 @@ class Mesh:
     process only. made: this rank's groups that are no axis of it: along `ep` and `edp` where
     experts are shared, along `copies` and `expert_copies` where more axes than dp have data of
     their own; `context N`: the N ranks that share a row with this one where their number changes.
+    host_group: of all processes, over which they exchange objects of the host; None: the default
+    one. A thread beside the main one needs its own (`beside`).
     """
 
     layout: Layout
@@ -194,6 +196,7 @@ class Mesh:
     place: Mapping[str, int]
     devices: DeviceMesh | None
     made: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    host_group: dist.ProcessGroup | None = None
 
     @property
     def world(self) -> int:
@@ -286,12 +289,11 @@ def _context(size: int) -> str:
     return f"context {size}"
 
 
-def context_sizes(cp: int) -> tuple[int, ...]:
-    """How many ranks may share a row where it is at most `cp`: cp and the powers of two that divide
-    it, ascending."""
-    return tuple(
-        sorted({cp, *(1 << power for power in range(cp.bit_length()) if cp % (1 << power) == 0)})
-    )
+def context_sizes(cp: int, least: int = 1) -> tuple[int, ...]:
+    """How many ranks may share a row where it is at most `cp`, and `least` at the fewest: cp and
+    the powers of two that divide it, ascending."""
+    powers = (1 << power for power in range(cp.bit_length()) if cp % (1 << power) == 0)
+    return tuple(size for size in sorted({cp, *powers}) if size >= least)
 
 
 def _made_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:

@@ -171,7 +171,9 @@ class Pieces(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(piece),
+                    # `create_from_tensor` asks CUDA whether the memory is pinned, but where a piece
+                    # lies is nothing of the checkpoint's, and another thread may capture.
+                    properties=TensorProperties(dtype=piece.dtype),
                     size=self.size(),
                 ),
             )

@@ -10,8 +10,9 @@ import contextlib
 import datetime
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from packgraph.parallel.mesh import Layout, Mesh, make_mesh, single_process
 
 Result = TypeVar("Result")
 TIMEOUT = datetime.timedelta(minutes=10)
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old one
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,45 @@ class Launch:
         return Launch(*(int(number) for number in numbers))
 
 
+def set_nccl(environment: MutableMapping[str, str]) -> str | None:
+    """Set the variables of NCCL that captured collectives need. Call it before NCCL is loaded.
+
+    NCCL registers the buffers of captured collectives with the other ranks, for which memory of
+    expandable segments is unfit (an illegal memory access): registration is off where the allocator
+    has such segments. Multicast memory is always off, since it is not freed when graphs that used
+    it are.
+
+    Args:
+        environment: Of this process; changed.
+
+    Returns:
+        What was turned off because of the allocator, for a person; None where nothing was.
+
+    Raises:
+        ValueError: The environment asks for expandable segments and for registration.
+    """
+    environment["NCCL_NVLS_ENABLE"] = "0"
+    asking = [name for name in ALLOCATOR if _EXPANDABLE.search(environment.get(name, ""))]
+    asked = environment.get("NCCL_GRAPH_REGISTER")
+    if not asking or asked == "0":
+        return None
+    if asked is not None:
+        raise ValueError(
+            f"NCCL_GRAPH_REGISTER={asked} with expandable_segments:True in {asking[0]}: NCCL can "
+            "register no memory of expandable segments that graphs use, and ends with an illegal "
+            "memory access; set NCCL_GRAPH_REGISTER=0 or leave it out, or leave out "
+            "expandable_segments"
+        )
+    environment["NCCL_GRAPH_REGISTER"] = "0"
+    return (
+        f"NCCL_GRAPH_REGISTER=0 was set, since {asking[0]} has expandable_segments:True, whose "
+        "memory NCCL cannot register in graphs"
+    )
+
+
+_EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+
+
 @contextlib.contextmanager
 def processes(
     layout: Layout,
@@ -61,7 +102,7 @@ def processes(
 
     timeout: how long a collective may wait for a process that does not come. store: where they have
     met already, None = they meet here. Raises ValueError with all reasons when the layout does not
-    fit the number of processes.
+    fit the number of processes, and as `set_nccl` does.
     """
     layout.resolved(launch.world)
     if launch.world == 1:
@@ -71,9 +112,7 @@ def processes(
         {} if store is None else {"store": store, "rank": launch.rank, "world_size": launch.world}
     )
     if device.type == "cuda":
-        # Multicast memory is not freed when graphs that used it are; it must stay off before NCCL
-        # is loaded.
-        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        set_nccl(os.environ)
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **place)
     else:
@@ -85,6 +124,14 @@ def processes(
         torch.cuda.synchronize(device)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def beside(mesh: Mesh) -> Mesh:
+    """The same mesh for a thread beside the main one: what ranks exchange there goes over a group
+    of its own, on the host. Collective."""
+    if mesh.world == 1:
+        return mesh
+    return replace(mesh, host_group=dist.new_group(backend="gloo", timeout=TIMEOUT))
 
 
 def on_first(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception]) -> Result:
@@ -101,7 +148,7 @@ def on_first(mesh: Mesh, action: Callable[[], Result], *errors: type[Exception])
             outcome[0] = action()
         except errors as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=mesh.host_group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
@@ -112,7 +159,7 @@ def from_all(mesh: Mesh, value: Result) -> list[Result]:
     if mesh.world == 1:
         return [value]
     found: list[Any] = [None] * mesh.world
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group=mesh.host_group)
     return found
 
 

@@ -10,14 +10,17 @@ et al. 2022, arXiv:2205.05198); without them an all-reduce stands at the end and
 rows everywhere. Embedding and head are split along the vocabulary. The invariant: what passes from
 stage to stage of the model is a plain tensor, this rank's rows or all of them; DTensors live
 between a module's entry and its exit only, so graphs see local tensors.
+
+Experts are not split: every rank routes all rows, as its router's balance needs, and keeps its own
+rows of the result (`whole_rows`, `own_rows`). Their gradients are whole on every rank.
 """  # noqa: E501
 
 import hashlib
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -102,6 +105,32 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) ->
                 "weight", nn.Parameter(split, requires_grad=whole.requires_grad)
             )
     model.split_rows = sequence  # type: ignore[assignment]
+    for module in model.modules() if sequence else ():
+        if hasattr(module, "row_mesh"):
+            module.row_mesh = mesh  # type: ignore[assignment]
+
+
+def whole_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """All rows [T, ...] of this rank's x [T / ranks, ...]; x itself without a mesh. Collective.
+
+    For work that all ranks do alike: the gradient of the result is the same on all of them, and
+    each takes that of its own rows.
+    """
+    if mesh is None:
+        return x
+    split = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    whole: Tensor = split.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Replicate()])
+    return whole
+
+
+def own_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's rows [T / ranks, ...] of x [T, ...], which all ranks have alike; x itself without
+    a mesh. The gradient of x has the rows of all ranks: a collective of the backward."""
+    if mesh is None:
+        return x
+    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    own: Tensor = whole.redistribute(mesh, [Shard(0)]).to_local()
+    return own
 
 
 def _styles(rows: Placement) -> dict[str, ParallelStyle]:

@@ -209,6 +209,12 @@ class Autotune:
             with _eagerly(self._reason(WHOLE_STEP)):
                 yield
 
+    def chosen(self, batch: PackedBatch) -> contextlib.AbstractContextManager[None]:
+        """Around a forward alone, such as of an evaluation: what has no graphs any more runs
+        eagerly, and nothing is timed."""
+        choice = self.choices.get(WHOLE_STEP if self.whole_steps else batch.capacity)
+        return _eagerly(FASTER if choice is not None and choice.way == EAGER else None)
+
     def summary(self) -> dict[str, Any]:
         """What summary.json says: for each bucket the way, the median milliseconds of both ways and
         their samples.

@@ -25,7 +25,7 @@ from packgraph.train.export import config_of, export
 from packgraph.train.features.live import transformers_module
 
 CHAT_USAGE = """\
-usage: packgraph chat RUN [--prompt TEXT] [--text] [--tokens N]
+usage: packgraph chat RUN [--best] [--prompt TEXT] [--text] [--tokens N]
 
 Try what was trained: exports the newest checkpoint of a run to a temporary folder, and answers with
 transformers, always the likeliest token, on the CPU. Without --prompt every line of the input is a
@@ -39,6 +39,7 @@ class ChatArguments(CommandArguments):
     run: Path = option(
         Path(), "folder of the run, such as runs/NAME", positional=True, required=True
     )
+    best: bool = option(False, "the checkpoint with the lowest loss instead of the newest")
     prompt: str | None = option(None, "answer this alone, and end", metavar="TEXT")
     text: bool = option(False, "go on with what is given as a text, not as a chat")
     tokens: int = option(200, "tokens of an answer at most", metavar="N")
@@ -58,15 +59,18 @@ class Chat:
 
     @staticmethod
     @contextmanager
-    def of_run(run: Path, *, tokens: int, is_text: bool = False) -> Iterator["Chat"]:
-        """With the newest checkpoint of the run in a folder. Raises what `export` raises."""
+    def of_run(
+        run: Path, *, tokens: int, is_text: bool = False, best: bool = False
+    ) -> Iterator["Chat"]:
+        """With the newest or best checkpoint of the run in a folder. Raises what `export`
+        raises."""
         config = config_of(run)
         library = transformers_module()
         tokenizer = build_tokenizer(config.data)
         logging: Any = importlib.import_module("transformers.utils.logging")
         logging.disable_progress_bar()
         with tempfile.TemporaryDirectory() as folder:
-            export(run, Path(folder) / "weights")
+            export(run, Path(folder) / "weights", best=best)
             model = library.AutoModelForCausalLM.from_pretrained(
                 Path(folder) / "weights", local_files_only=True, dtype="auto"
             )
@@ -103,7 +107,7 @@ def chat_command(words: list[str]) -> int:
         return 0
     if asked.tokens < 1:
         raise ConfigError([f"--tokens must be at least 1, got {asked.tokens}"])
-    with Chat.of_run(asked.run, tokens=asked.tokens, is_text=asked.text) as chat:
+    with Chat.of_run(asked.run, tokens=asked.tokens, is_text=asked.text, best=asked.best) as chat:
         if asked.prompt is not None:
             print(chat.answer(asked.prompt))
             return 0

@@ -42,6 +42,9 @@ class Counts:
     replayed: int
     fallbacks: int
 
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(self.replayed - other.replayed, self.fallbacks - other.fallbacks)
+
 
 class Preparation(Protocol):
     """What else has to be ready before a step, and what it says of itself in summary.json. A call
@@ -115,6 +118,12 @@ class Executor:
             CaptureError: With `strict`, if the step cannot be captured.
         """
         return self.runner.train_step(batches, loss_tokens, optimizer, learning_rate, self._ways())
+
+    def evaluate(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """Forwards alone of this replica's microbatches, where gradients are off; see
+        `Runner.evaluate`."""
+        tuned = self.autotune if self.runner.replays else None
+        return self.runner.evaluate(batches, GRAPHS.microbatch if tuned is None else tuned.chosen)
 
     def _ways(self) -> Ways:
         if self.autotune is None or not self.runner.replays:
@@ -211,14 +220,24 @@ class Executor:
         """Steps that are none of the run's: what is run within is not timed against eager, and
         counts are put back."""
         autotune, self.autotune = self.autotune, None
+        try:
+            with self.uncounted():
+                yield
+        finally:
+            self.autotune = autotune
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is run within counts neither as replayed nor as run eagerly."""
         every = [graphed.stats for graphed in self.runner.graphed]
         counts = [(stats, stats.replayed, Counter(stats.fallbacks)) for stats in every]
         try:
             yield
         finally:
-            self.autotune = autotune
             for stats, replayed, fallbacks in counts:
-                stats.replayed, stats.fallbacks = replayed, fallbacks
+                stats.replayed = replayed
+                stats.fallbacks.clear()  # in place: the module counts in it, too
+                stats.fallbacks.update(fallbacks)
 
     def bank(self) -> list[Capacity]:
         """The shapes that graphs are captured for."""

@@ -22,7 +22,12 @@ from packgraph.models.decoder import DecoderModel, ModelChunks
 from packgraph.models.hf import WeightsError, save_pretrained
 from packgraph.train.build import build_model
 from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.writer import latest_checkpoint, load_state, load_tensors
+from packgraph.train.checkpoint.writer import (
+    best_checkpoint,
+    latest_checkpoint,
+    load_state,
+    load_tensors,
+)
 from packgraph.train.config.presets import preset
 from packgraph.train.config.reading import ConfigError, read_config
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
@@ -48,12 +53,13 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 
 
-def export(run: Path, folder: Path, *, adapter: bool = False) -> Path:
+def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False) -> Path:
     """Write the weights of the newest checkpoint of the run in the folder `run` as a Hugging Face
     checkpoint, adapters merged into them.
 
     Files of the tokenizer that the run was trained with are copied, and what ends a generated text
-    is written. adapter: write the adapter alone instead. Returns the checkpoint's folder. Raises
+    is written. adapter: write the adapter alone instead. best: take the checkpoint of the lowest
+    loss instead of the newest. Returns the checkpoint's folder. Raises
     ConfigError, CheckpointError, WeightsError and RunFileError.
     """
     problems = [
@@ -70,7 +76,7 @@ def export(run: Path, folder: Path, *, adapter: bool = False) -> Path:
     config = config_of(run)
     if adapter:
         needs_merged(config)
-    model, checkpoint = load_trained(run, config)
+    model, checkpoint = load_trained(run, config, best=best)
     with writing(folder, "Make room there or choose another folder"):
         try:
             if adapter and isinstance(model, PackedModel):
@@ -85,12 +91,15 @@ def export(run: Path, folder: Path, *, adapter: bool = False) -> Path:
     return checkpoint
 
 
-def load_trained(run: Path, config: TrainConfig) -> tuple[DecoderModel | PackedModel, Path]:
-    """The model of a run on the CPU, with the weights of its newest checkpoint (adapters not
-    merged), and that checkpoint. Raises ConfigError, CheckpointError and WeightsError."""
-    checkpoint = latest_checkpoint(run / CHECKPOINTS)
+def load_trained(
+    run: Path, config: TrainConfig, *, best: bool = False
+) -> tuple[DecoderModel | PackedModel, Path]:
+    """The model of a run on the CPU, with the weights of its newest or best checkpoint (adapters
+    not merged), and that checkpoint. Raises ConfigError, CheckpointError and WeightsError."""
+    checkpoint = (best_checkpoint if best else latest_checkpoint)(run / CHECKPOINTS)
     if checkpoint is None:
-        raise CheckpointError(f"{run / CHECKPOINTS}: there is no checkpoint to export")
+        which = "checkpoint that is called the best" if best else "checkpoint to export"
+        raise CheckpointError(f"{run / CHECKPOINTS}: there is no {which}")
     _, state = load_state(checkpoint)
     alone = replace(
         config, run=replace(config.run, resume=True), parallel=ParallelConfig()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from packgraph.graphs.checks.random_state import DATA_THREAD
+from packgraph.graphs.checks.random_state import QUIET_THREAD
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.pack import PackReport, PlannedPack
 from packgraph.parallel.context.plan import ContextPlan
@@ -116,7 +116,7 @@ class StepFeed:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, DATA_THREAD)
+            self._thread = ThreadPoolExecutor(1, f"{QUIET_THREAD}-data")
         self._making.append(self._thread.submit(self._make))
 
     def _make(self) -> FedStep:

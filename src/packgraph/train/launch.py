@@ -24,24 +24,28 @@ from rich.console import Console
 from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.meeting import decided_by_first
-from packgraph.parallel.processes import Launch, on_first, processes
+from packgraph.parallel.processes import Launch, on_first, processes, set_nccl
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
 from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.sections import DataConfig, TrainConfig
 from packgraph.train.data import (
+    DocumentSource,
     Microbatches,
     PlannedSteps,
     build_tokenizer,
+    evaluation_stream,
     open_documents,
+    open_for_evaluation,
     open_microbatches,
 )
+from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.features.context import context_notes, context_request, places_multiple
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
 from packgraph.train.memory import available_memory, check_memory
-from packgraph.train.metrics import BOARD
 from packgraph.train.progress import ProgressView, left_out_line
 from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import (
+    CHECKPOINTS,
     CONFIG,
     SUMMARY,
     begin_in,
@@ -52,6 +56,7 @@ from packgraph.train.run_folder import (
     take_folder,
 )
 from packgraph.train.signals import stop_on_signals
+from packgraph.train.trackers import BOARD
 from packgraph.train.trainer import COMPLETED, DATA_ENDED, Trainer
 from packgraph.train.validate import validate
 
@@ -92,11 +97,12 @@ def use_deterministic_kernels(device: torch.device) -> None:
 @dataclass(frozen=True)
 class Prepared:
     """What a run starts from. config: with its capacities known. notes: what was chosen for it, for
-    people."""
+    people. evaluation: by name, the packs that it evaluates on."""
 
     config: TrainConfig
     microbatches: Microbatches
     notes: Sequence[str]
+    evaluation: Mapping[str, Microbatches]
 
 
 def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepared:
@@ -113,16 +119,20 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
     problems = validate(config, device.type, tokenizer.vocab_size, world)
     if problems:
         raise ConfigError(problems)
-    documents = open_documents(config.data)
+    documents, held_out = open_for_evaluation(config, open_documents(config.data), tokenizer)
     config, notes = with_capacities(config, documents, tokenizer, device)
-    stream = config.data, documents, tokenizer, config.graph.packing_capacities()
-    multiple = places_multiple(config)
-    microbatches = (
-        PlannedSteps(*stream, context_request(config, world, device), multiple)
-        if config.parallel.dynamic_cp
-        else open_microbatches(*stream, multiple)
-    )
-    return Prepared(config, microbatches, [*notes, *context_notes(config)])
+
+    def packs(data: DataConfig, source: DocumentSource) -> Microbatches:
+        stream = data, source, tokenizer, config.graph.packing_capacities()
+        multiple = places_multiple(config)
+        if config.parallel.dynamic_cp:
+            return PlannedSteps(*stream, context_request(config, world, device), multiple)
+        return open_microbatches(*stream, multiple)
+
+    once = evaluation_stream(config.data)
+    evaluation = {name: packs(once, source) for name, source in held_out.items()}
+    notes = [*notes, *context_notes(config)]
+    return Prepared(config, packs(config.data, documents), notes, evaluation)
 
 
 def open_data(config: TrainConfig, device: torch.device, world: int = 1) -> Microbatches:
@@ -144,6 +154,17 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
         return _train(config, asked, launch, whereabouts)
 
 
+def _nccl_notes(device: torch.device, launch: Launch) -> list[str]:
+    """What was set for NCCL, where there are several processes on GPUs. Raises ConfigError."""
+    if device.type != "cuda" or launch.world == 1:
+        return []
+    try:
+        note = set_nccl(os.environ)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    return [] if note is None else [note]
+
+
 def _train(
     config: TrainConfig, asked: Collection[str], launch: Launch, whereabouts: Whereabouts
 ) -> tuple[Path, dict[str, Any]]:
@@ -163,6 +184,7 @@ def _train(
         world=launch.world,
         rank=launch.rank,
     )
+    told = _nccl_notes(device, launch)
     # The folder was chosen before the processes meet, so all have looked before one of them creates
     # it.
     console = Console(stderr=True, highlight=False, quiet=launch.rank != 0)
@@ -180,14 +202,22 @@ def _train(
         whereabouts.at("start")
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
-        for note in prepared.notes:
+        for note in [*prepared.notes, *told]:
             view.note(note)
         if nodes.others:
             view.note(
                 f"{1 + len(nodes.others)} nodes have folders of their own: checkpoints are here"
             )
         trainer = Trainer(
-            config, folder, prepared.microbatches, device, view, mesh, whereabouts, nodes
+            config,
+            folder,
+            prepared.microbatches,
+            device,
+            view,
+            mesh,
+            whereabouts,
+            nodes,
+            prepared.evaluation,
         )
         if trainer.attention:
             view.note(f"attention by {trainer.attention}")
@@ -236,6 +266,10 @@ def closing_lines(
             f"{summary['padding_fraction']:.1%}, {summary['replayed']} replays, fallbacks "
             f"{summary['fallbacks'] or 'none'}"
         )
+    best = summary.get("evaluation", {})
+    if best.get("loss") is not None:
+        where = folder / CHECKPOINTS / f"step-{best['step']:08d}"
+        lines.append(f"best evaluation loss {best['loss']:.4f} at step {best['step']}: {where}")
     if line := left_out_line(summary.get("documents", {})):
         lines.append(line)
     found = next_commands(config, folder, summary, launch)
@@ -256,6 +290,7 @@ def next_commands(
         if ended != DATA_ENDED:
             resume = [*_train_program(launch), "train", "--config", str(folder / CONFIG)]
             more = ["--run.steps", str(2 * steps)] if ended == COMPLETED else []
+            more += ["--eval.patience", "0"] if ended.startswith(STOPPED_EARLY) else []
             found["to go on"] = [*resume, "--resume", *more]
         if _is_known_to_transformers(config) and not target.exists():
             export = [*_program("packgraph", "packgraph.cli"), "export"]

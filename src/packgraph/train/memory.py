@@ -49,7 +49,8 @@ from packgraph.graphs.key import CapturedCapacities
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
-from packgraph.models.decoder import stage_weights
+from packgraph.models.config import DecoderConfig
+from packgraph.models.decoder import layer_matrices, stage_weights
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.train.config.reading import ConfigError
@@ -57,6 +58,7 @@ from packgraph.train.config.sections import TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.features.context import stage_tokens
 from packgraph.train.features.live import live_shape
+from packgraph.train.host_state import PIECE
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]
 Agree = Callable[[bool], bool]
@@ -234,6 +236,9 @@ MOMENTS, MASTERS = (
 )  # bytes of an element: two running means; a float32 copy and its gradient, under bfloat16
 
 
+HELD = 16  # bytes of an element of a piece of the state, and its gradient
+
+
 def available_memory(
     device: torch.device, local_processes: int = 1, root: Path = ROOT
 ) -> int | None:
@@ -355,10 +360,17 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
         0 if is_last else kept(0)(capacity)
     )  # the head is the last stage's
     held = (dense + experts) * itemsize
+    spared = round(_sharded_away(model, replicas) * itemsize) if config.parallel.shards else 0
+    matrices = sum(layer_matrices(model)) if config.parallel.shards else 0
+    # Beside the gradients of its own microbatches a rank has its part of their sum.
+    sums = round((updated - matrices / replicas) * itemsize) if replicas > 1 else 0
+    state = round(updated * per_element)
+    if config.optimizer.offload and device_type == "cuda":
+        state = 2 * HELD * min(PIECE, round(updated))
     return Need(
-        held,
-        held,
-        round(updated * per_element),
+        held - (spared if config.parallel.shard == "parameters" else 0),
+        held - spared + sums,
+        state,
         0 if _may_keep_less(config) else microbatch,
         microbatch if _has_pool(config, device_type) else 0,
         capacity,
@@ -454,6 +466,15 @@ def _elements(config: TrainConfig, layout: Layout, rank: int) -> tuple[int, int,
     ]
     dense, owned, layers = (sum(numbers) for numbers in zip(*found, strict=True))
     return dense // layout.tp, owned, layers
+
+
+def _sharded_away(model: DecoderConfig, replicas: int) -> float:
+    """Elements that a rank of so many does not hold where layers are sharded: of all matrices of
+    layers it keeps its part, and two buffers of the largest layer."""
+    if replicas == 1:
+        return 0.0
+    layers = layer_matrices(model)
+    return sum(layers) * (1 - 1 / replicas) - sum([max(layers)] * 2)
 
 
 def _sure_capacity(config: TrainConfig) -> Capacity:

@@ -8,9 +8,11 @@ own, so that a row that is read is one that was written.
 """
 
 import json
+import math
 import os
+import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,9 +20,9 @@ import torch
 from torch import Tensor
 
 from packgraph.train.run_files import parse_json, sync_folder, write_synced, writing
+from packgraph.train.trackers import Trackers
 
 METRICS = "metrics.jsonl"
-BOARD = "tensorboard"  # folder of its events
 CRC = "crc32"  # key of a row's checksum over all its other keys, eight hexadecimal digits
 # What a row must have to be one. A loss that is no number is null.
 NEEDED = {
@@ -32,6 +34,11 @@ NEEDED = {
     "starting": (bool,),
 }
 MORE = ("data_wait", "skipped")  # what a summary also reads
+
+
+def finite(value: float) -> float | None:
+    """What JSON has for a number: `value`, or null where it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 class LateFetch:
@@ -67,13 +74,23 @@ class LateFetch:
 
 
 class MetricsLog:
-    """`metrics.jsonl`, flushed line by line, and TensorBoard events where tensorboard is
-    installed."""
+    """`metrics.jsonl`, flushed line by line, and the trackers of a run."""
 
-    def __init__(self, folder: Path, *, last_step: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        last_step: int,
+        trackers: Sequence[str] = ("tensorboard",),
+        config: Mapping[str, Any] | None = None,
+        note: Callable[[str], None] = warnings.warn,
+    ) -> None:
         """Open for appending after `last_step`; lines of later steps, a half-written last line and
-        lines that are no rows are cut. The numbers of the last are `damaged`."""
-        self._path, self._board_path = folder / METRICS, folder / BOARD
+        lines that are no rows are cut. The numbers of the last are `damaged`.
+
+        trackers, config, note: see `Trackers`.
+        """
+        self._path = folder / METRICS
         found, self.damaged = _read_lines(self._path)
         kept = [row for row in found if row["step"] <= last_step]
         with writing(self._path):
@@ -82,13 +99,7 @@ class MetricsLog:
             os.replace(cut, self._path)
             sync_folder(folder)
             self._stream: IO[str] = self._path.open("a", encoding="utf-8")
-        with writing(self._board_path):
-            self._board = _open_board(self._board_path, last_step)
-
-    @property
-    def has_board(self) -> bool:
-        """Whether TensorBoard events are written."""
-        return self._board is not None
+        self._trackers = Trackers(folder, last_step, trackers, config or {}, note)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -102,10 +113,7 @@ class MetricsLog:
         with writing(self._path):
             self._stream.write(_line(row))
             self._stream.flush()
-        with writing(self._board_path):
-            for name, value in row.items() if self._board is not None else ():
-                if name != "step" and value is not None:
-                    self._board.add_scalar(f"train/{name}", value, row["step"])
+        self._trackers.write(row)
 
     def sync(self) -> None:
         """Wait until the disk has all rows."""
@@ -114,20 +122,16 @@ class MetricsLog:
             os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Flush and close both files; rows are on the disk then."""
+        """Flush and close the file and all trackers; rows are on the disk then."""
         self.sync()
         with writing(self._path):
             self._stream.close()
-        with writing(self._board_path):
-            if self._board is not None:
-                self._board.close()
+        self._trackers.close()
 
 
 class RowsOnly:
     """Stands for a MetricsLog on ranks that write nothing: keeps of the rows of this process what a
     summary needs."""
-
-    has_board = True
 
     def __init__(self, rows: Sequence[dict[str, Any]] = ()) -> None:
         self.rows: list[dict[str, Any]] = list(rows)
@@ -199,16 +203,6 @@ def _parse_row(line: str) -> tuple[dict[str, Any] | None, bool]:
         return (row if not is_summed or expected == _crc(row) else None), is_summed
     except RecursionError:
         return None, is_summed
-
-
-def _open_board(path: Path, last_step: int) -> Any:
-    """A TensorBoard writer, or None where tensorboard is not installed (the trainer says so
-    once)."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(path), purge_step=last_step + 1)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[str, Any]:

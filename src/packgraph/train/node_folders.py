@@ -207,9 +207,9 @@ def _carry(
                 problem = problem or _problem(_read_piece, source / name, start, piece)
                 digest.update(piece.numpy().data)
                 for receiver in receivers:
-                    dist.send(piece, receiver)
+                    dist.send(piece, receiver, group=mesh.host_group)
             elif mesh.rank in receivers:
-                dist.recv(piece, sender)
+                dist.recv(piece, sender, group=mesh.host_group)
                 problem = problem or _problem(_write_piece, target / name, start, piece)
             pieces += 1
             if pieces % PIECES_BETWEEN == 0:

@@ -1,4 +1,5 @@
-r"""AdamW that never makes the host wait, each replica updating its own part of all parameters.
+r"""AdamW, or Muon beside it, which never make the host wait; each replica updates its own part of
+all parameters.
 
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
 stays on the device, weight decay touches only parameters with two or more dimensions. Under
@@ -16,20 +17,23 @@ floor     /         ‾‾‾‾‾     /           ‾‾‾
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from packgraph.graphs.backend import profiler_range
+from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.data import FlatParameters, GradientBucket, Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
-from packgraph.train.config.sections import OptimizerConfig
+from packgraph.train.config.sections import OptimizerConfig, TrainConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
+from packgraph.train.host_state import HostState, parts_of
+from packgraph.train.muon import Matrix, Muon, is_hidden_matrix
 from packgraph.train.spikes import Limits
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
@@ -65,8 +69,23 @@ def learning_rate_at(
     return peak * (min_fraction + (1 - min_fraction) * left)
 
 
+def learning_rate_of(config: TrainConfig, step: int) -> float:
+    """The learning rate of the run's step number `step`, from 0."""
+    options = config.optimizer
+    return learning_rate_at(
+        step,
+        peak=options.learning_rate,
+        warmup_steps=options.warmup_steps,
+        decay_steps=options.decay_steps or config.run.steps,
+        min_fraction=options.min_learning_rate_fraction,
+        schedule=options.schedule,
+        decay_share=options.decay_share,
+    )
+
+
 class Optimizer:
-    """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device.
+    """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device; under
+    `muon` matrices of hidden layers are updated by that (`muon.py`), by ranks that have them whole.
 
     mesh: where the processes are, all of which make an optimizer; the ranks that hold copies of
     a parameter share the work and the state, and what several stages along `pp` hold by the same
@@ -94,6 +113,11 @@ class Optimizer:
             self._mesh, [name for name, parameter in named if parameter.requires_grad]
         )
         parts = {part.copies for _, parameter in named if (part := part_of(parameter)) is not None}
+        matrices = (
+            {name for name, parameter in named if is_hidden_matrix(name, parameter)}
+            if config.name == "muon"
+            else set[str]()
+        )
         self.flat = FlatParameters(
             named,
             self._mesh.group("copies"),
@@ -101,39 +125,59 @@ class Optimizer:
             parts={copies: self._mesh.group(copies) for copies in parts},
             layers=layers,
             shard=shard,
+            apart=matrices,
         )
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
         self.learning_rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
-        self._masters = [_master(span) for span in self.flat.spans]
+        self._host = _host_state(self.flat.spans, config) if config.offload else None
+        here = self.flat.spans if self._host is None else []  # updated where they are
+        self._masters = [_master(span) for span in here]
+        self._updated = list(zip(here, self._masters, strict=True))
+        whole = [span.members[0].name in matrices for span in here]
         groups = [
             {
                 "params": [
                     master
-                    for span, master in zip(self.flat.spans, self._masters, strict=True)
-                    if span.decays == decays
+                    for (span, master), apart in zip(self._updated, whole, strict=True)
+                    if span.decays == decays and not apart
                 ],
                 "weight_decay": config.weight_decay if decays else 0.0,
             }
             for decays in (True, False)
         ]
         self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [group for group in groups if group["params"] or self._host is not None],
             lr=self.learning_rate,
             betas=config.betas,
             eps=config.eps,
             fused=True,
             capturable=device.type == "cuda",
         )
-        self._steps = torch.zeros(len(self._masters), dtype=torch.float32, device=device)
-        for number, master in enumerate(self._masters):
+        updated = [master for master, apart in zip(self._masters, whole, strict=True) if not apart]
+        self._steps = torch.zeros(max(1, len(updated)), dtype=torch.float32, device=device)
+        for number, master in enumerate(updated):
             # Made here and not at the first step: a resumed run needs the places to load into.
             self._adam.state[master] = {
                 "step": self._steps[number],
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
             }
+        self._momenta = {
+            master: torch.zeros_like(master)
+            for master, apart in zip(self._masters, whole, strict=True)
+            if apart
+        }
+        self._muon = Muon(self._matrices(), config.muon_momentum, config.weight_decay)
         self.zero_grad()
+
+    def _matrices(self) -> Iterator[Matrix]:
+        """What Muon updates."""
+        for span, master in self._updated:
+            if master in self._momenta:
+                flat = (master.detach(), _gradient(master), self._momenta[master])
+                for member in span.members:
+                    yield Matrix(*(span.part(member, values) for values in flat))
 
     def zero_grad(self) -> None:
         """Zero all gradients in place; a gradient that is None gets its place in the buffer
@@ -174,7 +218,7 @@ class Optimizer:
         self.flat.reduce()
         narrow = [
             (span, master)
-            for span, master in zip(self.flat.spans, self._masters, strict=True)
+            for span, master in self._updated
             if master.dtype != span.parameters.dtype
         ]
         if narrow:
@@ -183,9 +227,11 @@ class Optimizer:
                 [span.own_gradients for span, _ in narrow],
             )
         norm, total = self._norm(loss)
+        scale = None
         if self._clip_norm is not None:
             scale = (self._clip_norm / (norm + TINY)).clamp(max=1.0)
-            torch._foreach_mul_([_gradient(master) for master in self._masters], scale)
+            if self._host is None:
+                torch._foreach_mul_([_gradient(master) for master in self._masters], scale)
         self._steps.copy_(
             self._steps[:1].clone().expand_as(self._steps)
         )  # a resumed run has loaded the first only
@@ -201,8 +247,13 @@ class Optimizer:
             )
             self.spiked.copy_(~good)
             blocked = self.spiked if blocked is None else torch.maximum(blocked, self.spiked)
-        self._adam.found_inf = blocked  # type: ignore[attr-defined]
-        self._adam.step()
+        if self._host is not None:
+            self._host.update(self.learning_rate, scale, blocked, self._steps[0])
+            self._steps += 1 if blocked is None else (blocked == 0)
+        else:
+            self._adam.found_inf = blocked  # type: ignore[attr-defined]
+            self._adam.step()
+        self._muon.step(self.learning_rate, blocked)
         if narrow:
             torch._foreach_copy_(
                 [span.own_parameters for span, _ in narrow], [master for _, master in narrow]
@@ -213,19 +264,31 @@ class Optimizer:
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg`,
-        `.exp_avg_sq` and, under bfloat16, `.master`; in the parameter's shape, or `Pieces` of it
-        where other ranks have the rest."""
+        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg` and
+        `.exp_avg_sq`, or `.momentum` where Muon updates it, and under bfloat16 `.master`; in the
+        parameter's shape, or `Pieces` of it where other ranks have the rest; and what `balance`
+        adds."""
         tensors: dict[str, Tensor] = {"step": self._steps[0]}
-        for span, master in zip(self.flat.spans, self._masters, strict=True):
-            state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
+        if self._host is not None:
+            self._host.settle()
+            for span in self.flat.spans:
+                for member in span.members:
+                    tensors |= {
+                        f"{member.name}.{key}": span.part(member, flat)
+                        for key, flat in self._host.of(span).items()
+                    }
+        for span, master in self._updated:
+            if master in self._momenta:
+                state = {"momentum": self._momenta[master]}
+            else:
+                state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
             if master.dtype != span.parameters.dtype:
                 state["master"] = master.detach()
             for member in span.members:
                 tensors.update(
                     {f"{member.name}.{key}": span.part(member, flat) for key, flat in state.items()}
                 )
-        return tensors
+        return tensors | (self.balance.state_tensors() if self.balance is not None else {})
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's live gradient buffers by parameter name: what its own microbatches have added
@@ -242,13 +305,24 @@ class Optimizer:
         """The norm of the gradient of the whole model; what several ranks have copies of counts
         once. Where there is a guard, also the loss of the whole step."""
         counted = [
-            _gradient(master)
-            for span, master in zip(self.flat.spans, self._masters, strict=True)
+            span
+            for span in self.flat.spans
             if (span.sharded or self._mesh.place["tp"] == 0)
             and (span.tied is None or dist.get_rank(span.sharers) == 0)
         ]
-        norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self.learning_rate)]
-        total = torch.stack(list(norms)).square().sum()
+        if self._host is not None:
+            norms = [norm for span in counted for norm in self._host.norms(span)]
+        else:
+            among = {id(span) for span in counted}
+            pieces = [
+                _gradient(master)[part]
+                for span, master in self._updated
+                if id(span) in among
+                for part in parts_of(span)
+            ]
+            norms = list(torch._foreach_norm(pieces)) if pieces else []
+        norms = norms or [torch.zeros_like(self.learning_rate)]
+        total = torch.stack(norms).square().sum()
         if self.guard is not None:
             assert loss is not None
             told = loss if self._mesh.tells_loss else torch.zeros_like(loss)
@@ -256,6 +330,16 @@ class Optimizer:
         if self._mesh.everyone() is not None:
             dist.all_reduce(total)
         return (total.sqrt(), None) if self.guard is None else (total[0].sqrt(), total[1])
+
+
+def _host_state(spans: Sequence[GradientBucket], config: OptimizerConfig) -> HostState:
+    return HostState(
+        spans,
+        make_copy_streams(spans[0].parameters.device),
+        config.betas,
+        config.eps,
+        config.weight_decay,
+    )
 
 
 def _gradient(tensor: Tensor) -> Tensor:

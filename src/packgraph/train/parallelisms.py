@@ -229,9 +229,6 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         else []
     )
     problems = {
-        f"parallel.tp = {parallel.tp} with parallel.sequence is not there yet with experts, whose "
-        "router needs all "
-        "rows of a microbatch; set parallel.sequence = false": parallel.splits_rows,
         f"parallel.ep = {parallel.ep} does not divide model.experts.count = "
         f"{experts.count}": experts.count % parallel.ep > 0,
         "parallel.dispatcher = host_splits makes the host wait for the sizes of what is routed, "
@@ -239,11 +236,9 @@ def _expert_problems(config: TrainConfig) -> list[str]:
         "cannot be in graph.scope; use dispatcher = padded, or leave them out": graph.enabled
         and waits
         and bool(named),
-        "offload.modules with graph.compile and parallel.expert_stash is not there yet: all that a "
-        "compiled layer "
-        "saves would move, the pages of the stash among it; leave one of them out": graph.compile
-        and parallel.expert_stash > 0
-        and bool(config.offload.modules),
+        "parallel.expert_stash_resident leaves nothing for the stash of a model with one layer of "
+        "experts; leave parallel.expert_stash out": parallel.expert_stash_resident
+        and config.model.count("moe") == 1,
         "parallel.dispatcher = host_splits cannot be part of a whole step in one graph; use "
         "dispatcher = padded, or "
         "graph.granularity = layer": graph.enabled and waits and graph.granularity == "step",

@@ -5,12 +5,14 @@ row, from the shape of the model. Nothing is run.
     kept     what all layers keep for the backward, or have on the host        per token
     working  what one layer computes again, and the head
 
+With `--world N`, ways to spread a run over N ranks: `plan_world.py`.
+
 Times are those of the products, attention and scans at the device's speed, copies beside them. The
 estimates of activations are those of `decoder_estimates.py`, within 15 % of what Qwen3-0.6B took.
 """  # noqa: E501
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,21 +21,28 @@ from packgraph.models.branches import token_weights
 from packgraph.models.config import DecoderConfig
 from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
 from packgraph.packing.capacity import Capacity
+from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.config.values import CommandArguments, Count, option
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.memory import need_of
+from packgraph.train.plan_world import RowWork, Speeds, activation_choices, world_choices
 from packgraph.viz.drawing import aligned
 
+FITS = {None: "-", True: "yes", False: "no"}
 BYTES_AGAIN = 4  # of a result that selective recomputation makes: operands are read, it is written
 USAGE = """\
 usage: packgraph plan memory [PRESET] [--tokens N] [--memory SIZE] [--json] [--section.option VALUE ...]
+       packgraph plan memory [PRESET] --world N [--tokens N] [--step-tokens N] [--memory SIZE] [...]
 
-Show time against memory of one row: activations kept, recomputed, on the host, and both. Estimates
-from the shape of the model; nothing is run, no GPU is needed.
+Show time against memory of one row: activations kept, recomputed, on the host, and both. With
+--world, show the ways to spread the run over N GPUs that fit, the fastest first. Estimates from the
+shape of the model; nothing is run, no GPU is needed.
 
     packgraph plan memory qwen3-0.6b --tokens 65536 --memory 139GiB
+    packgraph plan memory qwen3-8b --world 1024 --tokens 8192 --memory 139GiB
 """  # noqa: E501
+WITH_WORLD = ("step_tokens", "per_host", "link_gb_s", "net_gb_s", "top")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +60,33 @@ class PlanMemoryArguments(CommandArguments):
     gb_s: float = option(50.0, "gigabytes a second of copies to the host", metavar="N")
     device_gb_s: float = option(4000.0, "gigabytes a second of the device's memory", metavar="N")
     json: bool = option(False, "print JSON instead of a table")
+    world: int | None = option(
+        None, "show ways to spread the run over N GPUs; the following go with it", metavar="N"
+    )
+    step_tokens: int | None = option(
+        None, "of a step over all GPUs; default: a row for each", metavar="N"
+    )
+    per_host: int = option(8, "GPUs of a host", metavar="N")
+    link_gb_s: float = option(
+        300.0, "gigabytes a second that a GPU sends to those of its host", metavar="N"
+    )
+    net_gb_s: float = option(40.0, "gigabytes a second that a GPU sends to others", metavar="N")
+    top: int = option(10, "show so many ways", metavar="N")
 
-    def problems(self) -> list[str]:
-        """What is wrong with these options."""
+    def problems(self, given: Collection[str] = ()) -> list[str]:
+        """What is wrong with these options, of which `given` were given."""
+        numbers = ("length", "tflops", "gb_s", "device_gb_s", "world", *WITH_WORLD)
         found = [
-            f"--{name}: must be more than 0"
-            for name, value in (
-                ("length", self.length),
-                ("tflops", self.tflops),
-                ("gb-s", self.gb_s),
-                ("device-gb-s", self.device_gb_s),
-            )
-            if value is not None and not value > 0
+            f"--{name.replace('_', '-')}: must be more than 0"
+            for name in numbers
+            if (value := getattr(self, name)) is not None and not value > 0
         ]
+        if self.world is None:
+            found += [
+                f"--{name.replace('_', '-')}: goes with --world N"
+                for name in WITH_WORLD
+                if name in given
+            ]
         try:
             self.limit()
         except ValueError as error:
@@ -97,28 +120,32 @@ def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[Memo
     need = need_of(sized, "cuda")
     itemsize = 4 if config.run.dtype == "float32" else 2
     head = DecoderMemory(model, 0, itemsize)(Capacity(tokens, 1))
-    columns = {kind: _columns(model, kind) for kind in KINDS}
-    forward_s = _operations(model, tokens, asked.length or tokens) / (asked.tflops * 1e12)
+    work = row_work(config, asked)
+    columns, forward_s = work.columns, work.forward_s
     layer = columns[NONE] / model.num_layers
     found = []
-    for offload in (False, True):
-        for kind in KINDS:
-            if offload and kind == SELECTIVE:
-                continue  # what it keeps does not pass the hooks of offloading
-            kept = round(columns[kind] * itemsize * tokens)
-            working = round((0 if kind == NONE else layer) * itemsize * tokens)
-            again_s = forward_s if kind == FULL else 0.0
-            if kind == SELECTIVE:
-                cheap = (columns[NONE] - columns[kind]) * itemsize * tokens
-                again_s = BYTES_AGAIN * cheap / (asked.device_gb_s * 1e9)
-            near = 2 * kept / model.num_layers if offload else kept
-            copy_s = kept / (asked.gb_s * 1e9) if offload else 0.0
-            spent = max(forward_s, copy_s) + max(2 * forward_s + again_s, copy_s)
-            device = need.state + head + working + round(near)
-            fits = None if (limit := asked.limit()) is None else device <= limit
-            host = kept if offload else 0
-            found.append(MemoryChoice(kind, offload, device, host, spent / (3 * forward_s), fits))
+    for kind, offload in activation_choices():
+        kept = round(columns[kind] * itemsize * tokens)
+        working = round((0 if kind == NONE else layer) * itemsize * tokens)
+        near = 2 * kept / model.num_layers if offload else kept
+        copy_s = kept / (asked.gb_s * 1e9) if offload else 0.0
+        spent = max(forward_s, copy_s) + max(2 * forward_s + work.again_s[kind], copy_s)
+        device = need.state + head + working + round(near)
+        fits = None if (limit := asked.limit()) is None else device <= limit
+        host = kept if offload else 0
+        found.append(MemoryChoice(kind, offload, device, host, spent / (3 * forward_s), fits))
     return found
+
+
+def row_work(config: TrainConfig, asked: PlanMemoryArguments) -> RowWork:
+    """What one row costs on one device."""
+    model, tokens = config.model, asked.tokens
+    itemsize = 4 if config.run.dtype == "float32" else 2
+    columns = {kind: _columns(model, kind) for kind in KINDS}
+    forward = _operations(model, tokens, asked.length or tokens) / (asked.tflops * 1e12)
+    cheap = (columns[NONE] - columns[SELECTIVE]) * itemsize * tokens
+    again = {NONE: 0.0, SELECTIVE: BYTES_AGAIN * cheap / (asked.device_gb_s * 1e9), FULL: forward}
+    return RowWork(forward, again, columns)
 
 
 def _columns(model: DecoderConfig, kind: str) -> float:
@@ -149,6 +176,8 @@ def _operations(model: DecoderConfig, tokens: int, length: int) -> float:
 
 def plan_memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> str:
     """The table, or JSON."""
+    if asked.world is not None:
+        return _plan_world(config, asked, asked.world)
     choices = memory_choices(config, asked)
     if asked.json:
         return json.dumps([asdict(choice) for choice in choices], indent=2) + "\n"
@@ -165,7 +194,7 @@ def plan_memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> str:
                 f"{choice.device / 2**30:.1f}",
                 f"{choice.host / 2**30:.1f}",
                 f"{choice.time:.2f}",
-                {None: "-", True: "yes", False: "no"}[choice.fits],
+                FITS[choice.fits],
             )
             for choice in choices
         ),
@@ -177,3 +206,42 @@ def _moves(choice: MemoryChoice) -> str:
     if not choice.offload:
         return "-"
     return "everything" if choice.recompute == NONE else "layer_input"
+
+
+def _plan_world(config: TrainConfig, asked: PlanMemoryArguments, world: int) -> str:
+    """The fastest ways to spread the run over `world` GPUs. Raises ConfigError where none is
+    legal."""
+    speeds = Speeds(
+        asked.tflops, asked.device_gb_s, asked.gb_s, asked.link_gb_s, asked.net_gb_s, asked.per_host
+    )
+    step_tokens, work = asked.step_tokens or world * asked.tokens, row_work(config, asked)
+    choices = world_choices(config, world, asked.tokens, step_tokens, work, speeds, asked.limit())
+    if not choices:
+        raise ConfigError([f"--world: no layout of {world} GPUs is there for this run"])
+    if asked.json:
+        return json.dumps([asdict(choice) for choice in choices[: asked.top]], indent=2) + "\n"
+    fitting = sum(choice.fits is not False for choice in choices)
+    title = (
+        f"{config.preset} on {world:,} GPUs, rows of {asked.tokens:,} tokens, {step_tokens:,} a "
+        f"step, {config.run.dtype}: {len(choices)} ways, {fitting} fit; estimates"
+    )
+    head = ("dp", "pp", "cp", "tp", "ep", "shard", "recompute", "offload", "device GiB", "host GiB")
+    rows: list[Sequence[str]] = [
+        (*head, "GB sent", "waits", "tokens/s and GPU", "fits"),
+        *(
+            (
+                *(str(getattr(choice, axis)) for axis in ("dp", "pp", "cp", "tp", "ep")),
+                choice.shard,
+                choice.recompute,
+                "yes" if choice.offload else "-",
+                f"{choice.device / 2**30:.1f}",
+                f"{choice.host / 2**30:.1f}",
+                f"{sum(choice.sent.values()) / 1e9:.1f}",
+                f"{choice.waits:.0%}",
+                f"{choice.tokens_per_second:,.0f}",
+                FITS[choice.fits],
+            )
+            for choice in choices[: asked.top]
+        ),
+    ]
+    return "\n".join([title, "", *aligned(rows)]) + "\n"

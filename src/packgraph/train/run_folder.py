@@ -48,7 +48,7 @@ from packgraph.train.config.reading import (
     to_dict,
 )
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.metrics import BOARD, METRICS
+from packgraph.train.metrics import METRICS
 from packgraph.train.node_folders import (
     TOKEN,
     NodeFolders,
@@ -65,13 +65,14 @@ from packgraph.train.run_files import (
     sync_folder,
     writing,
 )
+from packgraph.train.trackers import BOARD, NAMES
 
 PATIENCE = 60.0  # seconds: a job that is started again may come before its predecessor has ended
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.json"
 SUMMARY = "summary.json"
 CLAIM = ".claim"  # locked by the process that writes the run
-FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, BOARD, "offload")
+FILES = (CONFIG, METRICS, SUMMARY, CLAIM, CHECKPOINTS, BOARD, NAMES, "wandb", "offload")
 # What may differ when a run goes on: how long it runs, what is written and where, not what it
 # learns. Graphs compute what eager training computes, data are compared by their contents, and
 # checkpoints know no layout.
@@ -86,6 +87,8 @@ FREE_ON_RESUME = (
     "run.timeout",
     "run.per_node_folder",
     "run.keep_checkpoints",
+    "run.async_checkpoints",
+    "run.tracker",
     "run.device",
     "run.recompute",
     "graph.enabled",
@@ -102,6 +105,10 @@ FREE_ON_RESUME = (
     "data.mixture",
     "data.prefetch",
     "data.tokenizer",
+    "eval.every",
+    "eval.path",
+    "eval.tokens",
+    "eval.patience",
     "offload.modules",
     "offload.budget",
     "offload.lost",
@@ -117,6 +124,10 @@ FREE_ON_RESUME = (
     "parallel.ep",
     "parallel.chunks",
     "parallel.sequence",
+    "parallel.expert_stash",
+    "parallel.expert_stash_host",
+    "parallel.expert_stash_page_rows",
+    "parallel.expert_stash_resident",
     "parallel.shard",
 )
 DECAY = "optimizer.decay_steps"

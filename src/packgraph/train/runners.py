@@ -22,7 +22,7 @@ this rank is one graph where that can be.
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -42,7 +42,7 @@ from packgraph.graphs.step import GraphedStep
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.pipeline.executor import Pipeline
+from packgraph.parallel.pipeline.executor import Around, Pipeline
 from packgraph.parallel.pipeline.links import make_links
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.sections import GraphConfig, TrainConfig
@@ -118,6 +118,13 @@ class Runner(Protocol):
         ways: Ways = GRAPHS,
     ) -> tuple[Tensor, Tensor]:
         """A whole optimizer step: its loss, and the gradient norm before clipping."""
+
+    def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
+        """Forwards alone of these microbatches, where gradients are off.
+
+        around: opened around each of them. Returns the sum of the token losses that this rank
+        knows, float64 [] on the device.
+        """
 
     def agree_by(self, stage: Consensus, replica: Consensus) -> None:
         """Agrees about captures by `stage`; about those of whole steps, which reach over all
@@ -232,6 +239,19 @@ class MicrobatchRunner:
     ) -> tuple[Tensor, Tensor]:
         """As `Runner.train_step`."""
         return step_and_update(self, batches, loss_tokens, optimizer, learning_rate, ways)
+
+    def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
+        """As `Runner.evaluate`."""
+        one = torch.ones((), dtype=torch.int64, device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        forward: Callable[..., Tensor] = self.model
+        if self.graphed:  # in warm-up uncounted: it is a matter of training
+            own = control(self.graphed[0])
+            forward = own if self.replays else own.run_eagerly
+        for number, batch in enumerate(batches):
+            with around(batch), profiler_range("evaluation", number, batch.capacity):
+                total += forward(batch.to(self._device), one)
+        return total
 
     def agree_by(self, stage: Consensus, replica: Consensus) -> None:
         """As `Runner.agree_by`."""
@@ -348,6 +368,10 @@ class StepRunner:
             optimizer.set_learning_rate(learning_rate)
             loss, norm = whole(tokens_in_step, *uploaded).unbind()
             return loss, norm
+
+    def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
+        """As `Runner.evaluate`: by graphs of microbatches."""
+        return self._microbatches.evaluate(batches, around)
 
     def agree_by(self, stage: Consensus, replica: Consensus) -> None:
         """As `Runner.agree_by`."""
@@ -494,6 +518,15 @@ class PipelineRunner:
     ) -> tuple[Tensor, Tensor]:
         """As `Runner.train_step`."""
         return step_and_update(self, batches, loss_tokens, optimizer, learning_rate, ways)
+
+    def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
+        """As `Runner.evaluate`; see `Pipeline.evaluate`."""
+        one = torch.ones((), dtype=torch.int64, device=self._device)
+        if not batches:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        uploaded = [batch.to(self._device) for batch in batches]
+        with self._bypass():
+            return self._pipeline.evaluate(uploaded, one, around)
 
     def arguments(self, chunk: int, capacity: Capacity) -> tuple[Any, ...]:
         """As `Runner.arguments`."""

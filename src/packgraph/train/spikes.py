@@ -13,9 +13,9 @@ update, whether a step is to change nothing (`Optimizer.guard`).
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 WINDOW = 64  # good steps that are looked at
 LEAST = 16  # fewer say nothing about what is usual
@@ -26,6 +26,23 @@ DEAD = 1e-6  # a gradient norm below that share of the median is none: the model
 MOST_IN_A_ROW = 10  # steps left out one after another before the run stops
 MOST_RETURNS = 5  # ways back to one checkpoint before it does
 BEST_WINDOW = 10  # steps whose mean loss makes a checkpoint the best
+
+
+class NonFiniteLossError(RuntimeError):
+    """Loss, gradients or weights became NaN or infinite; the run stops and the last checkpoint
+    stays."""
+
+
+class SpikeError(RuntimeError):
+    """Loss or gradient norm was far outside of the usual, and that is to end the run."""
+
+
+class GoBack(Exception):
+    """A step went wrong, and the run is to go back to its newest checkpoint."""
+
+    def __init__(self, step: int, what: str) -> None:
+        super().__init__(what)
+        self.step = step
 
 
 class Limits(NamedTuple):
@@ -79,6 +96,58 @@ class Spikes:
         if norm < limits.least_norm:
             return f"gradient norm {norm:.5g} is next to nothing: the model has stopped to learn"
         return None
+
+    def judge(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        *,
+        left_out: bool,
+        policy: str,
+        note: Callable[[str], None],
+        advise: Callable[[int, str], str],
+    ) -> bool:
+        """Hold a step against those before it. Returns whether its update was left out.
+
+        left_out: the device has done so. policy: `run.on_spike`. note: tells people. advise: the
+        message of an error at a step, with how to go on. Raises NonFiniteLossError, SpikeError and
+        GoBack.
+        """
+        problem = self.problem(step, loss, norm)
+        if problem is None and not left_out:
+            self.add(step, loss, norm)
+            return False
+        problem = (
+            problem or f"loss {loss:.5g}, gradient norm {norm:.5g} are at the limit of the usual"
+        )
+        if policy == "rollback":
+            self.must_go_back(step, problem, advise)
+        self.seen += 1
+        if left_out:
+            self.skipped += 1
+            self.in_a_row += 1
+            if self.in_a_row >= MOST_IN_A_ROW:
+                told = f"{problem}; the updates of {MOST_IN_A_ROW} steps in a row were left out"
+                raise SpikeError(advise(step, told))
+            note(f"step {step}: {problem}. Its update is left out")
+            return True
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFiniteLossError(advise(step, problem))
+        if policy == "stop":
+            raise SpikeError(advise(step, problem))
+        self.add(step, loss, norm)
+        note(f"step {step}: {problem}")
+        return False
+
+    def must_go_back(self, step: int, problem: str, advise: Callable[[int, str], str]) -> NoReturn:
+        """Raise GoBack, or SpikeError where that has not helped."""
+        if self.returns >= MOST_RETURNS:
+            told = (
+                f"{problem}; the run has gone back to one checkpoint {MOST_RETURNS} times already"
+            )
+            raise SpikeError(advise(step, told))
+        raise GoBack(step, problem)
 
     def add(self, step: int, loss: float, norm: float) -> None:
         """A good step."""

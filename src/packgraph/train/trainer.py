@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +29,14 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.processes import TIMEOUT, on_first
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
+from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
-from packgraph.train.checkpoint.writer import (
-    FoundCheckpoint,
-    best_checkpoint,
-    load_tensors,
-    newest_whole_checkpoint,
-    save_checkpoint,
-)
+from packgraph.train.checkpoint.resume import checkpoint_to_resume, how_to_go_on
+from packgraph.train.checkpoint.writer import FoundCheckpoint, load_tensors
 from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.data import DataError, Microbatches, PlannedSteps
+from packgraph.train.evaluation import Evaluation
 from packgraph.train.executor import add_counts
 from packgraph.train.features.context import (
     is_wanted,
@@ -51,40 +49,23 @@ from packgraph.train.features.context import (
 from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.feed import StepFeed
-from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, summarize
+from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
-from packgraph.train.optimizer import learning_rate_at
+from packgraph.train.optimizer import learning_rate_of
 from packgraph.train.progress import LeftOut, ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.retry import StepRetries
 from packgraph.train.run_files import read_json, write_json, writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, SUMMARY
 from packgraph.train.signals import StopRequest
-from packgraph.train.spikes import MOST_IN_A_ROW, MOST_RETURNS, Spikes
+from packgraph.train.spikes import GoBack, NonFiniteLossError, Spikes
 from packgraph.train.step import MicrobatchAssignment
+from packgraph.train.trackers import NAMES
 
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
-COUNTS = {"captured", "replayed", "capture_seconds", "fallbacks"}  # of graphs, in a state
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
-
-
-class NonFiniteLossError(RuntimeError):
-    """Loss, gradients or weights became NaN or infinite; the run stops and the last checkpoint
-    stays."""
-
-
-class SpikeError(RuntimeError):
-    """Loss or gradient norm was far outside of the usual, and that is to end the run."""
-
-
-class _GoBack(Exception):
-    """A step went wrong, and the run is to go back to its newest checkpoint."""
-
-    def __init__(self, step: int, what: str) -> None:
-        super().__init__(what)
-        self.step = step
 
 
 @dataclass(frozen=True)
@@ -92,7 +73,8 @@ class StepRecord:
     """Host facts of a launched step, kept until its device numbers arrive. Times in seconds.
 
     microbatches, tokens and places are those of all replicas; replayed and fallbacks those of this
-    rank since the start of the run.
+    rank since the start of the run. checkpoint_pause: part of `seconds` in which the step waited
+    for the checkpoint of the step before.
     """
 
     step: int
@@ -104,6 +86,7 @@ class StepRecord:
     fallbacks: int
     seconds: float
     data_wait: float
+    checkpoint_pause: float
     starting: bool
 
 
@@ -121,9 +104,10 @@ class Trainer:
         mesh: Mesh | None = None,
         whereabouts: Whereabouts | None = None,
         nodes: NodeFolders | None = None,
+        evaluation: Mapping[str, Microbatches] | None = None,
     ) -> None:
         """microbatches: the resumable iterator of packs on the host, the same on all processes of
-        `mesh`.
+        `mesh`. evaluation: by source, packs to evaluate on, at their beginning.
 
         whereabouts: what other ranks are told of this one. nodes: which ranks see the same
         `folder`, all of them by default. Creates nothing in `folder` yet.
@@ -140,9 +124,12 @@ class Trainer:
         sharing = MicrobatchAssignment.of(
             self.mesh, rank_tokens(config), in_step=config.parallel.shards
         )
-        self.feed = StepFeed(
-            microbatches, config.run.tokens_per_step, sharing, device, config.data.prefetch
-        )
+
+        def feed(stream: Microbatches) -> StepFeed:
+            run = config.run
+            return StepFeed(stream, run.tokens_per_step, sharing, device, config.data.prefetch)
+
+        self.feed = feed(microbatches)
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
         self.model = build_chunks(config, device, self.mesh)
         self._base = base_fingerprint(self.model, self.mesh) if config.lora.enabled else None
@@ -151,12 +138,23 @@ class Trainer:
         if config.run.on_spike == "skip":
             self.optimizer.watch()
         self.spikes = Spikes()
+        self._saves = Saves(
+            folder / CHECKPOINTS,
+            config.run.keep_checkpoints,
+            self.mesh,
+            self._nodes,
+            self._whereabouts,
+            view.note,
+        )
         self._repeats = StepRetries(self.executor, self.optimizer, device)
+        self.evaluation = Evaluation(
+            config.eval, evaluation, feed, self.executor, self.model, self.optimizer, self.mesh
+        )
         self.step = 0
         self._made = 0  # steps that this process has launched
         self._resumed_at = 0
         self._fetch = LateFetch(device)
-        self._last_end = 0.0
+        self._last_end = self._pause = 0.0
         self._saved_at = 0
         self._positions: dict[
             int, dict[str, Any]
@@ -186,8 +184,9 @@ class Trainer:
         }
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint of the run. Raises CheckpointError."""
-        path, step, state, damaged = on_first(self.mesh, self._find_checkpoint, CheckpointError)
+        """Go on from the newest checkpoint of the run, or the best. Raises CheckpointError."""
+        find = partial(self._find_checkpoint, best=self.config.run.resume == "best")
+        path, step, state, damaged = on_first(self.mesh, find, CheckpointError)
         for told in damaged:
             self.view.note(f"{told}. It is passed over")
         for told in self._load(path, step, state):
@@ -223,38 +222,15 @@ class Trainer:
             told.append("saved at another layout: dropout goes on with new random numbers")
         self.spikes = Spikes.restored(state.get("spikes", {}))
         self.step = step
-        return told
+        return told + self.evaluation.restore(state.get("evaluation", {}))
 
     def _load_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         with checkpoint_here(path, self.mesh, self._nodes) as here:
             load_tensors(here, tensors, RANDOM, self.mesh)
 
-    def _find_checkpoint(self) -> FoundCheckpoint:
-        """The newest whole checkpoint. Raises CheckpointError."""
-        found = newest_whole_checkpoint(
-            self.folder / CHECKPOINTS, needed=("data", "random_device", "graphs")
-        )
-        if found is None:
-            raise CheckpointError(
-                f"{self.folder / CHECKPOINTS}: there is no checkpoint to resume from"
-            )
-        wrong = [
-            name
-            for name in ("data", "graphs", "experts")
-            if not isinstance(found.state.get(name, {}), dict)
-        ]
-        if wrong or not found.state["graphs"].keys() >= COUNTS:
-            raise CheckpointError(
-                f"{found.path}: damaged: its {wrong[0] if wrong else 'graphs'} are no counts and "
-                "positions; go on from another checkpoint"
-            )
-        if found.state["random_device"] != self.device.type:
-            raise CheckpointError(
-                f"{found.path}: written on {found.state['random_device']}, this is "
-                f"{self.device.type}"
-                "; a run goes on bitwise only on the same kind of device (run.device)"
-            )
-        return found
+    def _find_checkpoint(self, best: bool = False) -> FoundCheckpoint:
+        """The newest whole checkpoint, or the best. Raises CheckpointError."""
+        return checkpoint_to_resume(self.folder / CHECKPOINTS, self.device.type, best=best)
 
     def _stream(self) -> str:
         """Name of the random numbers that this rank draws from."""
@@ -281,13 +257,10 @@ class Trainer:
             self.view.note(
                 f"{METRICS}: damaged lines are left out, the others kept (of what it was: {lines})"
             )
-        if not log.has_board:
-            self.view.note(
-                "TensorBoard events are left out: tensorboard is not installed (pip install "
-                "tensorboard)"
-            )
         ended = COMPLETED
         try:
+            if self.config.run.async_checkpoints and self._saves_on_the_way():
+                self._saves.prepare(self._stored_tensors(), self.device)
             self._saved_at, self._last_end = self.step, time.perf_counter()
             if self.config.run.on_spike == "rollback" and not self._whereabouts.checkpoint:
                 self._write_checkpoint(log)  # to go back to
@@ -298,7 +271,7 @@ class Trainer:
             if self._whereabouts.together(
                 f"bad data after step {self.step}"
             ):  # to save takes all ranks
-                with contextlib.suppress(_GoBack):  # the newest checkpoint stays
+                with contextlib.suppress(GoBack):  # the newest checkpoint stays
                     self._save(
                         log, self._position_after(self.step)
                     )  # the data are in the middle of another step
@@ -321,19 +294,30 @@ class Trainer:
         ended = COMPLETED
         try:
             while self.step < self.config.run.steps and not self._must_stop(stop):
+                if self.evaluation.ending is not None:
+                    ended = self.evaluation.ending
+                    break
                 if not self._one_step(stop):
                     ended = DATA_ENDED
                     break
-                self._report(log, leave=1)
-                if self.step % self.config.run.checkpoint_every == 0:
-                    self._save(log)
+                due = self.evaluation.is_due(self.step)
+                self._report(log, leave=0 if due else 1)
+                is_best = due and self.evaluation.best.step == self.step
+                if is_best or self.step % self.config.run.checkpoint_every == 0:
+                    self._save(log, goes_on=self.step < self.config.run.steps)
             self._save(log)
-        except _GoBack as found:
+        except GoBack as found:
             self._go_back(found)
             return None
         return ended
 
-    def _go_back(self, found: _GoBack) -> None:
+    def _saves_on_the_way(self) -> bool:
+        """Whether a checkpoint may be due before the last step."""
+        run = self.config.run
+        due = (self.step // run.checkpoint_every + 1) * run.checkpoint_every
+        return due < run.steps or self.evaluation.enabled  # the best one is saved
+
+    def _go_back(self, found: GoBack) -> None:
         """Load the newest checkpoint; the data go on after the step that went wrong. Collective.
 
         Steps that were launched after that one are forgotten, and their data come again: what the
@@ -342,6 +326,7 @@ class Trainer:
         while len(self._fetch):
             self._fetch.pop()
         self._repeats.forget()
+        self._saves.wait()
         self.feed.load_state_dict(self._position_after(found.step))
         spikes, wrong = self.spikes, self.step
         path, step, state, _ = on_first(self.mesh, self._find_checkpoint, CheckpointError)
@@ -357,13 +342,18 @@ class Trainer:
         """The log without the steps behind the one that the run has gone back to."""
         log.close()
         if isinstance(log, MetricsLog):
-            return MetricsLog(self.folder, last_step=self.step)
+            return self._metrics_log()
         return RowsOnly([row for row in log.rows if row["step"] <= self.step])
 
     def close(self) -> None:
-        """Free all graphs and their memory, and end the thread that makes steps ahead."""
-        self.feed.close()
-        self.executor.close()
+        """Wait for a checkpoint that is being written, free all graphs and their memory, and end
+        the threads that make steps ahead. Raises CheckpointError."""
+        try:
+            self._saves.close()
+        finally:
+            self.feed.close()
+            self.evaluation.close()
+            self.executor.close()
 
     def _open_log(self) -> MetricsLog | RowsOnly:
         """Create the folder and the files of the run, on rank 0."""
@@ -374,11 +364,19 @@ class Trainer:
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._resumed_at:
-                (self.folder / SUMMARY).unlink(
-                    missing_ok=True
-                )  # of a run that ended before its first checkpoint
+                for name in (SUMMARY, NAMES):  # of a run that ended before its first checkpoint
+                    (self.folder / name).unlink(missing_ok=True)
         write_json(self.folder / CONFIG, self._stored_config())
-        return MetricsLog(self.folder, last_step=self.step)
+        return self._metrics_log()
+
+    def _metrics_log(self) -> MetricsLog:
+        return MetricsLog(
+            self.folder,
+            last_step=self.step,
+            trackers=self.config.run.tracker,
+            config=self._stored_config(),
+            note=self.view.note,
+        )
 
     def _stored_config(self) -> dict[str, Any]:
         """The configuration; `--resume` is a wish of this call, and a copy of config.json starts a
@@ -386,9 +384,12 @@ class Trainer:
         return to_dict(replace(self.config, run=replace(self.config.run, resume=False)))
 
     def _must_stop(self, stop: StopRequest) -> bool:
-        """Whether the run ends here. Several processes find out together, from the numbers of a
-        finished step."""
-        return bool(stop) if self.mesh.world == 1 else self._others_stopped
+        """Whether the run ends here, also because a checkpoint could not be written. Several
+        processes find out together, from the numbers of a finished step."""
+        return self._wants_to_stop(stop) if self.mesh.world == 1 else self._others_stopped
+
+    def _wants_to_stop(self, stop: StopRequest | bool) -> bool:
+        return bool(stop) or self._saves.failed
 
     def _one_step(self, stop: StopRequest) -> bool:
         """Launch one optimizer step; False when the data ended."""
@@ -411,7 +412,7 @@ class Trainer:
         ):
             self.view.note(told)
         timed = self.executor.tune(batches, self.view.note)
-        learning_rate = self._learning_rate()
+        learning_rate = learning_rate_of(self.config, self.step)
         loss, norm = self._repeats.launch(
             fed.share, fed.loss_tokens, learning_rate, self.spikes.limits(self.step + 1)
         )
@@ -429,8 +430,10 @@ class Trainer:
             fallbacks=sum(graphs["fallbacks"].values()),
             seconds=self._last_end - started,
             data_wait=data_wait,
+            checkpoint_pause=self._pause,
             starting=captured or timed or rows_timed or self._made == 1,
         )
+        self._pause = 0.0
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.verdicts(loss), stop))
         self.feed.go_on()
         return True
@@ -474,23 +477,11 @@ class Trainer:
         of a spike."""
         if self.mesh.world == 1:
             return torch.cat([torch.stack([loss, norm, torch.zeros_like(loss)]), verdicts])
-        wish = torch.full_like(loss, float(bool(stop)))
+        wish = torch.full_like(loss, float(self._wants_to_stop(stop)))
         told = loss if self.mesh.tells_loss else torch.zeros_like(loss)
         totals = torch.stack([told, wish])
         dist.all_reduce(totals)
         return torch.cat([torch.stack([totals[0], norm, totals[1]]), verdicts])
-
-    def _learning_rate(self) -> float:
-        options = self.config.optimizer
-        return learning_rate_at(
-            self.step,
-            peak=options.learning_rate,
-            warmup_steps=options.warmup_steps,
-            decay_steps=options.decay_steps or self.config.run.steps,
-            min_fraction=options.min_learning_rate_fraction,
-            schedule=options.schedule,
-            decay_share=options.decay_share,
-        )
 
     def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
         """Read the numbers of launched steps until `leave` of them are left on the device; write
@@ -502,11 +493,19 @@ class Trainer:
                 self._again(record)
                 continue
             self._repeats.confirm()
-            skipped = self._judge(record.step, loss, norm, spiked > 0)
+            skipped = self.spikes.judge(
+                record.step,
+                loss,
+                norm,
+                left_out=spiked > 0,
+                policy=self.config.run.on_spike,
+                note=self.view.note,
+                advise=self._how_to_go_on,
+            )
             row = {
                 "step": record.step,
-                "loss": _number(loss),
-                "gradient_norm": _number(norm),
+                "loss": finite(loss),
+                "gradient_norm": finite(norm),
                 "learning_rate": record.learning_rate,
                 "tokens": record.tokens,
                 "places": record.places,
@@ -517,57 +516,24 @@ class Trainer:
                 "data_wait": record.data_wait,
                 "starting": record.starting,
             }
-            log.write(row | ({"skipped": True} if skipped else {}))
-            self.view.show(row)
+            if record.checkpoint_pause:
+                row["checkpoint_pause"] = record.checkpoint_pause
+            row |= {"skipped": True} if skipped else {}
+            try:
+                if self.evaluation.is_due(record.step):  # no later step was launched
+                    row |= self._evaluate(record.step)
+            finally:
+                log.write(row)
+                self.view.show(row)
 
-    def _judge(self, step: int, loss: float, norm: float, spiked: bool) -> bool:
-        """Hold a step against those before it. Returns whether its update was left out.
-
-        spiked: the device has left it out. Raises NonFiniteLossError, SpikeError and _GoBack.
-        """
-        spikes, policy = self.spikes, self.config.run.on_spike
-        problem = spikes.problem(step, loss, norm)
-        if problem is None and not spiked:
-            spikes.add(step, loss, norm)
-            return False
-        problem = (
-            problem or f"loss {loss:.5g}, gradient norm {norm:.5g} are at the limit of the usual"
-        )
-        if policy == "rollback":
-            self._must_go_back(step, problem)
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        spikes.seen += 1
-        if spiked:
-            spikes.skipped += 1
-            spikes.in_a_row += 1
-            if spikes.in_a_row >= MOST_IN_A_ROW:
-                raise SpikeError(
-                    self._how_to_go_on(
-                        step,
-                        f"{problem}; the updates of {MOST_IN_A_ROW} steps in a row were left out",
-                    )
-                )
-            self.view.note(f"step {step}: {problem}. Its update is left out")
-            return True
-        if not finite:
-            raise NonFiniteLossError(self._how_to_go_on(step, problem))
-        if policy == "stop":
-            raise SpikeError(self._how_to_go_on(step, problem))
-        spikes.add(step, loss, norm)
-        self.view.note(f"step {step}: {problem}")
-        return False
-
-    def _must_go_back(self, step: int, problem: str) -> NoReturn:
-        """Raise _GoBack, or SpikeError where that has not helped."""
-        if self.spikes.returns >= MOST_RETURNS:
-            raise SpikeError(
-                self._how_to_go_on(
-                    step,
-                    f"{problem}; the run has gone back to one checkpoint "
-                    f"{MOST_RETURNS} times already",
-                )
-            )
-        raise _GoBack(step, problem)
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluate after `step`; what its row gets. The time counts as none of a step."""
+        began = time.perf_counter()
+        self._whereabouts.at("evaluation", step)
+        found = self.evaluation.run(step)
+        self.view.note(f"step {step}: {self.evaluation.in_words()}")
+        self._last_end += time.perf_counter() - began
+        return found
 
     def _again(self, record: StepRecord) -> None:
         """Make the step of `record` and what was launched after it again, with more room."""
@@ -580,15 +546,30 @@ class Trainer:
                 self._numbers(loss, norm, verdicts, self._others_stopped),
             )
 
-    def _save(self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None) -> None:
+    def _save(
+        self,
+        log: MetricsLog | RowsOnly,
+        position: dict[str, Any] | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
         """Checkpoint the current step once, after all its numbers and all weights were found
         finite.
 
-        position: of the data after this step, None for where they are now.
+        position: of the data after this step, None for where they are now. goes_on: training does;
+        otherwise all checkpoints are whole when this returns.
         """
         self._report(log, leave=0)
-        if self._saved_at == self.step:
-            return
+        began = time.perf_counter()
+        if self._saved_at != self.step:
+            self._check_weights()
+            self._write_checkpoint(log, position, in_background=goes_on)
+        if not goes_on:
+            self._saves.wait()
+        self._pause += time.perf_counter() - began
+
+    def _check_weights(self) -> None:
+        """Raise NonFiniteLossError, or GoBack, if a weight of any rank is not finite."""
         largest = torch.stack(
             [
                 norm.float()
@@ -602,20 +583,26 @@ class Trainer:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         if not math.isfinite(largest.item()):
             if self.config.run.on_spike == "rollback":
-                self._must_go_back(self.step, "a weight is not finite")
+                self.spikes.must_go_back(self.step, "a weight is not finite", self._how_to_go_on)
             raise NonFiniteLossError(self._how_to_go_on(self.step, "a weight is not finite"))
-        self._write_checkpoint(log, position)
+
+    def _stored_tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint of this rank holds now."""
+        stream = self._stream()
+        return self.tensors() | {
+            f"{stream}.{name}": value for name, value in random_states(self.device).items()
+        }
 
     def _write_checkpoint(
-        self, log: MetricsLog | RowsOnly, position: dict[str, Any] | None = None
+        self,
+        log: MetricsLog | RowsOnly,
+        position: dict[str, Any] | None = None,
+        *,
+        in_background: bool = False,
     ) -> None:
         self._whereabouts.at("save", self.step)
         self.spikes.is_best(self.step)
         self.spikes.returns = 0
-        stream = self._stream()
-        tensors = self.tensors() | {
-            f"{stream}.{name}": value for name, value in random_states(self.device).items()
-        }
         self._saved_at = self.step
         state = {
             "data": position or self.feed.state_dict(),
@@ -626,39 +613,25 @@ class Trainer:
             "config": self._stored_config(),
             BASE: self._base,
             "spikes": self.spikes.state(),
+            "evaluation": self.evaluation.state(),
         }
         log.sync()
-        saved = save_checkpoint(
-            self.folder / CHECKPOINTS,
+        self._saves.write(
             self.step,
-            tensors,
+            self._stored_tensors(),
             state,
-            self.config.run.keep_checkpoints,
-            self.mesh,
-            self.spikes.best_step,
-            self._nodes,
+            self.evaluation.best.step if self.evaluation.enabled else self.spikes.best_step,
+            in_background=in_background,
         )
-        self._whereabouts.checkpoint = str(saved)
 
     def _position_after(self, step: int) -> dict[str, Any]:
         """Where the data were after `step`, one of the newest."""
         return self._positions.get(step) or self.feed.state_dict()
 
     def _how_to_go_on(self, step: int, what: str) -> str:
-        kept, best = self._whereabouts.checkpoint, best_checkpoint(self.folder / CHECKPOINTS)
-        lowest = "" if best is None or str(best) == kept else f", that of the lowest loss {best}"
-        return (
-            f"step {step}: {what}. Training stopped; "
-            + (
-                f"the last good checkpoint is {kept}{lowest}. Go on from it with a lower learning "
-                "rate: --resume "
-                if kept
-                else "there is no checkpoint yet. Start again with a lower learning rate: "
-            )
-            + f"--optimizer.learning-rate {self.config.optimizer.learning_rate / 3:.2g} "
-            "(or a lower "
-            "--optimizer.clip-norm), or look at the data of this step"
-        )
+        self._saves.settle()
+        kept, rate = self._whereabouts.checkpoint, self.config.optimizer.learning_rate
+        return f"step {step}: {what}. " + how_to_go_on(self.folder / CHECKPOINTS, kept, rate)
 
     def _summary(self, log: MetricsLog | RowsOnly, ended: str) -> dict[str, Any]:
         summary = (
@@ -669,6 +642,8 @@ class Trainer:
         summary |= self.executor.summary() | self._graphs()
         if isinstance(self.microbatches, PlannedSteps):
             summary["context"] = self.microbatches.summary()
+        if self.evaluation.enabled:
+            summary["evaluation"] = self.evaluation.summary()
         if (
             "loss_first" in self._summary_before
         ):  # the mean over more steps, of a longer run, would be another one
@@ -684,8 +659,3 @@ class Trainer:
     def _finished_summary(self) -> dict[str, Any] | None:
         """The summary in the folder if it is that of the step this run has reached, else None."""
         return self._summary_before if self._summary_before.get("steps") == self.step else None
-
-
-def _number(value: float) -> float | None:
-    """What JSON has for a number: null where it is none."""
-    return value if math.isfinite(value) else None

@@ -9,6 +9,7 @@ from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
 from packgraph.train.features.recompute import problems_of_recompute
 from packgraph.train.parallelisms import PARALLELISMS, known_capacities
+from packgraph.train.trackers import missing_trackers
 
 FEWEST_TOKENS = 2  # of a document with a token to predict
 
@@ -32,6 +33,8 @@ def validate(
         f"{config.run.steps}; "
         "lower it, or set graph.enabled = false": config.graph.enabled
         and config.graph.warmup >= config.run.steps,
+        f"eval.every = {config.eval.every} leaves no evaluation in run.steps = {config.run.steps}; "
+        "lower it": config.eval.every > config.run.steps,
     }
     problems |= {
         f"graph.memory_budget = {config.graph.memory_budget} needs a CUDA device; write it in GiB "
@@ -75,10 +78,47 @@ def validate(
     found += problems_of_recompute(config)
     found += live_problems(config) + lora_problems(config)
     found += [] if config.hf.path is not None else offload_problems(config)
-    found += _optimizer_problems(config, world)
+    found += [
+        f"run.tracker names {name}, which is not installed: pip install {name}, or leave it out"
+        for name in missing_trackers(config.run.tracker)
+    ]
+    found += _optimizer_problems(config, world) + _muon_problems(config, world)
+    if config.optimizer.offload:
+        found += _host_state_problems(config)
     for parallelism in PARALLELISMS:
         found += parallelism.problems(config, world)
     return found + exchange_problems(config, device_type)
+
+
+def _muon_problems(config: TrainConfig, world: int) -> list[str]:
+    """What keeps Muon from matrices that it has to see as a whole, when it is asked for."""
+    if config.optimizer.name != "muon":
+        return []
+    layout = config.parallel.layout()
+    copies = max(1, world // (layout.pp * layout.tp))
+    problems = {
+        f"optimizer.name = muon cannot serve {copies} ranks that share the update of one matrix "
+        "(parallel.dp x cp): Muon needs whole matrices, and each of them updates a part; use "
+        "adamw": copies > 1,
+        f"optimizer.name = muon with parallel.tp = {layout.tp} is not there yet: each rank has "
+        "some rows or columns of a matrix; use adamw": layout.tp > 1,
+        "optimizer.name = muon is not there yet for models of transformers and adapters "
+        "(hf.path, lora.rank): which of their matrices are embeddings is not known; use "
+        "adamw": config.hf.path is not None or config.lora.enabled,
+    }
+    return [text for text, wrong in problems.items() if wrong]
+
+
+def _host_state_problems(config: TrainConfig) -> list[str]:
+    """What keeps the optimizer's state from the host."""
+    problems = {
+        "optimizer.offload with optimizer.name = muon is not there yet: only AdamW's state can be "
+        "updated piece by piece; leave one of them out": config.optimizer.name == "muon",
+        "optimizer.offload with graph.optimizer is not there yet: an update in a graph needs its "
+        "state on the device; leave one of them out": config.graph.enabled
+        and config.graph.optimizer,
+    }
+    return [text for text, wrong in problems.items() if wrong]
 
 
 def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:

@@ -114,7 +114,11 @@ def expected() -> dict[str, list[tuple[float, float]]]:
 @pytest.mark.parametrize(
     ("part", "name"),
     [
-        *(("layers", name) for name in (*EXACT, "chunk+compile", "compile", "chunk+compile+stash")),
+        *(("layers", name) for name in (*EXACT, "compile")),
+        *(
+            pytest.param("layers", name, marks=pytest.mark.slow)
+            for name in ("chunk+compile", "chunk+compile+stash")
+        ),
         ("model", "partial"),
         ("model", "chunk+stash"),
     ],

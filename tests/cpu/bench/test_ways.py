@@ -42,6 +42,7 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 
 CPU = torch.device("cpu")
+COMPILED = ("compile", "auto+compile")
 ONE, BUCKETS = Capacity(32, 6), (Capacity(24, 2), Capacity(32, 3), Capacity(32, 6))
 SMALL = [
     "--device",
@@ -107,9 +108,19 @@ def results(
     return found
 
 
-@pytest.mark.parametrize("part", ["model", "layers"])
 @pytest.mark.parametrize(
-    "name", ["compile", "layer", "chunk", "auto", "chunk+compile", "auto+compile"]
+    ("part", "name"),
+    [
+        *((part, name) for part in ("model", "layers") for name in ("layer", "chunk", "auto")),
+        ("model", "chunk+compile"),
+        *(
+            pytest.param(part, name, marks=pytest.mark.slow)
+            for part, name in (
+                ("layers", "chunk+compile"),
+                *((part, name) for part in ("model", "layers") for name in COMPILED),
+            )
+        ),
+    ],
 )
 def test_ways_compute_what_eager_does(part: str, name: str) -> None:
     model, draws, setting = make(part)

@@ -3,7 +3,7 @@ hooks, threads.
 
 PACKGRAPH_FUZZ_COUNT programs (2,000) from seed PACKGRAPH_FUZZ_SEED (0) on. A failure shows the
 seed, what differs and the smallest program that still fails, which runs with the names of
-`corpus/programs.py`.
+`corpus/programs.py`. `make test` runs the first 500.
 """
 
 import os
@@ -17,12 +17,18 @@ FIRST, COUNT = (
     int(os.environ.get(f"PACKGRAPH_FUZZ_{name}", value))
     for name, value in (("SEED", 0), ("COUNT", 2000))
 )
-CHUNK = 100
+CHUNK, QUICK = 100, 500
 # The warning comes when a module goes; that nothing replays is judged before.
 pytestmark = pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")
 
 
-@pytest.mark.parametrize("start", range(FIRST, FIRST + COUNT, CHUNK))
+def chunks():
+    for start in range(FIRST, FIRST + COUNT, CHUNK):
+        more = [pytest.mark.slow] if start >= FIRST + QUICK else []
+        yield pytest.param(start, marks=more, id=str(start))
+
+
+@pytest.mark.parametrize("start", chunks())
 def test_programs_never_differ_silently(start):
     programs = [generate(seed) for seed in range(start, min(start + CHUNK, FIRST + COUNT))]
     verdicts = [judged(program) for program in programs]

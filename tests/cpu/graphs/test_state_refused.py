@@ -351,7 +351,7 @@ def test_every_row_says_what_and_why_and_every_value_has_one():
 
 @pytest.mark.parametrize("make", ["scripted", "traced"])
 @pytest.mark.parametrize("where", ["child", "list"])
-@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")
 def test_modules_of_torch_jit_run_eagerly(make, where):
     def made():
         torch.manual_seed(3)
@@ -370,7 +370,7 @@ def test_modules_of_torch_jit_run_eagerly(make, where):
     graphed = graph(made(), warmup=0)
     with pytest.warns(PackgraphWarning, match=r"is a module of torch\.jit") as caught:
         assert same(found(graphed), found(made()))
-    assert len([w for w in caught if issubclass(w.category, PackgraphWarning)]) == 1
+    assert sum("is a module of torch.jit" in str(told.message) for told in caught) == 1
     assert graphed.stats.fallbacks[HIDDEN_STATE] == 5 and not graphed.stats.captured
 
 

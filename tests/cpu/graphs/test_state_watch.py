@@ -32,8 +32,11 @@ def way(request, monkeypatch):
         (module_state, "USE_GUARDS"),
         (parameters, "COUNT_HOOKS"),
     ):
-        assert getattr(module, name), "torch's own ways are missing: the fast way is never taken"
-        monkeypatch.setattr(module, name, request.param == "versions")
+        there = getattr(module, name)
+        # From Python 3.12 on, which counts no longer itself, torch misses changes of attributes.
+        may_be_missing = name == "USE_VERSIONS" and sys.version_info >= (3, 12)
+        assert there or may_be_missing, "torch's own ways are missing: the fast way is never taken"
+        monkeypatch.setattr(module, name, there and request.param == "versions")
 
 
 @pytest.fixture(autouse=True)

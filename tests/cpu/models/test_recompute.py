@@ -83,7 +83,7 @@ def test_parts_of_a_layer_are_recomputed_by_themselves(scope):
     assert same(expected, found) and graphed.stats.replayed >= 6
 
 
-@pytest.mark.parametrize("what", ["selective", "full"])
+@pytest.mark.parametrize("what", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_compiled_stages_keep_the_bits(what):
     torch._dynamo.reset()
     settings = replace(MODELS["dense"], dropout=0.0, num_layers=2)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from packgraph.graphs.graphed import graph
 from packgraph.moe.balance import (
     attach,
+    batch_loss,
     document_loss,
     expert_counts,
     load_loss,
+    naive_batch_loss,
     naive_document_loss,
     naive_load_loss,
     naive_z_loss,
@@ -66,6 +68,17 @@ def of_load(function, kind: Settings):
     return loss
 
 
+def of_batch(function, kind: Settings):
+    """A batch loss as a function of logits, for a step that has used later experts more."""
+
+    def loss(logits: Tensor, ids: Tensor) -> Tensor:
+        valid = ids < DOCUMENTS
+        _, scores = route(logits, ~valid, None, kind)
+        return function(scores, torch.arange(scores.shape[1]) ** 2, valid)
+
+    return loss
+
+
 def of_z(function):
     """A z-loss with the arguments of the others."""
     return lambda logits, ids: function(logits, ids < DOCUMENTS)
@@ -77,6 +90,7 @@ FAST = [
     of_documents(document_loss, KINDS[1]),
     of_load(load_loss, KINDS[0]),
     of_load(load_loss, KINDS[1]),
+    of_batch(batch_loss, KINDS[1]),
     of_z(z_loss),
 ]
 NAIVE = [
@@ -84,6 +98,7 @@ NAIVE = [
     of_documents(naive_document_loss, KINDS[1]),
     of_load(naive_load_loss, KINDS[0]),
     of_load(naive_load_loss, KINDS[1]),
+    of_batch(naive_batch_loss, KINDS[1]),
     of_z(naive_z_loss),
 ]
 
@@ -137,6 +152,21 @@ def test_document_loss_equals_sums_by_segment():
     torch.testing.assert_close(
         ours.grad, torch.where(valid[:, None], shares.grad - inner, 0).float(), **TOLERANCE
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_loss_of_the_counts_of_one_microbatch_is_its_load_loss(kind):
+    """And parts of a batch, by their tokens, are the loss of the whole: unlike the load loss it
+    does not depend on how tokens are cut into microbatches."""
+    ids, logits = pack([5, 7], 0), random_logits(12, 8, 7)
+    valid = ids < DOCUMENTS
+    routing, scores = route(logits, ~valid, None, kind)
+    counts = expert_counts(routing.experts, 8)
+    whole = batch_loss(scores, counts, valid)
+    torch.testing.assert_close(whole, load_loss(scores, routing.experts, valid), **TOLERANCE)
+    parts = [batch_loss(scores[at], counts, valid[at]) for at in (slice(0, 5), slice(5, 12))]
+    torch.testing.assert_close(5 / 12 * parts[0] + 7 / 12 * parts[1], whole, **TOLERANCE)
+    assert batch_loss(scores, torch.zeros(8, dtype=torch.int64), valid) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

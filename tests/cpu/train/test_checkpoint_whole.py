@@ -86,8 +86,8 @@ def test_a_shard_that_is_missing_when_saving_is_no_checkpoint(
 
     whole = checkpoint._write_tensors
 
-    def partly(folder: Path, values: Any) -> None:
-        whole(folder, values)
+    def partly(folder: Path, *values: Any) -> None:
+        whole(folder, *values)
         (folder / "__0_0.distcp").unlink()
 
     monkeypatch.setattr(checkpoint, "_write_tensors", partly)

@@ -64,8 +64,10 @@ def eager(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "options",
-    [{"granularity": "layer"}, {"granularity": "step", "optimizer": True}],
-    ids=["layer", "step"],
+    [
+        pytest.param({"granularity": "layer"}, id="layer"),
+        pytest.param({"granularity": "step", "optimizer": True}, id="step", marks=pytest.mark.slow),
+    ],
 )
 def test_graphs_of_compiled_stages_train_as_the_compiled_stages_do(options, eager, tmp_path):
     state, rows, summary = train(tmp_path / "graph", warmup=2, **options)

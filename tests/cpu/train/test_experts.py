@@ -10,21 +10,26 @@ from trainkit import CPU, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig, LatentConfig
-from packgraph.models.layers.moe import moe_blocks
+from packgraph.models.layers.moe import MoEBlock, moe_blocks
 from packgraph.moe.dispatch.all_to_all import PaddedDispatcher
 from packgraph.moe.stash.plan import pages_for
 from packgraph.moe.stash.stash import Stash
+from packgraph.offloading.group import SavedGroup
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.train.build import build_chunks
+from packgraph.train.config.reading import to_dict
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
 from packgraph.train.features.moe import (
+    all_pages,
     make_stash,
     planned_pages,
     restore_room,
     room_of_experts,
     share,
 )
+from packgraph.train.run_files import write_json
+from packgraph.train.run_folder import CONFIG, check_same_run
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
@@ -41,7 +46,7 @@ EXPERTS = ExpertConfig(
 )
 
 
-def config(steps=6, stash=0.0, **graph):
+def config(steps=6, stash=0.0, of_stash=None, **graph):
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
     model = dataclasses.replace(
         made.model,
@@ -54,7 +59,7 @@ def config(steps=6, stash=0.0, **graph):
         made,
         model=model,
         graph=dataclasses.replace(made.graph, **graph),
-        parallel=ParallelConfig(expert_stash=stash),
+        parallel=ParallelConfig(expert_stash=stash, **(of_stash or {})),
     )
 
 
@@ -98,6 +103,138 @@ def test_biases_and_graphs_of_every_granularity_equal_eager(tmp_path):
         assert totals["replayed"] > 0 and again == 0
 
 
+def with_batch_loss(factor, **options):
+    made = config(**options)
+    experts = dataclasses.replace(EXPERTS, batch_loss=factor, score_bias=False, document_loss=0.0)
+    return dataclasses.replace(made, model=dataclasses.replace(made.model, experts=experts))
+
+
+def test_the_loss_against_the_load_of_the_step_before_is_that_of_eager_and_goes_on(tmp_path):
+    expected, *_ = go(tmp_path / "eager", with_batch_loss(0.5, enabled=False))
+    without, *_ = go(tmp_path / "without", with_batch_loss(0.0, enabled=False))
+    routers = [name for name in without if name.endswith("gate.weight")]
+    assert any(not torch.equal(expected[name], without[name]) for name in routers)
+    assert all("step_load" not in name for name in without)
+    for granularity in ("layer", "step"):
+        settings = with_batch_loss(0.5, granularity=granularity)
+        found, totals, _ = go(tmp_path / granularity, settings)
+        equal(expected, found)
+        assert totals["replayed"] > 0
+    loads = [value for name, value in expected.items() if name.endswith(".step_load")]
+    assert len(loads) == 2 and all(load.sum() > 0 for load in loads)
+    go(tmp_path / "parts", with_batch_loss(0.5, steps=3))
+    run = trainer(tmp_path / "parts", with_batch_loss(0.5))
+    try:
+        run.resume()
+        run.run(StopRequest())
+        equal(expected, run.tensors())
+    finally:
+        run.close()
+
+
+def test_a_step_that_is_made_again_has_the_load_of_the_same_step_before(tmp_path):
+    expected, *_ = go(tmp_path / "plain", with_batch_loss(0.5))
+    found, _, again = go(tmp_path / "few", with_batch_loss(0.5, stash=1.0), pages=1)
+    equal(expected, found)
+    assert again >= 1
+
+
+@pytest.mark.parametrize("granularity", ["layer", "step"])
+@pytest.mark.parametrize(
+    "of_stash",
+    [
+        {"expert_stash_page_rows": 16},
+        {"expert_stash_host": 1.0},
+        {"expert_stash_resident": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_the_stash_change_no_bit(of_stash, granularity, tmp_path):
+    expected, *_ = go(tmp_path / "eager", config(4, enabled=False))
+    settings = config(4, stash=0.2 if "expert_stash_host" in of_stash else 1.2, of_stash=of_stash)
+    graph = dataclasses.replace(settings.graph, granularity=granularity)
+    run = trainer(tmp_path / "run", dataclasses.replace(settings, graph=graph))
+    blocks = moe_blocks(run.model.chunks)
+    stash = blocks[0].stash
+    try:
+        run.run(StopRequest())
+        equal(expected, run.tensors())
+        assert run.executor.totals()["replayed"] > 0
+        if "expert_stash_page_rows" in of_stash:
+            assert stash.page_rows == 16 and stash.need_hi() > 8
+        elif "expert_stash_host" in of_stash:
+            assert 0 < stash.spilled_hi() <= stash.pages.host_pages
+        else:
+            assert [block.stash for block in blocks] == [stash, None]
+            assert 0 < stash.need_hi() <= stash.pages.pages
+    finally:
+        run.close()
+
+
+def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tier(tmp_path):
+    expected, *_ = go(tmp_path / "plain", config(4))
+    settings = config(4, stash=0.1, of_stash={"expert_stash_host": 0.9})
+    run = trainer(tmp_path / "few", settings)
+    stash, blocks = moe_blocks(run.model.chunks)[0].stash, moe_blocks(run.model.chunks)
+    stash.allocate(1, 1, columns=dict(stash.columns))
+    share(stash, blocks)
+    try:
+        run.run(StopRequest())
+        equal(expected, run.tensors())
+        assert run._repeats.total >= 1
+        assert stash.pages.pages == 1 and stash.pages.host_pages > 1
+    finally:
+        run.close()
+
+
+def test_a_run_goes_on_bitwise_with_another_stash(tmp_path):
+    whole, *_ = go(tmp_path / "whole", config(5))
+    go(tmp_path / "parts", config(3))
+    other = {"expert_stash_host": 1.0, "expert_stash_page_rows": 16, "expert_stash_resident": True}
+    settings = config(5, stash=0.2, of_stash=other)
+    write_json(tmp_path / "parts" / CONFIG, to_dict(config(3)))
+    check_same_run(tmp_path / "parts", settings)
+    run = trainer(tmp_path / "parts", settings)
+    try:
+        run.resume()
+        run.run(StopRequest())
+        equal(whole, run.tensors())
+    finally:
+        run.close()
+
+
+def test_a_run_goes_on_with_the_pages_it_had_on_the_host():
+    settings = config(stash=0.5, of_stash={"expert_stash_host": 0.5})
+    model = build_chunks(settings, CPU, single_process())
+    stash = make_stash(model, settings, single_process(), CPU)
+    planned, device = all_pages(stash), stash.pages.pages
+    assert 0 < device < planned
+    assert room_of_experts(model, settings, single_process(), CPU)["pages"] == 1
+    assert restore_room(model, settings, single_process(), {"pages": 3.0})
+    assert stash.pages.pages == device and all_pages(stash) == 3 * planned
+    assert room_of_experts(model, settings, single_process(), CPU)["pages"] == 3
+
+
+def test_options_of_a_stash_that_make_no_sense_are_refused_with_all_reasons():
+    with pytest.raises(ValueError) as caught:
+        ParallelConfig(
+            expert_stash_host=0.5, expert_stash_page_rows=24, expert_stash_resident=True, pp=2
+        )
+    for text in (
+        "is for what finds no page on the device",
+        "multiple of 16",
+        "expert_stash_resident is of a stash",
+        "expert_stash_resident with pp = 2",
+    ):
+        assert text in str(caught.value)
+    with pytest.raises(ValueError, match="together at least 1"):
+        ParallelConfig(expert_stash=0.5, expert_stash_host=0.4)
+    settings = config(stash=1.0, of_stash={"expert_stash_resident": True})
+    assert not validate(settings, "cpu")
+    one = dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_layers=2))
+    assert any("model with one layer of experts" in text for text in validate(one, "cpu"))
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """torch's tracing compiler instead of the one that generates code."""
@@ -122,29 +259,59 @@ def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
 
 @pytest.mark.slow
 def test_too_few_pages_of_compiled_code_are_a_step_made_again(tmp_path, traced):
-    def settings(stash):
-        made = config(steps=3, stash=stash, compile=True, capacities=(Capacity(64, 8),), warmup=1)
-        model = dataclasses.replace(
-            made.model,
-            num_layers=1,
-            experts=dataclasses.replace(EXPERTS, first_dense=0),
-            latent=LatentConfig(),
-        )
-        return dataclasses.replace(made, model=model)
-
-    expected, *_ = go(tmp_path / "plain", settings(0.0))
-    found, totals, again = go(tmp_path / "few", settings(1.0), pages=1)
+    expected, *_ = go(tmp_path / "plain", of_one_layer(0.0))
+    found, totals, again = go(tmp_path / "few", of_one_layer(1.0), pages=1)
     equal(expected, found)
     assert again >= 1 and totals["replayed"] > 0
 
 
-def test_a_stash_in_compiled_code_that_is_offloaded_is_refused():
-    settings = config(stash=1.1, compile=True)
-    assert not validate(settings, "cpu")
-    settings = dataclasses.replace(settings, offload=OffloadConfig(modules=("attn_norm",)))
-    assert any(
-        "with graph.compile and parallel.expert_stash" in text for text in validate(settings, "cpu")
+def of_one_layer(stash, offload=()):
+    """Compiled code of a layer with experts, of which all that it saves may move."""
+    made = config(steps=4, stash=stash, compile=True, capacities=(Capacity(64, 8),), warmup=1)
+    model = dataclasses.replace(
+        made.model,
+        num_layers=1,
+        experts=dataclasses.replace(EXPERTS, first_dense=0),
+        latent=LatentConfig(),
     )
+    knobs = OffloadConfig(modules=offload, min_bytes=1, margin=0)
+    return dataclasses.replace(made, model=model, offload=knobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", [True, False], ids=["held", "control"])
+def test_compiled_layers_with_a_stash_are_offloaded_but_for_its_pages(
+    held, tmp_path, traced, monkeypatch
+):
+    """Without the stash's word (control) its pages move, too: they are saved for the backward."""
+    packed, pages = set(), set()
+
+    def pack(group, tensor, *rest, pack=SavedGroup.pack):
+        packed.add(tensor.untyped_storage().data_ptr())
+        return pack(group, tensor, *rest)
+
+    def memory(stash, *arguments, memory=Stash._memory):
+        made = memory(stash, *arguments)
+        pages.update(buffer.untyped_storage().data_ptr() for buffer in made)
+        return made
+
+    monkeypatch.setattr(SavedGroup, "pack", pack)
+    monkeypatch.setattr(Stash, "_memory", memory)
+    if not held:
+        monkeypatch.setattr(MoEBlock, "held_memory", lambda block: [])
+    settings = of_one_layer(1.2, ("core_attn",))
+    assert not validate(settings, "cpu")
+    found, totals, _ = go(tmp_path / "moved", settings)
+    assert pages and packed and totals["replayed"] > 0
+    if not held:
+        assert packed & pages
+        return
+    assert not packed & pages
+    torch._dynamo.reset()
+    equal(go(tmp_path / "kept", of_one_layer(1.2))[0], found)
+
+
+def test_a_stash_of_less_than_a_balanced_load_is_refused():
     with pytest.raises(ValueError, match="expert_stash must be 0 or at least 1"):
         ParallelConfig(expert_stash=0.5)
 
@@ -223,7 +390,7 @@ def test_a_run_goes_on_with_the_pages_it_had_at_last(tmp_path):
                 run.resume()
             else:
                 stash.allocate(3 * stash.pages.pages + 1, columns=dict(stash.columns))
-                share(stash, run.model)
+                share(stash, moe_blocks(run.model.chunks))
             run.run(StopRequest())
             pages[resume] = stash.pages.pages
             assert run._repeats.total == 0 and run.executor.totals()["replayed"] > 0

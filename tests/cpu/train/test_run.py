@@ -25,8 +25,9 @@ from packgraph.train.data.source import DataChangedError
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 from packgraph.train.signals import StopRequest
+from packgraph.train.spikes import NonFiniteLossError
 from packgraph.train.step import accumulate, take_step
-from packgraph.train.trainer import CHECKPOINTS, NonFiniteLossError, Trainer
+from packgraph.train.trainer import CHECKPOINTS, Trainer
 
 
 def figures(folder: Path) -> list[tuple[Any, ...]]:

@@ -11,6 +11,7 @@ import torch
 from trainkit import state_of, tiny, trainer
 
 from packgraph import cli
+from packgraph.train.checkpoint.background import Saves
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import read_state
 from packgraph.train.config.reading import ConfigError, to_dict
@@ -145,14 +146,15 @@ def test_what_a_resume_reads_is_synced(tmp_path: Path, monkeypatch: pytest.Monke
 def test_metrics_are_synced_before_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from packgraph.train import trainer as module
-
     events: list[str] = []
-    sync, save = MetricsLog.sync, module.save_checkpoint
+    sync, write = MetricsLog.sync, Saves.write
+
+    def written(*args: Any, **options: Any) -> None:
+        events.append("save")
+        write(*args, **options)
+
     monkeypatch.setattr(MetricsLog, "sync", lambda log: (events.append("sync"), sync(log))[1])
-    monkeypatch.setattr(
-        module, "save_checkpoint", lambda *args: (events.append("save"), save(*args))[1]
-    )
+    monkeypatch.setattr(Saves, "write", written)
     go(tmp_path / "run", 4, False)
     assert events[:4] == ["sync", "save", "sync", "save"]
 

@@ -18,8 +18,16 @@ from packgraph.train.checkpoint.writer import (
 )
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.signals import StopRequest
-from packgraph.train.spikes import LEAST, MOST_IN_A_ROW, MOST_RETURNS, Limits, Spikes
-from packgraph.train.trainer import NonFiniteLossError, SpikeError, Trainer
+from packgraph.train.spikes import (
+    LEAST,
+    MOST_IN_A_ROW,
+    MOST_RETURNS,
+    Limits,
+    NonFiniteLossError,
+    SpikeError,
+    Spikes,
+)
+from packgraph.train.trainer import Trainer
 
 STEPS = 34
 # the number of a pack in step 20 or so: the first steps are what later ones are held against

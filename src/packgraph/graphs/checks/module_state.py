@@ -415,6 +415,11 @@ class ModuleState:
         """The module, its submodules, and those that any of them holds elsewhere."""
         return self._walk.owners
 
+    @property
+    def tables(self) -> list[Table]:
+        """All containers whose contents are watched."""
+        return self._walk.tables
+
     def holds(self) -> bool:
         """Whether nothing has changed for sure, and all can be watched: asked before every call."""
         return self.refused is None and not self.broken and not self.hooked() and self._seal.holds()

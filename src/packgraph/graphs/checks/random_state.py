@@ -46,7 +46,8 @@ _COMPILERS = tuple(
 )
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PATIENCE = 0.03  # seconds, in which a thread that waits for the interpreter gets it
-DATA_THREAD = "packgraph-data"  # names threads that read data, and draw from no global generator
+# Names of threads that draw from no global generator begin so: they read data or write checkpoints.
+QUIET_THREAD = "packgraph-quiet"
 _QUIET = (
     "torch/_inductor/",
     "torch/utils/data/_utils/pin_memory.py",
@@ -477,7 +478,9 @@ def is_quiet(thread: threading.Thread, frame: FrameType | None) -> bool:
     now, None = no Python."""
     if frame is None:
         return isinstance(thread, threading._DummyThread)
-    return thread.name.startswith(DATA_THREAD) or any(name in _first_file(frame) for name in _QUIET)
+    return thread.name.startswith(QUIET_THREAD) or any(
+        name in _first_file(frame) for name in _QUIET
+    )
 
 
 def _first_file(frame: FrameType | None) -> str:

@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_leaves
 
 from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import LEAVE_OUT
-from packgraph.graphs.checks.module_state import PLAIN, Mark, ModuleState, TensorState, owners
+from packgraph.graphs.checks.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.checks.random_state import Draws
 from packgraph.graphs.checks.state_kinds import same_value
 from packgraph.graphs.checks.state_tables import MISSING, Form, Pairs, Table, differing, slot_names
-from packgraph.graphs.checks.state_walk import SUBMODULE, Walk
+from packgraph.graphs.checks.state_walk import SUBMODULE
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.program import Program
 from packgraph.graphs.stages import Run, State
@@ -94,7 +94,7 @@ class SideEffects:
     """The Python side of one capture of `module`.
 
     volatile: attributes assigned by eager stages are added to it. assigned: those refused, because
-    captured code assigns them.
+    captured code assigns them. state: of the module, up to date; made here without it.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class SideEffects:
         module: torch.nn.Module,
         volatile: set[Mark] | None = None,
         assigned: set[Mark] | None = None,
+        state: ModuleState | None = None,
     ) -> None:
         self.module = module
         self.volatile: set[Mark] = set() if volatile is None else volatile
         self.assigned: set[Mark] = set() if assigned is None else assigned
-        self._state = ModuleState(
-            module
-        )  # what eager code may change beside the module's own attributes
+        # What eager code may change beside the module's own attributes.
+        self._state = ModuleState(module) if state is None else state
 
     def begin(self, generators: Sequence[torch.Generator]) -> None:
         """Remember everything. generators: those that captured code may draw from."""
@@ -383,10 +383,10 @@ def refuse_changes(module: torch.nn.Module, before: ModuleState, where: str) -> 
 
 
 class Remembered:
-    """What code of a module can change, as it is now."""
+    """What code of a module can change, as it is now. state: of the module, up to date."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._tables = [(table, table.entries) for table in Walk(module, TensorState()).tables]
+    def __init__(self, state: ModuleState) -> None:
+        self._tables = [(table, table.entries) for table in state.tables]
 
     def moved(self) -> set[Mark]:
         """The attributes, variables and globals that are other ones now."""

@@ -487,6 +487,11 @@ def _own_names(kind: type) -> frozenset[str]:
     return frozenset(found.union(*map(vars, kind.__mro__[1:])))
 
 
+def _has_no_state(owner: Any) -> bool:
+    """Whether a C function of `owner`, a class or module, has nothing that could be walked."""
+    return owner is None or isinstance(owner, type | types.ModuleType)
+
+
 def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
 
@@ -505,6 +510,8 @@ def foreign(table: Table) -> list[tuple[str, Any]]:
 
 
 def _is_foreign(value: Any) -> bool:
+    if type(value) is types.BuiltinFunctionType and _has_no_state(value.__self__):
+        return False
     if isinstance(value, types.FunctionType):
         return not is_library(value.__globals__.get("__name__", ""))
     return _is_function(value) and row_of(value).treatment is not Treatment.IDENTITY

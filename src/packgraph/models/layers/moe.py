@@ -19,13 +19,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import State
 from packgraph.models.branches import routed_width
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.mlp import feed_forward
-from packgraph.moe.balance import attach, document_loss, expert_counts, load_loss, z_loss
+from packgraph.moe.balance import (
+    attach,
+    batch_loss,
+    document_loss,
+    expert_counts,
+    load_loss,
+    z_loss,
+)
 from packgraph.moe.dispatch.dispatcher import Dispatcher, ExpertRows, LocalDispatcher
 from packgraph.moe.experts import Experts
 from packgraph.moe.router_product import router_logits
@@ -37,6 +45,7 @@ from packgraph.ops.attention.zigzag import rank_rows
 from packgraph.ops.linear import linear_layer
 from packgraph.ops.loss import token_count
 from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.tensor import own_rows, whole_rows
 
 BETWEEN = ("moe_input", "moe_routing", "moe_shared", "moe_plan", "moe_rows", "moe_made")
 
@@ -47,11 +56,13 @@ class Gate(nn.Module):
 
     e_score_correction_bias: float32 [E] whatever the model's dtype, where the config has a bias.
     load: int64 [E], how many tokens each expert got in the forwards of training since `balance` has
-    read it last; no part of the state_dict.
+    read it last; no part of the state_dict. step_load: the same of the whole step before on all
+    ranks, where there is a `batch_loss`; a part of the optimizer's state.
     """
 
     e_score_correction_bias: Tensor | None
     load: Tensor
+    step_load: Tensor | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -60,6 +71,8 @@ class Gate(nn.Module):
         bias = torch.zeros(count, dtype=torch.float32) if config.experts.score_bias else None
         self.register_buffer("e_score_correction_bias", bias)
         self.register_buffer("load", torch.zeros(count, dtype=torch.int64), persistent=False)
+        step_load = torch.zeros(count, dtype=torch.int64) if config.experts.batch_loss else None
+        self.register_buffer("step_load", step_load, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """In float32, under autocast too: rounded logits would make ties, and choices that differ
@@ -70,6 +83,8 @@ class Gate(nn.Module):
     def reset_balance(self) -> None:
         """A bias of zero, and nothing counted."""
         self.load.zero_()
+        if self.step_load is not None:
+            self.step_load.zero_()
         if self.e_score_correction_bias is not None:
             self.e_score_correction_bias.zero_()
 
@@ -99,7 +114,8 @@ class MoEBlock(nn.Module):
     have needed and had not (`PaddedDispatcher.demand`). evaluation_demand: the same of calls that
     are not training (`eval`, or without gradients), which no step reads: look at it after an
     evaluation, since rows without room were left out. stash: where what experts save for the
-    backward of training is kept; None = as it is, all R rows of it.
+    backward of training is kept; None = as it is, all R rows of it. row_mesh: the ranks that hidden
+    states are split over by rows (tensor parallelism with sequence), None = none.
     """
 
     demand: Tensor
@@ -123,6 +139,7 @@ class MoEBlock(nn.Module):
         self.shared_experts = feed_forward(config, width) if width else None
         self.dispatcher = LocalDispatcher(config.experts.count)
         self.stash: Stash | None = None
+        self.row_mesh: DeviceMesh | None = None
         self.offload: Mark = offload_block
         self.register_buffer("demand", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer(
@@ -146,11 +163,12 @@ class MoEBlock(nn.Module):
         self._dispatcher = (dispatcher,)
 
     def run_router(self, state: State, x: Tensor) -> State:
-        """x: [T, H], the normed hidden state. Chooses experts, attaches the losses to hidden,
-        counts the load."""
+        """x: [T, H] or this rank's rows of it, the normed hidden state. Chooses experts, attaches
+        the losses to hidden, counts the load."""
         batch: PackedBatch = state["batch"]
         settings = self.settings
         padding = rank_rows(batch.padding_mask, state.get("context"), state.get("rows"), True)
+        x = whole_rows(x, self.row_mesh)
         logits = self.gate(x)
         scored = route(logits, padding, self.gate.e_score_correction_bias, settings)
         routing = scored.routing
@@ -185,6 +203,10 @@ class MoEBlock(nn.Module):
         parts = []
         if settings.load_loss:
             parts.append(settings.load_loss * load_loss(scores, experts, valid, context))
+        if self.gate.step_load is not None:
+            parts.append(
+                settings.batch_loss * batch_loss(scores, self.gate.step_load, valid, context)
+            )
         if settings.document_loss:
             parts.append(
                 settings.document_loss
@@ -226,6 +248,13 @@ class MoEBlock(nn.Module):
             "moe_made": made
         }
 
+    def held_memory(self) -> list[Tensor]:
+        """The pages of the stash, which offloading must leave where they are."""
+        if self.stash is None:
+            return []
+        tiers = (self.stash.buffers, self.stash.hosts)
+        return [pages for tier in tiers for column in tier.values() for pages in column]
+
     def _learns(self) -> bool:
         """Whether this call is one of training, whose backward follows."""
         return self.training and torch.is_grad_enabled()
@@ -235,6 +264,7 @@ class MoEBlock(nn.Module):
         branch = self.dispatcher.combine(state["moe_made"], state["moe_plan"])
         if self.fc2_latent_proj is not None:
             branch = self.fc2_latent_proj(branch)
+        branch = own_rows(branch, self.row_mesh)
         if "moe_shared" in state:
             branch = branch + state["moe_shared"]
         return {key: value for key, value in state.items() if key not in BETWEEN}, branch

@@ -17,7 +17,7 @@ import warnings
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ from packgraph.parallel.pipeline.schedule import Action, make_schedule, slot_cou
 
 Place = tuple[int, int]
 BeforeLast = Callable[[int, torch.Tensor], None]
+Around = Callable[[PackedBatch], contextlib.AbstractContextManager[None]]
+CONTIGUOUS = torch.contiguous_format
 HIDDEN = 2  # a chunk's tensors: the batch, the tokens in the step, hidden states
 
 
@@ -244,6 +246,69 @@ class Pipeline:
             for chunk in self._alone:
                 frozen.enter_context(chunk.frozen())
             return self._run(batches, tokens_in_step, before_last)
+
+    def evaluate(
+        self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, around: Around
+    ) -> torch.Tensor:
+        """Forwards alone, where gradients are off. Collective.
+
+        As many microbatches as there are ranks go through a chunk before the next chunk's turn, so
+        all ranks work. No slot is held beyond a call.
+
+        Args:
+            batches: As of `step`.
+            tokens_in_step: 0-d int64.
+            around: Opened around the forward of a microbatch in a chunk.
+
+        Returns:
+            The sum of the losses on every rank, float64 [].
+
+        Raises:
+            PipelineError: When the ranks disagree.
+        """
+        self._agree(batches)
+        self._ask_about(batches, tokens_in_step)
+        ranks, total = self.links.size, torch.zeros((), dtype=torch.float64, device=self.device)
+        sent: deque[tuple[Transfer, torch.Tensor]] = deque()
+        for stage, batch in self._forwards(batches):
+            arguments: tuple[object, ...] = (batch, tokens_in_step)
+            if stage > 0:
+                hidden = torch.empty_like(self._like(batch), memory_format=CONTIGUOUS)
+                self.links.receive(hidden, stage, "forward").wait()
+                arguments = (*arguments, hidden)
+            with around(batch):
+                out = self._forward_alone(stage // ranks, arguments)
+            if stage == self.num_stages - 1:
+                total += out
+                continue
+            if len(sent) == ranks:  # more are never waited for at the same time
+                sent.popleft()[0].wait()
+            sent.append((self.links.send(out, stage, "forward"), out))
+        for transfer, _ in sent:
+            transfer.wait()
+        self.links.sum(total)
+        return total
+
+    def _forwards(self, batches: Sequence[PackedBatch]) -> Iterator[tuple[int, PackedBatch]]:
+        """This rank's stages and their microbatches, in the order of `evaluate`."""
+        for first in range(0, len(batches), self.links.size):
+            for stage in map(self._stage, range(len(self.chunks))):
+                for batch in batches[first : first + self.links.size]:
+                    yield stage, batch
+
+    def _forward_alone(self, index: int, arguments: tuple[object, ...]) -> torch.Tensor:
+        """The output of a chunk, contiguous memory of its own."""
+        chunk = self.chunks[index]
+        handle = self._reason or chunk.acquire(arguments, {})
+        if isinstance(handle, str):
+            chunk.stats.fell_back(handle)
+            found: torch.Tensor = chunk.run_eagerly(*arguments)
+            return found.contiguous()
+        try:
+            made: torch.Tensor = handle.run(arguments, {})
+            return made.clone(memory_format=CONTIGUOUS)
+        finally:
+            handle.lease.release()
 
     def _whole_step_is_ready(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> bool:
         """Whether every rank has captured this step; collective."""

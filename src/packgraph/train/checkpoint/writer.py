@@ -37,9 +37,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as distributed
 import torch.distributed.checkpoint as distributed_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.parallel.heartbeat import is_broken_connection
@@ -69,6 +71,7 @@ from packgraph.train.run_files import (
 
 FORMAT, OLD_FORMAT = "packgraph checkpoint 2", "packgraph checkpoint 1"
 STATE, METADATA = "state.json", ".metadata"
+COPY_AHEAD = 10_000_000  # bytes that torch's writer copies to the host before they are written
 
 
 class StoredState(NamedTuple):
@@ -245,16 +248,20 @@ def save_checkpoint(
     mesh: Mesh | None = None,
     best: int | None = None,
     nodes: NodeFolders | None = None,
+    pinned: Collection[int] = (),
+    *,
+    staged: bool = False,
 ) -> Path:
     """Write the checkpoint of `step`; keep the newest `keep` and that of step `best`, if there is
     one. Collective.
 
     tensors: flat name → tensor (any device or dtype), DTensor or `Pieces`. state: JSON-able, rank
     0's is written. nodes: which ranks see the same folder, all of them by default; the checkpoint
-    is rank 0's. Returns the checkpoint's folder. Source of the rename protocol: POSIX rename(2)
-    is atomic within a file system. Raises CheckpointError (full disk, no permission, shards of
-    other ranks that rank 0 does not see) on all ranks; the earlier ones stay as they are. A
-    connection to another rank that breaks is no such error, and is raised as it is.
+    is rank 0's. pinned: steps whose checkpoints stay, too. staged: all tensors are on the host, and
+    nothing is asked of another device. Returns the checkpoint's folder. Source of the rename
+    protocol: POSIX rename(2) is atomic within a file system. Raises CheckpointError (full disk, no
+    permission, shards of other ranks that rank 0 does not see) on all ranks; the earlier ones stay
+    as they are. A connection to another rank that breaks is no such error, and is raised as it is.
     """
     mesh = mesh or single_process()
     nodes = nodes or shared_folder(mesh)
@@ -266,11 +273,11 @@ def save_checkpoint(
         if nodes.others:
             on_each(mesh, lambda: _begin_writing(folder, writing) if leads else None, OSError)
         on_first(mesh, lambda: _begin_writing(folder, writing), OSError)
-        _write_tensors(writing, tensors)
+        _write_tensors(writing, tensors, mesh, staged)
         sent = gather_shards(writing, mesh, nodes)
         on_first(
             mesh,
-            lambda: _finish_writing(folder, writing, step, state, keep, best, sent),
+            lambda: _finish_writing(folder, writing, step, state, keep, best, pinned, sent),
             OSError,
             CheckpointError,
         )
@@ -307,6 +314,7 @@ def _finish_writing(
     state: Mapping[str, Any],
     keep: int,
     best: int | None,
+    pinned: Collection[int],
     sent: Mapping[str, str],
 ) -> None:
     """Describe what was written, give it its name, make it the latest and remove the oldest."""
@@ -323,7 +331,7 @@ def _finish_writing(
         _point(folder, BEST, _name(best))
     sync_folder(folder)
     remove_leftovers(folder)
-    _prune(folder, step, keep, best)
+    _prune(folder, step, keep, {*pinned, best})
 
 
 def _point(folder: Path, pointer: str, name: str) -> None:
@@ -460,12 +468,19 @@ def load_tensors(
         raise CheckpointError(f"{path}: damaged: {what}") from error
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], mesh: Mesh, staged: bool = False
+) -> None:
+    # A writer that copies ahead synchronises with a stream of CUDA, also for tensors of the host.
+    ahead = 0 if staged else COPY_AHEAD
+    writer = PlainWriter(folder, sync_files=True, per_thread_copy_ahead=ahead)
+    writer.reset()
     try:
-        with _single_process_is_meant():
-            distributed_checkpoint.save(
-                dict(tensors), storage_writer=PlainWriter(folder, sync_files=True)
-            )
+        # What `save` does, but for a warning in a single process: filters of warnings belong to the
+        # whole process, and are not to be changed beside another thread.
+        _save_state_dict(
+            dict(tensors), writer, mesh.host_group, no_dist=not distributed.is_initialized()
+        )
     except CheckpointException as error:
         if is_broken_connection(error):
             raise
@@ -533,12 +548,12 @@ def checkpoints_by_step(folder: Path) -> list[Path]:
     )
 
 
-def _prune(folder: Path, newest: int, keep: int, best: int | None) -> None:
-    """Keep the `keep` highest steps up to `newest`, which was just saved, and the best; higher ones
-    are of a history left behind."""
+def _prune(folder: Path, newest: int, keep: int, pinned: Collection[int | None]) -> None:
+    """Keep the `keep` highest steps up to `newest`, which was just saved, and those of `pinned`;
+    higher ones are of a history left behind."""
     known = checkpoints_by_step(folder)
     past = [path for path in known if (step_of(path) or 0) <= newest]
-    kept = past[:keep] + [path for path in past if step_of(path) == best]
+    kept = past[:keep] + [path for path in past if step_of(path) in pinned]
     for path in known:
         if path not in kept:
             doomed = path.rename(folder / (WRITING + path.name))

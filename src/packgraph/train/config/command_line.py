@@ -41,6 +41,8 @@ COMMON = (
     "data.source",
     "data.path",
     "data.tokenizer",
+    "eval.every",
+    "eval.share",
     "optimizer.learning_rate",
     "graph.granularity",
     "graph.compile",

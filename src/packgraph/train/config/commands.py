@@ -59,7 +59,7 @@ stderr where it is. Further options are those of `packgraph train --help all`.""
 PLAN_USAGE = """\
 usage: packgraph plan --ranks N --microbatches N [--chunks N] [--group N] [--svg FILE] ...
        packgraph plan DATA [PRESET] [--batch N | --world N] [--json] [--section.option VALUE ...]
-       packgraph plan memory [PRESET] [--tokens N] [--memory SIZE] [--json]
+       packgraph plan memory [PRESET] [--tokens N] [--memory SIZE] [--world N] [--json]
 
 Draw a pipeline schedule: who runs what when, in which slot and bucket; and say what it costs: slots
 per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data are needed.
@@ -70,14 +70,14 @@ per rank and chunk, steady memory, bubble. Nothing is run, no GPU and no data ar
 `packgraph plan DATA` chooses buckets for the lengths of documents instead, and with --world N
 shares out one step's documents to ranks (dynamic context parallelism); see
 `packgraph plan stdlib --help`. `packgraph plan memory` shows time against memory of recomputation
-and offloading."""
+and offloading; with --world N, which ways to spread a run over N GPUs fit and are fastest."""
 
 EXPORT_USAGE = """\
-usage: packgraph export RUN FOLDER [--adapter]
+usage: packgraph export RUN FOLDER [--best] [--adapter]
 
-Write the weights of the newest checkpoint of a run as a Hugging Face checkpoint (config.json and
-safetensors), with the tokenizer it was trained with. Adapters (--lora.rank) are merged into the
-weights."""
+Write the weights of the newest checkpoint of a run, or of the best one, as a Hugging Face
+checkpoint (config.json and safetensors), with the tokenizer it was trained with. Adapters
+(--lora.rank) are merged into the weights."""
 
 COMPLETION_USAGE = """\
 usage: packgraph completion SHELL
@@ -103,11 +103,12 @@ class TrainArguments(CommandArguments):
         "values from a .toml or .json file, such as runs/NAME/config.json; options win over it",
         metavar="FILE",
     )
-    resume: bool | Literal["auto"] = option(
+    resume: bool | Literal["auto", "best"] = option(
         False,
         "go on from the newest checkpoint of the run (as --run.resume); auto = if there is one, "
-        "else start afresh: for torchrun --max-restarts and jobs that are requeued",
-        metavar="auto",
+        "else start afresh: for torchrun --max-restarts and jobs that are requeued; best = from "
+        "the checkpoint of the lowest loss",
+        metavar="auto|best",
     )
     help: Literal["short", "all"] | None = option(
         None,
@@ -181,6 +182,7 @@ class ExportArguments(CommandArguments):
         Path(), "folder of the run, such as runs/NAME", positional=True, required=True
     )
     folder: Path = option(Path(), "new folder for the weights", positional=True, required=True)
+    best: bool = option(False, "the checkpoint with the lowest loss instead of the newest")
     adapter: bool = option(
         False, "write the adapter of a run with --lora.rank alone, as peft reads it"
     )

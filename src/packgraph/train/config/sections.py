@@ -17,8 +17,10 @@ from packgraph.models.decoder import DecoderConfig
 from packgraph.offloading.knobs import OffloadKnobs
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, context_sizes
+from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
 from packgraph.train.config.values import path_problem, shown
+from packgraph.train.trackers import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
 
@@ -32,8 +34,11 @@ def _refuse(problems: dict[str, bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up, decay and clipping by the global gradient norm.
+    """The optimizer, with linear warm-up, decay and clipping by the global gradient norm.
 
+    name: adamw; muon = Muon for the matrices of hidden layers and AdamW for all else, at the same
+        learning rate and weight decay; on ranks that hold whole matrices.
+    muon_momentum: decay rate of Muon's running mean.
     learning_rate: peak learning rate.
     weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
     betas: decay rates of AdamW's two running means.
@@ -45,8 +50,12 @@ class OptimizerConfig:
     decay_share: of the steps after the warm-up, those in which wsd falls.
     min_learning_rate_fraction: learning rate after the decay, as a fraction of the peak.
     clip_norm: largest global gradient norm; none = no clipping.
+    offload: keep AdamW's state in host memory, and bring it to the device piece by piece for each
+        update; saves 16 bytes a parameter under bfloat16, for 12 that are copied each way.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
+    muon_momentum: float = 0.95
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -57,6 +66,7 @@ class OptimizerConfig:
     decay_share: float = 0.2
     min_learning_rate_fraction: float = 0.1
     clip_norm: float | None = 1.0
+    offload: bool = False
 
     def __post_init__(self) -> None:
         _refuse(
@@ -69,6 +79,9 @@ class OptimizerConfig:
                     0 <= beta < 1 for beta in self.betas
                 ),
                 f"eps must be positive, got {self.eps}": self.eps <= 0,
+                f"muon_momentum must lie in [0, 1), got {self.muon_momentum}": not 0
+                <= self.muon_momentum
+                < 1,
                 f"warmup_steps must not be negative, got {self.warmup_steps}": self.warmup_steps
                 < 0,
                 f"decay_steps must be positive, got {self.decay_steps}": (self.decay_steps or 1)
@@ -184,6 +197,8 @@ class ParallelConfig:
         divide the heads.
     dynamic_cp: spread every row over as many ranks as its documents need, at most cp, in each
         microbatch anew; the documents of a step are shared out to all ranks of dp x cp together.
+    min_cp: the fewest ranks that a row is spread over with dynamic_cp: cp, or a power of two that
+        divides it. More means fewer shapes to capture, and smaller pieces of short rows.
     time_rows: once graphs are captured, time rows of every number of ranks, and plan by that
         instead of by estimates, with dynamic_cp; auto = on CUDA, unless the run is deterministic,
         since other times may make other plans.
@@ -206,12 +221,20 @@ class ParallelConfig:
     expert_stash: pages for what experts keep for the backward, over what equally busy experts would
         need, such as 1.1; only rows that hold tokens take memory then. 0 = all static rows are kept
         as they are.
+    expert_stash_host: pages in pinned host memory, in the same measure, for what finds no page on
+        the device; it counts towards the whole, so that 0.8 and 0.3 are pages for 1.1. Experts
+        read and write these over the bus.
+    expert_stash_page_rows: rows of a page, a multiple of 16: a layer's last page is half empty on
+        average.
+    expert_stash_resident: the last layer with experts keeps its rows as they are: its backward
+        follows at once, so that copies to pages and back only take time; needs pp = 1.
     """
 
     dp: int | None = None
     cp: int = 1
     cp_kind: Literal["auto", "ulysses", "zigzag"] = "auto"
     dynamic_cp: bool = False
+    min_cp: int = 1
     time_rows: bool | Literal["auto"] = "auto"
     tp: int = 1
     pp: int = 1
@@ -222,11 +245,15 @@ class ParallelConfig:
     dispatcher: Literal["auto", "local", "host_splits", "padded", "symmetric"] = "auto"
     expert_room: float = 1.5
     expert_stash: float = 0.0
+    expert_stash_host: float = 0.0
+    expert_stash_page_rows: int = 64
+    expert_stash_resident: bool = False
 
     def __post_init__(self) -> None:
         sizes = {
             "dp": 1 if self.dp is None else self.dp,
             "cp": self.cp,
+            "min_cp": self.min_cp,
             "tp": self.tp,
             "pp": self.pp,
             "chunks": self.chunks,
@@ -241,15 +268,36 @@ class ParallelConfig:
             "padded or "
             "host_splits"
         ] = self.dispatcher == "local" and self.ep > 1
-        problems[f"expert_stash must be 0 or at least 1, got {self.expert_stash}"] = (
-            self.expert_stash != 0 and self.expert_stash < 1
-        )
+        problems |= self._stash_problems()
         _refuse(problems)
+
+    def _stash_problems(self) -> dict[str, bool]:
+        device, host, rows = self.expert_stash, self.expert_stash_host, self.expert_stash_page_rows
+        text = f" (with expert_stash_host = {host} together at least 1)" if host > 0 else ""
+        return {
+            f"expert_stash must be 0 or at least 1, got {device}{text}": device < 0
+            or 0 < device + max(host, 0) < 1,
+            f"expert_stash_host must not be negative, got {host}": host < 0,
+            "expert_stash_page_rows must be a positive multiple of 16, since rows are copied 16 at "
+            f"a time, got {rows}": rows < 1 or rows % 16 > 0,
+            f"expert_stash_host = {host} is for what finds no page on the device; give expert_stash"
+            ", too": host > 0 and device == 0,
+            "expert_stash_resident is of a stash; give expert_stash, too": device == 0
+            and self.expert_stash_resident,
+            f"expert_stash_resident with pp = {self.pp}: forwards of other microbatches come "
+            "between the last layer's forward and its backward; leave it out": self.pp > 1
+            and self.expert_stash_resident,
+        }
 
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        contexts = context_sizes(self.cp) if self.dynamic_cp else ()
+        contexts = self.context_sizes if self.dynamic_cp else ()
         return Layout(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, contexts=contexts)
+
+    @property
+    def context_sizes(self) -> tuple[int, ...]:
+        """How many ranks may share a row with dynamic_cp, ascending."""
+        return context_sizes(self.cp, self.min_cp)
 
     @property
     def shards(self) -> bool:
@@ -288,8 +336,13 @@ class RunConfig:
     log_every: steps between two lines of a log that is no terminal.
     checkpoint_every: steps between two checkpoints; there is always one at the end.
     keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
+    async_checkpoints: steps go on while a checkpoint is written, from copies in host memory; if
+        there is room for them.
+    tracker: where rows are shown besides metrics.jsonl: tensorboard, wandb, mlflow; several are
+        written as tensorboard,wandb.
     resume: go on from the newest checkpoint of the run; auto = if there is one, else start afresh:
-        one command for first starts and restarts (torchrun --max-restarts, a requeued job).
+        one command for first starts and restarts (torchrun --max-restarts, a requeued job); best =
+        from the checkpoint of the lowest loss; what was trained after it is given up.
     max_minutes: minutes after which the run saves and ends with exit code 75, to be started again;
         none = no limit.
     timeout: seconds without a sign of life of a rank, or without an answer to a failed capture,
@@ -319,7 +372,9 @@ class RunConfig:
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 3
-    resume: bool | Literal["auto"] = False
+    async_checkpoints: bool = True
+    tracker: tuple[str, ...] = ("tensorboard",)
+    resume: bool | Literal["auto", "best"] = False
     max_minutes: float | None = None
     timeout: float = 10.0
     on_spike: Literal["warn", "stop", "skip", "rollback"] = "warn"
@@ -353,6 +408,10 @@ class RunConfig:
             problems[f"{name} cannot be the path of a folder, got {shown(path)}: {problem}"] = (
                 problem is not None
             )
+        unknown = sorted(set(self.tracker) - set(TRACKERS))
+        problems[f"tracker must be of {', '.join(TRACKERS)}, got {shown(', '.join(unknown))}"] = (
+            bool(unknown)
+        )
         bad_device = re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device) is None
         problems[f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}"] = bad_device
         _refuse(problems)
@@ -575,6 +634,7 @@ class TrainConfig:
     hf: HfConfig = field(default_factory=HfConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
     buckets: BucketConfig = field(default_factory=BucketConfig)

@@ -13,6 +13,8 @@ multiple: int)
     JSON-able and taken between two packs; `.load_state_dict(state)` on a new iterator continues
     with exactly the packs that would have come next, and raises DataError when data, tokenizer,
     capacities or packing are not those of the state.
+open_for_evaluation(config: TrainConfig, documents, tokenizer) -> Split
+    what is trained on, and by name what is evaluated on: of their own paths, or a share held out.
 PlannedSteps(..., request): the same for dynamic context parallelism, a planned step at a time.
 
 source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ window ──▶ PackedBatch
@@ -20,6 +22,7 @@ source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ wind
 
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.formats import open_documents
+from packgraph.train.data.held_out import evaluation_stream, open_for_evaluation
 from packgraph.train.data.microbatches import Microbatches, PlannedSteps, open_microbatches
 from packgraph.train.data.source import (
     DataError,
@@ -39,6 +42,8 @@ __all__ = [
     "SourceDocument",
     "Tokenizer",
     "build_tokenizer",
+    "evaluation_stream",
     "open_documents",
+    "open_for_evaluation",
     "open_microbatches",
 ]

@@ -7,7 +7,7 @@ With dynamic context parallelism:
 
     8192 tokens on 4 ranks are L = 2048 a rank
     rows of 1, 2 or 4 ranks: 2048, 4096 or 8192 tokens, each with places for 16 or 64 documents:
-    6 buckets
+    6 buckets; with parallel.min_cp = 2 rows of 2 or 4 ranks: 4 buckets
 
 A capacity is that of the largest row, as without dynamic_cp, so `cp` says how long a document may
 be. The number of ranks of a row follows from its tokens (T / L), so a bucket of the bank is a
@@ -73,7 +73,7 @@ def context_choices(config: TrainConfig) -> dict[int, ContextChoice]:
     """
     parallel = config.parallel
     return choices_of(
-        config, {parallel.cp, *(context_sizes(parallel.cp) if parallel.dynamic_cp else ())}
+        config, {parallel.cp, *(parallel.context_sizes if parallel.dynamic_cp else ())}
     )
 
 
@@ -167,7 +167,7 @@ def with_context_buckets(config: TrainConfig) -> TrainConfig:
     buckets = sorted(
         {
             Capacity(size * tokens, capacity.documents)
-            for size in context_sizes(config.parallel.cp)
+            for size in config.parallel.context_sizes
             for capacity in config.graph.declared_capacities()
         }
     )
@@ -191,7 +191,7 @@ def context_request(config: TrainConfig, world: int, device: torch.device) -> Co
     return ContextRequest(
         world=plane,
         tokens=tokens,
-        sizes=context_sizes(parallel.cp),
+        sizes=parallel.context_sizes,
         places=tuple(capacity.documents for capacity in config.graph.packing_capacities()),
         microsteps=-(-config.run.tokens_per_step // (plane * tokens)),
         cost=context_cost(
@@ -239,15 +239,18 @@ def context_problems_of_run(config: TrainConfig) -> list[str]:
     once."""
     parallel, graph = config.parallel, config.graph
     if not parallel.dynamic_cp:
-        return (
-            [
-                "parallel.time_rows = true is for plans of groups that change; it goes with "
-                "parallel.dynamic_cp = true"
-            ]
-            if parallel.time_rows is True
-            else []
-        )
+        fixed = {
+            "parallel.time_rows = true is for plans of groups that change; it goes with "
+            "parallel.dynamic_cp = true": parallel.time_rows is True,
+            f"parallel.min_cp = {parallel.min_cp} bounds groups that change; it goes with "
+            "parallel.dynamic_cp = true": parallel.min_cp > 1,
+        }
+        return [text for text, wrong in fixed.items() if wrong]
+    sizes = ", ".join(map(str, context_sizes(parallel.cp)))
     problems = {
+        f"parallel.min_cp = {parallel.min_cp} must be one of the numbers of ranks that may share a "
+        f"row with parallel.cp = {parallel.cp}: {sizes}": parallel.min_cp
+        not in context_sizes(parallel.cp),
         "parallel.dynamic_cp chooses among groups of up to parallel.cp ranks, and that is 1; give "
         "the ranks that the "
         "longest document needs": parallel.cp == 1,
@@ -426,11 +429,17 @@ def put_back(
 
     Nothing may be in flight.
     """
+    with executor.aside(), undisturbed(modules, device):
+        yield
+
+
+@contextlib.contextmanager
+def undisturbed(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Buffers and random states are put back after what is run within."""
     buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
     random = random_states(device)
     try:
-        with executor.aside():
-            yield
+        yield
     finally:
         with torch.no_grad():
             for buffer, before in buffers.items():

@@ -7,7 +7,7 @@ the load of the step.
 The forwards of a step count on the device which experts tokens went to (`Gate.load`); here the
 counts are summed over the replicas, in one exchange for all layers, and the biases move. It is part
 of the optimizer's update, so that it is captured with it, repeated with it, and left out with it.
-Source: arXiv 2408.15664.
+Source: arXiv 2408.15664. The same counts are kept for the `batch_loss` of the next step.
 
 The memory through which ranks exchange tokens with `parallel.dispatcher = symmetric`
 (`make_buffers`):
@@ -58,7 +58,7 @@ from torch import Tensor, nn
 
 from packgraph.models.branches import routed_width
 from packgraph.models.decoder import ModelChunks
-from packgraph.models.layers.moe import MoEBlock, moe_blocks
+from packgraph.models.layers.moe import Gate, MoEBlock, moe_blocks
 from packgraph.moe.balance import update_bias
 from packgraph.moe.dispatch.choose import Budgeted, with_factor
 from packgraph.moe.peer_read.buffers import (
@@ -86,6 +86,12 @@ class ExpertBalance:
 
     def __init__(self, chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
         self._gates = [block.gate for block in moe_blocks(chunks)]
+        self._names = [
+            name
+            for chunk in chunks
+            for name, module in chunk.named_modules()
+            if isinstance(module, Gate)
+        ]
         self._rates = [block.settings.bias_rate for block in moe_blocks(chunks)]
         self._group = group
 
@@ -99,10 +105,22 @@ class ExpertBalance:
         if self._group is not None:
             dist.all_reduce(loads, group=self._group)
         for gate, load, rate in zip(self._gates, loads, self._rates, strict=True):
+            if gate.step_load is not None:
+                kept = load if skip is None else torch.where(skip, gate.step_load, load)
+                gate.step_load.copy_(kept)
             bias = gate.e_score_correction_bias
             if bias is not None:
                 update_bias(bias, load, rate if skip is None else torch.where(skip, 0.0, rate))
             gate.load.zero_()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What a run that goes on needs beside the biases: `balance.NAME.step_load` of each gate
+        that has one."""
+        return {
+            f"balance.{name}.step_load": gate.step_load
+            for name, gate in zip(self._names, self._gates, strict=True)
+            if gate.step_load is not None
+        }
 
 
 def exchange_problems(config: TrainConfig, device_type: str) -> list[str]:
@@ -159,17 +177,17 @@ def make_buffers(
 def make_stash(
     model: ModelChunks, config: TrainConfig, mesh: Mesh, device: torch.device
 ) -> Stash | None:
-    """The stash of all layers with experts of this rank, attached to them; None where there is
-    none."""
-    blocks = moe_blocks(model.chunks)
-    if not config.parallel.expert_stash or not blocks:
+    """The stash of all layers with experts of this rank that have one, attached to them; None where
+    there is none."""
+    parallel, blocks = config.parallel, _stashing(model, config)
+    if not blocks:
         return None
-    stash = Stash(device)
-    stash.allocate(
-        planned_pages(model, config, mesh, config.parallel.expert_stash, stash.page_rows),
-        columns=columns_of(blocks[0].experts),
-    )
-    share(stash, model)
+    stash = Stash(device, parallel.expert_stash_page_rows)
+    whole = parallel.expert_stash + parallel.expert_stash_host
+    pages = planned_pages(model, config, mesh, whole, stash.page_rows)
+    host = math.floor(pages * parallel.expert_stash_host / whole)
+    stash.allocate(pages - host, host, columns=columns_of(blocks[0].experts))
+    share(stash, blocks)
     return stash
 
 
@@ -183,15 +201,29 @@ def planned_pages(
         for chunk, slots in zip(model.chunks, _in_flight(mesh, len(model.chunks)), strict=True)
     )
     return pages_for(
-        longest_row(config), config.model.experts.per_token, records, 1, factor, page_rows
+        longest_row(config),
+        config.model.experts.per_token,
+        records,
+        1,
+        factor,
+        page_rows,
+        config.parallel.expert_stash_resident,
     )
 
 
-def share(stash: Stash, model: ModelChunks) -> None:
-    """Give the stash to all layers with experts, once its pages are there."""
-    for block in moe_blocks(model.chunks):
+def share(stash: Stash, blocks: Sequence[MoEBlock]) -> None:
+    """Give the stash to these layers, once its pages are there."""
+    for block in blocks:
         block.stash = stash
         stash.attach(block)
+
+
+def _stashing(model: ModelChunks, config: TrainConfig) -> list[MoEBlock]:
+    """The layers whose experts are to keep their rows in a stash."""
+    parallel, blocks = config.parallel, moe_blocks(model.chunks)
+    if not parallel.expert_stash:
+        return []
+    return blocks[:-1] if parallel.expert_stash_resident else blocks
 
 
 def _in_flight(mesh: Mesh, chunks: int) -> list[int]:
@@ -267,14 +299,43 @@ class Overflow:
             told.append(self._more_pages(self._stash))
         return "; ".join(told) or "another rank had too little room"
 
+    @torch.no_grad()
+    def lacked_in_evaluation(self) -> float:
+        """0, or the most room over that of a balanced load that an evaluation would have needed on
+        any rank and had not. Collective; waits for the device."""
+        largest = torch.zeros((), dtype=torch.int64, device=self.blocked.device)
+        for block in self._blocks:
+            torch.maximum(largest, block.evaluation_demand, out=largest)
+            block.evaluation_demand.zero_()
+        if self._group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return int(largest) / 1000
+
+    def give(self, needed: float) -> None:
+        """Give every layer room for so many times the rows of a balanced load, and some more.
+        Collective; graphs must have been freed."""
+        give_room(self._blocks, needed * SPARE)
+
     def _more_pages(self, stash: Stash) -> str:
-        before, needed = stash.pages.pages, int(stash.need_hi())
-        stash.allocate(grown_pages(before, needed), columns=dict(stash.columns))
-        for block in moe_blocks(self._chunks):
-            stash.attach(block)
-        return (
-            f"the stash had {before} pages and needed {needed}; now there are {stash.pages.pages}"
-        )
+        before, needed = all_pages(stash), int(stash.need_hi())
+        set_pages(stash, grown_pages(before, needed), moe_blocks(self._chunks))
+        return f"the stash had {before} pages and needed {needed}; now there are {all_pages(stash)}"
+
+
+def all_pages(stash: Stash) -> int:
+    """Pages on the device and on the host."""
+    return stash.pages.pages + stash.pages.host_pages
+
+
+def set_pages(stash: Stash, pages: int, blocks: Sequence[MoEBlock]) -> None:
+    """Give the stash more pages, and its layers among `blocks` the new ones.
+
+    Where there is a tier on the host it grows, since the device is to hold no more than was asked
+    for. Nothing may be in flight.
+    """
+    host = pages - stash.pages.pages if stash.pages.host_pages else 0
+    stash.allocate(pages - host, host, columns=dict(stash.columns))
+    share(stash, [block for block in blocks if block.stash is stash])
 
 
 def give_room(blocks: Sequence[MoEBlock], factor: float) -> None:
@@ -294,7 +355,7 @@ def room_of_experts(
     if not config.model.experts.enabled:
         return {}
     stash = _stash(model)
-    pages = stash.pages.pages / _balanced(stash, model, config, mesh) if stash is not None else 0.0
+    pages = all_pages(stash) / _balanced(stash, model, config, mesh) if stash is not None else 0.0
     rows = max((dispatcher.factor for _, dispatcher in _budgets(model)), default=0.0)
     largest = torch.tensor([rows, pages], dtype=torch.float64, device=device)
     if mesh.everyone() is not None:
@@ -323,9 +384,8 @@ def restore_room(
         pages = math.ceil(
             saved.get("pages", 0.0) * _balanced(stash, model, config, mesh) * (1 - ROUNDING)
         )
-        if pages > stash.pages.pages:
-            stash.allocate(pages, columns=dict(stash.columns))
-            share(stash, model)
+        if pages > all_pages(stash):
+            set_pages(stash, pages, moe_blocks(model.chunks))
             told.append(f"the stash goes on with {pages} pages, as it had at last")
     return told
 

@@ -82,7 +82,10 @@ def start_again(graphed, state) -> None:
         parameter.grad = None
 
 
-@pytest.mark.parametrize(("granularity", "replays_first"), [("layer", False), ("chunk", True)])
+@pytest.mark.parametrize(
+    ("granularity", "replays_first"),
+    [pytest.param("layer", False, marks=pytest.mark.slow), ("chunk", True)],
+)
 def test_replays_equal_the_same_code_run_eagerly_and_nearly_the_module_itself(
     granularity, replays_first
 ):

@@ -1,0 +1,212 @@
+"""Checkpoints that are written while training goes on.
+
+    main thread   step ─ copy to the host ─ step ─ step ─ step ─ ... ─ wait ─ copy ─ step
+    save thread                          └ write, checksum, rename, prune ┘        └ write ...
+
+The main thread waits only for copies of the tensors (`staging.py`); a thread of its own does all
+that `save_checkpoint` does. The invariants:
+
+* A checkpoint is the one that a save at once would have written, or is not there.
+* One save is under way at a time; the next one waits for it.
+* The thread asks nothing of the device: a capture in another thread would fail by it. It draws no
+  random numbers, and its name says so. What ranks exchange for it goes over a group of its own,
+  so that it cannot come between collectives of training.
+* What goes wrong is raised in the main thread: by the next save, by `wait`, or by `close`.
+"""
+
+import copy
+import socket
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packgraph.graphs.checks.random_state import QUIET_THREAD
+from packgraph.parallel.heartbeat import Whereabouts, is_broken_connection
+from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.processes import beside, from_all
+from packgraph.train.checkpoint.staging import Staging, staged_bytes
+from packgraph.train.checkpoint.writer import save_checkpoint
+from packgraph.train.memory import available_memory
+from packgraph.train.node_folders import NodeFolders
+
+MOST = 0.5  # of the free host memory may be taken for copies
+
+
+class _Outcome:
+    """Takes the error that ends its block, of whatever kind, for another thread."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.error = error
+        return True
+
+
+class Saves:
+    """All checkpoints of a run, and the one that is being written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        mesh: Mesh,
+        nodes: NodeFolders,
+        whereabouts: Whereabouts,
+        note: Callable[[str], None],
+    ) -> None:
+        """folder: of all checkpoints. keep: how many of the newest stay. whereabouts: is told the
+        last whole one. note: takes a line for people."""
+        self._folder, self._keep, self._nodes = folder, keep, nodes
+        self._mesh = self._beside = mesh
+        self._whereabouts, self._note = whereabouts, note
+        self._staging: Staging | None = None
+        self._thread: threading.Thread | None = None
+        self._outcome = _Outcome()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in the background has failed, and nobody was told yet."""
+        return self._outcome.error is not None
+
+    def prepare(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Take host memory for copies of `tensors`, if all ranks have it; else checkpoints are
+        written at once, and a note says so. Collective; to be called by the main thread."""
+        needed, here = staged_bytes(tensors), socket.gethostname()
+        free = available_memory(torch.device("cpu"), from_all(self._mesh, here).count(here))
+        fits = free is None or needed <= MOST * free
+        if not all(from_all(self._mesh, fits)):
+            self._note(
+                "checkpoints are written while training waits: copies for writing them beside it "
+                f"take {needed / 2**30:.1f} GiB of host memory, more than half of what is free"
+            )
+            return
+        staging, refused = None, ""
+        try:
+            staging = Staging(tensors, device)
+        except RuntimeError as error:  # of CUDA: the system lets a process lock so much alone
+            refused = str(error)
+        reasons = [reason for reason in from_all(self._mesh, refused) if reason]
+        if reasons:
+            self._note(
+                "checkpoints are written while training waits: host memory for copies cannot be "
+                f"locked ({reasons[0]})"
+            )
+            if staging is not None:
+                staging.close()
+            return
+        self._staging = staging
+        self._beside = beside(self._mesh)
+
+    def write(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        best: int | None = None,
+        pinned: Collection[int] = (),
+        *,
+        in_background: bool = False,
+    ) -> None:
+        """Write the checkpoint of `step` after the one that is being written, as `save_checkpoint`
+        does. Collective.
+
+        Args:
+            step: Its step.
+            tensors: Flat name → tensor; may change when this returns.
+            state: JSON-able; may change, too.
+            best: The step of the best checkpoint, which stays.
+            pinned: Steps of others that stay.
+            in_background: Return once the tensors were copied, if there is memory for that.
+
+        Raises:
+            CheckpointError: If it cannot be written, or the one before could not.
+        """
+        self.wait()
+        if not in_background or self._staging is None:
+            self._save(self._mesh, step, tensors, state, best, pinned, False)
+            return
+        staged, described = self._staging.stage(tensors), copy.deepcopy(state)
+        outcome = self._outcome
+
+        def save() -> None:
+            with outcome:
+                self._save(self._beside, step, staged, described, best, pinned, True)
+
+        # A daemon: a process that fails while another rank is gone must not wait for that rank.
+        self._thread = threading.Thread(target=save, name=f"{QUIET_THREAD}-save", daemon=True)
+        self._thread.start()
+
+    def _save(
+        self,
+        mesh: Mesh,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        best: int | None,
+        pinned: Collection[int],
+        staged: bool,
+    ) -> None:
+        saved = save_checkpoint(
+            self._folder,
+            step,
+            tensors,
+            state,
+            self._keep,
+            mesh,
+            best,
+            self._nodes,
+            pinned,
+            staged=staged,
+        )
+        self._whereabouts.checkpoint = str(saved)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, whether it succeeds or not."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what it has raised, once."""
+        self.settle()
+        error, self._outcome = self._outcome.error, _Outcome()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written and give the memory back.
+
+        While another error is under way, one of the save becomes a note. Nobody waits if that other
+        error ends the process at once (Ctrl-C), or if it says that a rank is gone, for which the
+        save may be waiting, too. Raises CheckpointError.
+        """
+        under_way = sys.exc_info()[1]
+        if under_way is not None and (
+            not isinstance(under_way, Exception) or is_broken_connection(under_way)
+        ):
+            return
+        try:
+            self.settle()
+            if under_way is None:
+                self.wait()
+            elif self._outcome.error is not None:
+                self._note(str(self._outcome.error))
+        finally:
+            staging, self._staging = self._staging, None
+            if staging is not None:
+                staging.close()

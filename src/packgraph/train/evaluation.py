@@ -1,0 +1,250 @@
+"""Evaluations between the steps of a run: a loss per token, of all documents and of each source.
+
+    documents ─▶ packs of the run's capacities ─▶ shares of ranks ─▶ forwards alone ─▶ sums of
+    token losses, float64 ─▶ all ranks' sums ─▶ loss, perplexity ─▶ best checkpoint, early stop
+
+A pack holds documents of one source, so the loss of a source is the sum over its packs. Forwards
+run in evaluation mode without gradients: by forward graphs in the slots and pools of training, by
+its code where training runs eagerly.
+
+The invariants: an evaluation leaves parameters, buffers, random states, gradients and the position
+in the training data as they were; every rank gets the same numbers, bit by bit, so all of them
+decide alike; what was found so far is part of a checkpoint, so a resumed run decides as one that
+never stopped.
+"""
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packgraph.models.decoder import ModelChunks
+from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.processes import from_all
+from packgraph.train.config.evaluation import EvalConfig
+from packgraph.train.data import Microbatches
+from packgraph.train.executor import Counts, Executor
+from packgraph.train.features.context import undisturbed
+from packgraph.train.feed import StepFeed
+from packgraph.train.metrics import finite
+from packgraph.train.optimizer import Optimizer
+
+MOST_AGAIN = 8  # evaluations of one step, each with more room for experts
+STOPPED_EARLY = "stopped early"
+LARGEST_LOSS = 700.0  # whose perplexity is a float64
+
+
+@dataclass
+class Best:
+    """What evaluations have found so far; the state that a checkpoint holds.
+
+    Attributes:
+        identity: Of the documents; other ones have losses of their own.
+        evaluations: How many there were.
+        loss: The lowest loss per token; None before the first finite one.
+        step: The step that it is of.
+        in_vain: Evaluations since then.
+    """
+
+    identity: str
+    evaluations: int = 0
+    loss: float | None = None
+    step: int | None = None
+    in_vain: int = 0
+
+    def add(self, step: int, loss: float) -> None:
+        """Take up an evaluation; one that is not finite is no better one."""
+        self.evaluations += 1
+        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
+            self.loss, self.step, self.in_vain = loss, step, 0
+        else:
+            self.in_vain += 1
+
+
+class Evaluation:
+    """The evaluations of one run. Collective: all ranks make the same ones.
+
+    Attributes:
+        best: What they have found so far.
+    """
+
+    def __init__(
+        self,
+        options: EvalConfig,
+        packs: Mapping[str, Microbatches] | None,
+        feed: Callable[[Microbatches], StepFeed],
+        executor: Executor,
+        model: ModelChunks,
+        optimizer: Optimizer,
+        mesh: Mesh,
+    ) -> None:
+        """packs: by source, at their beginning; None = none. feed: gives this rank its share of
+        packs. optimizer: knows the budgets of experts."""
+        self._options, self._executor, self._modules = options, executor, model.chunks
+        self._mesh, self._overflow = mesh, optimizer.overflow
+        self._device = optimizer.learning_rate.device
+        self._feeds = {name: feed(stream) for name, stream in (packs or {}).items()}
+        self._begin = {name: own.state_dict() for name, own in self._feeds.items()}
+        identities = [state["identity"] for state in self._begin.values()]
+        self.best = Best(hashlib.sha256(repr(identities).encode()).hexdigest()[:16])
+        self._last: dict[str, Any] = {}
+        self._seconds, self._counts = 0.0, Counts(0, 0)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self._feeds)
+
+    def is_due(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
+        return self.enabled and step % self._options.every == 0
+
+    @property
+    def ending(self) -> str | None:
+        """Why the run is to end, for its summary; None where it goes on."""
+        if not self.enabled or not 0 < self._options.patience <= self.best.in_vain:
+            return None
+        return f"{STOPPED_EARLY}: no better evaluation since step {self.best.step or 0}"
+
+    def run(self, step: int) -> dict[str, Any]:
+        """Evaluate the weights as they are after `step`. Nothing may be in flight.
+
+        Returns:
+            What a row of metrics.jsonl gets: `eval_loss` and `eval_perplexity` (null where they
+            are no numbers), `eval_loss/NAME` of each source where there are several, `eval_tokens`
+            (labels that count) and `eval_seconds`.
+
+        Raises:
+            DataError: A document cannot be used.
+            RuntimeError: The room for experts did not suffice after several attempts.
+        """
+        began = time.perf_counter()
+        sums, tokens = self._sums()
+        total = sum(tokens.values())
+        loss = math.fsum(sums.values()) / max(1, total)
+        self.best.add(step, loss)
+        means = {name: sums[name] / max(1, tokens[name]) for name in sums}
+        several = means if len(means) > 1 else {}
+        self._last = {
+            "eval_loss": finite(loss),
+            "eval_perplexity": math.exp(loss) if loss < LARGEST_LOSS else None,
+            **{f"eval_loss/{name}": finite(mean) for name, mean in several.items()},
+            "eval_tokens": total,
+            "eval_seconds": time.perf_counter() - began,
+        }
+        self._seconds += self._last["eval_seconds"]
+        return dict(self._last)
+
+    def in_words(self) -> str:
+        """The last evaluation, for people."""
+        row, best = self._last, self.best
+        if row["eval_loss"] is None:
+            return "evaluation: the loss is no number"
+        perplexity = row["eval_perplexity"]
+        sources = [
+            f"{name.partition('/')[2]} {value:.4f}"
+            for name, value in row.items()
+            if name.startswith("eval_loss/") and value is not None
+        ]
+        return (
+            f"evaluation loss {row['eval_loss']:.4f}"
+            + (f", perplexity {perplexity:.4g}" if perplexity is not None else "")
+            + (f" ({', '.join(sources)})" if sources else "")
+            + f", {row['eval_tokens']:,} tokens in {row['eval_seconds']:.2f} s"
+            + (" (best so far)" if not best.in_vain else f" (best: step {best.step})")
+        )
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able, for `restore`; empty where nothing is evaluated."""
+        return dict(vars(self.best)) if self.enabled else {}
+
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on from what a checkpoint holds. Returns notes for people."""
+        found = Best(**state) if state else Best(self.best.identity)
+        if found.identity == self.best.identity:
+            self.best = found
+            return []
+        self.best = Best(self.best.identity)
+        if not self.enabled:
+            return []
+        return ["other documents are evaluated on than before: the best loss begins anew"]
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says under `evaluation`. seconds: of all evaluations of this process.
+        replayed, fallbacks: forwards of this rank in the last one, as of training."""
+        best = {key: value for key, value in vars(self.best).items() if key != "identity"}
+        return {**best, "seconds": self._seconds, **vars(self._counts), "last": self._last}
+
+    def close(self) -> None:
+        """End the threads that make steps ahead."""
+        for feed in self._feeds.values():
+            feed.close()
+
+    def _sums(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Sums of token losses and labels that count, by source, over all ranks."""
+        for _ in range(MOST_AGAIN):
+            lacking, tokens = 0.0, dict.fromkeys(self._feeds, 0)
+            totals = torch.zeros(len(self._feeds), dtype=torch.float64, device=self._device)
+            with (
+                self._executor.uncounted(),
+                undisturbed(self._modules, self._device),
+                in_evaluation(self._modules),
+                torch.no_grad(),
+            ):
+                before = self._executor.counts()
+                for name, total in zip(self._feeds, totals, strict=True):
+                    tokens[name] = self._add(name, total)
+                self._counts = self._executor.counts() - before
+                if self._overflow is not None:
+                    lacking = self._overflow.lacked_in_evaluation()
+            if not lacking:
+                mine = totals.tolist() if self._mesh.tells_loss else [0.0] * len(totals)
+                sums = map(math.fsum, zip(*from_all(self._mesh, mine), strict=True))
+                return dict(zip(self._feeds, sums, strict=True)), tokens
+            self._give_room(lacking)
+        raise RuntimeError(
+            f"an evaluation did not fit into the room for experts {MOST_AGAIN} times; give more "
+            "with --parallel.expert-room"
+        )
+
+    def _add(self, name: str, total: Tensor) -> int:
+        """Add the token losses of this rank's share of a source to `total`; the labels that count
+        on all ranks."""
+        feed, tokens = self._feeds[name], 0
+        feed.load_state_dict(self._begin[name])
+        try:
+            while (step := feed.take()).packs:
+                total += self._executor.evaluate(step.share)
+                tokens += sum(pack.num_loss_tokens for pack in step.packs)
+                feed.go_on()
+        finally:
+            feed.close()
+        return tokens
+
+    def _give_room(self, needed: float) -> None:
+        """Rows of experts found no room and were left out: give more, and capture for that."""
+        assert self._overflow is not None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._executor.free_graphs(None)
+        self._overflow.give(needed)
+        self._executor.rebuild()
+
+
+@contextlib.contextmanager
+def in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """All of these modules are in evaluation mode within, and as they were afterwards."""
+    flags = [(owner, owner.training) for module in modules for owner in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for owner, training in flags:
+            owner.training = training

@@ -1,0 +1,223 @@
+r"""Optimizer state in host memory, brought to the device piece by piece for each update.
+
+    back   | piece 0 | piece 1 |    | piece 2 |    ...       host ─▶ device
+    main             | AdamW 0 | AdamW 1 |    | AdamW 2 |
+    out                        | piece 0 |    | piece 1 |    device ─▶ host
+
+Two sets of buffers take turns, so the device holds two pieces of the state, whatever the model.
+Gradients become float32 piece by piece, too. Each piece is updated by the kernel that updates all
+of it on the device (fused AdamW, element by element), so the bits are the same. Copies in both
+directions run at the same time; how they are ordered is said in `graphs/copy_streams.py`. The
+update takes as long as the slower of the two: 12 bytes a parameter each way.
+
+After an update copies to the host may be under way. Whoever reads the state waits for them
+(`settle`); the next update waits by itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from packgraph.graphs.copy_streams import Copy, CopyStreams, HostMemory
+from packgraph.graphs.cuda.copy_streams import pinned
+from packgraph.parallel.data import GradientBucket
+
+PIECE = 2**25  # elements: 128 MiB of float32, long enough for the full speed of a link
+MEANS = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """Elements `part` of a rank's own part of a span; its state by name on the host."""
+
+    span: GradientBucket
+    part: slice
+    hosts: dict[str, HostMemory]
+
+    @property
+    def gradients(self) -> Tensor:
+        """Of the span's dtype, a view."""
+        return self.span.own_gradients[self.part]
+
+    @property
+    def parameters(self) -> Tensor:
+        """Of the span's dtype, a view."""
+        return self.span.own_parameters[self.part]
+
+
+class HostState:
+    """AdamW's state of spans, on the host.
+
+    Args:
+        spans: What this rank updates.
+        copy_streams: Of eager work on the spans' device.
+        betas: Decay rates of the running means.
+        eps: Added to the denominator.
+        weight_decay: Of spans that decay.
+        piece: Elements that are brought to the device at a time.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[GradientBucket],
+        copy_streams: CopyStreams,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        piece: int = PIECE,
+    ) -> None:
+        self._streams, self._betas, self._eps = copy_streams, betas, eps
+        self._weight_decay, self._piece = weight_decay, piece
+        self._flat = {id(span): _host_tensors(span) for span in spans}
+        self._pieces = [made for span in spans for made in self._cut(span)]
+        device = spans[0].parameters.device
+        longest = max(made.gradients.numel() for made in self._pieces)
+        self._buffers = [
+            {
+                name: torch.empty(longest, dtype=torch.float32, device=device)
+                for name in (MASTER, *MEANS, "gradient")
+            }
+            for _ in range(2)
+        ]
+        self._leaving: list[list[Copy]] = [[], []]  # copies to the host from each set of buffers
+
+    def of(self, span: GradientBucket) -> dict[str, Tensor]:
+        """The state of a span by name, float32 on the host: a value for each element that this rank
+        updates."""
+        return self._flat[id(span)]
+
+    def settle(self) -> None:
+        """Wait until the host has what was updated. The host waits for the device."""
+        for copies in self._leaving:
+            self._wait(copies)
+        device = self._buffers[0][MASTER].device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    @torch.no_grad()
+    def norms(self, span: GradientBucket) -> list[Tensor]:
+        """Norms of the pieces of a span's gradient, float32 [] each."""
+        gradients = (span.own_gradients[part] for part in parts_of(span, self._piece))
+        return [torch._foreach_norm([gradient.float()])[0] for gradient in gradients]
+
+    @torch.no_grad()
+    def update(
+        self,
+        learning_rate: Tensor,
+        scale: Tensor | None,
+        blocked: Tensor | None,
+        steps: Tensor,
+    ) -> None:
+        """Update all spans once.
+
+        Args:
+            learning_rate: float32 [] on the device.
+            scale: What gradients are multiplied by, float32 []; None = 1.
+            blocked: More than 0 if nothing is to change; float32 [].
+            steps: Updates so far, float32 []; is not changed.
+        """
+        arriving = self._bring(0)
+        for number, piece in enumerate(self._pieces):
+            self._wait(arriving)
+            if number + 1 < len(self._pieces):
+                arriving = self._bring(number + 1)
+            self._update(number, learning_rate, scale, blocked, steps)
+            buffers = self._of(number)
+            self._leaving[number % 2] = [
+                self._streams.out([_bytes(buffers[name])], host)
+                for name, host in piece.hosts.items()
+            ]
+
+    def _bring(self, number: int) -> list[Copy]:
+        """Queue the state of a piece, into buffers that an earlier one has left."""
+        self._wait(self._leaving[number % 2])
+        buffers = self._of(number)
+        return [
+            self._streams.back(host, [_bytes(buffers[name])])
+            for name, host in self._pieces[number].hosts.items()
+        ]
+
+    def _update(
+        self,
+        number: int,
+        learning_rate: Tensor,
+        scale: Tensor | None,
+        blocked: Tensor | None,
+        steps: Tensor,
+    ) -> None:
+        piece, buffers = self._pieces[number], self._of(number)
+        gradient, weight = buffers["gradient"], piece.parameters
+        gradient.copy_(piece.gradients)
+        if scale is not None:
+            gradient.mul_(scale)
+        master = buffers[MASTER] if MASTER in piece.hosts else weight
+        adamw(
+            [master],
+            [gradient],
+            [buffers[MEANS[0]]],
+            [buffers[MEANS[1]]],
+            [],
+            [steps.clone()],
+            fused=True,
+            capturable=weight.device.type == "cuda",
+            found_inf=blocked,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=learning_rate,
+            weight_decay=self._weight_decay if piece.span.decays else 0.0,
+            eps=self._eps,
+            maximize=False,
+        )
+        if master is not weight:
+            weight.copy_(master)
+
+    def _of(self, number: int) -> dict[str, Tensor]:
+        """The buffers of a piece, as long as it is."""
+        length = self._pieces[number].gradients.numel()
+        return {name: flat[:length] for name, flat in self._buffers[number % 2].items()}
+
+    def _wait(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            self._streams.wait(copy)
+        copies.clear()
+
+    def _cut(self, span: GradientBucket) -> Iterator[StatePiece]:
+        for part in parts_of(span, self._piece):
+            hosts = {
+                name: HostMemory((_bytes(flat[part]),)) for name, flat in self.of(span).items()
+            }
+            yield StatePiece(span, part, hosts)
+
+
+def parts_of(span: GradientBucket, piece: int = PIECE) -> list[slice]:
+    """Pieces of this rank's own part of a span, in elements."""
+    size = span.own_gradients.numel()
+    return [slice(start, min(start + piece, size)) for start in range(0, size, piece)]
+
+
+def _host_tensors(span: GradientBucket) -> dict[str, Tensor]:
+    """Pinned beside CUDA: running means of zeros, and where the span is narrower than float32 a
+    copy of its values."""
+    own = span.own_parameters
+    names = MEANS if own.dtype == torch.float32 else (*MEANS, MASTER)
+    nbytes = own.numel() * torch.float32.itemsize
+    made = {
+        name: (
+            pinned(nbytes).view(torch.float32)
+            if own.is_cuda
+            else torch.empty(own.numel(), dtype=torch.float32)
+        )
+        for name in names
+    }
+    for name, flat in made.items():
+        flat.copy_(own.detach()) if name == MASTER else flat.zero_()
+    return made
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)

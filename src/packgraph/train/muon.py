@@ -1,0 +1,77 @@
+"""Muon: momentum, orthogonalised, for the matrices of hidden layers (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982).
+
+    gradient ─▶ momentum (Nesterov) ─▶ five Newton-Schulz steps ─▶ directions of about equal length
+
+Updates are scaled to the size that those of AdamW have (0.2 sqrt(max(rows, columns))), so learning
+rate and weight decay are those of AdamW, which updates everything else: embedding and head,
+norms, biases, stacks of experts. The host never waits, and a blocked update changes nothing, so an
+update can be captured. The invariant: a matrix is updated as a whole, by a rank that has all of it.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
+STEPS = 5
+LEAST_NORM = 1e-7
+NOT_HIDDEN = ("embed_tokens", "lm_head")  # parts of names whose matrices AdamW updates
+
+
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon updates a parameter of that name: a matrix that is no embedding or head."""
+    return parameter.ndim == 2 and not set(name.split(".")) & set(NOT_HIDDEN)
+
+
+class Matrix(NamedTuple):
+    """A weight [rows, columns], its gradient and its momentum: float32, views of flat buffers."""
+
+    weight: Tensor
+    gradient: Tensor
+    momentum: Tensor
+
+
+class Muon:
+    """Updates of some matrices. momentum: decay rate of the running mean. weight_decay:
+    decoupled."""
+
+    def __init__(self, matrices: Iterable[Matrix], momentum: float, weight_decay: float) -> None:
+        self._matrices = list(matrices)
+        self._momentum, self._weight_decay = momentum, weight_decay
+
+    @torch.no_grad()
+    def step(self, learning_rate: Tensor, blocked: Tensor | None) -> None:
+        """Update all of them.
+
+        Args:
+            learning_rate: float32 [] on the device.
+            blocked: More than 0 if nothing is to change; float32 [] on the device.
+        """
+        for weight, gradient, momentum in self._matrices:
+            mean = momentum.lerp(gradient, 1 - self._momentum)
+            direction = orthogonalized(gradient.lerp(mean, self._momentum))
+            scale = 0.2 * math.sqrt(max(weight.shape))
+            updated = weight * (1 - learning_rate * self._weight_decay)
+            updated -= direction.float() * (learning_rate * scale)
+            if blocked is not None:
+                updated = torch.where(blocked > 0, weight, updated)
+                mean = torch.where(blocked > 0, momentum, mean)
+            weight.copy_(updated)
+            momentum.copy_(mean)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """About U V^T of the singular value decomposition U S V^T of `matrix` [rows, columns]: singular
+    values between 0.5 and 1.5 or so. bfloat16."""
+    a, b, c = COEFFICIENTS
+    turned = matrix.shape[0] > matrix.shape[1]
+    found = matrix.bfloat16().T if turned else matrix.bfloat16()
+    found = found / found.norm().clamp(min=LEAST_NORM)
+    for _ in range(STEPS):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if turned else found

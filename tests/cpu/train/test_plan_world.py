@@ -1,0 +1,123 @@
+"""`packgraph plan memory --world N`: ways to spread a run, from the shape of a model."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from packgraph.cli import main
+from packgraph.models.decoder import DecoderModel
+from packgraph.train.config.presets import PRESETS
+from packgraph.train.plan_memory import PlanMemoryArguments, memory_choices, row_work
+from packgraph.train.plan_world import Speeds, WorldChoice, world_choices
+
+SPEEDS = Speeds(tflops=500, device=4000, copies=50, host=300, net=40, per_host=8)
+TOKENS = 4096
+
+
+def found(world: int, limit: int | None = None, preset: str = "qwen3-0.6b", **speeds: float):
+    config = PRESETS[preset]()
+    work = row_work(config, PlanMemoryArguments(tokens=TOKENS))
+    changed = replace(SPEEDS, **speeds)
+    return world_choices(config, world, TOKENS, world * TOKENS, work, changed, limit)
+
+
+def the(choices: list[WorldChoice], **fields: object) -> WorldChoice:
+    """The one way with these fields; axes that are not named have one rank."""
+    axes = {"pp": 1, "cp": 1, "tp": 1, "ep": 1}
+    asked = axes | {"shard": "none", "recompute": "none", "offload": False} | fields
+    (choice,) = [c for c in choices if all(getattr(c, k) == v for k, v in asked.items())]
+    return choice
+
+
+def test_one_rank_is_the_plan_of_one_device():
+    config = PRESETS["qwen3-0.6b"]()
+    alone = memory_choices(config, PlanMemoryArguments(tokens=TOKENS))
+    choices = found(1)
+    assert len(choices) == len(alone)
+    for one in alone:
+        choice = the(choices, recompute=one.recompute, offload=one.offload)
+        assert choice.device == pytest.approx(one.device, rel=0.02) and choice.waits == 0
+        assert choice.host == pytest.approx(one.host, rel=0.02)
+    fastest = the(choices)
+    for one in alone:
+        choice = the(choices, recompute=one.recompute, offload=one.offload)
+        # The update comes to the time of the rows.
+        assert choice.seconds / fastest.seconds <= one.time * 1.0001
+
+
+def test_what_ranks_send_is_what_the_axes_say():
+    config, choices = PRESETS["qwen3-0.6b"](), found(4)
+    model = config.model
+    named = dict(DecoderModel(model, device="meta").named_parameters())
+    weights = 2 * sum(p.numel() for p in named.values())
+    layers = [p for name, p in named.items() if name.startswith("layers.")]
+    matrices = 2 * sum(p.numel() for p in layers if p.ndim >= 2)
+    row = 2 * TOKENS * model.hidden_size
+    assert the(choices).sent == {"dp": round(2 * weights * 3 / 4)}
+    sharded = the(choices, shard="parameters")
+    assert sharded.sent["shard"] == round(3 * matrices * 3 / 4)
+    assert sharded.sent["dp"] == pytest.approx(2 * (weights - matrices) * 3 / 4)
+    assert the(choices, tp=4).sent == {"tp": round(4 * model.num_layers * 8 * row * 3 / 4)}
+    assert the(choices, pp=4).sent == {"pp": 4 * 2 * row}
+
+
+def test_more_ranks_of_a_kind_hold_less():
+    choices = found(8)
+    for axis in ("tp", "cp"):
+        devices = [the(choices, **{axis: size}).device for size in (1, 2, 4)]
+        assert devices == sorted(devices, reverse=True) and len(set(devices)) == 3, axis
+    none, gradients, parameters = (
+        the(choices, shard=shard).device for shard in ("none", "gradients", "parameters")
+    )
+    assert none > gradients > parameters
+
+
+def test_slow_links_favour_what_sends_less():
+    fast, slow = found(16), found(16, net=0.5)
+    assert the(slow).seconds > the(fast).seconds
+    assert the(slow, tp=8).waits > the(fast, tp=8).waits, "replicas lie on two hosts"
+    assert slow[0].sent.get("dp", 0) <= fast[0].sent.get("dp", 0)
+
+
+def test_the_fastest_that_fits_comes_first():
+    free = found(8)
+    assert {c.fits for c in free} == {None}
+    assert [c.seconds for c in free] == sorted(c.seconds for c in free)
+    sizes = sorted(c.device for c in free)
+    limit = sizes[len(sizes) // 3]
+    limited = found(8, limit)
+    fitting = [c.fits for c in limited]
+    assert fitting == sorted(fitting, reverse=True) and len(limited) == len(free)
+    assert all(c.fits == (c.device <= limit) for c in limited)
+
+
+def test_experts_are_shared_by_replicas_only():
+    choices = found(8, preset="moonlight")
+    assert {c.ep for c in choices} >= {1, 8} and all(c.dp % c.ep == 0 for c in choices)
+    assert {c.shard for c in choices} == {"none"}, "not there yet with experts"
+    assert the(choices, ep=8).device < the(choices).device
+
+
+def test_thousands_of_ranks(capsys):
+    words = ["plan", "memory", "qwen3-0.6b", "--world", "2048", "--tokens", "8192", "--top", "3"]
+    assert main([*words, "--memory", "80GiB", "--json"]) == 0
+    ways = json.loads(capsys.readouterr().out)
+    assert len(ways) == 3 and all(w["fits"] for w in ways)
+    assert all(w["dp"] * w["pp"] * w["cp"] * w["tp"] == 2048 for w in ways)
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "on 2,048 GPUs" in said and "tokens/s and GPU" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--step-tokens", "5"], "--step-tokens: goes with --world N"),
+        (["--world", "0"], "--world: must be more than 0"),
+        (["--world", "8", "--net-gb-s", "0"], "--net-gb-s: must be more than 0"),
+    ],
+)
+def test_nonsense_is_refused(words, name, capsys):
+    assert main(["plan", "memory", *words]) == 2
+    assert name in capsys.readouterr().err
