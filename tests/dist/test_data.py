@@ -147,6 +147,13 @@ def test_graphs_equal_eager_on_every_replica(granularity):
 
 
 @pytest.mark.dist
+def test_sharded_layers_do_what_they_do_on_gpus():
+    options = {"steps": 6, "granularity": "layer", "shard": "parameters", "dtype": torch.bfloat16}
+    for eager, graph in run_ranks(train_both, 2, options):
+        assert graph["replayed"] > 3 and not differences(eager, graph)
+
+
+@pytest.mark.dist
 def test_two_replicas_equal_one_process_within_rounding():
     alone = train(None, graphs=False, steps=STEPS)
     results = run_ranks(run_graphs, 2)

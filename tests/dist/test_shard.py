@@ -15,8 +15,22 @@ from packgraph.graphs.stages import Stage
 STEPS, SAME = 4, 2  # microbatches of each rank in a step
 
 
+class Stopped(Tied):
+    """One layer stops the gradient of what it gets."""
+
+    def stages(self):
+        def run(layer, state):
+            return layer.run({**state, "hidden": state["hidden"].detach()})
+
+        stages = super().stages()  # a list of its own
+        stages[3] = Stage("layer", 2, functools.partial(run, self.layers[2]))
+        return stages
+
+
 def model_of(kind):
     torch.manual_seed(7)
+    if kind == "stopped":
+        return Stopped(layers=4)
     if kind == "own":
         return Tied(layers=4)
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -87,6 +101,8 @@ def run_all(mesh, kind, keep, options):
     [
         ("own", "parameters", {"granularity": "layer"}),
         ("own", "gradients", {"granularity": "chunk"}),
+        ("stopped", "parameters", {"granularity": "layer"}),
+        ("stopped", "parameters", {"granularity": "chunk"}),
         ("live", "parameters", {"granularity": "layer"}),
         ("live", "parameters", {"reduce": "sum", "scope": ["layer"]}),
     ],
@@ -96,6 +112,13 @@ def test_graphs_equal_eager_and_replicas_bitwise(kind, keep, options):
         assert graph["replayed"] >= STEPS - 2, graph["fallbacks"]
         assert not differences(replicas, eager)
         assert not differences(eager, graph)
+
+
+@pytest.mark.parametrize("keep", ["parameters", "gradients"])
+def test_compiled_stages_equal_eager(keep):
+    options = {"compile": "aot_eager", "granularity": "layer"}
+    for _, eager, graph in run_ranks(run_all, 2, "own", keep, options, seconds=200.0):
+        assert graph["replayed"] >= STEPS - 2 and not differences(eager, graph)
 
 
 def several(mesh):

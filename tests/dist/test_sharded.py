@@ -16,7 +16,8 @@ from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.sharded_layers import ShardedLayer, ShardedLayers, layers_of
 from packgraph.train.build import build_chunks, make_optimizer
-from packgraph.verification.matrix import budget_of, config_for, random_packs
+from packgraph.train.validate import validate
+from packgraph.verification.matrix import budget_over, config_for, random_packs, tiny_hybrid_config
 from packgraph.verification.ranks import STATE, verify_ranks
 
 
@@ -70,6 +71,7 @@ CASES = {
     "one layer": ({}, {"model": {"num_layers": 1}}),
     "scope": ({}, {"graph_options": {"scope": ("mlp",), "granularity": "layer"}}),
     "scope of both": ({}, {"graph_options": {"scope": ("attn", "mlp")}}),
+    "state on the host": ({}, {"optimizer": {"offload": True}}),
     "no clipping": ({}, {"optimizer": {"clip_norm": None}}),
 }
 
@@ -222,21 +224,46 @@ def test_gradients_of_a_layer_are_complete_when_they_are_reduced(differentiable)
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def verified(mesh, granularity, apart):
-    config = config_for(Layout(dp=2), granularity, 4)
+def verified(mesh, layout, granularity, apart):
+    """apart: `hybrid` takes another model instead."""
+    config = config_for(layout, granularity, 4)
+    if apart == "hybrid":
+        config = dataclasses.replace(
+            tiny_hybrid_config(granularity, 0.1, 4), parallel=config.parallel
+        )
     config = dataclasses.replace(
         config,
         graph=dataclasses.replace(config.graph, strict=True),
         parallel=dataclasses.replace(config.parallel, shard="parameters"),
     )
+    assert not validate(config, "cpu", world=mesh.world)
     packs = functools.partial(random_packs, seed=1)
-    return verify_ranks("sharded", config, packs, CPU, mesh, apart=apart, budget=budget_of)
+    budget = budget_over(layout.dp)
+    apart = apart is True
+    return verify_ranks("sharded", config, packs, CPU, mesh, apart=apart, budget=budget)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("granularity", "apart"), [("chunk", False), ("layer", True)])
-def test_verify_compares_the_parts(granularity, apart):
-    for report in run_ranks(verified, 2, granularity, apart, layout=Layout(dp=2)):
+@pytest.mark.parametrize(
+    ("layout", "granularity", "apart"),
+    [
+        (Layout(dp=2), "chunk", False),
+        (Layout(dp=2), "layer", True),
+        (Layout(dp=2), "layer", "hybrid"),
+        (Layout(dp=1, cp=2), "layer", False),
+        (Layout(dp=2, ep=2), "layer", False),
+        (Layout(dp=2, pp=2), "chunk", False),
+        pytest.param(Layout(dp=2, tp=2), "layer", False, marks=pytest.mark.slow),
+        pytest.param(Layout(dp=4, ep=2), "chunk", False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_layouts_are_verified(layout, granularity, apart):
+    """Graphs against eager bit by bit, and the run against one process."""
+    world = layout.dp * layout.inner
+    for report in run_ranks(
+        verified, world, layout, granularity, apart, layout=layout, seconds=200.0
+    ):
         assert report.good and report.one_process.good, report
         assert list(report.one_process.distances)[-1] == STATE and not report.silent_ranks()
 

@@ -48,8 +48,8 @@ def train(mesh, device, steps, tokens, **options):
         )
         keep = {name: value for name, value in facts.items() if not name.startswith("parameter")}
         keep |= {
-            f"local {name}": value._local_tensor if hasattr(value, "_local_tensor") else value
-            for name, value in run.model.named_parameters()
+            f"local {place}": part
+            for place, part in enumerate(run.optimizer.flat.kept(run.model.parameters()))
         }
         trace.append(
             {name: value.detach().cpu() for name, value in keep.items()} if number < 8 else {}
@@ -66,6 +66,7 @@ def main():
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sequence", action="store_true")
     parser.add_argument("--granularity", default="chunk")
+    parser.add_argument("--shard", default="none")
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     launch = Launch.read()
@@ -75,6 +76,7 @@ def main():
         chosen = {
             "sequence": options.sequence and options.tp > 1,
             "granularity": options.granularity,
+            "shard": options.shard,
         }
         tokens = []
         expected, eager_times, _ = train(

@@ -14,7 +14,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 
 @pytest.mark.parametrize(
     "options",
-    ["--tp 2 --sequence", "--tp 2 --granularity layer", "--tp 1", "--tp 1 --granularity layer"],
+    [
+        "--tp 2 --sequence",
+        "--tp 2 --granularity layer",
+        "--tp 1",
+        "--tp 1 --granularity layer",
+        "--tp 1 --shard gradients --granularity layer",
+        "--tp 1 --shard parameters --granularity layer",
+        "--tp 1 --shard parameters",
+    ],
 )
 def test_graphs_equal_eager_over_nccl(options):
     if torch.cuda.device_count() < 2:

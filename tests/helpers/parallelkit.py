@@ -1,7 +1,7 @@
 """A small decoder trained on any layout, returning what two runs must agree on."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import pack
+from packgraph.parallel.data import Shard
 from packgraph.parallel.mesh import Mesh, single_process
+from packgraph.parallel.pieces import Pieces, parts_of
+from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 from packgraph.parallel.tensor import dropout_seed, parallelize
 from packgraph.train.config.sections import GraphConfig, OptimizerConfig
 from packgraph.train.executor import Executor
@@ -62,6 +65,15 @@ def steps_of_packs(
         yield [pack(documents, list(capacities))[0] for documents in rows]
 
 
+def held(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank has of each, by name, of those in pieces also by place."""
+    return {
+        f"{name} {corner}" if isinstance(tensor, Pieces) else name: part
+        for name, tensor in tensors.items()
+        for corner, part in (parts_of(tensor) if isinstance(tensor, Pieces) else [((), tensor)])
+    }
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The values of all ranks together, as a plain tensor."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -81,6 +93,7 @@ class Run:
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         capacities: Sequence[Capacity] = CAPACITIES,
+        shard: Shard = "none",
         **model: Any,
     ) -> None:
         torch.manual_seed(dropout_seed(seed, mesh, sequence=sequence))
@@ -88,9 +101,14 @@ class Run:
         self.model = DecoderModel(tiny_config(**model), device=device, dtype=dtype).train()
         if mesh.size("tp") > 1:
             parallelize(self.model, mesh["tp"], sequence=sequence)
+        layers = layers_of(self.model) if shard != "none" else None
         self.optimizer = Optimizer(
-            self.model.named_parameters(), OptimizerConfig(clip_norm=0.5), mesh
+            self.model.named_parameters(), OptimizerConfig(clip_norm=0.5), mesh, layers, shard
         )
+        self.together = 1
+        if layers is not None:
+            ShardedLayers(self.optimizer.flat).put_into(self.model)
+            self.together = mesh.size("dp")
         # Not strict: microbatches that are in flight together have one slot, so that some of them
         # run eagerly.
         options = GraphConfig(enabled=graphs, capacities=tuple(capacities), granularity=granularity)
@@ -114,7 +132,7 @@ class Run:
                 parameter.grad = None
         else:
             self.optimizer.zero_grad()
-        share = own_share(packs, self.mesh.size("dp"), self.mesh.place["dp"])
+        share = own_share(packs, self.mesh.size("dp"), self.mesh.place["dp"], self.together)
         loss = accumulate(
             self.runner.loss,
             share,
@@ -127,10 +145,14 @@ class Run:
         norm = self.optimizer.step(0.02)
         facts = {"loss": loss, "norm": norm}
         facts |= {
-            f"gradient {name}": value.clone() for name, value in self.optimizer.gradients().items()
+            f"gradient {name}": value.clone()
+            for name, value in held(self.optimizer.gradients()).items()
         }
+        gathered = self.optimizer.flat.gathered()
         facts |= {
-            f"parameter {name}": whole(value) for name, value in self.model.named_parameters()
+            f"parameter {name}": whole(value)
+            for name, value in (dict(self.model.named_parameters()) | held(gathered)).items()
+            if name not in gathered
         }
         return facts | {"random": torch.get_rng_state()}
 

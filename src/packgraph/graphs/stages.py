@@ -52,6 +52,8 @@ class Stage:
             what is cheap per byte (no products, no attention); empty: all is kept. Random numbers
             are never drawn again. What else the stage does to tensors that are there before (a
             counter) is done twice.
+        opaque: The stage runs as it is where stages are compiled: torch.compile could not take what
+            it does, such as an exchange with other ranks that goes on behind it.
 
     Raises:
         ValueError: If `recompute` is something else.
@@ -68,6 +70,7 @@ class Stage:
     run: Callable[[State], State]
     eager: str = ""
     recompute: str = ""
+    opaque: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute not in ("", FULL, SELECTIVE):
@@ -132,29 +135,32 @@ class CompileUnit(NamedTuple):
     """Consecutive stages of one layer that are compiled together.
 
     owner: the module whose methods they are, or None. methods: what to call: functions of (owner,
-    state), or of state. recompute: see Stage.
+    state), or of state. recompute, opaque: see Stage.
     """
 
     owner: Any
     methods: tuple[Callable[..., State], ...]
     name: str
     recompute: str = ""
+    opaque: bool = False
 
 
 def compile_units_of(stages: Sequence[Stage]) -> tuple[CompileUnit, ...]:
-    """Cut consecutive stages where the layer, the owner or recomputation changes."""
+    """Cut consecutive stages where the layer, the owner or recomputation changes, and around those
+    that are not compiled."""
     pieces: list[CompileUnit] = []
     last: int | None = None
     for stage in stages:
         owner, method = getattr(stage.run, "__self__", None), getattr(stage.run, "__func__", None)
         if not isinstance(owner, torch.nn.Module) or method is None:
             owner, method = None, stage.run
-        how, before = stage.recompute, pieces[-1] if pieces else None
-        if before and last == stage.layer and (before.owner, before.recompute) == (owner, how):
+        how, before = (owner, stage.recompute, stage.opaque), pieces[-1] if pieces else None
+        alike = before and (before.owner, before.recompute, before.opaque) == how
+        if before and alike and last == stage.layer and not stage.opaque:
             name = f"{before.name}, {stage.name}"
-            pieces[-1] = CompileUnit(owner, (*before.methods, method), name, how)
+            pieces[-1] = CompileUnit(owner, (*before.methods, method), name, stage.recompute)
         else:
-            pieces.append(CompileUnit(owner, (method,), stage.name, how))
+            pieces.append(CompileUnit(owner, (method,), stage.name, *how[1:]))
         last = stage.layer
     return tuple(pieces)
 

@@ -451,9 +451,9 @@ def _make_spans(
                 parameter.ndim >= 2,
                 *_spread(parameter),
                 name if name in ties else None,
-                WHOLE if (part := part_of(parameter)) is None else part.copies,
+                (copies := WHOLE if (part := part_of(parameter)) is None else part.copies),
                 name in apart,
-                layers.get(name),
+                layers.get(name) if groups[copies] is not None else None,
             )
             for name, parameter in ours
         ]

@@ -24,7 +24,7 @@ from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 
 
-class Steps(Protocol):
+class UpdatesParts(Protocol):
     """What `Shards.step` needs of an optimizer."""
 
     def step(self) -> Any: ...
@@ -159,7 +159,7 @@ class Shards:
         return [found for found in map(group, (True, False)) if found["params"]]
 
     @torch.no_grad()
-    def step(self, optimizer: Steps, *, clip_norm: float | None = None) -> Tensor:
+    def step(self, optimizer: UpdatesParts, *, clip_norm: float | None = None) -> Tensor:
         """Ends a step, on all ranks: reduces what is left, clips, lets `optimizer` update the
         parts, and zeroes gradients.
 

@@ -28,8 +28,9 @@ itself. So no node of the layer is left, and the accumulators of its parameters,
 all others, have run, too. (One device has one such queue, and so has a captured backward.) The
 layer in front begins after that, so buffers are free when they are needed.
 
-A layer into which nothing differentiable gets has no node of `enter`, and no layer in front has a
-backward. It ends when the whole backward does, or when that gets to another call.
+Where a backward does not get to the node of `enter` (nothing differentiable gets into the layer, or
+it stops the gradient), it gets to no layer in front either. The layer ends when the whole backward
+does, or when that gets to another call.
 
 Gradients of several microbatches are added up in the parts. So a sum over ranks is rounded before
 the sum over microbatches; with one microbatch a rank, and two ranks, the bits are those of replicas
@@ -37,7 +38,7 @@ that are not sharded.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ ENTER, LEAVE = "shard_gather", "shard_leave"
 # Entries of the state: the layer that was left last, and whether it has a node; within a layer what
 # its node of `leave` has to know.
 _LEFT, _WITHIN = "shard_left", "shard_within"
-_open: dict[int, "ShardedLayer"] = {}  # layers without `enter`, by the number of their backward
+_open: dict[int, "ShardedLayer"] = {}  # whose backward has begun, by autograd's number of it
 
 
 def layers_of(
@@ -116,9 +117,9 @@ class ShardedLayer:
     def around(self, stages: Sequence[Stage]) -> list[Stage]:
         """The stages of the layer between those that shard it."""
         return [
-            Stage(ENTER, self.number, self.enter),
+            Stage(ENTER, self.number, self.enter, opaque=True),
             *stages,
-            Stage(LEAVE, self.number, self.leave),
+            Stage(LEAVE, self.number, self.leave, opaque=True),
         ]
 
     def enter(self, state: State) -> State:
@@ -191,11 +192,10 @@ class ShardedLayer:
     def begin_backward(self, late: bool) -> None:
         """Parameters are whole, gradients zero; the neighbours' are on their way. late: there is no
         node in front. Raises RuntimeError where a `.grad` is not what this layer has given."""
-        _end_late()  # of another call in the same backward
-        if late:
-            _open[torch._C._current_graph_task_id()] = self
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(_end_late)
+        _end_open()  # of another call in the same backward
+        _open[torch._C._current_graph_task_id()] = self
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(_end_open)
         if self.after is None:
             self.wait_for(self.gather())
         for span in self.spans:
@@ -222,12 +222,14 @@ class ShardedLayer:
 
 
 class ShardedLayers:
-    """The sharded layers of a model, by their numbers."""
+    """The sharded layers of a model, or of one chunk of it, by their numbers."""
 
-    def __init__(self, flat: FlatParameters) -> None:
+    def __init__(self, flat: FlatParameters, numbers: Collection[int] | None = None) -> None:
+        """numbers: of the chunk's layers, None = all."""
         spans: dict[int, list[GradientBucket]] = {}
         for span in flat.spans:
-            if span.sharded_layer is not None:
+            chosen = numbers is None or span.sharded_layer in numbers
+            if span.sharded_layer is not None and chosen:
                 spans.setdefault(span.sharded_layer, []).append(span)
         self.layers: Mapping[int, ShardedLayer] = {
             number: ShardedLayer(number, found) for number, found in sorted(spans.items())
@@ -306,7 +308,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.layer.end_backward(ctx.hands_over)
+        _end_open(ctx.layer, ctx.hands_over and _is_reached(gradients))
         return None, None, *gradients
 
 
@@ -322,12 +324,20 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.layer.begin_backward(ctx.late)
+        if _is_reached(gradients):
+            ctx.layer.begin_backward(ctx.late)
         return None, None, *gradients
 
 
-def _end_late() -> None:
-    """Within a backward or at its end: end that of a layer without `enter`."""
-    layer = _open.pop(torch._C._current_graph_task_id(), None)
-    if layer is not None:
-        layer.end_backward(hands_over=False)
+def _is_reached(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether a backward goes on: a layer may stop the gradient of what it gets."""
+    return any(gradient is not None for gradient in gradients)
+
+
+def _end_open(layer: ShardedLayer | None = None, hands_over: bool = False) -> None:
+    """Within a backward or at its end: end that of `layer`, None = of any, if it has begun."""
+    task = torch._C._current_graph_task_id()
+    found = _open.get(task)
+    if found is not None and layer in (None, found):
+        del _open[task]
+        found.end_backward(hands_over)

@@ -71,7 +71,8 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
     )
     if config.parallel.shards and mesh.group("copies") is not None:
         for chunk in model.chunks:
-            ShardedLayers(optimizer.flat).put_into(chunk)
+            numbers = set(layers_of(chunk).values())
+            ShardedLayers(optimizer.flat, numbers).put_into(chunk)
     if config.model.experts.enabled:
         optimizer.balance = ExpertBalance(model.chunks, mesh.group("copies"))
         stash = make_stash(model, config, mesh, optimizer.learning_rate.device)

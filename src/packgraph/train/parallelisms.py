@@ -149,13 +149,10 @@ PARALLELISMS: list[Parallelism] = [
 def _shard_problems(config: TrainConfig) -> list[str]:
     """What keeps layers from being sharded over the replicas."""
     parallel, graph = config.parallel, config.graph
-    sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "cp", "ep")}
     others = {
-        **{f"parallel.{name} = {size}": size > 1 for name, size in sizes.items()},
         "parallel.dynamic_cp": parallel.dynamic_cp,
-        f"model.experts.count = {config.model.experts.count}": config.model.experts.enabled,
+        f"parallel.expert_stash = {parallel.expert_stash}": parallel.expert_stash > 0,
         "lora.rank": config.lora.enabled,
-        "graph.compile": graph.enabled and graph.compile,
         "graph.granularity = step": graph.enabled and graph.granularity == "step",
         "graph.optimizer": graph.enabled and graph.optimizer,
         "offload.modules": bool(config.offload.modules),

@@ -157,7 +157,9 @@ class Compiler:
 
     def _code_for(self, piece: CompileUnit, state: State) -> Code:
         """Code of its own for every function and every bucket: torch limits how often one code is
-        compiled."""
+        compiled. An opaque piece is its own code."""
+        if piece.opaque:
+            return _chain(piece)
         shared = (type(piece.owner), piece.methods)
         key = (shared, getattr(piece.owner, "training", None), _shapes(state))
         if key not in self._code:
