@@ -113,17 +113,17 @@ def stage_weights(
 
 
 @lru_cache
-def layer_matrices(config: DecoderConfig) -> list[int]:
-    """Elements of the matrices of each layer. Allocates nothing."""
+def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
+    """Elements of the matrices of each layer, those of its experts apart. Allocates nothing."""
+    sizes = {}
     with torch.device("meta"):
-        kinds = {
-            config.branches(index): DecoderLayer(config, index)
-            for index in _one_of_each_kind(config, range(config.num_layers))
-        }
-    sizes = {
-        kind: sum(value.numel() for value in layer.parameters() if value.ndim >= 2)
-        for kind, layer in kinds.items()
-    }
+        for index in _one_of_each_kind(config, range(config.num_layers)):
+            layer = DecoderLayer(config, index)
+            keep_experts(layer, range(config.experts.count))
+            matrices = [value for value in layer.parameters() if value.ndim >= 2]
+            experts = sum(value.numel() for value in matrices if part_of(value) is not None)
+            whole = sum(value.numel() for value in matrices)
+            sizes[config.branches(index)] = (whole - experts, experts)
     return [sizes[config.branches(index)] for index in range(config.num_layers)]
 
 

@@ -49,8 +49,7 @@ from packgraph.graphs.key import CapturedCapacities
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
-from packgraph.models.config import DecoderConfig
-from packgraph.models.decoder import layer_matrices, stage_weights
+from packgraph.models.decoder import layer_matrices, stage_layers, stage_weights
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.train.config.reading import ConfigError
@@ -360,10 +359,13 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
         0 if is_last else kept(0)(capacity)
     )  # the head is the last stage's
     held = (dense + experts) * itemsize
-    spared = round(_sharded_away(model, replicas) * itemsize) if config.parallel.shards else 0
-    matrices = sum(layer_matrices(model)) if config.parallel.shards else 0
+    sharded = _sharded(config, layout, rank) if config.parallel.shards else []
+    parts = _kept(sharded, layout, replicas)
+    # Of sharded layers a rank keeps its part, and has two buffers for the largest.
+    spared = max(0, sum(map(sum, sharded)) - parts - 2 * max(map(sum, sharded), default=0))
+    spared = round(spared * itemsize) if replicas > 1 else 0
     # Beside the gradients of its own microbatches a rank has its part of their sum.
-    sums = round((updated - matrices / replicas) * itemsize) if replicas > 1 else 0
+    sums = round((updated - parts) * itemsize) if replicas > 1 else 0
     state = round(updated * per_element)
     if config.optimizer.offload and device_type == "cuda":
         state = 2 * HELD * min(PIECE, round(updated))
@@ -468,13 +470,22 @@ def _elements(config: TrainConfig, layout: Layout, rank: int) -> tuple[int, int,
     return dense // layout.tp, owned, layers
 
 
-def _sharded_away(model: DecoderConfig, replicas: int) -> float:
-    """Elements that a rank of so many does not hold where layers are sharded: of all matrices of
-    layers it keeps its part, and two buffers of the largest layer."""
-    if replicas == 1:
-        return 0.0
-    layers = layer_matrices(model)
-    return sum(layers) * (1 - 1 / replicas) - sum([max(layers)] * 2)
+def _sharded(config: TrainConfig, layout: Layout, rank: int) -> list[tuple[float, float]]:
+    """Elements of the matrices of each of this rank's layers, those of experts apart, as if no
+    replica shared them."""
+    chunks, place = config.parallel.chunks, layout.coordinates(rank)
+    matrices = layer_matrices(config.model)
+    cut = stage_layers(config.model, chunks * layout.pp, stage_tokens(config))
+    return [
+        (matrices[index][0] / layout.tp, matrices[index][1] / layout.ep)
+        for chunk in range(chunks)
+        for index in cut[chunk * layout.pp + place["pp"]]
+    ]
+
+
+def _kept(sharded: list[tuple[float, float]], layout: Layout, replicas: int) -> float:
+    """Elements of sharded layers that one of so many replicas keeps."""
+    return sum(d / replicas + e / (replicas // layout.ep) for d, e in sharded)
 
 
 def _sure_capacity(config: TrainConfig) -> Capacity:

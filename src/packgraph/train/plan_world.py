@@ -266,7 +266,9 @@ def _sent(
     heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
     experts = model.experts
     chosen = experts.per_token * model.count("moe") / layout.pp if experts.enabled else 0.0
-    matrices = sum(layer_matrices(model)) * itemsize if shard != "none" else 0
+    dense, of_experts = (sum(sizes) for sizes in zip(*layer_matrices(model), strict=True))
+    matrices = (dense / layout.tp + of_experts / layout.ep) / layout.pp * itemsize
+    matrices = round(matrices) if shard != "none" else 0
     copies = (layout.dp or 1) * layout.cp
     times = {"none": 0, "gradients": 1, "parameters": 3}[shard]
     sent = {

@@ -95,8 +95,8 @@ def test_the_fastest_that_fits_comes_first():
 def test_experts_are_shared_by_replicas_only():
     choices = found(8, preset="moonlight")
     assert {c.ep for c in choices} >= {1, 8} and all(c.dp % c.ep == 0 for c in choices)
-    assert {c.shard for c in choices} == {"none"}, "not there yet with experts"
-    assert the(choices, ep=8).device < the(choices).device
+    sharded = the(choices, ep=8, shard="parameters")
+    assert sharded.device < the(choices, ep=8).device < the(choices).device
 
 
 def test_thousands_of_ranks(capsys):
