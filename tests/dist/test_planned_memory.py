@@ -6,15 +6,29 @@ import pytest
 from distkit import CPU, run_ranks
 from shardedkit import settings
 
+from packgraph.graphs.parameters import local_tensor
+from packgraph.models.config import ExpertConfig
+from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.memory import need_of
 
+LAYOUTS = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}, "cp": {"cp": 2}}
 
-def held(mesh, shard, dtype):
+
+def held(mesh, shard, dtype, **parallel):
     """Bytes of what a run holds for good on this rank, measured and planned."""
     made = settings(shard, model={"num_layers": 12, "hidden_size": 64, "intermediate_size": 192})
-    config = dataclasses.replace(made, run=dataclasses.replace(made.run, dtype=dtype))
+    config = dataclasses.replace(
+        made,
+        run=dataclasses.replace(made.run, dtype=dtype),
+        parallel=dataclasses.replace(made.parallel, **parallel),
+    )
+    if "ep" in parallel:
+        experts = ExpertConfig(count=8, per_token=2, intermediate_size=48)
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, experts=experts)
+        )
     model = build_chunks(config, CPU, mesh)
     optimizer = make_optimizer(model, config, mesh)
     spans, state = optimizer.flat.spans, optimizer.state_tensors().values()
@@ -25,7 +39,7 @@ def held(mesh, shard, dtype):
     tensors += [tensor for tensor in state if not isinstance(tensor, Pieces)]
     tensors += [part for tensor in pieces for _, part in tensor.pieces]
     tensors += [t for master in optimizer._masters for t in (master, master.grad)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(sizes.values()), need_of(config, "cpu", mesh.world, mesh.rank).state
 
@@ -35,4 +49,17 @@ def held(mesh, shard, dtype):
 @pytest.mark.parametrize("shard", ["none", "gradients", "parameters"])
 def test_bytes_are_predicted_within_five_percent(shard, dtype):
     for measured, planned in run_ranks(held, 2, shard, dtype):
+        assert planned == pytest.approx(measured, rel=0.05)
+
+
+def beside(mesh, shard, way):
+    return held(mesh, shard, "bfloat16", **LAYOUTS[way])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", LAYOUTS)
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_bytes_beside_other_parallelisms_are_predicted(shard, way):
+    layout = Layout(dp=4 if way == "ep" else 2, **LAYOUTS[way])
+    for measured, planned in run_ranks(beside, 4, shard, way, layout=layout):
         assert planned == pytest.approx(measured, rel=0.05)

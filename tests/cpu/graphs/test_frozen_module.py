@@ -74,7 +74,7 @@ def test_a_capture_that_fails_is_not_tried_again(monkeypatch):
     graphed, x = prepared()
     tries = []
 
-    def fail(*_):
+    def fail(*_, **__):
         tries.append(1)
         raise CaptureError("no memory is left", None, "use fewer slots")
 

@@ -11,7 +11,8 @@ import packgraph
 import packgraph.moe.stash.experts as stashed
 from packgraph.bench.models import draw_batches
 from packgraph.models.config import DecoderConfig, ExpertConfig
-from packgraph.models.decoder import DecoderModel, ModelChunks
+from packgraph.models.decoder import DecoderModel
+from packgraph.models.layers.moe import moe_blocks
 from packgraph.moe.experts import Experts
 from packgraph.moe.stash.experts import columns_of, stashed_experts
 from packgraph.moe.stash.stash import Stash
@@ -192,7 +193,7 @@ def trained(stash, draws, compile, **options):
     torch.manual_seed(5)
     model = DecoderModel(CONFIG, seed=1)
     if stash is not None:
-        share(stash, ModelChunks([model]))
+        share(stash, moe_blocks([model]))
     graphed = packgraph.graph(model, CAPACITY, warmup=1, compile=compile, **options)
     found, saved = [], []
 
@@ -218,7 +219,7 @@ def trained(stash, draws, compile, **options):
     ):  # as after an overflow: more pages are compiled for, if at all, and captured again
         replayed = graphed.stats.replayed
         stash.allocate(2 * stash.pages.pages, columns=dict(stash.columns))
-        share(stash, ModelChunks([model]))
+        share(stash, moe_blocks([model]))
         graphed(draws[0]).backward()
         assert graphed.stats.replayed == replayed + 1
     return found, saved, graphed.stats
