@@ -28,7 +28,8 @@ def ended_well(found: faultkit.Outcome, *words: str) -> None:
             "dp",
             "kill",
             "save",
-            ["no sign of life", "save (step 4)", "step-00000002: go on with --resume"],
+            # The save of step 4 is beside training, which is further by then.
+            ["no sign of life", "step-00000002: go on with --resume"],
             marks=pytest.mark.core,
         ),
         (

@@ -79,6 +79,12 @@ class Layout:
         """Ranks of one place along dp."""
         return math.prod(axis.size for axis in self.axes[1:])
 
+    def __str__(self) -> str:
+        """For people: the axes of more than one rank, such as `dp 2 x tp 2`."""
+        sizes = {axis.name: axis.size for axis in self.axes} | {"ep": self.ep}
+        named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        return " x ".join(named) or "one rank"
+
     def replicas(self, world: int) -> int:
         """How many of `world` processes, or groups of them, have packs of their own."""
         dp = self.dp or max(1, world // self.inner)
