@@ -36,7 +36,7 @@ def test_replicas_train_as_one_process_does(given: tuple[str, ...], tmp_path: Pa
         [*launcher, "--nproc-per-node", "2", "-m", "packgraph.cli", *options],
         capture_output=True, text=True, timeout=240, env=environment, check=False,
     )  # fmt: skip
-    assert found.returncode == 0 and "dp=2" in found.stderr, found.stderr
+    assert found.returncode == 0 and "dp 2" in found.stderr, found.stderr
     both = tmp_path / "two" / "runs" / "mine"
     assert losses(both) == pytest.approx(losses(alone)[:4], **CLOSE)
     train(tmp_path / "two", model, *given, "--resume")

@@ -11,7 +11,7 @@ import torch
 from distkit import CPU, RankFailed, run_ranks
 from trainkit import RandomPacks, tiny
 
-from packgraph.graphs import graphed as graphed_module
+from packgraph.graphs import capture as capture_module
 from packgraph.graphs import step as step_module
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.parallel.consensus import (
@@ -150,7 +150,7 @@ def trained(mesh, settings, what, when, patience):
     )
 
 
-CAPTURE, STEP = (graphed_module, "capture_variant"), (step_module.GraphedStep, "_capture")
+CAPTURE, STEP = (capture_module, "capture_variant"), (step_module.GraphedStep, "_capture")
 TRACE = (memory_budget, "trial_memory")
 
 
