@@ -411,7 +411,7 @@ def test_torchrun_verifies_and_ends_with_its_verdict(tmp_path):
         --model.num-layers 2 --graph.capacities 128x4,256x8""".split()
     good = torchrun(*options, "--parallel.tp", "2")
     assert good.returncode == 0, good.stderr
-    assert good.stdout.count("eager against graph on 2 ranks") == 1 and "tp=2" in good.stdout
+    assert good.stdout.count("eager against graph on 2 ranks") == 1 and "tp 2" in good.stdout
     assert (
         "1 of 1 runs bitwise equal on every rank and, within the limits, those of one process"
         in good.stdout
