@@ -101,8 +101,12 @@ class HostState:
     @torch.no_grad()
     def norms(self, span: GradientBucket) -> list[Tensor]:
         """Norms of the pieces of a span's gradient, float32 [] each."""
-        gradients = (span.own_gradients[part] for part in parts_of(span, self._piece))
-        return [torch._foreach_norm([gradient.float()])[0] for gradient in gradients]
+        found = []
+        for part in parts_of(span, self._piece):
+            gradient = self._buffers[0]["gradient"][: part.stop - part.start]
+            gradient.copy_(span.own_gradients[part])
+            found.append(torch._foreach_norm([gradient])[0])
+        return found
 
     @torch.no_grad()
     def update(

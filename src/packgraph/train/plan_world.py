@@ -126,7 +126,7 @@ def world_choices(
 
 
 def _layouts(config: TrainConfig, world: int) -> Iterator[tuple[Layout, int]]:
-    """Layouts of powers of two, or what divides `world`, with their replicas."""
+    """Layouts, all axes but dp of powers of two, with their replicas."""
     model = config.model
     experts = model.experts.count if model.experts.enabled else 1
     for tp in _sizes(world, model.num_heads):
@@ -150,9 +150,8 @@ def activation_choices() -> Iterator[tuple[str, bool]]:
     """Recomputation, and whether what is kept waits on the host."""
     for offload in (False, True):
         for kind in KINDS:
-            if not (
-                offload and kind == SELECTIVE
-            ):  # what it keeps does not pass offloading's hooks
+            # What is kept selectively does not pass the hooks of offloading.
+            if not (offload and kind == SELECTIVE):
                 yield kind, offload
 
 
@@ -269,14 +268,16 @@ def _sent(
     dense, of_experts = (sum(sizes) for sizes in zip(*layer_matrices(model), strict=True))
     matrices = (dense / layout.tp + of_experts / layout.ep) / layout.pp * itemsize
     matrices = round(matrices) if shard != "none" else 0
+    whole = held - matrices  # of weights whose gradients are summed once a step
     copies = (layout.dp or 1) * layout.cp
+    gathered = held if shard == "gradients" else whole  # once a step, when they are new
     times = {"none": 0, "gradients": 1, "parameters": 3}[shard]
     sent = {
         "tp": rows * layers * 8 * again * row * _others(layout.tp),
         "cp": rows * layers * 2 * again * row / model.hidden_size * heads * _others(layout.cp),
         "ep": rows * 4 * again * row * chosen * _others(layout.ep),
         "pp": rows * 2.0 * row if layout.pp > 1 else 0.0,
-        "dp": 2 * (held - matrices) * _others(copies),
+        "dp": (whole + gathered) * _others(copies),
         "shard": rows * times * matrices * _others(copies),
     }
     inner = {"tp": 1, "cp": layout.tp, "pp": layout.tp * layout.cp}
@@ -288,8 +289,8 @@ def _sent(
     }
     # The sum of gradients is hidden behind the last backward, new parameters are waited for. Layers
     # that are sharded gather and reduce while another layer runs.
-    half = waited["dp"] / 2
-    waited["dp"] = half + max(0.0, half - backward)
+    summed = waited["dp"] * whole / (whole + gathered)
+    waited["dp"] += max(0.0, summed - backward) - summed
     waited["shard"] = max(0.0, waited["shard"] - rows * (forward + backward))
     return sent, waited
 

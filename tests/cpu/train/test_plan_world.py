@@ -58,6 +58,9 @@ def test_what_ranks_send_is_what_the_axes_say():
     sharded = the(choices, shard="parameters")
     assert sharded.sent["shard"] == round(3 * matrices * 3 / 4)
     assert sharded.sent["dp"] == pytest.approx(2 * (weights - matrices) * 3 / 4)
+    reduced = the(choices, shard="gradients")
+    assert reduced.sent["shard"] == round(matrices * 3 / 4)
+    assert reduced.sent["dp"] == round((2 * weights - matrices) * 3 / 4), "gathers all weights"
     assert the(choices, tp=4).sent == {"tp": round(4 * model.num_layers * 8 * row * 3 / 4)}
     assert the(choices, pp=4).sent == {"pp": 4 * 2 * row}
 
