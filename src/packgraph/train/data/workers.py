@@ -20,6 +20,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
@@ -79,34 +80,37 @@ def serve(pipe: Connection) -> None:
         problem = str(error)
     if tokenizer is not None and tokenizer.fingerprint != fingerprint:
         tokenizer = None
+    thread = ThreadPoolExecutor(1)
+    outcomes: list[Outcome] | None = None
     while True:
         try:
+            if outcomes is not None:
+                pipe.send(outcomes)
             indices: list[int] = pipe.recv()
-        except EOFError:
-            return
+        except (EOFError, OSError):
+            return  # nobody asks any more
         if tokenizer is None:
-            pipe.send([problem] * len(indices))
+            outcomes = [problem] * len(indices)
         else:
-            _answer(pipe, source, indices, tokenizer)
+            outcomes = _outcomes(thread, source, indices, tokenizer)
 
 
-def _answer(
-    pipe: Connection, source: DocumentSource, indices: Sequence[int], tokenizer: Tokenizer
-) -> None:
-    """Send the outcomes of a batch. An error that is none of data or files ends this process, after
-    the outcomes up to it."""
+def _outcomes(
+    thread: Executor, source: DocumentSource, indices: Sequence[int], tokenizer: Tokenizer
+) -> list[Outcome]:
+    """Of a batch. thread: keeps whatever error a document meets, so that this process goes on."""
     outcomes: list[Outcome] = []
     kind = np.dtype("int32" if tokenizer.vocab_size <= 2**31 else "int64")
-    try:
-        for index in indices:
-            try:
-                outcomes.append(_with_type(read_tokenized(source, index, tokenizer), kind))
-            except (DataError, OSError) as error:
-                outcomes.append(f"{type(error).__name__}: {error}")
-    except BaseException as error:
-        pipe.send([*outcomes, f"{type(error).__name__}: {error}"])
-        raise
-    pipe.send(outcomes)
+
+    def read() -> None:
+        for index in indices[len(outcomes) :]:
+            outcomes.append(_with_type(read_tokenized(source, index, tokenizer), kind))
+
+    while len(outcomes) < len(indices):
+        error = thread.submit(read).exception()
+        if error is not None:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
 
 
 def _with_type(found: TokenizedDocument, kind: np.dtype[Any]) -> TokenizedDocument:
@@ -175,11 +179,11 @@ class TokenizerProcess:
 def _end(workers: list[TokenizerProcess]) -> None:
     """End the processes; they hold nothing that has to be kept."""
     for worker in workers:
-        worker.pipe.close()
         worker.process.kill()
     for worker in workers:
         worker.process.join()
         worker.process.close()
+        worker.pipe.close()
     workers.clear()
 
 
