@@ -36,7 +36,7 @@ class WeightedSource(Protocol):
     def parts(self) -> Sequence[SourcePart]: ...
 
 
-class Place(NamedTuple):
+class OrderPlace(NamedTuple):
     """A place in the order: of which part, in which of its epochs, where in that, and the index in
     the source of the document that stands there."""
 
@@ -76,26 +76,26 @@ class PartOrder:
         return found
 
     @property
-    def place(self) -> Place:
+    def place(self) -> OrderPlace:
         """The place of the document whose turn it is."""
         return self._place(self.epoch, self.position, self._order)
 
-    def coming(self, epochs: int | None) -> Iterator[Place]:
+    def coming(self, epochs: int | None) -> Iterator[OrderPlace]:
         """The places from here on, whatever happens to this order; endless where `epochs` is
         None."""
         return self._from(self.epoch, self.position, self._order, epochs)
 
     def _from(
         self, epoch: int, start: int, order: NDArray[np.int64], epochs: int | None
-    ) -> Iterator[Place]:
+    ) -> Iterator[OrderPlace]:
         while self.part.documents and (epochs is None or epoch < epochs):
             for position in range(start, self.part.documents):
                 yield self._place(epoch, position, order)
             epoch, start = epoch + 1, 0
             order = self._shuffled(epoch)
 
-    def _place(self, epoch: int, position: int, order: NDArray[np.int64]) -> Place:
-        return Place(self.number, epoch, position, self._first + int(order[position]))
+    def _place(self, epoch: int, position: int, order: NDArray[np.int64]) -> OrderPlace:
+        return OrderPlace(self.number, epoch, position, self._first + int(order[position]))
 
     @property
     def share(self) -> float:
@@ -140,11 +140,11 @@ class DocumentOrder:
         return self._epochs is not None and self._turn.epoch >= self._epochs
 
     @property
-    def place(self) -> Place:
+    def place(self) -> OrderPlace:
         """The place of the document whose turn it is."""
         return self._turn.place
 
-    def coming(self) -> list[Iterator[Place]]:
+    def coming(self) -> list[Iterator[OrderPlace]]:
         """For each part the places that come from here on. In a mixture the turns of the parts
         follow from tokens that nobody has counted yet; the order within each does not."""
         return [part.coming(self._epochs) for part in self._parts]

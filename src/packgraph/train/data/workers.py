@@ -33,7 +33,7 @@ import numpy as np
 
 from packgraph.packing.document import Document, Ids
 from packgraph.train.config.sections import DataConfig
-from packgraph.train.data.order import DocumentOrder, Place
+from packgraph.train.data.order import DocumentOrder, OrderPlace
 from packgraph.train.data.source import DataError, DocumentSource
 from packgraph.train.data.tokenizer import (
     TokenizedDocument,
@@ -128,7 +128,7 @@ def _with_type(found: TokenizedDocument, kind: np.dtype[Any]) -> TokenizedDocume
 class Batch:
     """Documents that are handed out together. outcomes: None until they are received."""
 
-    places: list[Place]
+    places: list[OrderPlace]
     worker: "TokenizerProcess"
     outcomes: list[Outcome] | None = None
 
@@ -192,13 +192,13 @@ class ComingDocuments:
     """Documents of one part of the order that are handed out. at: which of the first batch was
     taken last. most: batches."""
 
-    coming: Iterator[Place]
+    coming: Iterator[OrderPlace]
     most: int
     batches: deque[Batch] = field(default_factory=deque)
     at: int = 0
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> OrderPlace | None:
         """Of the document that was taken last, or is the first; None at the end of the data."""
         return self.batches[0].places[self.at] if self.batches else None
 
