@@ -203,8 +203,9 @@ def _hold(work: ShardWork) -> None:
 
 
 def _begin(work: ShardWork) -> None:
-    """In a new process."""
-    follow_parent([signal.SIGINT])
+    """In a new process: end with the one that started it, and leave Ctrl-C to that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follow_parent()
     _hold(work)
 
 

@@ -10,7 +10,8 @@ without, and a checkpoint says nothing of them.
 
 Failures are those of one process. A document that a worker fails at is read here when its turn
 comes, which raises the same error with the same place. A worker that is lost is an error where the
-first document is missing. Workers leave signals to their parent and end with it, whatever ends it.
+first document is missing. Workers leave signals to their parent, which may have a step to save, and
+end with it, whatever ends it.
 """
 
 import multiprocessing
@@ -19,7 +20,7 @@ import pickle
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -50,11 +51,8 @@ SECONDS = 10.0  # that a process that closed its pipe has to end
 Outcome = TokenizedDocument | str  # str: why a worker failed
 
 
-def follow_parent(ignored: Iterable[signal.Signals]) -> None:
-    """In a new process: leave the signals `ignored` to the process that started it, and end with
-    that one."""
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
+def follow_parent() -> None:
+    """In a new process: end with the one that started it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -70,7 +68,7 @@ def serve(pipe: Connection) -> None:
 
     First comes (config, source, fingerprint of the tokenizer), pickled.
     """
-    follow_parent(SIGNALS)
+    follow_parent()
     config, source, fingerprint = pickle.loads(pipe.recv_bytes())
     tokenizer: Tokenizer | None = None
     try:
@@ -145,7 +143,12 @@ class TokenizerProcess:
         self.process: BaseProcess = spawn.Process(
             target=serve, args=(theirs,), name=name, daemon=True
         )
-        self.process.start()
+        # What is blocked in this thread is so in the new process, from its first moment on.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()  # so that the pipe ends with the worker
 
     def ask(self, batch: Batch) -> None:
@@ -252,8 +255,15 @@ class TokenizedAhead:
             self._finalizer = None
 
     def _start(self) -> None:
-        # Before multiprocessing itself ends its processes by SIGTERM, which workers ignore.
+        # Before multiprocessing itself ends its processes by SIGTERM, which workers do not heed.
         self._finalizer = Finalize(self, _end, args=(self._workers,), exitpriority=10)
+        try:
+            self._start_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_all(self) -> None:
         for number in range(self._count):
             self._workers.append(TokenizerProcess(number))
         work = pickle.dumps((self._config, self._source, self._tokenizer.fingerprint))

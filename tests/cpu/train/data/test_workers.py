@@ -5,6 +5,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -30,8 +31,8 @@ from packgraph.train.data import (
     open_for_evaluation,
     open_microbatches,
 )
-from packgraph.train.data.order import DocumentOrder, SourcePart
-from packgraph.train.data.workers import AHEAD, BATCH
+from packgraph.train.data.order import DocumentOrder, OrderPlace, SourcePart
+from packgraph.train.data.workers import AHEAD, BATCH, Batch, TokenizerProcess
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import SIGNALS, StopRequest
 
@@ -204,6 +205,19 @@ def test_a_worker_whose_tokenizer_is_another_one_is_not_used(tmp_path, none_left
     with pytest.raises(DataError, match=r"text \d+: .*tokenizer.json was changed since"):
         next(stream)
     stream.close()
+
+
+def test_signals_are_left_to_the_parent_from_the_first_moment_on(none_left):
+    worker = TokenizerProcess(0)
+    for number in SIGNALS:
+        os.kill(worker.process.pid, number)
+    worker.pipe.send_bytes(pickle.dumps((DataConfig(), Texts(), "bytes")))
+    worker.ask(batch := Batch([OrderPlace(0, 0, 0, 7)], worker))
+    worker.receive()
+    assert batch.outcomes[0].where == "text 7" and not worker.asked and not worker.is_lost
+    worker.pipe.close()  # a worker that nobody asks ends
+    worker.process.join(20)
+    assert worker.process.exitcode == 0
 
 
 def settled(file):
