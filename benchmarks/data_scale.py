@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import statistics
@@ -142,17 +143,27 @@ def text(asked) -> dict:
     capacities = [Capacity(asked.tokens, 64), Capacity(asked.tokens // 2, 64)]
     stream = open_microbatches(config, open_documents(config), build_tokenizer(config), capacities)
     feed = feed_of(stream, asked)
-    begun = time.process_time()
-    fastest = waited(feed, asked, math.inf)
-    used = time.process_time() - begun
-    at_rate = waited(feed, asked, asked.rate)
+    fastest, begun = waited(feed, asked, math.inf), cpu_seconds()
+    at_rate, done = waited(feed, asked, asked.rate), cpu_seconds()
     feed.close()
+    tokens = asked.steps * asked.ranks * asked.tokens
+    own, theirs = (after - before for before, after in zip(begun, done, strict=True))
     return {
         "fastest_tokens_a_second": fastest["tokens_a_second"],
-        "tokens_a_cpu_second_here": round(asked.steps * asked.ranks * asked.tokens / used),
+        "tokens_a_cpu_second_here": round(tokens / own),
+        "tokens_a_cpu_second_of_workers": round(tokens / theirs) if theirs else None,
         **at_rate,
         "first_wait_s": fastest["first_wait_s"],
     }
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Of this process, and of its workers so far; other processes do not count."""
+    found = 0.0
+    for worker in multiprocessing.active_children():
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return time.process_time(), found
 
 
 def tokenize(asked) -> dict:
