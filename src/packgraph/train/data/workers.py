@@ -46,7 +46,7 @@ from packgraph.train.signals import SIGNALS
 
 # A batch of texts of 1,000 tokens takes a worker ten milliseconds, and the pipes a tenth of one.
 BATCH = 8  # documents
-AHEAD = 8  # batches for each worker that are handed out and not taken
+AHEAD = 32  # batches for each worker that are handed out and not taken
 SECONDS = 10.0  # that a process that closed its pipe has to end
 Outcome = TokenizedDocument | str  # str: why a worker failed
 

@@ -21,10 +21,13 @@ from trainkit import StopAfter, equal, state_of, tiny, trainer
 from workerkit import Faulty, Mixture, Texts, write_mixed
 
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.context.request import ContextRequest
+from packgraph.parallel.mesh import context_sizes
 from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.data import (
     DataConfig,
     DataError,
+    PlannedSteps,
     build_tokenizer,
     evaluation_stream,
     open_documents,
@@ -109,6 +112,31 @@ def test_a_mixture_takes_its_turns_as_without_workers(none_left):
     for stop in (1, 20, 61):
         shared.load_state_dict(json.loads(expected[stop - 1][1]))
         same(positions(shared, 10), expected[stop : stop + 10])
+    shared.close()
+
+
+def planned_steps(config):
+    """Steps with dynamic context parallelism on four ranks, over a mixture."""
+    parts = [SourcePart(30, 0.7), SourcePart(25, 0.8)]
+    request = ContextRequest(
+        world=4, tokens=64, sizes=context_sizes(4), places=(4, 256), microsteps=2
+    )
+    capacities = [Capacity(256, 8), Capacity(256, 64)]
+    source, tokenizer = Mixture(parts), build_tokenizer(config)
+    return PlannedSteps(config, source, tokenizer, capacities, request)
+
+
+def test_planned_steps_over_a_mixture_are_those_without_workers(none_left):
+    config = DataConfig(window=8)
+    alone, shared = planned_steps(config), planned_steps(with_workers(config, 1))
+    begin = shared.state_dict()
+    for start in (begin, begin):
+        shared.load_state_dict(start)
+        alone.load_state_dict(start)
+        for _ in range(20):
+            for pack, other in zip(shared.next_step(), alone.next_step(), strict=True):
+                assert torch.equal(pack.data, other.data)
+            assert shared.state_dict() == alone.state_dict()
     shared.close()
 
 
