@@ -61,13 +61,13 @@ from packgraph.bench.options import (
 )
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
 from packgraph.bench.timing import Deadline, busy_time, time_calls
-from packgraph.bench.variants import WAYS, Maker, Setting, Way
+from packgraph.bench.variants import FLOAT8_WAYS, WAYS, Maker, Setting, Way
 from packgraph.models.stack import DecoderStack
 from packgraph.packing.batch import PackedBatch
 from packgraph.train.config.values import Count, option
 
 BUSY_CALLS = 2
-ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**WAYS, **EXPERT_WAYS})
+ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**WAYS, **FLOAT8_WAYS, **EXPERT_WAYS})
 StepWay = Annotated[str, tuple(ALL_WAYS)]
 
 COLUMNS: list[Column] = [

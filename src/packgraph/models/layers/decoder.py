@@ -56,6 +56,8 @@ class DecoderLayer(nn.Module):
         self.offload: Mark = offload_block
         self.recompute: dict[str, str] = {}
         self.branches = config.branches(index)
+        config = config.of_layer(index)
+        self.precision = config.precision
         self.mixer = self.branches[0] if self.branches[0] in MIXERS else ""
         if self.mixer:
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
