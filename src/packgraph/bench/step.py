@@ -63,6 +63,7 @@ from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile,
 from packgraph.bench.timing import Deadline, busy_time, time_calls
 from packgraph.bench.variants import FLOAT8_WAYS, WAYS, Maker, Setting, Way
 from packgraph.models.stack import DecoderStack
+from packgraph.ops.float8.linear import FLOAT8
 from packgraph.packing.batch import PackedBatch
 from packgraph.train.config.values import Count, option
 
@@ -278,6 +279,11 @@ class StepComparison(Comparison[Way]):
             row |= measured_memory(row, self.results.extras[self.results.names[0]])
             row |= expert_memory(name, self.model, self.setting.capacity, room)
         return row | {"mfu_peak_tflops": PEAK_TFLOPS}
+
+    def tolerance(self, name: str) -> float:
+        """Largest relative difference of the losses of a way that is rounding; in float8, of
+        numbers with four bits."""
+        return 1e-2 if FLOAT8 in name.split("+") else super().tolerance(name)
 
     def _block(self, number: int) -> slice:
         """The microbatches of a round."""
