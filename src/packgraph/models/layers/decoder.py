@@ -46,7 +46,8 @@ class DecoderLayer(nn.Module):
     """Branches of a layer as its config says, each with pre-norm, residual and dropout.
 
     mixer: name of its branch that exchanges information between tokens; empty = it has none.
-    recompute: of stages by name, what the backward computes again (`graphs/stages.py`).
+    recompute: of stages by name, what the backward computes again (`graphs/stages.py`). precision:
+    of its linear layers and experts; layers of different ones share no compiled code.
     """
 
     def __init__(self, config: DecoderConfig, index: int) -> None:

@@ -167,6 +167,17 @@ class Float8Linear(nn.Linear):
         return float8_linear(x, (self,))[0]
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a call of `layer` is its product and nothing else: no adapter around it, no hooks."""
+    return (
+        type(layer) is Float8Linear
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
+    )
+
+
 class Float8Product(NativeProduct):
     """Products in float8 but for the gradient of matrices, which is that of `native`."""
 
@@ -184,33 +195,37 @@ class Float8Product(NativeProduct):
         return Float8Linear(inputs, outputs, bias=bias)
 
     def merged(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
-        return float8_linear(x, layers)
+        if all(map(_is_plain, layers)):
+            return float8_linear(x, layers)
+        return super().merged(x, layers)
 
 
-def multiply_by(layers: nn.Module, name: str) -> list[str]:
-    """Let the linear layers of `layers` multiply by `native` or `fp8`, over the same parameters.
-
-    Those of other classes than `nn.Linear`, and adapters of low rank, are left alone. Returns every
-    reason why a layer cannot; then none is changed.
-    """
-    known = (nn.Linear, Float8Linear)
+def float8_layers(layers: nn.Module) -> tuple[list[str], list[nn.Linear]]:
+    """The linear layers of `layers` that can change their product, and before them every reason why
+    one cannot multiply in float8. Those of other classes than `nn.Linear`, and adapters of low
+    rank, are not among them."""
     found = {
         place: module
         for place, module in layers.named_modules()
-        if type(module) in known and ".lora_" not in f".{place}"
+        if type(module) in (nn.Linear, Float8Linear) and ".lora_" not in f".{place}"
     }
-    if name != FLOAT8:
-        for module in found.values():
-            module.__class__ = nn.Linear
-        return []
     problems = [
         f"{place}: {problem}"
         for place, module in found.items()
         if (problem := size_problem(module.in_features, module.out_features))
     ]
-    for module in () if problems else found.values():
-        module.__class__ = Float8Linear
-    return problems
+    return problems, [*found.values()]
+
+
+def multiply_by(layers: nn.Module, name: str) -> list[str]:
+    """Let the linear layers of `layers` (see `float8_layers`) multiply by `bf16` or `fp8`, over the
+    same parameters. Returns every reason why one cannot; then none is changed."""
+    problems, found = float8_layers(layers)
+    if name == FLOAT8 and problems:
+        return problems
+    for module in found:
+        module.__class__ = Float8Linear if name == FLOAT8 else nn.Linear
+    return []
 
 
 PRODUCTS[FLOAT8] = Float8Product()

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from packgraph.graphs.graphed import graph
+from packgraph.graphs.graphed import control, graph
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.float8.cast import from_float8, naive_columns_to_float8, naive_rows_to_float8
 from packgraph.ops.float8.linear import FLOAT8, Float8Linear, float8_linear, multiply_by
-from packgraph.ops.linear import NATIVE, linear_layer, product
+from packgraph.ops.linear import NATIVE, linear_layer, merged, product
 from packgraph.packing.pack import pack
 from packgraph.verification.matrix import (
     CAPACITIES,
@@ -177,3 +177,40 @@ def test_sizes_that_the_device_does_not_take_are_named_all_at_once():
     assert {type(layer) for layer in layers.values()} == {nn.Linear}
     with pytest.raises(ValueError, match="24 x 48 is not made of multiples of 16"):
         linear_layer(FLOAT8, 24, 48)
+
+
+class Adapted(nn.Module):
+    """A layer with something around it, which shows the weight of what is inside, as PEFT does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+
+    def forward(self, x):
+        return self.inner(x) + 1
+
+
+def test_adapters_and_hooks_of_layers_that_share_an_input_run():
+    layers = [linear_layer(FLOAT8, 32, 16) for _ in range(2)]
+    x = torch.randn(4, 32)
+    plain, other = merged(x, *layers)
+    found = merged(x, layers[0], Adapted(layers[1]))
+    assert torch.equal(found[0], plain) and torch.equal(found[1], other + 1)
+    layers[1].register_forward_hook(lambda module, given, made: made + 2)
+    assert torch.equal(merged(x, *layers)[1], other + 2)
+
+
+def test_layers_of_two_precisions_are_two_codes():
+    config = of(tiny_config("chunk", 0.0, 5), num_layers=4).model
+    batch = next(random_packs(seed=1))
+    graphed = graph(
+        DecoderModel(config, seed=1),
+        capacities=[batch.capacity],
+        granularity="chunk",
+        compile="aot_eager",
+        warmup=0,
+        strict=True,
+    )
+    graphed(batch).backward()
+    stats = control(graphed).stats
+    assert not stats.recompiles and stats.captured == 1
