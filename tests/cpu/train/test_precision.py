@@ -40,7 +40,10 @@ def test_sizes_and_layouts_are_refused_all_at_once():
 
 @pytest.mark.parametrize(
     ("kind", "layer"),
-    [(tiny_experts_config, "kv_a_proj_with_mqa: 32 x 20"), (tiny_hybrid_config, "mamba.in_proj")],
+    [
+        (tiny_experts_config, "kv_a_proj_with_mqa: 32 x 20"),
+        (tiny_hybrid_config, "mamba.in_proj: 32 x "),
+    ],
 )
 def test_sizes_of_every_kind_of_layer_count(kind, layer):
     config = in_float8(kind("layer", 0.0, 4), num_layers=6)

@@ -147,7 +147,11 @@ class _Product(torch.autograd.Function):
 
 def float8_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
     """What `layers` make of the same x [..., I], which is cast once: [..., O] of each, in x's dtype
-    (autocast: in that). Differentiable in x, weights and biases."""
+    (autocast: in that). Differentiable in x, weights and biases. Raises ValueError for sizes that
+    float8 does not take."""
+    for layer in layers:
+        if problem := size_problem(layer.in_features, layer.out_features):
+            raise ValueError(f"a linear layer in float8: {problem}")
     x, *weights = autocast(x, *(layer.weight for layer in layers))
     rows = x.flatten(0, -2)
     cast = rows_to_float8(rows.detach())
@@ -190,8 +194,6 @@ class Float8Product(NativeProduct):
         return _multiply(*rows_to_float8(rows), *cast(matrices), offsets, matrices.dtype)
 
     def layer(self, inputs: int, outputs: int, bias: bool) -> nn.Linear:
-        if problem := size_problem(inputs, outputs):
-            raise ValueError(f"a linear layer in float8: {problem}")
         return Float8Linear(inputs, outputs, bias=bias)
 
     def merged(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:

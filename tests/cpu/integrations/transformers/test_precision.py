@@ -100,5 +100,5 @@ def test_what_cannot_be_in_float8_is_refused_with_all_reasons():
         packed(model, precision="fp8", bf16_ends=2)
     with pytest.raises(ValueError, match="experts of transformers, and their routers"):
         packed(build("qwen3_moe", num_hidden_layers=3, hidden_size=32), precision="fp8")
-    with pytest.raises(ValueError, match="it has no nn.Linear"):
+    with pytest.raises(ValueError, match=r"it has no nn\.Linear"):
         packed(build("gpt2"), precision="fp8", bf16_ends=0)

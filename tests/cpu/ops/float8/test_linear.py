@@ -176,7 +176,7 @@ def test_sizes_that_the_device_does_not_take_are_named_all_at_once():
     assert [problem.partition(":")[0] for problem in problems] == ["a", "c"]
     assert {type(layer) for layer in layers.values()} == {nn.Linear}
     with pytest.raises(ValueError, match="24 x 48 is not made of multiples of 16"):
-        linear_layer(FLOAT8, 24, 48)
+        linear_layer(FLOAT8, 24, 48)(torch.randn(2, 24))
 
 
 class Adapted(nn.Module):
