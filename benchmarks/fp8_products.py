@@ -3,7 +3,8 @@
     PYTHONPATH=src python benchmarks/fp8_products.py --shape 4b --tokens 16384 >> rows.jsonl
 
 One JSON row for each matrix and kernel: the product in bfloat16, in float8 with and without fast
-accumulation, casts of rows and of columns, and the product with its casts. Medians of
+accumulation, casts of rows and of columns, products with the casts of their weights, and the
+gradient of weights both ways: in float8 it needs casts by columns of x and grad. Medians of
 `triton.testing.do_bench`, which empties the L2 cache before every launch. Needs a GPU with float8.
 """
 
@@ -37,28 +38,36 @@ def matrices(shape: str) -> dict[str, tuple[int, int]]:
     }
 
 
+def scaled(
+    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], *, fast: bool
+) -> Callable[[], object]:
+    """The product of what is cast already."""
+    return lambda: torch._scaled_mm(
+        left[0],
+        right[0].t(),
+        scale_a=left[1],
+        scale_b=right[1].t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )
+
+
 def kernels(x: Tensor, weight: Tensor) -> Iterator[tuple[str, bool, Callable[[], object]]]:
     """Name, whether it is a product, and what is timed. x: [T, I]; weight: [O, I]."""
     rows, matrix = rows_to_float8(x), rows_to_float8(weight)
     grad = torch.randn(x.shape[0], weight.shape[0], device=x.device, dtype=x.dtype)
     grad_rows = rows_to_float8(grad)
-
-    def scaled(fast: bool) -> Callable[[], object]:
-        return lambda: torch._scaled_mm(
-            rows[0],
-            matrix[0].t(),
-            scale_a=rows[1],
-            scale_b=matrix[1].t(),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=fast,
-        )
+    x_columns, grad_columns = columns_to_float8(x), columns_to_float8(grad)
 
     yield "bf16", True, lambda: x @ weight.t()
-    yield "fp8, fast accumulation", True, scaled(True)
-    yield "fp8, float32 accumulation", True, scaled(False)
+    yield "fp8, fast accumulation", True, scaled(rows, matrix, fast=True)
+    yield "fp8, float32 accumulation", True, scaled(rows, matrix, fast=False)
     yield "forward with the weight's cast", True, lambda: float8_product(*rows, weight)
     yield "backward with the weight's cast", True, lambda: float8_rows_gradient(*grad_rows, weight)
     yield "gradient of the weight, bf16", True, lambda: grad.t() @ x
+    yield "gradient of the weight, fp8", True, scaled(grad_columns, x_columns, fast=True)
+    yield "cast of x by columns", False, lambda: columns_to_float8(x)
+    yield "cast of grad by columns", False, lambda: columns_to_float8(grad)
     yield "cast of x by rows", False, lambda: rows_to_float8(x)
     yield "cast of grad by rows", False, lambda: rows_to_float8(grad)
     yield "cast of the weight by rows", False, lambda: rows_to_float8(weight)

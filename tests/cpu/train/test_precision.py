@@ -8,7 +8,9 @@ import torch
 from trainkit import tiny
 
 from packgraph.ops.float8.linear import float8_problems
+from packgraph.packing.capacity import Capacity
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
+from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import (
     random_packs,
@@ -95,3 +97,10 @@ def test_offloading_has_the_same_bits():
     offload = replace(config.offload, modules=("qkv_linear", "mlp_act"), min_bytes=1)
     report = verify("float8", replace(config, offload=offload), random_packs(seed=1), CPU)
     assert report.good and report.shows and not report.differences
+
+
+def test_plans_of_memory_count_codes():
+    plain = replace(tiny_config("layer", 0.0, 4).model, num_layers=3)
+    found = DecoderMemory(replace(plain, precision="fp8"), 3, 4)(Capacity(128, 4))
+    codes = 128 * (64 + 4) + 64 * (32 + 4)
+    assert found - DecoderMemory(plain, 3, 4)(Capacity(128, 4)) == codes
