@@ -5,10 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from trainkit import tiny
 
-from packgraph.ops.float8.linear import float8_problems
+from packgraph.ops.float8.linear import Float8Linear, float8_problems
 from packgraph.packing.capacity import Capacity
+from packgraph.train.build import build_model
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.validate import validate
@@ -104,3 +106,18 @@ def test_plans_of_memory_count_codes():
     found = DecoderMemory(replace(plain, precision="fp8"), 3, 4)(Capacity(128, 4))
     codes = 128 * (64 + 4) + 64 * (32 + 4)
     assert found - DecoderMemory(plain, 3, 4)(Capacity(128, 4)) == codes
+
+
+def test_adapters_train_over_a_base_in_float8():
+    pytest.importorskip("peft", reason="the adapters are of this library")
+    config = in_float8(tiny_config("layer", 0.0, 5), bf16_ends=0)
+    lora = replace(config.lora, rank=4)
+    report = verify("float8", replace(config, lora=lora), random_packs(seed=1), CPU)
+    assert report.good and report.shows and not report.differences
+    model = build_model(replace(config, lora=lora), CPU)
+    kinds = {
+        name.rpartition(".")[2] if "lora_" not in name else "lora": type(part)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and "layers" in name
+    }
+    assert kinds == {"base_layer": Float8Linear, "lora": nn.Linear}
