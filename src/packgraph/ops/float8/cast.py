@@ -33,7 +33,9 @@ NOT_FINITE = 255
 def naive_rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """codes of x's shape and inverse float32 [..., R, 1], a scale for each row of x [..., R, C]."""
     wide = x.to(torch.float32)
-    scale, inverse = _scales(wide.abs().amax(-1, keepdim=True))
+    # As integers, bits of absolute values are ordered like these, and NaN, the largest, is not
+    # passed over by any compiler's maximum.
+    scale, inverse = _scales(wide.abs().view(torch.int32).amax(-1, keepdim=True))
     return (wide * scale).to(CODES), inverse
 
 
@@ -70,9 +72,8 @@ def _has_kernel(x: Tensor) -> bool:
     return HAS_TRITON and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _scales(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and inverse of rows whose largest absolute values these are (float32)."""
-    bits = largest.view(torch.int32)
+def _scales(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and inverse of rows whose largest absolute values, float32, have these bits."""
     exponent = (bits >> MANTISSA_BITS).clamp(min=SMALLEST)
     above = (bits & ((1 << MANTISSA_BITS) - 1)) > TOP_MANTISSA
     field = exponent - TOP_EXPONENT + above.to(torch.int32)
