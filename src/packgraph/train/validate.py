@@ -7,6 +7,7 @@ from packgraph.train.features.live import live_problems, live_shape
 from packgraph.train.features.lora import lora_problems
 from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
+from packgraph.train.features.precision import problems_of_precision
 from packgraph.train.features.recompute import problems_of_recompute
 from packgraph.train.parallelisms import PARALLELISMS, known_capacities
 from packgraph.train.trackers import missing_trackers
@@ -75,7 +76,7 @@ def validate(
             f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"
         ] = size < vocabulary
     found = [text for text, wrong in problems.items() if wrong]
-    found += problems_of_recompute(config)
+    found += problems_of_recompute(config) + problems_of_precision(config, device_type)
     found += live_problems(config) + lora_problems(config)
     found += [] if config.hf.path is not None else offload_problems(config)
     found += [
