@@ -14,7 +14,7 @@ from packgraph.ops.float8.cast import (
 )
 from packgraph.ops.float8.linear import FLOAT8, float8_problems
 from packgraph.ops.linear import linear_layer, product
-from packgraph.verification.matrix import CAPACITIES, random_packs, tiny_config
+from packgraph.verification.matrix import random_packs, tiny_config
 from packgraph.verification.verify import verify
 
 pytestmark = [
@@ -124,7 +124,7 @@ def test_float8_trains_through_graphs_bit_by_bit(granularity, compile):
         head_dim=64,
         num_layers=3,
     )
-    graph = replace(config.graph, compile=compile, capacities=CAPACITIES[:2])
+    graph = replace(config.graph, compile=compile)
     run = replace(config.run, dtype="bfloat16")
     report = verify(
         "float8", replace(config, model=model, graph=graph, run=run), random_packs(seed=1), DEVICE
