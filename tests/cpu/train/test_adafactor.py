@@ -27,7 +27,7 @@ def torchs_own(model: nn.Module) -> tuple[dict[str, nn.Parameter], torch.optim.O
 
 @pytest.mark.parametrize("piece", [2**23, 64])
 def test_it_equals_torchs_adafactor(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adafactor.pieces_of, "__defaults__", (piece,))
+    monkeypatch.setattr(adafactor.slices_of, "__defaults__", (piece,))
     ours = Small()
     named, twin = torchs_own(Small())
     optimizer = Optimizer(ours.named_parameters(), OPTIONS)

@@ -8,14 +8,14 @@ from updatekit import Small
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.updates import adamw8bit
-from packgraph.train.updates.adamw8bit import BLOCK, Quantized, Table, parts_in_blocks
+from packgraph.train.updates.adamw8bit import BLOCK, CodeTable, Quantized, parts_in_blocks
 
 CPU = torch.device("cpu")
-TABLES = {"signed": Table.signed(CPU), "unsigned": Table.unsigned(CPU)}
+TABLES = {"signed": CodeTable.signed(CPU), "unsigned": CodeTable.unsigned(CPU)}
 OPTIONS = OptimizerConfig(name="adamw8bit", weight_decay=0.25, clip_norm=None)
 
 
-def naive(values: Tensor, table: Table) -> Tensor:
+def naive(values: Tensor, table: CodeTable) -> Tensor:
     """Values after quantisation: of each block the nearest of all products."""
     found = torch.empty_like(values)
     for start in range(0, values.numel(), BLOCK):
@@ -60,7 +60,7 @@ def test_tables_are_sorted_and_end_at_one(kind: str) -> None:
 def test_quantised_values_are_the_nearest_and_stay_so(
     kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw8bit.pieces_of, "__defaults__", (512,))
+    monkeypatch.setattr(adamw8bit.slices_of, "__defaults__", (512,))
     values, quantized = drawn(size, kind), Quantized(size, TABLES[kind])
     assert not quantized.values(slice(0, size)).any()
     for part in parts_in_blocks(size):

@@ -100,7 +100,7 @@ def test_an_update_inside_a_graph_has_the_bits_of_an_eager_one(tmp_path: Path, n
 def test_the_loss_falls_as_with_adamw() -> None:
     found = {name: losses(*reversed(made(name)), 3e-3, 60) for name in ("adamw", "adamw8bit")}
     for one, other in zip(found["adamw"], found["adamw8bit"], strict=True):
-        assert other == pytest.approx(one, rel=0.01, abs=0.005)  # of 32 at first
+        assert other == pytest.approx(one, rel=0.01, abs=0.01)  # of 32 at first
     assert found["adamw8bit"][-1] < 1e-3 * found["adamw8bit"][0]
 
 

@@ -27,7 +27,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.data import Member
 from packgraph.parallel.pieces import Pieces, part_of, rectangles
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, pieces_of
+from packgraph.train.updates.rule import Updated, slices_of
 
 DECAY = -0.8  # power of the update's number by which the means forget
 CLIP = 1.0  # largest root mean square of a direction
@@ -68,7 +68,7 @@ class Stack:
     def _find(self, each: Updated, variance: Tensor | None) -> Iterator[Box]:
         place, own = self.member.place, each.span.own
         start, stop = max(place.start, own.start), min(place.stop, own.stop)
-        for part in pieces_of(max(0, stop - start)):
+        for part in slices_of(max(0, stop - start)):
             first = start + part.start
             corner, last = first - place.start, start + part.stop - place.start
             for offsets, sizes in rectangles(corner, last, self.matrices):

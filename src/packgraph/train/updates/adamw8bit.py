@@ -3,7 +3,7 @@ r"""AdamW whose two running means take one byte an element each, and a float32 s
 
     flat    |       block 0       |       block 1       | ...     256 elements of a rank's own part
     scale   |   largest |x| of 0  |   largest |x| of 1  | ...     float32
-    codes   | c c c c c c c c c c | c c c c c c c c c c | ...     uint8: TABLE[c] is about x / scale
+    codes   | c c c c c c c c c c | c c c c c c c c c c | ...     uint8: table[c] is about x / scale
 
 Tables are those of dynamic quantisation: seven powers of ten, and the more steps between two of
 them the larger they are. They differ from the paper's in two places. Both ends of a table are
@@ -29,7 +29,7 @@ from torch import Tensor
 from packgraph.parallel.pieces import parts_of
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.adamw import MEANS
-from packgraph.train.updates.rule import Updated, pieces_of
+from packgraph.train.updates.rule import Updated, slices_of
 
 BLOCK = 256  # elements
 BYTES = 2 * (1 + 4 / BLOCK)  # of state, of an element
@@ -50,7 +50,7 @@ def magnitudes(doubled: bool) -> tuple[float, ...]:
     return (*found, 1.0) if doubled else (*found[:-1], 1.0)
 
 
-class Table(NamedTuple):
+class CodeTable(NamedTuple):
     """The values of 255 codes, float32, sorted, and the 254 edges between those that are nearest
     to a number."""
 
@@ -58,27 +58,27 @@ class Table(NamedTuple):
     edges: Tensor
 
     @staticmethod
-    def of(values: Sequence[float], device: torch.device) -> "Table":
+    def of(values: Sequence[float], device: torch.device) -> "CodeTable":
         edges = [(low + high) / 2 for low, high in itertools.pairwise(values)]
         both = [torch.tensor(v, dtype=torch.float32, device=device) for v in (values, edges)]
-        return Table(*both)
+        return CodeTable(*both)
 
     @staticmethod
-    def signed(device: torch.device) -> "Table":
+    def signed(device: torch.device) -> "CodeTable":
         """From -1 to 1, with 0."""
         half = magnitudes(doubled=False)
-        return Table.of((*(-value for value in reversed(half)), 0.0, *half), device)
+        return CodeTable.of((*(-value for value in reversed(half)), 0.0, *half), device)
 
     @staticmethod
-    def unsigned(device: torch.device) -> "Table":
+    def unsigned(device: torch.device) -> "CodeTable":
         """From 3.25e-7 to 1."""
-        return Table.of(magnitudes(doubled=True), device)
+        return CodeTable.of(magnitudes(doubled=True), device)
 
 
 class Quantized:
     """Values of so many elements: codes and scales. At first all are 0."""
 
-    def __init__(self, size: int, table: Table) -> None:
+    def __init__(self, size: int, table: CodeTable) -> None:
         device = table.values.device
         self._table = table
         zero = torch.bucketize(torch.zeros(1, device=device), table.edges).byte()
@@ -113,7 +113,7 @@ def _blocks(part: slice) -> slice:
 def parts_in_blocks(size: int) -> list[slice]:
     """Pieces of whole blocks; what is less than a block comes last, alone."""
     whole = size - size % BLOCK
-    return [*pieces_of(whole), *([slice(whole, size)] if whole < size else [])]
+    return [*slices_of(whole), *([slice(whole, size)] if whole < size else [])]
 
 
 class AdamW8bit:
@@ -124,7 +124,7 @@ class AdamW8bit:
         self._state: list[tuple[Quantized, Quantized]] = []
         if self._updated:
             device = self._updated[0].master.device
-            tables = (Table.signed(device), Table.unsigned(device))
+            tables = (CodeTable.signed(device), CodeTable.unsigned(device))
             for each in self._updated:
                 means, squares = (Quantized(each.master.numel(), table) for table in tables)
                 self._state.append((means, squares))

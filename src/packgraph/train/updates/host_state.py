@@ -25,7 +25,7 @@ from packgraph.graphs.cuda.copy_streams import pinned
 from packgraph.parallel.data import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.adamw import MEANS, fused_adamw
-from packgraph.train.updates.rule import pieces_of
+from packgraph.train.updates.rule import slices_of
 
 PIECE = 2**25  # elements: 128 MiB of float32, long enough for the full speed of a link
 MASTER = "master"
@@ -189,7 +189,7 @@ class HostState:
 
 def parts_of(span: GradientBucket, piece: int = PIECE) -> list[slice]:
     """Pieces of this rank's own part of a span, in elements."""
-    return list(pieces_of(span.own_gradients.numel(), piece))
+    return list(slices_of(span.own_gradients.numel(), piece))
 
 
 def _host_tensors(span: GradientBucket) -> dict[str, Tensor]:

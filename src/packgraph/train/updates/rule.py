@@ -64,7 +64,7 @@ class UpdateRule(Protocol):
         """Take over what `state_tensors` gave, after values were written into that."""
 
 
-def pieces_of(size: int, piece: int = PIECE) -> Iterator[slice]:
+def slices_of(size: int, piece: int = PIECE) -> Iterator[slice]:
     """Elements 0 .. size in pieces."""
     for start in range(0, size, piece):
         yield slice(start, min(start + piece, size))
