@@ -249,15 +249,18 @@ def _answered(prompt: Any, answer: Any, where: str, name: str) -> SourceDocument
 
 def _preference(row: Mapping[str, Any], where: str) -> SourceDocument:
     """The chosen answer, and beside it the rejected one. Without `prompt` (the implicit form of
-    TRL) it is what both begin with."""
-    given, (chosen, rejected) = row.get("prompt"), (row.get(name) for name in PREFERENCES)
+    TRL), or with one as text beside whole chats, it is what both begin with."""
+    given: Any = row.get("prompt")
+    chosen: Any = row.get("chosen")
+    rejected: Any = row.get("rejected")
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise BadDocumentError(
             f"{where}: `chosen` and `rejected` must both be texts, or both lists of messages"
         )
     if not isinstance(chosen, list):
-        chosen, rejected = (_text(row.get(name), f"{where}: `{name}`") for name in PREFERENCES)
-    if given is None:
+        chosen = _text(chosen, f"{where}: `chosen`")
+        rejected = _text(rejected, f"{where}: `rejected`")
+    if given is None or (isinstance(given, str) and isinstance(chosen, list)):
         shared = _shared(chosen, rejected)
         given, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not chosen or not rejected:

@@ -167,6 +167,7 @@ YES, NO = ([{"role": "assistant", "content": said}] for said in ("two", "no"))
         {"chosen": "one? two", "rejected": "one? no"},
         {"prompt": ASKED, "chosen": YES, "rejected": NO},
         {"chosen": ASKED + YES, "rejected": ASKED + NO},
+        {"prompt": "one?", "chosen": ASKED + YES, "rejected": ASKED + NO},
     ],
 )
 def test_of_a_preference_the_chosen_answer_is_learned(row):
