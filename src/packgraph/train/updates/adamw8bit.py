@@ -33,6 +33,7 @@ from packgraph.train.updates.rule import Updated, slices_of
 
 BLOCK = 256  # elements
 BYTES = 2 * (1 + 4 / BLOCK)  # of state, of an element
+PASSES = 12  # over state and masters that its operations take, counted; fused AdamW takes one
 POWERS = 7  # of ten
 LEAST_SCALE = 1e-30  # below it a block is 0; products with a table's smallest are normal above it
 
