@@ -3,6 +3,7 @@ other layouts."""
 
 import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.run_folder import check_same_run
 from packgraph.train.signals import StopRequest
-from packgraph.train.updates.adamw8bit import MEANS
+from packgraph.train.updates import adafactor
+from packgraph.train.updates.adamw import MEANS
 
 pytestmark = pytest.mark.dist
 
@@ -107,6 +109,21 @@ def test_ranks_train_as_one_process_does(name, layout, tmp_path):
             continue
         within = {"rtol": 1e-2, "atol": 2e-3 if loose else 5e-5}
         torch.testing.assert_close(ranks[key], value, **within, msg=key)
+
+
+def alone_sums(mesh, folder, settings):
+    with mock.patch.object(adafactor, "_add_up", return_value=None):
+        return go(mesh, folder, settings)
+
+
+def test_sums_that_no_rank_adds_up_are_found(tmp_path):
+    """The negative control: means of a rank's own rows and columns are others."""
+    shared = config("adafactor", "dp2", 4)
+    _, wrong = run_ranks(alone_sums, 2, str(tmp_path / "ranks"), shared, layout=LAYOUTS["dp2"])[0]
+    alone = dataclasses.replace(shared, parallel=ParallelConfig())
+    _, one = ran("alone", tmp_path / "one", alone)
+    keys = [key for key in one if key.endswith("_var")]
+    assert keys and not any(torch.allclose(wrong[k], one[k], rtol=0.1, atol=0) for k in keys)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -125,10 +125,11 @@ class Distance:
 @dataclass
 class OneProcessReport:
     """The comparison of a run with one process. distances: kind -> the largest one, in order of
-    comparison."""
+    comparison. changed: what both sides do otherwise than the run that was asked for."""
 
     dtype: str
     steps: int = 0
+    changed: str = ""
     distances: dict[str, Distance] = field(default_factory=dict)
 
     @property
@@ -177,15 +178,16 @@ def compare_with_one_process(
     Besides its own part, rank 0 needs memory for the whole model and its optimizer.
     """
     # The comparison stands between gradients and update, so the update cannot be in a graph with
-    # them. State in eight bits is rounded in blocks that each layout cuts elsewhere.
-    name = "adamw" if config.optimizer.name == "adamw8bit" else config.optimizer.name
+    # them.
     config = replace(
         config,
         model=replace(config.model, dropout=0.0),
         graph=replace(config.graph, optimizer=False),
-        optimizer=replace(config.optimizer, name=name),
     )
     report = OneProcessReport(config.run.dtype)
+    if config.optimizer.name == "adamw8bit":
+        report.changed = "by adamw: each layout rounds state in eight bits in blocks of its own"
+        config = replace(config, optimizer=replace(config.optimizer, name="adamw"))
     run = ComparedRun(config, device, mesh)
     alone = ComparedRun(_for_one(config), device) if mesh.rank == 0 else None
     try:
