@@ -123,7 +123,8 @@ def test_sums_that_no_rank_adds_up_are_found(tmp_path):
     alone = dataclasses.replace(shared, parallel=ParallelConfig())
     _, one = ran("alone", tmp_path / "one", alone)
     keys = [key for key in one if key.endswith("_var")]
-    assert keys and not any(torch.allclose(wrong[k], one[k], rtol=0.1, atol=0) for k in keys)
+    # Matrices of which rank 0 updates all are right.
+    assert not all(torch.allclose(wrong[key], one[key], rtol=0.1, atol=0) for key in keys)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
