@@ -30,6 +30,7 @@ from packgraph.train.data.source import (
     DocumentSource,
     MissingPackageError,
     SourceDocument,
+    preference_notes,
 )
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -47,4 +48,5 @@ __all__ = [
     "open_documents",
     "open_for_evaluation",
     "open_microbatches",
+    "preference_notes",
 ]
