@@ -37,6 +37,7 @@ from packgraph.graphs.output_gradients import (
     KeyGradients,
     Pattern,
     leaves_behind,
+    readers_of_leaves,
     readers_of_results,
     runs_python,
 )
@@ -137,6 +138,7 @@ class VariantBuild:
         self.forwards: dict[int, _Forward] = {}
         self.exposed: dict[tuple[int, int], Layout | None] = {}
         self.used_eagerly: set[int] = set()
+        self.last_use: dict[int, int] = {}  # number of the run, by identity of the alias
         self.arriving: dict[tuple[int, int], list[tuple[int, torch.Tensor, Static]]] = defaultdict(
             list
         )
@@ -202,6 +204,7 @@ class VariantBuild:
         for leaf in leaves_behind(tree_leaves(result)):
             if id(leaf) in self.aliases.parameter_of:
                 self.used_eagerly.add(id(leaf))
+                self.last_use[id(leaf)] = index
             self._expose(leaf)
         return self._cut(result, state)
 
@@ -225,6 +228,7 @@ class VariantBuild:
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
         parameters = self._parameters_of(outputs)
+        self.last_use |= dict.fromkeys(map(id, parameters), index)
         statics = [self.window.static(out) for out in outputs]
         self.forwards[index] = _Forward(
             run, graph, inputs, facts, leaves, origins, outputs, statics, entries, parameters, uses
@@ -321,6 +325,8 @@ class VariantBuild:
         ]
         owned, returned = self._classify(forward.parameters)
         refuse_late_gradients(returned, self.program.describe(forward.run))
+        later = [alias for alias in returned if self.last_use[id(alias)] > index]
+        refuse_other_sums(later, forward.outputs, self.program.describe(forward.run))
         region = Region(
             index,
             self.program.describe(forward.run),
@@ -339,15 +345,15 @@ class VariantBuild:
         readers = readers_of_results(list(made.values()))
         region.inner = sorted({list(made)[place] for _, read in readers for _, place in read})
         patterns = self._patterns(index, forward, region)
-        later: dict[Place, torch.Tensor] = {}
+        later_reads: dict[Place, torch.Tensor] = {}
         read_inputs = set[int]()
         for number, pattern in enumerate(patterns):
             region.backwards[pattern], reads, storages = self._capture_pattern(
                 index, forward, pattern, owned, returned, again=number + 1 < len(patterns)
             )
-            later |= reads
+            later_reads |= reads
             read_inputs |= storages
-        region.context = self._context(forward, later)
+        region.context = self._context(forward, later_reads)
         region.context.inputs = [
             number
             for number, (entry, leaf) in enumerate(zip(forward.inputs, forward.leaves, strict=True))
@@ -613,6 +619,26 @@ def refuse_late_gradients(returned: list[torch.nn.Parameter], name: str) -> None
             "or somebody watches its gradient: it would be added after ranks have added theirs up",
             user_line(),
             "capture the whole layer as one segment, without hooks on its parameters",
+        )
+
+
+def refuse_other_sums(
+    parameters: list[torch.nn.Parameter], outputs: list[torch.Tensor], name: str
+) -> None:
+    """Raise CaptureError where captured code, called `name`, uses one of `parameters` several
+    times: its graph adds these gradients up first, autograd adds each to what has come before, and
+    the bits are others.
+
+    parameters: those that a later part of the call uses, too, so that its backward comes before.
+    """
+    readers = readers_of_leaves(outputs)
+    several = next((one for one in parameters if readers[id(one)] > 1), None)
+    if several is not None:
+        raise CaptureError(
+            f"{name} uses a parameter of shape {list(several.shape)} {readers[id(several)]} times, "
+            "and so does what comes after it: gradients would be summed in another order",
+            user_line(),
+            "capture both as one segment, or the uses as segments of their own",
         )
 
 

@@ -140,8 +140,10 @@ class DecoderStack(nn.Module):
         own: Sequence[Stage] = layer.stages()  # type: ignore[operator]
         if not isinstance(layer, PredictionLayer):
             return own
-        around = ("mtp_embed", self.run_mtp_embed), ("mtp_head", self.run_mtp_head)
-        before, after = (Stage(name, layer.index, run) for name, run in around)
+        before = Stage("mtp_embed", layer.index, self.run_mtp_embed)
+        # By itself or with the head, not with the layer: a segment that reads a tied matrix twice
+        # would sum its gradients in another order.
+        after = Stage("mtp_head", self.config.depth, self.run_mtp_head)
         return [before, *own, after]
 
     def end(self, state: State) -> Tensor:

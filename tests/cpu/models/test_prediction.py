@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import packgraph.models.stack
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import control, graph
 from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig
 from packgraph.models.decoder import DecoderModel, ModelChunks, stage_layers, stage_weights
@@ -45,7 +46,12 @@ EXPERTS = dataclasses.replace(
     ),
 )
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True, mtp_layers=1, mtp_loss_weight=0.1)
-SHAPES = {"dense": CONFIG, "experts": EXPERTS, "tied": TIED}
+SHAPES = {
+    "dense": CONFIG,
+    "experts": EXPERTS,
+    "tied": TIED,
+    "tied, two": dataclasses.replace(TIED, mtp_layers=2),
+}
 CAPACITIES = [Capacity(24, 4), Capacity(48, 8)]
 
 
@@ -251,6 +257,8 @@ def test_the_last_pipeline_stage_has_the_layers_and_a_table_of_its_own():
         ("experts", "chunk", None, "full"),
         ("experts", "layer", ("attn", "moe_router", "mtp_input"), "none"),
         ("tied", "layer", None, "selective"),
+        ("tied, two", "layer", None, "none"),
+        ("tied, two", "chunk", None, "none"),
     ],
 )
 def test_graphs_are_eager_bit_by_bit(shape, granularity, scope, again):
@@ -277,4 +285,17 @@ def test_graphs_are_eager_bit_by_bit(shape, granularity, scope, again):
     assert len({str(numbers) for numbers in losses[eager]}) == 10
     for name, parameter in eager.named_parameters():
         assert torch.equal(parameter.grad, captured.get_parameter(name).grad), name
+    graphed.close()
+
+
+def test_a_segment_that_would_sum_gradients_in_another_order_is_refused():
+    model = DecoderModel(TIED)
+    scope = ("attn", "mlp", "mtp")  # of the tied matrix: two uses, and the head's before
+    graphed = graph(
+        model, capacities=CAPACITIES, backend="recorder", granularity="chunk", scope=scope
+    )
+    with pytest.warns(PackgraphWarning, match="summed in another order"):
+        for batch in random_batches(4):
+            graphed(batch, torch.tensor(20)).backward()
+    assert not control(graphed).stats.replayed
     graphed.close()
