@@ -16,9 +16,10 @@ on.
 Where the row is cut in zigzag, `embed` adds rows, which say what of the row is this rank's.
 
 Layers of multi-token prediction (`layers/prediction.py`) stand before the head, each between two
-stages, `mtp_embed` and `mtp_head`. State within: mtp_depth (how many have begun) and mtp_trunk [T,
-H], the hidden state that the head reads; from `mtp_head` on mtp_loss, float32 []. The head adds its
-gradient to that of the loss, not its value: that stays the loss of the next token.
+stages, `mtp_embed` and `mtp_head`. The first of them has the norm that the head has otherwise. State
+within: mtp_depth (how many have begun) and mtp_trunk [T, H], which the head reads; from `mtp_head`
+on mtp_loss, float32 []. The head adds its gradient to that of the loss, not its value: that stays
+the loss of the next token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -222,8 +223,10 @@ class DecoderStack(nn.Module):
         batch, context, rows = state["batch"], state.get("context"), state.get("rows")
         depth = state.get("mtp_depth", 0) + 1
         tokens = ahead(batch.tokens, batch.document_ids, depth, 0)
-        hidden = state["hidden"]
-        begun = {} if depth > 1 else {"mtp_trunk": hidden, "hidden": self.norm(hidden)}
+        begun = {}
+        if depth == 1:
+            normed = self.norm(state["hidden"])
+            begun = {"mtp_trunk": normed, "hidden": normed}
         embedding = embed(
             rank_rows(tokens, context, rows, 0),
             rank_rows(self._has_ended(batch, depth), context, rows, True),
@@ -267,7 +270,9 @@ class DecoderStack(nn.Module):
         """Stage `head`: final norm, logits and loss; nothing but the output is left in the
         state."""
         labels, rows = state["batch"].labels, state.get("rows")
-        hidden, wanted = self.norm(state["hidden"]), state.get("wanted", "loss")
+        hidden, wanted = state["hidden"], state.get("wanted", "loss")
+        if self.mtp_sums is None:
+            hidden = self.norm(hidden)
         own = rank_rows(labels, state.get("context"), rows, IGNORED)
         if wanted == "hidden":
             padding = rank_rows(state["batch"].padding_mask, state.get("context"), rows, True)
