@@ -90,9 +90,7 @@ def test_ranks_learn_what_one_process_does(kind, tmp_path):
     layout = ParallelConfig(**{"dp": 1} | parallel).layout()
     assert validate(settings, "cpu", world=world) == []
     alone = config({"cp_kind": settings.parallel.cp_kind}, changes, enabled=False)
-    ((expected, _),) = run_ranks(
-        go, 1, str(tmp_path / "one"), alone, layout=Layout(dp=1)
-    )
+    ((expected, _),) = run_ranks(go, 1, str(tmp_path / "one"), alone, layout=Layout(dp=1))
     found = run_ranks(both, world, str(tmp_path), parallel, changes, layout=layout, seconds=150.0)
     for (graphs, totals), (eager, _) in found:
         equal(graphs, eager)

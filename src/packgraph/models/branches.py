@@ -313,14 +313,18 @@ def head_cost(config: "DecoderConfig", tokens: int) -> int:
     weights = config.hidden_size * config.vocab_size
     head = BranchWork(weights, weights).cost(tokens)
     project = BranchWork(2 * config.hidden_size**2, 2 * config.hidden_size**2).cost(tokens)
-    further = [layer_cost(config, index, tokens) for index in range(config.num_layers, config.depth)]
+    further = [
+        layer_cost(config, index, tokens) for index in range(config.num_layers, config.depth)
+    ]
     return head + sum(cost + project + head for cost in further)
 
 
 def token_weights(config: "DecoderConfig") -> int:
     """Elements of the matrices that a token passes in all layers, those of multi-token prediction
     with their projections too."""
-    branches = sum(config.count(name) * kind.weights(config) for name, kind in config.kinds().items())
+    branches = sum(
+        config.count(name) * kind.weights(config) for name, kind in config.kinds().items()
+    )
     return branches + 2 * config.hidden_size**2 * config.mtp_layers
 
 

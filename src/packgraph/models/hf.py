@@ -123,8 +123,7 @@ def pretrained_config(path: str | Path) -> tuple[DecoderConfig, torch.dtype]:
     except ValueError as error:
         raise WeightsError(f"{file}: {error}") from error
     if config.mtp_layers and not _further_layers(_tensor_files(file.parent), config):
-        # transformers writes the key, but not the layers.
-        _tell(f"{file} has layers of multi-token prediction, but no weights of them: left out")
+        # transformers hands the key on and writes no such layers: no part of the model is missing.
         config = replace(config, mtp_layers=0)
     return config, dtype
 
@@ -196,9 +195,7 @@ def _further_layers(names: Iterable[str], config: DecoderConfig) -> set[str]:
     return {match[0] for match in matches if int(match["index"]) >= config.num_layers}
 
 
-def _prediction_copies(
-    config: DecoderConfig, family: Family, prefix: str | None
-) -> dict[str, str]:
+def _prediction_copies(config: DecoderConfig, family: Family, prefix: str | None) -> dict[str, str]:
     """Tensors of embedding and head in layers of multi-token prediction, by their names, and which
     they are."""
     embedding = family.tensor_name(EMBEDDING, prefix)
