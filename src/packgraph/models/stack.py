@@ -17,9 +17,9 @@ Where the row is cut in zigzag, `embed` adds rows, which say what of the row is 
 
 Layers of multi-token prediction (`layers/prediction.py`) stand before the head, each between two
 stages, `mtp_embed` and `mtp_head`. The first of them has the norm that the head has otherwise.
-State within: mtp_depth (how many have begun) and mtp_trunk [T, H], which the head reads; from `mtp_head`
-on mtp_loss, float32 []. The head adds its gradient to that of the loss, not its value: that stays
-the loss of the next token.
+State within: mtp_depth (how many have begun) and mtp_trunk [T, H], which the head reads; from
+`mtp_head` on mtp_loss, float32 []. The head adds its gradient to that of the loss, not its value:
+that stays the loss of the next token.
 """
 
 from collections.abc import Mapping, Sequence

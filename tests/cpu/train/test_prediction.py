@@ -13,6 +13,7 @@ from packgraph.models.config import ExpertConfig
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.train.config.fine_tuning import HfConfig
 from packgraph.train.config.sections import LoraConfig, OffloadConfig, ParallelConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.features.moe import share
@@ -185,9 +186,14 @@ def test_estimates_count_the_layers():
     assert needs[0] - needs[1] == 4 * extra and needs[1] > needs[2]
 
 
-def test_adapters_are_refused():
+def test_adapters_and_models_of_others_are_refused(tmp_path):
     found = validate(replace(config(), lora=LoraConfig(rank=2)), "cpu")
     assert any("lora.rank with model.mtp_layers = 2" in problem for problem in found)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    transformers.LlamaConfig(**sizes, num_attention_heads=2).save_pretrained(tmp_path)
+    found = validate(replace(config(), hf=HfConfig(path=str(tmp_path))), "cpu")
+    assert any("model.mtp_layers = 2 is for models of packgraph" in problem for problem in found)
 
 
 def test_control_without_its_gradient_the_decoder_learns_otherwise(tmp_path):
