@@ -11,13 +11,14 @@ back.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from packgraph.graphs.backend import (
@@ -327,6 +328,7 @@ class VariantBuild:
         refuse_late_gradients(returned, self.program.describe(forward.run))
         later = [alias for alias in returned if self.last_use[id(alias)] > index]
         refuse_other_sums(later, forward.outputs, self.program.describe(forward.run))
+        refuse_shared_copies(returned, self._users(), self.program.describe(forward.run))
         region = Region(
             index,
             self.program.describe(forward.run),
@@ -537,19 +539,21 @@ class VariantBuild:
     def _classify(self, aliases: list[Any]) -> tuple[list[Any], list[Any]]:
         """Which parameters the backward graph accumulates itself, and which return their gradient
         through autograd."""
-        users: dict[int, int] = defaultdict(int)
-        for forward in self.forwards.values():
-            for alias in forward.parameters:
-                users[id(alias)] += 1
+        users = self._users()
         owned = [
             a
             for a in aliases
-            if users[id(a)] == 1
-            and id(a) not in self.used_eagerly
-            and not has_hooks(self.aliases.parameter_of[id(a)])
+            if users[id(a)] == 1 and not has_hooks(self.aliases.parameter_of[id(a)])
         ]
         taken = {id(a) for a in owned}
         return owned, [a for a in aliases if id(a) not in taken]
+
+    def _users(self) -> Counter[int]:
+        """How many parts of the call use each alias, by its identity: segments, and eager stages
+        together."""
+        forwards = self.forwards.values()
+        segments = Counter(id(alias) for forward in forwards for alias in forward.parameters)
+        return segments + Counter(self.used_eagerly)
 
     def _grad_outputs(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs whose gradient is read later than right after the replay, with memory of the slot
@@ -640,6 +644,29 @@ def refuse_other_sums(
             user_line(),
             "capture both as one segment, or the uses as segments of their own",
         )
+
+
+def refuse_shared_copies(
+    returned: list[torch.nn.Parameter], users: Mapping[int, int], name: str
+) -> None:
+    """Raise CaptureError where captured code, called `name`, shares a DTensor that is whole on all
+    ranks with other parts of the call.
+
+    Its gradients are shares of a sum over ranks (`Partial`). Those of several parts, added to a
+    `.grad` that is there, have other bits in replays than in eager backwards. returned: parameters
+    whose gradients go through autograd. users: of each, by identity.
+    """
+    for parameter in returned:
+        copied = isinstance(parameter, DTensor) and all(
+            placement.is_replicate() for placement in parameter.placements
+        )
+        if copied and users[id(parameter)] > 1:
+            raise CaptureError(
+                f"{name} shares a DTensor of shape {list(parameter.shape)}, whole on every rank, "
+                "with other segments or eager stages: gradients would be summed in another order",
+                user_line(),
+                "capture all that uses it as one segment (granularity='chunk')",
+            )
 
 
 def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
