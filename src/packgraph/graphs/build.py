@@ -38,9 +38,9 @@ from packgraph.graphs.output_gradients import (
     KeyGradients,
     Pattern,
     leaves_behind,
-    readers_of_leaves,
     readers_of_results,
     runs_python,
+    summed_gradients,
 )
 from packgraph.graphs.parameters import (
     Aliases,
@@ -635,8 +635,8 @@ def refuse_other_sums(
 
     parameters: those that a later part of the call uses, too, so that its backward comes before.
     """
-    readers = readers_of_leaves(outputs)
-    several = next((one for one in parameters if readers[id(one)] > 1), None)
+    readers = summed_gradients(outputs) if parameters else {}
+    several = next((one for one in parameters if readers.get(id(one), 0) > 1), None)
     if several is not None:
         raise CaptureError(
             f"{name} uses a parameter of shape {list(several.shape)} {readers[id(several)]} times, "
