@@ -39,7 +39,7 @@ class PredictionLayer(DecoderLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(size, eps)
         self.hnorm = RMSNorm(size, eps)
-        self.eh_proj = linear_layer(config.linear_product, 2 * size, size)
+        self.eh_proj = linear_layer(config.of_layer(index).precision, 2 * size, size)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(size, eps)})
 
     def stages(self) -> Sequence[Stage]:
