@@ -45,10 +45,10 @@ class PartOrder:
     """Where one part is: its epoch, the position in it, how many of its documents were usable in
     it, and tokens so far."""
 
-    def __init__(self, part: SourcePart, first: int, seed: Sequence[int]) -> None:
-        """first: index of its first document in the source. seed: of its shuffles, with the epoch
-        behind it."""
-        self.part, self._first, self._seed = part, first, seed
+    def __init__(self, part: SourcePart, number: int, first: int, seed: Sequence[int]) -> None:
+        """number: of this part. first: index of its first document in the source. seed: of its
+        shuffles, with the epoch behind it."""
+        self.part, self.number, self._first, self._seed = part, number, first, seed
         self.load([0, 0, 0, 0])
 
     def counts(self) -> list[int]:
@@ -67,6 +67,10 @@ class PartOrder:
         """Index in the source of the document whose turn it is."""
         return self._first + int(self._order[self.position])
 
+    def upcoming(self, most: int) -> NDArray[np.int64]:
+        """Indexes in the source of the next documents of the epoch, at most so many."""
+        return self._order[self.position : self.position + most] + self._first
+
     @property
     def share(self) -> float:
         """Tokens so far over the weight."""
@@ -82,7 +86,7 @@ class DocumentOrder:
         first = 0
         for number, part in enumerate(parts):
             own = [seed, number] if len(parts) > 1 else [seed]
-            self._parts.append(PartOrder(part, first, own))
+            self._parts.append(PartOrder(part, number, first, own))
             first += part.documents
         self._choose()
 
@@ -114,16 +118,31 @@ class DocumentOrder:
         """Index in the source of the document whose turn it is."""
         return self._turn.index
 
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one part only."""
+        return len(self._parts) == 1
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Number of the part whose turn it is, its epoch, and the position in it."""
+        return self._turn.number, self._turn.epoch, self._turn.position
+
+    def upcoming(self, most: int) -> NDArray[np.int64]:
+        """Indexes in the source of the next documents of the part whose turn it is, at most so many
+        and within its epoch."""
+        return self._turn.upcoming(most)
+
     def begin_epoch(self) -> None:
         """Shuffle the part whose turn it is anew."""
         self._turn.load([self._turn.epoch + 1, 0, 0, self._turn.tokens])
 
-    def advance(self, usable: int, tokens: int) -> None:
-        """The document whose turn it was is done with: it gave so many for packing, of so many
-        tokens."""
+    def advance(self, usable: int, tokens: int, documents: int = 1) -> None:
+        """So many documents, of one part, are done with: they gave `usable` for packing, of
+        `tokens` tokens."""
         turn = self._turn
-        turn.position, turn.usable = turn.position + 1, turn.usable + usable
-        if len(self._parts) > 1:
+        turn.position, turn.usable = turn.position + documents, turn.usable + usable
+        if not self.is_single:
             turn.tokens += tokens
             self._choose()
 
