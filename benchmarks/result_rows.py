@@ -28,6 +28,7 @@ IDENTITY = (
     "longest",
     "lora",
     "kernel",
+    "work",
 )
 
 

@@ -1,5 +1,5 @@
-"""`packgraph bench integrations`: whole training steps of a model of transformers, by transformers
-alone and through graphs.
+"""`packgraph bench integrations`: training steps, losses or log-probabilities of a model of
+transformers, by transformers alone and through graphs.
 
     transformers           its own forward, loss and autograd; documents are kept apart by
                            packgraph's attention, registered by hand, without a mask
@@ -8,9 +8,17 @@ alone and through graphs.
     live+compile           the same with compile=True
     own                    packgraph's decoder of the same shape and values, through graphs
     own+compile            the same with compile=True
+    eager                  packgraph's decoder as it is
 
-A step is forward and backward of microbatches with a number of tokens in all, then fused AdamW. All
-ways train on the same documents. Each way is built, timed and freed by itself, since several models
+    --work step            forward and backward of microbatches with a number of tokens in all, then
+                           fused AdamW
+    --work loss            the loss of these microbatches without gradients, as validation beside
+                           training: a microbatch was trained before, gradients and the graphs of
+                           training are there
+    --work logprobs        log-probabilities of all labels without gradients. transformers makes the
+                           whole logits of a microbatch; +compile fuses what follows them
+
+All ways get the same documents. Each way is built, timed and freed by itself, since several models
 with their optimizers do not fit side by side; every way starts from the same values.
 """
 
@@ -37,6 +45,8 @@ from packgraph.ops.attention.api import (
     attention_metadata,
     choose_backend,
 )
+from packgraph.ops.log_probabilities import logprobs
+from packgraph.ops.loss import IGNORED
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.reading import ConfigError
@@ -45,9 +55,14 @@ from packgraph.train.config.values import Count, option
 ATTENTION = "packgraph_bench"
 STEPS_AHEAD = 3  # eager calls, captures and compiling
 
-WAYS = tuple(f"{name}{end}" for name in ("transformers", "live", "own") for end in ("", "+compile"))
+WAYS = (
+    *(f"{name}{end}" for name in ("transformers", "live", "own") for end in ("", "+compile")),
+    "eager",
+)
+WORKS = ("step", "loss", "logprobs")
 
 COLUMNS: list[Column] = [
+    ("work", value("work")),
     ("row", value("tokens")),
     ("lora", value("lora")),
     ("attention", value("kernel")),
@@ -57,6 +72,7 @@ COLUMNS: list[Column] = [
     ("step ms", median("step_ms", 1)),
     ("host ms", median("host_ms", 1)),
     ("peak GiB", gibibytes("peak_bytes")),
+    ("more in pools", value("pool_growth")),
     ("prepare s", value("prepare_seconds", ".1f")),
     ("replayed", value("replayed")),
     ("loss", value("loss", ".4f")),
@@ -65,7 +81,7 @@ COLUMNS: list[Column] = [
 
 @dataclass(frozen=True, kw_only=True)
 class IntegrationArguments(WorkArguments):
-    """Whole steps of a model of transformers, by itself and through graphs."""
+    """Steps, losses or log-probabilities of a model of transformers, by itself and in graphs."""
 
     usual_tokens: ClassVar[tuple[int, ...]] = (4 * KILO,)
 
@@ -76,25 +92,34 @@ class IntegrationArguments(WorkArguments):
         metavar="NAME|FILE",
     )
     ways: tuple[Annotated[str, WAYS], ...] = option(WAYS, FIRST)
+    work: Annotated[str, WORKS] = option(
+        "step", "what is timed: whole steps of training, or forwards without gradients"
+    )
     sigma: float = option(1.0, "of the lognormal distribution of lengths", metavar="F")
     documents: Count = option(64, "at most in one microbatch", metavar="N")
     step_tokens: Count = option(32 * KILO, "tokens of a step", metavar="T")
-    steps: Count = option(8, "that are timed, after three others", metavar="N")
+    steps: Count = option(8, "that are timed, after three others; of forwards, too", metavar="N")
     lora: int = option(
         0, "train adapters of this rank on every linear layer, by peft (default: all)", metavar="R"
     )
 
 
 Loss = Callable[[PackedBatch, Tensor], Tensor]
+Step = Callable[[list[PackedBatch]], Tensor]
 
 
 @dataclass
 class _Way:
-    """A model and what makes a loss of it. graphed: whose counts are told."""
+    """A model, what makes a loss of it, and log-probabilities. graphed: whose counts are told."""
 
     model: nn.Module
     loss: Loss
+    logprobs: Callable[[PackedBatch], Tensor]
     graphed: GraphedModule | None = None
+
+    def pools(self) -> int:
+        """Bytes of the pools of its graphs."""
+        return 0 if self.graphed is None else self.graphed.stats.pool_bytes
 
 
 def bench_integrations(
@@ -178,6 +203,7 @@ class _Bench:
         """What a row says of a way before it was measured."""
         return {
             "benchmark": "integrations",
+            "work": self.options.work,
             "way": name,
             "model": self.options.model,
             "family": self.config["model_type"],
@@ -193,6 +219,7 @@ class _Bench:
             "tokens_per_second": None,
             "ratio": None,
             "peak_bytes": None,
+            "pool_growth": None,
             "prepare_seconds": None,
             "replayed": None,
             "fallbacks": None,
@@ -205,7 +232,8 @@ class _Bench:
         row = self.row(name)
         try:
             kind, _, compiled = name.partition("+")
-            make = {"transformers": _transformers, "live": _live, "own": _own}[kind]
+            makers = {"transformers": _transformers, "live": _live, "own": _own, "eager": _eager}
+            make = makers[kind]
             way = make(self, compile=bool(compiled))
             row |= self._timed(way)
         except FAILURES as error:
@@ -217,13 +245,13 @@ class _Bench:
             way.graphed.close()
         return row
 
-    def _timed(self, way: _Way) -> Row:
+    def _training(self, way: _Way) -> Step:
+        """Steps of training."""
         trained = [parameter for parameter in way.model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=self.device.type == "cuda")
 
         def step(batches: list[PackedBatch]) -> Tensor:
-            counted = torch.stack([(batch.labels != -100).sum() for batch in batches]).sum()
-            total = torch.zeros((), device=self.device)
+            counted, total = _labels_of(batches), torch.zeros((), device=self.device)
             for batch in batches:
                 loss = way.loss(batch, counted)
                 loss.backward()
@@ -232,6 +260,33 @@ class _Bench:
             optimizer.zero_grad(set_to_none=way.graphed is None)
             return total
 
+        return step
+
+    def _losses(self, way: _Way) -> Step:
+        """The loss without gradients, after three microbatches of training."""
+        for batch in self.steps[0][:STEPS_AHEAD] * STEPS_AHEAD:
+            way.loss(batch, _labels_of([batch])).backward()
+
+        @torch.no_grad()
+        def step(batches: list[PackedBatch]) -> Tensor:
+            counted = _labels_of(batches)
+            return torch.stack([way.loss(batch, counted).clone() for batch in batches]).sum()
+
+        return step
+
+    def _log_probabilities(self, way: _Way) -> Step:
+        """The mean of negative log-probabilities."""
+
+        @torch.no_grad()
+        def step(batches: list[PackedBatch]) -> Tensor:
+            found = torch.stack([way.logprobs(batch).sum() for batch in batches]).sum()
+            return -found / _labels_of(batches)
+
+        return step
+
+    def _timed(self, way: _Way) -> Row:
+        works = {"step": self._training, "loss": self._losses, "logprobs": self._log_probabilities}
+        step, before = works[self.options.work](way), way.pools()
         losses: list[Tensor] = []
         ahead, timed = self.steps[:STEPS_AHEAD], self.steps[STEPS_AHEAD:-1]
 
@@ -255,6 +310,7 @@ class _Bench:
             },
             "tokens_per_second": rates["median"],
             "peak_bytes": peak,
+            "pool_growth": way.pools() - before if self.options.work == "loss" else None,
             "prepare_seconds": round(sum(laps) / 1000, 2),
             "loss": float(losses[0]),
         }
@@ -315,6 +371,18 @@ def _attend(
     return attention(q, k, v, packed, scale=scaling)[None], None
 
 
+def _labels_of(batches: list[PackedBatch]) -> Tensor:
+    """How many tokens have a label."""
+    return torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
+
+
+def _of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities of labels, of the whole logits [T, V]: float32 [T], 0 without a label."""
+    return -nn.functional.cross_entropy(
+        logits.float(), labels, reduction="none", ignore_index=IGNORED
+    )
+
+
 def _transformers(bench: _Bench, *, compile: bool) -> _Way:
     model = bench.theirs()
     causal = model.get_base_model() if bench.options.lora else model
@@ -326,19 +394,25 @@ def _transformers(bench: _Bench, *, compile: bool) -> _Way:
         for layer in causal.base_model.layers:
             layer.compile()
 
-    def loss(batch: PackedBatch, counted: Tensor) -> Tensor:
-        found: Tensor = model(
+    of_logits = torch.compile(_of_logits) if compile else _of_logits
+
+    def call(batch: PackedBatch, **further: Any) -> Any:
+        return model(
             input_ids=batch.tokens[None],
             position_ids=batch.position_ids[None],
-            labels=batch.labels[None],
-            shift_labels=batch.labels[None],
-            num_items_in_batch=counted,
             use_cache=False,
             packed=attention_metadata(batch, bench.attention),
+            **further,
+        )
+
+    def loss(batch: PackedBatch, counted: Tensor) -> Tensor:
+        labels = batch.labels[None]
+        found: Tensor = call(
+            batch, labels=labels, shift_labels=labels, num_items_in_batch=counted
         ).loss
         return found
 
-    return _Way(model, loss)
+    return _Way(model, loss, lambda batch: of_logits(call(batch).logits[0], batch.labels))
 
 
 def _live(bench: _Bench, *, compile: bool) -> _Way:
@@ -351,6 +425,17 @@ def _own(bench: _Bench, *, compile: bool) -> _Way:
     return _graphed(bench, bench.ours(), compile=compile)
 
 
+def _eager(bench: _Bench, *, compile: bool) -> _Way:
+    model = bench.ours()
+    return _Way(model, model, lambda batch: _only(logprobs(model, batch)))
+
+
 def _graphed(bench: _Bench, model: nn.Module, *, compile: bool) -> _Way:
     graphed = graph(model, capacities=[bench.capacity], warmup=1, slots=1, compile=compile)
-    return _Way(model, graphed, graphed)
+    return _Way(model, graphed, lambda batch: _only(logprobs(graphed, batch)), graphed)
+
+
+def _only(found: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Log-probabilities without entropies."""
+    assert isinstance(found, Tensor)
+    return found

@@ -28,8 +28,10 @@ as the compiled code that they are, if it draws nothing; within it torch.compile
 cheap operations again, so that `selective` changes nothing there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -94,18 +96,33 @@ def checkpointed(
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     leaves, others, build = _taken_apart(state)
+    context = copy_context()  # a backward calls `run` in a thread of autograd's own
 
     def again(*tensors: torch.Tensor) -> State:
-        return run(build(tensors))
+        return context.copy().run(run, build(tensors))
 
     options: dict[str, Any] = {"preserve_rng_state": False}
     if not compiled:
         policy = _full_policy if kind == FULL else _selective_policy
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(policy)
     block = nullcontext() if mark is None else mark(LAYER_INPUT, leave=others)
-    with block:
+    with block, _hooks_end_with_errors():
         found: State = checkpoint(again, *leaves, use_reentrant=False, **options)
     return found
+
+
+@contextmanager
+def _hooks_end_with_errors() -> Iterator[None]:
+    """Where the block raises, the hooks for saved tensors are taken back at once. `checkpoint`
+    before torch 2.12 leaves that to the end of its frame, which the error's traceback holds: until
+    then everything that autograd saves would go to the checkpoint that failed."""
+    try:
+        yield
+    except BaseException as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                frame.clear()
+        raise
 
 
 def _taken_apart(

@@ -1,4 +1,5 @@
-"""Whole steps of a model of transformers by every way: one first loss, and rows that say why."""
+"""Steps, losses and log-probabilities of a model of transformers by every way: the same numbers,
+and rows that say why there are none."""
 
 import json
 
@@ -34,9 +35,20 @@ def test_ways_without_compiling_train_on_the_same_and_begin_with_the_same_loss()
     assert [row["replayed"] for row in rows] == [None, 13, 13]
     assert all(row["tokens_per_second"] > 0 for row in rows) and rows[0]["ratio"] == 1
     assert {row["microbatches"] for row in rows} == {2}
-    assert set(WAYS) == {
-        f"{name}{end}" for name in ("transformers", "live", "own") for end in ("", "+compile")
-    }
+    compiled = {f"{name}+compile" for name in ("transformers", "live", "own")}
+    assert set(WAYS) == compiled | {"transformers", "live", "own", "eager"}
+
+
+@pytest.mark.parametrize("work", ["loss", "logprobs"])
+def test_forwards_without_gradients_give_the_same_numbers_from_the_pools_that_are_there(work):
+    rows = measured(("transformers", "live", "own", "eager"), work=work)
+    assert [row["reason"] for row in rows] == [None] * 4
+    first, *others = (row["loss"] for row in rows)
+    assert others == pytest.approx([first] * 3, rel=1e-5)
+    assert rows[2]["loss"] == rows[3]["loss"]  # graphs have the bits of eager
+    assert rows[1]["replayed"] >= 12 and rows[2]["replayed"] >= 12
+    growth = [row["pool_growth"] for row in rows]
+    assert growth == ([0] * 4 if work == "loss" else [None] * 4)
 
 
 def test_a_config_of_another_family_has_a_row_that_says_why_ours_has_none(tmp_path):

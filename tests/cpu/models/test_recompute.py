@@ -2,6 +2,8 @@
 less memory."""
 
 import itertools
+import threading
+from contextvars import ContextVar
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from offloadkit import CAPACITIES, batches, by_hand, config, runtime_of
 
 import packgraph
+from packgraph.graphs.checkpointed import checkpointed
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.memory.trial import trial_memory
 from packgraph.graphs.stages import run_stages
@@ -92,6 +95,41 @@ def test_compiled_stages_keep_the_bits(what):
     ]
     assert same(runs[0][0], runs[1][0])
     assert runs[1][1].stats.replayed >= 6 and runs[1][1].stats.compiled
+
+
+PHASE: ContextVar[str] = ContextVar("phase", default="unknown")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_second_forward_knows_the_phase_that_the_first_was_in(compiled):
+    """Backwards on a GPU run in threads of autograd's own, which have no context of ours: compiled
+    code ran operation by operation there, as under modes of others."""
+    seen = []
+
+    def run(state):
+        seen.append(PHASE.get())
+        return {"hidden": state["hidden"].sin()}
+
+    token = PHASE.set("capture")
+    hidden = torch.ones(3, requires_grad=True)
+    made = checkpointed(run, {"hidden": hidden}, "full", compiled=compiled)["hidden"].sum()
+    PHASE.reset(token)
+    thread = threading.Thread(target=made.backward)
+    thread.start()
+    thread.join()
+    assert seen == ["capture", "capture"] and torch.equal(hidden.grad, hidden.detach().cos())
+
+
+def test_after_an_error_nothing_more_is_saved_for_the_checkpoint_that_failed():
+    def run(state):
+        raise ValueError("no")
+
+    hidden = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="no") as held:
+        checkpointed(run, {"hidden": hidden}, "full")
+    hidden.sin().sum().backward()
+    assert held.value.__traceback__ is not None
+    assert torch.equal(hidden.grad, hidden.detach().cos())
 
 
 def test_compiled_dropout_is_refused_where_it_would_be_drawn_again():
