@@ -248,6 +248,17 @@ def averaged(mesh, settings):
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("name", ["adamw8bit", "adafactor"])
+def test_other_optimizers_are_compared_or_it_says_how(name):
+    settings = config(DP2)
+    options = dataclasses.replace(settings.optimizer, name=name)
+    settings = dataclasses.replace(settings, optimizer=options)
+    for report in run_ranks(compared, 2, settings, layout=DP2):
+        assert report.good, report
+        assert report.changed.startswith("by adamw") == (name == "adamw8bit")
+
+
+@pytest.mark.dist
 def test_a_wrong_scale_of_gradients_is_no_run_of_one_process():
     for report, bitwise in run_ranks(averaged, 2, config(DP2), layout=DP2):
         assert bitwise.good, (

@@ -353,8 +353,11 @@ class Comparison(Generic[W]):
 
     def row(self, name: str) -> Row:
         """The row of one way."""
-        tolerance = 1e-2 if self.device.type == "cuda" else 1e-5
-        return self.what(name) | self.results.row(name, self.main, tolerance)
+        return self.what(name) | self.results.row(name, self.main, self.tolerance(name))
+
+    def tolerance(self, name: str) -> float:
+        """Largest relative difference of the losses of a way that is rounding."""
+        return 1e-2 if self.device.type == "cuda" else 1e-5
 
     def late(self, share: float = 1.0) -> bool:
         """Whether that share of the time is up on any rank. Collective."""

@@ -61,13 +61,14 @@ from packgraph.bench.options import (
 )
 from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile, value
 from packgraph.bench.timing import Deadline, busy_time, time_calls
-from packgraph.bench.variants import WAYS, Maker, Setting, Way
+from packgraph.bench.variants import FLOAT8_WAYS, WAYS, Maker, Setting, Way
 from packgraph.models.stack import DecoderStack
+from packgraph.ops.float8.linear import FLOAT8
 from packgraph.packing.batch import PackedBatch
 from packgraph.train.config.values import Count, option
 
 BUSY_CALLS = 2
-ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**WAYS, **EXPERT_WAYS})
+ALL_WAYS: Mapping[str, Maker] = MappingProxyType({**WAYS, **FLOAT8_WAYS, **EXPERT_WAYS})
 StepWay = Annotated[str, tuple(ALL_WAYS)]
 
 COLUMNS: list[Column] = [
@@ -278,6 +279,11 @@ class StepComparison(Comparison[Way]):
             row |= measured_memory(row, self.results.extras[self.results.names[0]])
             row |= expert_memory(name, self.model, self.setting.capacity, room)
         return row | {"mfu_peak_tflops": PEAK_TFLOPS}
+
+    def tolerance(self, name: str) -> float:
+        """Largest relative difference of the losses of a way that is rounding; in float8, of
+        numbers with four bits."""
+        return 1e-2 if FLOAT8 in name.split("+") else super().tolerance(name)
 
     def _block(self, number: int) -> slice:
         """The microbatches of a round."""

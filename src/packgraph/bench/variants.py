@@ -13,6 +13,7 @@ they are; what was made for one shape gets them in that shape:
                                          cannot know them take
     auto                                 the smallest of the buckets that the planner chose
 
+Ways with +fp8 multiply in float8 (ops/float8) in all layers: those alone are the middle of a model.
 Further ways for models with experts: bench/moe_variants.py.
 """
 
@@ -31,8 +32,10 @@ from packgraph.bench.models import TimedPart, twin
 from packgraph.graphs.graphed import control, forward_backward, graph
 from packgraph.graphs.replay import ReplayHandle
 from packgraph.models.branches import head_sizes
+from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.varlen import varlen_problems
+from packgraph.ops.float8.linear import FLOAT8, float8_problems, multiply_by
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, CapacitySet
 
@@ -66,8 +69,18 @@ class Setting:
         return "auto" if torch_has_none or name.partition("+")[0] in OWN_ATTENTION else "varlen"
 
     def model_of(self, name: str) -> DecoderStack:
-        """A model of its own for the way called `name`, over the same values and gradients."""
-        return twin(self.model, self.attention_of(name))
+        """A model of its own for the way called `name`, over the same values and gradients. Raises
+        ValueError where its layers cannot multiply as the way does."""
+        model = twin(self.model, self.attention_of(name))
+        if FLOAT8 in name.split("+"):
+            weight, blocks = next(model.parameters()), moe_blocks([model])
+            problems = float8_problems(weight.device, weight.dtype, bool(blocks))
+            problems += multiply_by(model.layers, FLOAT8)
+            for block in blocks:
+                block.experts.by = FLOAT8
+            if problems:
+                raise ValueError(f"{name}: {'; '.join(problems)}")
+        return model
 
     def work_of(self, name: str) -> TimedPart:
         """The work by that model."""
@@ -285,18 +298,19 @@ def _reduce_overhead(name: str, setting: Setting) -> Way:
 
 
 def _graphed(name: str, setting: Setting) -> Way:
-    kind, _, compiled = name.partition("+")
+    kind, *further = name.split("+")
     return Graphed(
         name,
         setting.work_of(name),
         setting.buckets if kind == "auto" else (setting.capacity,),
         "layer" if kind == "layer" else "chunk",
-        compile=setting.compiler if compiled else False,
+        compile=setting.compiler if "compile" in further else False,
     )
 
 
 Maker = Callable[[str, Setting], Way]
 OURS = ("layer", "chunk", "layer+compile", "chunk+compile", "auto", "auto+compile")
+IN_FLOAT8 = (f"chunk+{FLOAT8}", f"chunk+compile+{FLOAT8}")
 WAYS: Mapping[str, Maker] = MappingProxyType(
     {
         "eager": lambda name, setting: Way(name, setting.work_of(name)),
@@ -305,3 +319,4 @@ WAYS: Mapping[str, Maker] = MappingProxyType(
         **dict.fromkeys(OURS, _graphed),
     }
 )
+FLOAT8_WAYS: Mapping[str, Maker] = MappingProxyType(dict.fromkeys(IN_FLOAT8, _graphed))

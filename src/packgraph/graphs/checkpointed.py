@@ -61,6 +61,7 @@ KEPT = frozenset(
     f"packgraph::{name}"
     for name in (
         "linear_product",
+        "float8_product",
         "router_logits",
         "activate_and_multiply",
         "varlen_attention",

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from packgraph.models.branches import KINDS, BranchKind, read_pattern
 from packgraph.ops.attention.api import BACKENDS
-from packgraph.ops.linear import NATIVE, PRODUCTS
+from packgraph.ops.float8.linear import PRODUCTS
+from packgraph.ops.linear import NATIVE
 
 # Larger numbers are mistakes: three of them multiplied are a size in bytes, which must stay below
 # 2^63.
@@ -320,9 +321,10 @@ class DecoderConfig:
     experts.first_dense on. mamba: shape of the Mamba-2 layers that the pattern names. activation:
     of feed-forward blocks and experts: swiglu has a gate, relu2 (the square of what is positive)
     has none. rotary_share: part of a head's columns that the position turns, its first ones; 0 =
-    none. linear_product: how linear layers and experts multiply, a name of
-    `packgraph.ops.linear.PRODUCTS`; native = in the dtype of what is multiplied. Raises
-    ValueError that names every illegal value at once.
+    none. precision: how linear layers and experts multiply, a name of
+    `packgraph.ops.linear.PRODUCTS`: bf16 = in the dtype of the run, which is bfloat16 as a rule;
+    fp8 = in float8 (ops/float8). bf16_ends: so many layers at the beginning and at the end stay
+    bf16, whatever precision says. Raises ValueError that names every illegal value at once.
     """
 
     vocab_size: int
@@ -347,7 +349,8 @@ class DecoderConfig:
     mamba: MambaConfig = field(default_factory=MambaConfig)
     activation: Literal["swiglu", "relu2"] = "swiglu"
     rotary_share: float = 1.0
-    linear_product: str = NATIVE
+    precision: str = NATIVE
+    bf16_ends: int = 1
 
     def __post_init__(self) -> None:
         reasons = _illegal(self)
@@ -360,6 +363,13 @@ class DecoderConfig:
             return "attn", "moe" if self.experts.has_layer(index) else "mlp"
         layers = read_pattern(self.pattern)
         return layers[index % len(layers)]
+
+    def of_layer(self, index: int) -> "DecoderConfig":
+        """What layer `index` is built by: this, with the precision that it has."""
+        ends = min(self.bf16_ends, self.num_layers)
+        if self.precision == NATIVE or ends <= index < self.num_layers - ends:
+            return self
+        return dataclasses.replace(self, precision=NATIVE)
 
     def count(self, branch: str) -> int:
         """How many layers have this branch."""
@@ -412,10 +422,7 @@ def _illegal(config: DecoderConfig) -> list[str]:
         reasons.append(
             f"attention_backend {config.attention_backend!r} is unknown; known are {known}"
         )
-    if config.linear_product not in PRODUCTS:
-        reasons.append(
-            f"linear_product {config.linear_product!r} is unknown; known are {', '.join(PRODUCTS)}"
-        )
+    reasons += _illegal_precision(config)
     share = config.rotary_share
     if not 0.0 <= share <= 1.0 or (share < 1.0 and share * config.head_dim % 2):
         reasons.append(
@@ -427,6 +434,21 @@ def _illegal(config: DecoderConfig) -> list[str]:
             "rotary_share means nothing with latent attention, whose latent.rope_dim says it"
         )
     return reasons + _illegal_pattern(config)
+
+
+def _illegal_precision(config: DecoderConfig) -> list[str]:
+    """Every reason why layers cannot multiply as `config` says."""
+    if config.precision not in PRODUCTS:
+        known = ", ".join(PRODUCTS)
+        return [f"precision {config.precision!r} is unknown; known are {known}"]
+    if config.bf16_ends < 0:
+        return [f"bf16_ends is {config.bf16_ends}, must not be negative"]
+    if config.precision != NATIVE and 2 * config.bf16_ends >= config.num_layers:
+        return [
+            f"bf16_ends {config.bf16_ends} leaves none of {config.num_layers} layers to precision "
+            f"{config.precision}"
+        ]
+    return []
 
 
 def _whole_numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int]]:

@@ -10,7 +10,7 @@
                 adding       the same, added to the matrix's `.grad`
 
 A `LinearProduct` has these four and serves all three kinds of layers with them. A decoder names its
-product (`DecoderConfig.linear_product`), and layers ask for it by this name. `native` multiplies in
+product (`DecoderConfig.precision`), and layers ask for it by this name. `bf16` multiplies in
 the dtype of its operands, as torch does: its plain layers are `nn.Linear` itself.
 
 Operations here are opaque to compilers, so compiled and eager layers run the same code of a
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from packgraph.ops.grouped_gemm import products as grouped
 
-NATIVE = "native"
+NATIVE = "bf16"  # in the dtype of the operands, whatever it is
 
 
 class LinearProduct(ABC):
@@ -41,7 +41,7 @@ class LinearProduct(ABC):
     what it did.
 
     Attributes:
-        name: In `DecoderConfig.linear_product`.
+        name: In `DecoderConfig.precision`.
         splits: Whether layers can be split over tensor-parallel ranks, as DTensors.
     """
 

@@ -44,10 +44,10 @@ def tensor_problems(config: Any, ranks: int) -> list[str]:
             "(model.latent.kv_rank is "
             f"{config.latent.kv_rank}); use pipeline or data parallelism"
         ]
-    if not PRODUCTS[config.linear_product].splits:
+    if not PRODUCTS[config.precision].splits:
         return [
-            f"tensor parallelism over {ranks} ranks is not known with model.linear_product "
-            f"{config.linear_product!r}; use pipeline or data parallelism"
+            f"tensor parallelism over {ranks} ranks is not known with model.precision = "
+            f"{config.precision}; use pipeline or data parallelism"
         ]
     planned = all(kind.has_tensor_plan for kind in config.kinds().values())
     if not planned or config.activation != "swiglu":

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from packgraph.models.branches import head_sizes, token_weights
 from packgraph.models.config import DecoderConfig
+from packgraph.ops.float8.linear import FLOAT8
 from packgraph.ops.loss import rows_per_chunk
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
 
+SCALE_BYTES = 4
 KERNELS_PER_LAYER = 75  # forward and backward, nothing fused
 BYTES_PER_KERNEL = 10_000  # of device memory in an instantiated graph
 MEASURED_LAYERS, MEASURED_HEADS, MEASURED_WEIGHTS = 28, 16 * 128, 596_000_000
@@ -24,7 +26,8 @@ class DecoderMemory:
     layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and
     columns (tp). rows: ranks that share rows (cp); in attention they share heads instead, which is
     as much. A branch of a layer keeps for every token 3 vectors of the hidden size and those of its
-    own (`_columns`); the loss keeps a gradient of the head and one chunk of logits. Within 15 % of
+    own (`_columns`); the loss keeps a gradient of the head and one chunk of logits; a product in
+    float8 has codes of its operands while it runs. Within 15 % of
     what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures); not measured for latent attention,
     experts and Mamba-2.
     """
@@ -45,9 +48,9 @@ class DecoderMemory:
             * (4 + 2 * self.itemsize + 2)
         )
         head = 4 * model.vocab_size * model.hidden_size
-        return round(
-            self.layers * per_token * self.itemsize * tokens + (logits + head) / self.parts
-        )
+        kept = self.layers * per_token * self.itemsize * tokens
+        codes = _codes(model, tokens) if self.layers else 0
+        return round(kept + (logits + head) / self.parts) + codes
 
 
 def graph_bytes(layers: int) -> int:
@@ -76,6 +79,14 @@ def decoder_cost(
         attention_us=measured.attention_us * heads,
         capture_layer_seconds=measured.capture_layer_seconds,
     )
+
+
+def _codes(model: DecoderConfig, tokens: int) -> int:
+    """Bytes of the largest product's operands in float8, and of what their rows are scaled by."""
+    if model.precision != FLOAT8:
+        return 0
+    hidden, width = model.hidden_size, max(model.intermediate_size, model.hidden_size)
+    return tokens * (width + SCALE_BYTES) + width * (hidden + SCALE_BYTES)
 
 
 def _weights(model: DecoderConfig) -> int:

@@ -37,6 +37,7 @@ from packgraph.train.data import (
     open_documents,
     open_for_evaluation,
     open_microbatches,
+    preference_notes,
 )
 from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.features.context import context_notes, context_request, places_multiple
@@ -131,7 +132,7 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
 
     once = evaluation_stream(config.data)
     evaluation = {name: packs(once, source) for name, source in held_out.items()}
-    notes = [*notes, *context_notes(config)]
+    notes = [*notes, *context_notes(config), *preference_notes(documents)]
     return Prepared(config, packs(config.data, documents), notes, evaluation)
 
 

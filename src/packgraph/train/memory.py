@@ -57,7 +57,8 @@ from packgraph.train.config.sections import TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.features.context import stage_tokens
 from packgraph.train.features.live import live_shape
-from packgraph.train.host_state import PIECE
+from packgraph.train.updates import adamw, adamw8bit, muon
+from packgraph.train.updates.host_state import PIECE
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]
 Agree = Callable[[bool], bool]
@@ -229,12 +230,9 @@ ROOT = Path("/")
 UNLIMITED = 2**60  # control groups of version 1 write a number near 2**63 where there is no limit
 SURE = 0.7  # of the estimate of a microbatch
 LEFT = 1.5  # of a microbatch: what malloc keeps of freed activations counts as taken
-MOMENTS, MASTERS = (
-    8,
-    8,
-)  # bytes of an element: two running means; a float32 copy and its gradient, under bfloat16
+MASTERS = 8  # bytes of an element under bfloat16: a float32 copy and its gradient
 
-
+FLOAT = torch.float32.itemsize
 HELD = 16  # bytes of an element of a piece of the state, and its gradient
 
 
@@ -352,21 +350,22 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     # Every rank updates its own part of what its replicas hold, too; of experts there are fewer
     # copies.
     updated = dense / replicas + experts / (replicas // layout.ep)
-    per_element = MOMENTS + (MASTERS if itemsize < torch.float32.itemsize else 0)
     capacity = _sure_capacity(config)
     kept = partial(DecoderMemory, model, itemsize=itemsize, parts=layout.tp, rows=layout.cp)
     microbatch = kept(layers)(capacity) - (
         0 if is_last else kept(0)(capacity)
     )  # the head is the last stage's
     held = (dense + experts) * itemsize
-    sharded = _sharded(config, layout, rank) if config.parallel.shards else []
+    matrices = _sharded(config, layout, rank)
+    sharded = matrices if config.parallel.shards else []
     parts = _kept(sharded, layout, replicas)
     # Of sharded layers a rank keeps its part, and has two buffers for the largest.
     spared = max(0, sum(map(sum, sharded)) - parts - 2 * max(map(sum, sharded), default=0))
     spared = round(spared * itemsize) if replicas > 1 else 0
     # Beside the gradients of its own microbatches a rank has its part of their sum.
     sums = round((updated - parts) * itemsize) if replicas > 1 else 0
-    state = round(updated * per_element)
+    hidden = sum(of_layer for of_layer, _ in matrices)
+    state = _state_bytes(config, dense + experts, updated, hidden)
     if config.optimizer.offload and device_type == "cuda":
         state = 2 * HELD * min(PIECE, round(updated))
     return Need(
@@ -388,9 +387,26 @@ def _need_of_frozen(config: TrainConfig, world: int) -> Need:
         elements = stage_weights(config.model, 0, 1)[0]
     itemsize = getattr(torch, config.run.dtype).itemsize
     trained = 0 if config.lora.enabled else elements
-    per_element = MOMENTS + (MASTERS if itemsize < torch.float32.itemsize else 0)
-    state = trained * per_element // world
+    state = _state_bytes(config, trained, trained / world)
     return Need(elements * itemsize, trained * itemsize, state, 0, 0, _sure_capacity(config))
+
+
+def _state_bytes(config: TrainConfig, held: int, updated: float, hidden: float = 0.0) -> int:
+    """Bytes of what the optimizer keeps of a rank's parameters, masters among it.
+
+    held: elements of this rank's parameters. updated: those of them that it updates. hidden: those
+    of matrices of layers, experts apart.
+    """
+    masters = MASTERS if getattr(torch, config.run.dtype).itemsize < torch.float32.itemsize else 0
+    name = config.optimizer.name
+    if name == "adafactor":
+        # A mean and a sum a row and a column, on every rank; few matrices are much narrower than
+        # the model.
+        return round(updated * masters + held * 2 * 2 * FLOAT / config.model.hidden_size)
+    if name == "adamw8bit":  # also of vectors, which are few
+        return round(updated * (masters + adamw8bit.BYTES))
+    momenta = hidden if name == "muon" else 0.0
+    return round(updated * (masters + adamw.BYTES) - momenta * (adamw.BYTES - muon.BYTES))
 
 
 def check_memory(

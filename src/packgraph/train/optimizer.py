@@ -1,5 +1,5 @@
-r"""AdamW, or Muon beside it, which never make the host wait; each replica updates its own part of
-all parameters.
+r"""Updates of all parameters, which never make the host wait; each replica updates its own part of
+them, by the rules that `--optimizer.name` names (`updates/`).
 
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
 stays on the device, weight decay touches only parameters with two or more dimensions. Under
@@ -17,7 +17,7 @@ floor     /         ‾‾‾‾‾     /           ‾‾‾
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,13 @@ from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
 from packgraph.train.config.sections import OptimizerConfig, TrainConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
-from packgraph.train.host_state import HostState, parts_of
-from packgraph.train.muon import Matrix, Muon, is_hidden_matrix
 from packgraph.train.spikes import Limits
+from packgraph.train.updates.adafactor import Adafactor
+from packgraph.train.updates.adamw import AdamW
+from packgraph.train.updates.adamw8bit import AdamW8bit
+from packgraph.train.updates.host_state import HostState, parts_of
+from packgraph.train.updates.muon import Muon, is_hidden_matrix
+from packgraph.train.updates.rule import Updated, UpdateRule
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 
@@ -84,8 +88,7 @@ def learning_rate_of(config: TrainConfig, step: int) -> float:
 
 
 class Optimizer:
-    """Fused AdamW (Loshchilov and Hutter 2019) over named parameters that live on one device; under
-    `muon` matrices of hidden layers are updated by that (`muon.py`), by ranks that have them whole.
+    """Updates of named parameters that live on one device, by rules for spans of flat buffers.
 
     mesh: where the processes are, all of which make an optimizer; the ranks that hold copies of
     a parameter share the work and the state, and what several stages along `pp` hold by the same
@@ -133,51 +136,10 @@ class Optimizer:
         self._host = _host_state(self.flat.spans, config) if config.offload else None
         here = self.flat.spans if self._host is None else []  # updated where they are
         self._masters = [_master(span) for span in here]
-        self._updated = list(zip(here, self._masters, strict=True))
-        whole = [span.members[0].name in matrices for span in here]
-        groups = [
-            {
-                "params": [
-                    master
-                    for (span, master), apart in zip(self._updated, whole, strict=True)
-                    if span.decays == decays and not apart
-                ],
-                "weight_decay": config.weight_decay if decays else 0.0,
-            }
-            for decays in (True, False)
-        ]
-        self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"] or self._host is not None],
-            lr=self.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-            capturable=device.type == "cuda",
-        )
-        updated = [master for master, apart in zip(self._masters, whole, strict=True) if not apart]
-        self._steps = torch.zeros(max(1, len(updated)), dtype=torch.float32, device=device)
-        for number, master in enumerate(updated):
-            # Made here and not at the first step: a resumed run needs the places to load into.
-            self._adam.state[master] = {
-                "step": self._steps[number],
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
-        self._momenta = {
-            master: torch.zeros_like(master)
-            for master, apart in zip(self._masters, whole, strict=True)
-            if apart
-        }
-        self._muon = Muon(self._matrices(), config.muon_momentum, config.weight_decay)
+        self._updated = [Updated(*both) for both in zip(here, self._masters, strict=True)]
+        self._step = torch.zeros((), dtype=torch.float32, device=device)
+        self._rules = _rules(self._updated, config, matrices)
         self.zero_grad()
-
-    def _matrices(self) -> Iterator[Matrix]:
-        """What Muon updates."""
-        for span, master in self._updated:
-            if master in self._momenta:
-                flat = (master.detach(), _gradient(master), self._momenta[master])
-                for member in span.members:
-                    yield Matrix(*(span.part(member, values) for values in flat))
 
     def zero_grad(self) -> None:
         """Zero all gradients in place; a gradient that is None gets its place in the buffer
@@ -216,25 +178,17 @@ class Optimizer:
         """`step` with the learning rate as it was set. Launches the same work every time, so it can
         be captured."""
         self.flat.reduce()
-        narrow = [
-            (span, master)
-            for span, master in self._updated
-            if master.dtype != span.parameters.dtype
-        ]
+        narrow = [each for each in self._updated if each.master.dtype != each.span.parameters.dtype]
         if narrow:
             torch._foreach_copy_(
-                [_gradient(master) for _, master in narrow],
-                [span.own_gradients for span, _ in narrow],
+                [each.gradient for each in narrow], [each.span.own_gradients for each in narrow]
             )
         norm, total = self._norm(loss)
         scale = None
         if self._clip_norm is not None:
             scale = (self._clip_norm / (norm + TINY)).clamp(max=1.0)
             if self._host is None:
-                torch._foreach_mul_([_gradient(master) for master in self._masters], scale)
-        self._steps.copy_(
-            self._steps[:1].clone().expand_as(self._steps)
-        )  # a resumed run has loaded the first only
+                torch._foreach_mul_([each.gradient for each in self._updated], scale)
         blocked = self.overflow.agree() if self.overflow is not None else None
         if self.guard is not None:
             assert total is not None
@@ -248,15 +202,13 @@ class Optimizer:
             self.spiked.copy_(~good)
             blocked = self.spiked if blocked is None else torch.maximum(blocked, self.spiked)
         if self._host is not None:
-            self._host.update(self.learning_rate, scale, blocked, self._steps[0])
-            self._steps += 1 if blocked is None else (blocked == 0)
-        else:
-            self._adam.found_inf = blocked  # type: ignore[attr-defined]
-            self._adam.step()
-        self._muon.step(self.learning_rate, blocked)
+            self._host.update(self.learning_rate, scale, blocked, self._step)
+        for rule in self._rules:
+            rule.step(self.learning_rate, self._step, blocked)
+        self._step += 1 if blocked is None else (blocked == 0)
         if narrow:
             torch._foreach_copy_(
-                [span.own_parameters for span, _ in narrow], [master for _, master in narrow]
+                [each.span.own_parameters for each in narrow], [each.values for each in narrow]
             )
         self.flat.gather()
         if self.balance is not None:
@@ -264,11 +216,10 @@ class Optimizer:
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The live state by flat name: `step` and, for each parameter, `NAME.exp_avg` and
-        `.exp_avg_sq`, or `.momentum` where Muon updates it, and under bfloat16 `.master`; in the
-        parameter's shape, or `Pieces` of it where other ranks have the rest; and what `balance`
-        adds."""
-        tensors: dict[str, Tensor] = {"step": self._steps[0]}
+        """The state by flat name: `step` and, for each parameter, what its rule keeps, such as
+        `NAME.exp_avg` and `.exp_avg_sq`, and under bfloat16 `.master`; whole, or `Pieces` where
+        other ranks have the rest; and what `balance` adds. Live, or copies: see `load`."""
+        tensors: dict[str, Tensor] = {"step": self._step}
         if self._host is not None:
             self._host.settle()
             for span in self.flat.spans:
@@ -277,18 +228,18 @@ class Optimizer:
                         f"{member.name}.{key}": span.part(member, flat)
                         for key, flat in self._host.of(span).items()
                     }
-        for span, master in self._updated:
-            if master in self._momenta:
-                state = {"momentum": self._momenta[master]}
-            else:
-                state = {key: self._adam.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
-            if master.dtype != span.parameters.dtype:
-                state["master"] = master.detach()
-            for member in span.members:
-                tensors.update(
-                    {f"{member.name}.{key}": span.part(member, flat) for key, flat in state.items()}
-                )
+        for rule in self._rules:
+            tensors |= rule.state_tensors()
+        for each in self._updated:
+            if each.master.dtype != each.span.parameters.dtype:
+                tensors |= each.named("master", each.values)
         return tensors | (self.balance.state_tensors() if self.balance is not None else {})
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state_tensors` gave, after values were written into that: some rules
+        keep their state in another form."""
+        for rule in self._rules:
+            rule.load(tensors)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's live gradient buffers by parameter name: what its own microbatches have added
@@ -315,10 +266,10 @@ class Optimizer:
         else:
             among = {id(span) for span in counted}
             pieces = [
-                _gradient(master)[part]
-                for span, master in self._updated
-                if id(span) in among
-                for part in parts_of(span)
+                each.gradient[part]
+                for each in self._updated
+                if id(each.span) in among
+                for part in parts_of(each.span)
             ]
             norms = list(torch._foreach_norm(pieces)) if pieces else []
         norms = norms or [torch.zeros_like(self.learning_rate)]
@@ -333,19 +284,25 @@ class Optimizer:
 
 
 def _host_state(spans: Sequence[GradientBucket], config: OptimizerConfig) -> HostState:
-    return HostState(
-        spans,
-        make_copy_streams(spans[0].parameters.device),
-        config.betas,
-        config.eps,
-        config.weight_decay,
-    )
+    return HostState(spans, make_copy_streams(spans[0].parameters.device), config)
 
 
-def _gradient(tensor: Tensor) -> Tensor:
-    """The gradient of a master, which always exists."""
-    assert tensor.grad is not None
-    return tensor.grad
+def _rules(
+    updated: Sequence[Updated], config: OptimizerConfig, matrices: Collection[str]
+) -> list[UpdateRule]:
+    """What updates which spans. matrices: names of those of hidden layers, which share spans with
+    each other only."""
+    if config.name == "adafactor":
+        return [Adafactor(updated, config)]
+    if config.name == "muon":
+        chosen = [each for each in updated if each.span.members[0].name in matrices]
+        special: UpdateRule = Muon(chosen, config)
+    else:
+        chosen = [each for each in updated if config.name == "adamw8bit" and each.span.decays]
+        special = AdamW8bit(chosen, config)
+    among = {id(each) for each in chosen}
+    rest = [each for each in updated if id(each) not in among]
+    return [AdamW(rest, config), *([special] if chosen else [])]
 
 
 def _master(span: GradientBucket) -> Tensor:

@@ -62,6 +62,7 @@ from packgraph.train.spikes import GoBack, NonFiniteLossError, Spikes
 from packgraph.train.step import MicrobatchAssignment
 from packgraph.train.trackers import NAMES
 
+OPTIMIZER = "optimizer."  # stored names of its state begin so
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
@@ -180,7 +181,7 @@ class Trainer:
         whole = self.model.stored() | self.optimizer.flat.gathered()
         model = {f"model.{name}": value for name, value in whole.items()}
         return model | {
-            f"optimizer.{name}": value for name, value in self.optimizer.state_tensors().items()
+            OPTIMIZER + name: value for name, value in self.optimizer.state_tensors().items()
         }
 
     def resume(self) -> None:
@@ -227,6 +228,7 @@ class Trainer:
     def _load_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         with checkpoint_here(path, self.mesh, self._nodes) as here:
             load_tensors(here, tensors, RANDOM, self.mesh)
+        self.optimizer.load({name.removeprefix(OPTIMIZER): t for name, t in tensors.items()})
 
     def _find_checkpoint(self, best: bool = False) -> FoundCheckpoint:
         """The newest whole checkpoint, or the best. Raises CheckpointError."""

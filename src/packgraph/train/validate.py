@@ -7,6 +7,7 @@ from packgraph.train.features.live import live_problems, live_shape
 from packgraph.train.features.lora import lora_problems
 from packgraph.train.features.moe import exchange_problems
 from packgraph.train.features.offload import offload_problems
+from packgraph.train.features.precision import problems_of_precision
 from packgraph.train.features.recompute import problems_of_recompute
 from packgraph.train.parallelisms import PARALLELISMS, known_capacities
 from packgraph.train.trackers import missing_trackers
@@ -75,14 +76,14 @@ def validate(
             f"model.vocab_size = {size} is smaller than the tokenizer's {vocabulary} ids; raise it"
         ] = size < vocabulary
     found = [text for text, wrong in problems.items() if wrong]
-    found += problems_of_recompute(config)
+    found += problems_of_recompute(config) + problems_of_precision(config, device_type)
     found += live_problems(config) + lora_problems(config)
     found += [] if config.hf.path is not None else offload_problems(config)
     found += [
         f"run.tracker names {name}, which is not installed: pip install {name}, or leave it out"
         for name in missing_trackers(config.run.tracker)
     ]
-    found += _optimizer_problems(config, world) + _muon_problems(config, world)
+    found += _optimizer_problems(config, world) + _rule_problems(config, world)
     if config.optimizer.offload:
         found += _host_state_problems(config)
     for parallelism in PARALLELISMS:
@@ -90,30 +91,31 @@ def validate(
     return found + exchange_problems(config, device_type)
 
 
-def _muon_problems(config: TrainConfig, world: int) -> list[str]:
-    """What keeps Muon from matrices that it has to see as a whole, when it is asked for."""
-    if config.optimizer.name != "muon":
-        return []
-    layout = config.parallel.layout()
+def _rule_problems(config: TrainConfig, world: int) -> list[str]:
+    """What keeps the rule of `optimizer.name` from the parameters as ranks have them."""
+    layout, name = config.parallel.layout(), config.optimizer.name
     copies = max(1, world // (layout.pp * layout.tp))
+    muon = name == "muon"
     problems = {
         f"optimizer.name = muon cannot serve {copies} ranks that share the update of one matrix "
         "(parallel.dp x cp): Muon needs whole matrices, and each of them updates a part; use "
-        "adamw": copies > 1,
-        f"optimizer.name = muon with parallel.tp = {layout.tp} is not there yet: each rank has "
-        "some rows or columns of a matrix; use adamw": layout.tp > 1,
+        "adamw": muon and copies > 1,
+        f"optimizer.name = {name} with parallel.tp = {layout.tp} is not there yet: each rank has "
+        "some rows or columns of a matrix; use adamw or adamw8bit": name in ("muon", "adafactor")
+        and layout.tp > 1,
         "optimizer.name = muon is not there yet for models of transformers and adapters "
         "(hf.path, lora.rank): which of their matrices are embeddings is not known; use "
-        "adamw": config.hf.path is not None or config.lora.enabled,
+        "adamw": muon and (config.hf.path is not None or config.lora.enabled),
     }
     return [text for text, wrong in problems.items() if wrong]
 
 
 def _host_state_problems(config: TrainConfig) -> list[str]:
     """What keeps the optimizer's state from the host."""
+    name = config.optimizer.name
     problems = {
-        "optimizer.offload with optimizer.name = muon is not there yet: only AdamW's state can be "
-        "updated piece by piece; leave one of them out": config.optimizer.name == "muon",
+        f"optimizer.offload with optimizer.name = {name} is not there yet: only AdamW's float32 "
+        "state can be updated piece by piece; leave one of them out": name != "adamw",
         "optimizer.offload with graph.optimizer is not there yet: an update in a graph needs its "
         "state on the device; leave one of them out": config.graph.enabled
         and config.graph.optimizer,

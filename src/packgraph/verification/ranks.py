@@ -125,10 +125,11 @@ class Distance:
 @dataclass
 class OneProcessReport:
     """The comparison of a run with one process. distances: kind -> the largest one, in order of
-    comparison."""
+    comparison. changed: what both sides do otherwise than the run that was asked for."""
 
     dtype: str
     steps: int = 0
+    changed: str = ""
     distances: dict[str, Distance] = field(default_factory=dict)
 
     @property
@@ -184,6 +185,9 @@ def compare_with_one_process(
         graph=replace(config.graph, optimizer=False),
     )
     report = OneProcessReport(config.run.dtype)
+    if config.optimizer.name == "adamw8bit":
+        report.changed = "by adamw: each layout rounds state in eight bits in blocks of its own"
+        config = replace(config, optimizer=replace(config.optimizer, name="adamw"))
     run = ComparedRun(config, device, mesh)
     alone = ComparedRun(_for_one(config), device) if mesh.rank == 0 else None
     try:

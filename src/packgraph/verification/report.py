@@ -120,6 +120,8 @@ def _add_one_process(table: Table, report: OneProcessReport) -> None:
     """The rows that compare the run with one process."""
     table.add_section()
     table.add_row("against one process", f"{report.steps} steps, the largest distances")
+    if report.changed:
+        table.add_row("updated", report.changed)
     for kind, distance in report.distances.items():
         if distance.size == distance.limit == 0.0:
             table.add_row(kind, EQUAL)

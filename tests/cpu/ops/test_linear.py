@@ -81,7 +81,7 @@ def toy(monkeypatch):
 
 
 def named(config, by):
-    return replace(config, model=replace(config.model, linear_product=by))
+    return replace(config, model=replace(config.model, precision=by, bf16_ends=0))
 
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
@@ -149,11 +149,11 @@ def test_a_layer_of_another_product_has_all_gradients_and_follows_autocast(toy, 
 
 
 def test_what_is_not_known_of_a_product_is_refused(toy):
-    with pytest.raises(ValueError, match="linear_product 'fp9' is unknown; known are native"):
+    with pytest.raises(ValueError, match="precision 'fp9' is unknown; known are bf16, fp8"):
         named(tiny_config("layer", 0.0, 4), "fp9")
     config = named(tiny_config("layer", 0.0, 4), toy)
     (problem,) = tensor_problems(config.model, 2)
-    assert "is not known with model.linear_product 'rounded'" in problem
+    assert "is not known with model.precision = rounded" in problem
     config = replace(config, parallel=ParallelConfig(tp=2))
     assert problem in validate(config, "cpu", world=2)
 

@@ -340,7 +340,8 @@ def test_differences_name_the_paths() -> None:
 
 def test_files_of_earlier_versions_may_name_an_option_that_is_gone() -> None:
     base = preset("qwen3-tiny")
-    stored = ConfigLayer("config.json", {"model": {"merge_projections": False}})
+    silent = {"merge_projections": False, "linear_product": "native"}
+    stored = ConfigLayer("config.json", {"model": silent})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert read_config(base, [stored]) == base

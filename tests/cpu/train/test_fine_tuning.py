@@ -52,7 +52,15 @@ def assert_same(one: Path, other: Path) -> None:
     assert losses(one) == losses(other)
 
 
-@pytest.mark.parametrize("more", [(), LORA, (*LORA, "--lora.dora")], ids=["all", "lora", "dora"])
+EIGHT_BITS = (*LORA, "--optimizer.name", "adamw8bit")
+FACTORS = ("--optimizer.name", "adafactor")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [(), LORA, (*LORA, "--lora.dora"), EIGHT_BITS, FACTORS],
+    ids=["all", "lora", "dora", "eight bits", "adafactor"],
+)
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(
     tmp_path: Path, model: Path, more: tuple[str, ...]
 ) -> None:

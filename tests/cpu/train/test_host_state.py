@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from trainkit import StopAfter, equal, state_of, tiny, trainer
 
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams
-from packgraph.train import host_state, optimizer
+from packgraph.train import optimizer
 from packgraph.train.config.sections import OptimizerConfig, TrainConfig
-from packgraph.train.host_state import HostState
 from packgraph.train.memory import need_of
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import Limits
+from packgraph.train.updates import host_state
+from packgraph.train.updates.host_state import HostState
 from packgraph.train.validate import validate
 
 PIECES = (64, 200, 2**25)  # elements: many pieces, an odd end, one

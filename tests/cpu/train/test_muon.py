@@ -11,10 +11,10 @@ from torch.optim import _muon
 from trainkit import StopAfter, equal, state_of, tiny, trainer
 
 from packgraph.train.config.sections import OptimizerConfig, ParallelConfig, TrainConfig
-from packgraph.train.muon import is_hidden_matrix, orthogonalized
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.signals import StopRequest
 from packgraph.train.spikes import Limits
+from packgraph.train.updates.muon import is_hidden_matrix, orthogonalized
 from packgraph.train.validate import validate
 
 MUON = OptimizerConfig(name="muon", weight_decay=0.25, clip_norm=None)

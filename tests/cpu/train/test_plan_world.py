@@ -46,6 +46,25 @@ def test_one_rank_is_the_plan_of_one_device():
         assert choice.seconds / fastest.seconds <= one.time * 1.0001
 
 
+def test_optimizers_change_memory_and_time():
+    config = PRESETS["qwen3-0.6b"]()
+    work = row_work(config, PlanMemoryArguments(tokens=TOKENS))
+    elements = sum(p.numel() for p in DecoderModel(config.model, device="meta").parameters())
+    choices = {}
+    for name in ("adamw", "muon", "adamw8bit", "adafactor"):
+        named = replace(config, optimizer=replace(config.optimizer, name=name))
+        choices[name] = world_choices(named, 2, TOKENS, 2 * TOKENS, work, SPEEDS, None)
+    assert not any(choice.dp == 2 for choice in choices["muon"])
+    assert not any(choice.tp == 2 for choice in choices["adafactor"])
+    plain, eight, factors = (
+        the(choices[name], dp=2) for name in ("adamw", "adamw8bit", "adafactor")
+    )
+    saved = plain.device - eight.device
+    assert saved == pytest.approx((8 - 2.03125) * elements / 2, rel=0.01)
+    assert plain.device - factors.device == pytest.approx(8 * elements / 2, rel=0.01)
+    assert factors.seconds < plain.seconds < eight.seconds  # plain operations, not one kernel
+
+
 def test_what_ranks_send_is_what_the_axes_say():
     config, choices = PRESETS["qwen3-0.6b"](), found(4)
     model = config.model

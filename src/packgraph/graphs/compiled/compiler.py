@@ -5,13 +5,13 @@ like layers share.
     pieces    [---]   [------]   [------]         [--]
     code        A         B          B              C        per bucket: shapes are static
 
-Code is shared when the stages are methods of modules of the same class: the module is an argument
-of the code, so its parameters are inputs. What the code depends on besides shapes is checked by
-torch before every call; code that does not fit is compiled again, counted with its place. The
-invariants: nothing runs uncompiled in silence (a break in the graph, or code that would have to be
-compiled over and over, is a CaptureError at the user's line); forward and backward are both there
-after the first call, so that a capture compiles nothing; every call, replayed or not, runs the same
-code.
+Code is shared when the stages are methods of modules of the same class (and `precision`, where they
+have one): the module is an argument of the code, so its parameters are inputs. What the code
+depends on besides shapes is checked by torch before every call; code that does not fit is compiled
+again, counted with its place. The invariants: nothing runs uncompiled in silence (a break in the
+graph, or code that would have to be compiled over and over, is a CaptureError at the user's line);
+forward and backward are both there after the first call, so that a capture compiles nothing; every
+call, replayed or not, runs the same code.
 """
 
 import contextlib
@@ -160,7 +160,7 @@ class Compiler:
         compiled. An opaque piece is its own code."""
         if piece.opaque:
             return _chain(piece)
-        shared = (type(piece.owner), piece.methods)
+        shared = (type(piece.owner), piece.methods, getattr(piece.owner, "precision", None))
         key = (shared, getattr(piece.owner, "training", None), _shapes(state))
         if key not in self._code:
             self._code[key] = self._make(_chain(piece))

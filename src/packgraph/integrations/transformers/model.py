@@ -28,7 +28,9 @@ from packgraph.integrations.transformers.checks import (
     takes_layer_type,
 )
 from packgraph.integrations.transformers.families import PackedFamily
+from packgraph.integrations.transformers.precision import set_precision
 from packgraph.offloading.marks import offload_block
+from packgraph.ops.linear import NATIVE
 from packgraph.ops.log_probabilities import (
     Output,
     check_output,
@@ -39,7 +41,9 @@ from packgraph.ops.loss import is_word, linear_cross_entropy, token_count
 from packgraph.packing.batch import PackedBatch
 
 
-def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
+def packed(
+    model: nn.Module, *, output: Output = "loss", precision: str = NATIVE, bf16_ends: int = 1
+) -> "PackedModel":
     """Makes a transformers model take packed batches, over the same parameters.
 
     Documents are kept apart in attention and in positions, the loss is computed in chunks without
@@ -58,6 +62,10 @@ def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
             states [T, H] that the head reads, zero in padding; `log_probabilities`, those of the
             labels, float32 [T], 0 where there is none; `log_probabilities_and_entropies`, [2, T],
             with entropies in the second row.
+        precision: `bf16`, linear layers multiply in their dtype, or `fp8`: those that are
+            `nn.Linear` inside of layers multiply in float8, over the same parameters, also in calls
+            of the model itself. Adapters of PEFT do not, nor does the head.
+        bf16_ends: With `fp8`, so many layers at the beginning and at the end stay `bf16`.
 
     Returns:
         A module that is called with a `PackedBatch`.
@@ -81,11 +89,14 @@ def packed(model: nn.Module, *, output: Output = "loss") -> "PackedModel":
     """
     check_output(output)
     family, causal = family_of(model), causal_model(model)
+    found = PackedModel(causal, family, output)
+    if problems := set_precision(found.layers, precision, bf16_ends):
+        raise ValueError(f"{type(causal).__name__} cannot be packed: {'; '.join(problems)}")
     use_ours(causal)
     # As `save_pretrained` sets them: a first checkpoint then changes nothing that graphs watch.
     causal.config.architectures = [type(causal).__name__]
     causal.config.dtype = str(causal.dtype).removeprefix("torch.")
-    return PackedModel(causal, family, output)  # a wrapper of PEFT is not called, and not watched
+    return found  # a wrapper of PEFT is not called, and not watched
 
 
 class PackedModel(nn.Module):

@@ -84,7 +84,7 @@ class GroupedQueryAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, by, bias = config.hidden_size, config.linear_product, config.attention_bias
+        hidden, by, bias = config.hidden_size, config.precision, config.attention_bias
         self.q_proj = linear_layer(by, hidden, queries, bias)
         self.k_proj = linear_layer(by, hidden, keys, bias)
         self.v_proj = linear_layer(by, hidden, keys, bias)
@@ -119,7 +119,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         shape, hidden, bias = config.latent, config.hidden_size, config.attention_bias
-        self.shape, self.heads, by = shape, config.num_heads, config.linear_product
+        self.shape, self.heads, by = shape, config.num_heads, config.precision
         queries = config.num_heads * shape.query_dim
         if shape.query_rank:
             self.q_a_proj = linear_layer(by, hidden, shape.query_rank, bias)

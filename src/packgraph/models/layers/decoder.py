@@ -46,7 +46,8 @@ class DecoderLayer(nn.Module):
     """Branches of a layer as its config says, each with pre-norm, residual and dropout.
 
     mixer: name of its branch that exchanges information between tokens; empty = it has none.
-    recompute: of stages by name, what the backward computes again (`graphs/stages.py`).
+    recompute: of stages by name, what the backward computes again (`graphs/stages.py`). precision:
+    of its linear layers and experts; layers of different ones share no compiled code.
     """
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
@@ -56,6 +57,8 @@ class DecoderLayer(nn.Module):
         self.offload: Mark = offload_block
         self.recompute: dict[str, str] = {}
         self.branches = config.branches(index)
+        config = config.of_layer(index)
+        self.precision = config.precision
         self.mixer = self.branches[0] if self.branches[0] in MIXERS else ""
         if self.mixer:
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -62,7 +62,7 @@ class MambaMixer(nn.Module):
         self.chunk, self.smallest_step = shape.chunk, shape.smallest_step
         self.columns = (shape.inner, shape.channels, shape.num_heads)
         self.in_proj = linear_layer(
-            config.linear_product, config.hidden_size, sum(self.columns), shape.bias
+            config.precision, config.hidden_size, sum(self.columns), shape.bias
         )
         # Holds the parameters; it is never called, since it knows no documents.
         self.conv1d = nn.Conv1d(
@@ -77,9 +77,7 @@ class MambaMixer(nn.Module):
         )
         self.norm = GatedNorm(shape.inner, shape.groups, config.rms_norm_eps)
         self.offload: Mark = offload_block
-        self.out_proj = linear_layer(
-            config.linear_product, shape.inner, config.hidden_size, shape.bias
-        )
+        self.out_proj = linear_layer(config.precision, shape.inner, config.hidden_size, shape.bias)
 
     def forward(
         self, x: Tensor, document_ids: Tensor, context: ContextGroup | None = None

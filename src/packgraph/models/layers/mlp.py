@@ -63,5 +63,5 @@ class SquaredReluMLP(nn.Module):
 def feed_forward(config: DecoderConfig, width: int) -> GatedMLP | SquaredReluMLP:
     """A block of this intermediate width with the activation of `config`."""
     if config.activation == "relu2":
-        return SquaredReluMLP(config.hidden_size, width, config.linear_product)
-    return GatedMLP(config.hidden_size, width, config.linear_product)
+        return SquaredReluMLP(config.hidden_size, width, config.precision)
+    return GatedMLP(config.hidden_size, width, config.precision)

@@ -130,9 +130,9 @@ class MoEBlock(nn.Module):
             routed_width(config),
             config.experts.intermediate_size,
             config.activation,
-            config.linear_product,
+            config.precision,
         )
-        latent, hidden, by = config.experts.latent_size, config.hidden_size, config.linear_product
+        latent, hidden, by = config.experts.latent_size, config.hidden_size, config.precision
         self.fc1_latent_proj = linear_layer(by, hidden, latent) if latent else None
         self.fc2_latent_proj = linear_layer(by, latent, hidden) if latent else None
         width = config.experts.shared * config.experts.intermediate_size

@@ -53,8 +53,11 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)
 
 
-# Options of earlier versions, with the value that is left out without a word.
-RETIRED: Mapping[str, Any] = {"model.merge_projections": False}
+# Options of earlier versions: the value that is left out without a word, and why they are gone.
+RETIRED: Mapping[str, tuple[Any, str]] = {
+    "model.merge_projections": (False, "for it made nothing faster"),
+    "model.linear_product": ("native", "see model.precision"),
+}
 
 
 @dataclass(frozen=True)
@@ -146,10 +149,11 @@ def _collect(
 
 def _retired(path: str, value: Any, layer: ConfigLayer) -> list[str]:
     """What to say of an option of earlier versions: files may name it still."""
-    told = f"{layer.place(path)}: no longer an option, for it made nothing faster"
+    silent, why = RETIRED[path]
+    told = f"{layer.place(path)}: no longer an option, {why}"
     if layer.text:
         return [told]
-    if value != RETIRED[path]:
+    if value != silent:
         warnings.warn(f"{told}: {value!r} is left out", PackgraphWarning, stacklevel=2)
     return []
 

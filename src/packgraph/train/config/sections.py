@@ -37,11 +37,13 @@ class OptimizerConfig:
     """The optimizer, with linear warm-up, decay and clipping by the global gradient norm.
 
     name: adamw; muon = Muon for the matrices of hidden layers and AdamW for all else, at the same
-        learning rate and weight decay; on ranks that hold whole matrices.
+        learning rate and weight decay; on ranks that hold whole matrices. adamw8bit = AdamW whose
+        running means of matrices take a byte an element. adafactor = one running mean a row and a
+        column of a matrix, no momentum; its learning rate is a share of the weights' size.
     muon_momentum: decay rate of Muon's running mean.
-    learning_rate: peak learning rate.
+    learning_rate: peak learning rate; 1e-2 is usual for adafactor.
     weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
-    betas: decay rates of AdamW's two running means.
+    betas: decay rates of AdamW's two running means; adafactor has its own.
     eps: added to AdamW's denominator.
     warmup_steps: steps of linear warm-up.
     schedule: the learning rate after the warm-up: cosine and linear fall until decay_steps; wsd
@@ -54,7 +56,7 @@ class OptimizerConfig:
         update; saves 16 bytes a parameter under bfloat16, for 12 that are copied each way.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "muon", "adamw8bit", "adafactor"] = "adamw"
     muon_momentum: float = 0.95
     learning_rate: float = 3e-4
     weight_decay: float = 0.1

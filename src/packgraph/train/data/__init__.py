@@ -29,6 +29,7 @@ from packgraph.train.data.source import (
     DocumentSource,
     MissingPackageError,
     SourceDocument,
+    preference_notes,
 )
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer
 
@@ -46,4 +47,5 @@ __all__ = [
     "open_documents",
     "open_for_evaluation",
     "open_microbatches",
+    "preference_notes",
 ]

@@ -105,7 +105,8 @@ class SourceDocument:
     where: place it came from, such as `file:line`, for messages. row: an already tokenized row
     (`input_ids`, and what else `packgraph.pack` takes). stored: the documents that it was tokenized
     into, by the tokenizer `made`; their tokens are read when they are used. prompt: what stands
-    before text and is not predicted.
+    before text and is not predicted. rejected: of a preference, whose chosen answer this is, the
+    same with the other answer.
     """
 
     where: str
@@ -115,6 +116,7 @@ class SourceDocument:
     stored: Sequence[PackableDocument] | None = None
     made: TokenizerName | None = None
     prompt: str = ""
+    rejected: "SourceDocument | None" = None
 
 
 @runtime_checkable
@@ -165,8 +167,9 @@ class DocumentSource(Protocol):
 def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> SourceDocument:
     """The document of one JSON object or table row.
 
-    It has text, a chat as `messages` or ShareGPT's `conversations`, `prompt` and `completion`, or
-    tokens. Raises BadDocumentError naming `where`.
+    It has text, a chat as `messages` or ShareGPT's `conversations`, `prompt` and `completion`,
+    `chosen` and `rejected` with or without a `prompt`, or tokens. Raises BadDocumentError naming
+    `where`.
     """
     if row.get(text_column) is not None:
         return SourceDocument(where, text=_text(row[text_column], f"{where}: `{text_column}`"))
@@ -175,23 +178,33 @@ def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> Sou
     if row.get("conversations") is not None:
         return SourceDocument(where, messages=_conversations(row["conversations"], where))
     if row.get("prompt") is not None and row.get("completion") is not None:
-        return _completion(row["prompt"], row["completion"], where)
+        return _answered(row["prompt"], row["completion"], where, "completion")
+    if any(row.get(name) is not None for name in PREFERENCES):
+        return _preference(row, where)
     if row.get("input_ids") is not None:
         return SourceDocument(where, row=row)
-    if any(row.get(name) is not None for name in PREFERENCES):
-        raise BadDocumentError(
-            f"{where}: `chosen` and `rejected` are a preference, which needs another loss than "
-            "that of the next token; to train on the chosen answer alone, call it `completion` "
-            "beside `prompt`, or `messages` if it is a whole chat"
-        )
     names = sorted(row)
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     found = ", ".join(_cut(name) for name in names[:MOST_NAMED]) + more or "nothing"
     raise BadDocumentError(
         f"{where}: expected `{text_column}`, `messages`, `conversations`, `prompt` and "
-        f"`completion`, or `input_ids`, found {found}. Another column can be named by "
-        "data.text_column"
+        f"`completion`, `chosen` and `rejected`, or `input_ids`, found {found}. Another column can "
+        "be named by data.text_column"
     )
+
+
+def preference_notes(documents: DocumentSource) -> list[str]:
+    """What is to be said of documents whose first one is a preference."""
+    try:
+        first = documents[0]
+    except BadDocumentError:  # left out, or named when its turn comes
+        return []
+    if first.rejected is None:
+        return []
+    return [
+        f"{first.where}: a preference. Training is on the chosen answer alone, by the loss of its "
+        "tokens; for a loss of both see examples/dpo.py"
+    ]
 
 
 def _cut(name: str) -> str:
@@ -239,17 +252,56 @@ def _conversations(turns: Any, where: str) -> tuple[Message, ...]:
     return _messages(found, where)
 
 
-def _completion(prompt: Any, completion: Any, where: str) -> SourceDocument:
-    """Two texts, or two parts of a chat, of which the second is predicted."""
-    if isinstance(prompt, list) != isinstance(completion, list):
+def _answered(prompt: Any, answer: Any, where: str, name: str) -> SourceDocument:
+    """Two texts, or two parts of a chat, of which the second is predicted. name: of its column."""
+    if isinstance(prompt, list) != isinstance(answer, list):
         raise BadDocumentError(
-            f"{where}: `prompt` and `completion` must both be texts, or both lists of messages"
+            f"{where}: `prompt` and `{name}` must both be texts, or both lists of messages"
         )
     if not isinstance(prompt, list):
-        text = _text(completion, f"{where}: `completion`")
+        text = _text(answer, f"{where}: `{name}`")
         return SourceDocument(where, text=text, prompt=_text(prompt, f"{where}: `prompt`"))
-    asked = tuple(replace(turn, learned=False) for turn in _messages(prompt, where))
-    return SourceDocument(where, messages=(*asked, *_messages(completion, where)))
+    asked = _messages(prompt, where) if prompt or name == "completion" else ()
+    turns = tuple(replace(turn, learned=False) for turn in asked)
+    return SourceDocument(where, messages=(*turns, *_messages(answer, where)))
+
+
+def _preference(row: Mapping[str, Any], where: str) -> SourceDocument:
+    """The chosen answer, and beside it the rejected one. Without `prompt` (the implicit form of
+    TRL), or with one as text beside whole chats, it is what both begin with."""
+    given: Any = row.get("prompt")
+    chosen: Any = row.get("chosen")
+    rejected: Any = row.get("rejected")
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise BadDocumentError(
+            f"{where}: `chosen` and `rejected` must both be texts, or both lists of messages"
+        )
+    if not isinstance(chosen, list):
+        chosen = _text(chosen, f"{where}: `chosen`")
+        rejected = _text(rejected, f"{where}: `rejected`")
+    if given is None or (isinstance(given, str) and isinstance(chosen, list)):
+        shared = _shared(chosen, rejected)
+        given, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if not chosen or not rejected:
+        raise BadDocumentError(
+            f"{where}: `chosen` or `rejected` has no answer; where one of them begins with the "
+            "other, name what both answer as `prompt`"
+        )
+    found, other = (
+        _answered(given, answer, where, name)
+        for name, answer in zip(PREFERENCES, (chosen, rejected), strict=True)
+    )
+    return replace(found, rejected=other)
+
+
+def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """How many characters or messages two answers begin with; a space before words is theirs."""
+    pairs = zip(chosen, rejected, strict=False)
+    shared = next(
+        (place for place, (one, other) in enumerate(pairs) if one != other),
+        min(len(chosen), len(rejected)),
+    )
+    return shared - (isinstance(chosen, str) and chosen[:shared].endswith(" "))
 
 
 def _text(value: Any, name: str) -> str:

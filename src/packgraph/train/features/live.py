@@ -10,7 +10,7 @@ or left over are refused, pickles are not read, and no code beside the model is 
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 
 from packgraph.graphs.stages import Stage
 from packgraph.integrations.transformers.model import PackedModel, packed
+from packgraph.integrations.transformers.precision import precision_problems
 from packgraph.models.hf import WeightsError
 from packgraph.train.config.presets import LIVE
 from packgraph.train.config.reading import ConfigError, ConfigLayer
@@ -44,12 +45,13 @@ SIZES = {
 @dataclass(frozen=True)
 class LiveShape:
     """What is known of a model before it has memory. linear: last names of its linear layers but
-    the head."""
+    the head. in_float8: reasons why all layers but so many at both ends cannot be in float8."""
 
     sizes: dict[str, Any]
     stages: Sequence[Stage]
     elements: int
     linear: frozenset[str]
+    in_float8: Callable[[int], list[str]]
 
 
 def transformers_module() -> Any:
@@ -102,7 +104,8 @@ def live_shape(path: str) -> LiveShape:
     }
     stages = [Stage(stage.name, stage.layer, _never) for stage in wrapped.stages()]
     elements = sum(parameter.numel() for parameter in model.parameters())
-    return LiveShape(sizes, stages, elements, frozenset(linear))
+    in_float8 = functools.partial(precision_problems, wrapped.layers)
+    return LiveShape(sizes, stages, elements, frozenset(linear), in_float8)
 
 
 def _never(state: Any) -> Any:
@@ -175,7 +178,8 @@ def build_live(config: TrainConfig, device: torch.device, weights: bool) -> Pack
             model = library.AutoModelForCausalLM.from_config(live_config(path), dtype=dtype)
     else:
         model = _pretrained(library, Path(path).expanduser(), dtype)
-    return packed(model.to(device))
+    shape = config.model
+    return packed(model.to(device), precision=shape.precision, bf16_ends=shape.bf16_ends)
 
 
 def _pretrained(library: Any, folder: Path, dtype: torch.dtype) -> Any:

@@ -7,7 +7,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from tuningkit import word_tokenizer
 
-from packgraph.train.data import DataConfig, DataError, build_tokenizer
+from packgraph.train.data import (
+    DataConfig,
+    DataError,
+    build_tokenizer,
+    open_documents,
+    preference_notes,
+)
 from packgraph.train.data.source import Message, document_of_row
 from packgraph.train.data.tokenizer import BEGIN, END
 
@@ -134,14 +140,69 @@ def test_sharegpt_is_read_as_messages():
         ({"conversations": ["x"]}, "must be an object"),
         ({"prompt": "x", "completion": CHAT}, "must both be texts"),
         ({"prompt": 3, "completion": "x"}, "`prompt` must be a text"),
-        ({"prompt": "x", "chosen": "y", "rejected": "z"}, "a preference"),
-        ({"chosen": CHAT, "rejected": CHAT}, "a preference"),
+        ({"prompt": "x", "chosen": "y"}, "`rejected`"),
+        ({"chosen": CHAT, "rejected": "z"}, "must both be texts"),
+        ({"chosen": CHAT, "rejected": CHAT}, "has no answer"),
+        ({"chosen": "yes", "rejected": "yes, no"}, "has no answer"),
+        ({"prompt": CHAT, "chosen": "y", "rejected": "z"}, "must both be texts"),
+        ({"prompt": "x", "chosen": "y", "rejected": 3}, "`rejected` must be a text"),
+        ({"prompt": 3, "chosen": "y", "rejected": "z"}, "`prompt` must be a text"),
+        ({"chosen": [{"role": "user"}], "rejected": CHAT}, "message 0 must be an object"),
         ({"prompt": "x"}, "found prompt"),
     ],
 )
 def test_what_is_no_chat_is_refused_by_name(row, text):
     with pytest.raises(DataError, match=f"here:1.*{text}"):
         document_of_row(json.loads(json.dumps(row)), "here:1", "text")
+
+
+ASKED = [{"role": "user", "content": "one?"}]
+YES, NO = ([{"role": "assistant", "content": said}] for said in ("two", "no"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "one? ", "chosen": "two", "rejected": "no"},
+        {"chosen": "one? two", "rejected": "one? no"},
+        {"prompt": ASKED, "chosen": YES, "rejected": NO},
+        {"chosen": ASKED + YES, "rejected": ASKED + NO},
+        {"prompt": "one?", "chosen": ASKED + YES, "rejected": ASKED + NO},
+    ],
+)
+def test_of_a_preference_the_chosen_answer_is_learned(row):
+    """The forms of TRL: a prompt of its own, or what both answers begin with."""
+    tokens = build_tokenizer(DataConfig())
+    document = document_of_row(row, "here:1", "text")
+    for one, answer in ((document, "two"), (document.rejected, "no")):
+        (found,) = tokens.encode(one)
+        ids, said = found.tokens.tolist(), [n for n in found.targets.tolist() if n >= 0]
+        assert tokens.decode(ids) in (f"one? {answer}", f"one?{answer}")
+        assert tokens.decode(said).strip() == answer and said[-1] >= 256
+    assert document.rejected.rejected is None
+
+
+def test_a_space_before_the_answers_is_theirs():
+    """As in TRL: tokens of words begin with it."""
+    document = document_of_row({"chosen": "so? yes", "rejected": "so? no"}, "here:1", "text")
+    assert (document.prompt, document.text, document.rejected.text) == ("so?", " yes", " no")
+
+
+def test_earlier_answers_of_a_preference_are_its_prompt(tmp_path):
+    tokens = tokenizer(tmp_path, MARKED)
+    row = {"chosen": CHAT, "rejected": [*CHAT[:-1], {"role": "assistant", "content": "two"}]}
+    assert learned(tmp_path, encoded(tokens, row)) == "three<|im_end|>"
+    document = document_of_row(row, "here:1", "text").rejected
+    assert learned(tmp_path, tokens.encode(document)[0]) == "two<|im_end|>"
+
+
+def test_a_run_on_preferences_says_so(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    (note,) = preference_notes(open_documents(DataConfig(source="jsonl", path=str(path))))
+    assert "rows.jsonl:1: a preference. Training is on the chosen answer alone" in note
+    path.write_text('{"prompt": "a", "completion": "b"}\n')
+    assert preference_notes(open_documents(DataConfig(source="jsonl", path=str(path)))) == []
 
 
 def test_a_template_needs_transformers_only_where_there_are_chats(tmp_path, monkeypatch):

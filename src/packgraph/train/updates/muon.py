@@ -10,15 +10,19 @@ update can be captured. The invariant: a matrix is updated as a whole, by a rank
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from packgraph.train.config.sections import OptimizerConfig
+from packgraph.train.updates.rule import Updated
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
 STEPS = 5
 LEAST_NORM = 1e-7
+BYTES = 4  # of state, of an element
 NOT_HIDDEN = ("embed_tokens", "lm_head")  # parts of names whose matrices AdamW updates
 
 
@@ -36,21 +40,23 @@ class Matrix(NamedTuple):
 
 
 class Muon:
-    """Updates of some matrices. momentum: decay rate of the running mean. weight_decay:
-    decoupled."""
+    """Updates of spans of matrices, all of which this rank has whole."""
 
-    def __init__(self, matrices: Iterable[Matrix], momentum: float, weight_decay: float) -> None:
-        self._matrices = list(matrices)
-        self._momentum, self._weight_decay = momentum, weight_decay
+    def __init__(self, updated: Sequence[Updated], config: OptimizerConfig) -> None:
+        self._updated = list(updated)
+        self._momentum, self._weight_decay = config.muon_momentum, config.weight_decay
+        self._momenta = [torch.zeros_like(each.values) for each in self._updated]
+        self._matrices = list(self._find())
+
+    def _find(self) -> Iterator[Matrix]:
+        for each, momenta in zip(self._updated, self._momenta, strict=True):
+            for member in each.span.members:
+                flat = (each.values, each.gradient, momenta)
+                yield Matrix(*(each.span.part(member, values) for values in flat))
 
     @torch.no_grad()
-    def step(self, learning_rate: Tensor, blocked: Tensor | None) -> None:
-        """Update all of them.
-
-        Args:
-            learning_rate: float32 [] on the device.
-            blocked: More than 0 if nothing is to change; float32 [] on the device.
-        """
+    def step(self, learning_rate: Tensor, steps: Tensor, blocked: Tensor | None) -> None:
+        """As `UpdateRule.step`."""
         for weight, gradient, momentum in self._matrices:
             mean = momentum.lerp(gradient, 1 - self._momentum)
             direction = orthogonalized(gradient.lerp(mean, self._momentum))
@@ -62,6 +68,16 @@ class Muon:
                 mean = torch.where(blocked > 0, momentum, mean)
             weight.copy_(updated)
             momentum.copy_(mean)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """As `UpdateRule.state_tensors`, all of it live."""
+        found: dict[str, Tensor] = {}
+        for each, momenta in zip(self._updated, self._momenta, strict=True):
+            found |= each.named("momentum", momenta)
+        return found
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing: they are live."""
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

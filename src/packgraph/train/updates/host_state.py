@@ -19,14 +19,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from packgraph.graphs.copy_streams import Copy, CopyStreams, HostMemory
 from packgraph.graphs.cuda.copy_streams import pinned
 from packgraph.parallel.data import GradientBucket
+from packgraph.train.config.sections import OptimizerConfig
+from packgraph.train.updates.adamw import MEANS, fused_adamw
+from packgraph.train.updates.rule import slices_of
 
 PIECE = 2**25  # elements: 128 MiB of float32, long enough for the full speed of a link
-MEANS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 
 
@@ -55,9 +56,7 @@ class HostState:
     Args:
         spans: What this rank updates.
         copy_streams: Of eager work on the spans' device.
-        betas: Decay rates of the running means.
-        eps: Added to the denominator.
-        weight_decay: Of spans that decay.
+        config: Of AdamW.
         piece: Elements that are brought to the device at a time.
     """
 
@@ -65,13 +64,10 @@ class HostState:
         self,
         spans: Sequence[GradientBucket],
         copy_streams: CopyStreams,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        config: OptimizerConfig,
         piece: int = PIECE,
     ) -> None:
-        self._streams, self._betas, self._eps = copy_streams, betas, eps
-        self._weight_decay, self._piece = weight_decay, piece
+        self._streams, self._config, self._piece = copy_streams, config, piece
         self._flat = {id(span): _host_tensors(span) for span in spans}
         self._pieces = [made for span in spans for made in self._cut(span)]
         device = spans[0].parameters.device
@@ -159,23 +155,16 @@ class HostState:
         if scale is not None:
             gradient.mul_(scale)
         master = buffers[MASTER] if MASTER in piece.hosts else weight
-        adamw(
+        fused_adamw(
             [master],
             [gradient],
             [buffers[MEANS[0]]],
             [buffers[MEANS[1]]],
-            [],
-            [steps.clone()],
-            fused=True,
-            capturable=weight.device.type == "cuda",
-            found_inf=blocked,
-            amsgrad=False,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            lr=learning_rate,
-            weight_decay=self._weight_decay if piece.span.decays else 0.0,
-            eps=self._eps,
-            maximize=False,
+            self._config,
+            learning_rate,
+            steps,
+            blocked,
+            decays=piece.span.decays,
         )
         if master is not weight:
             weight.copy_(master)
@@ -200,8 +189,7 @@ class HostState:
 
 def parts_of(span: GradientBucket, piece: int = PIECE) -> list[slice]:
     """Pieces of this rank's own part of a span, in elements."""
-    size = span.own_gradients.numel()
-    return [slice(start, min(start + piece, size)) for start in range(0, size, piece)]
+    return list(slices_of(span.own_gradients.numel(), piece))
 
 
 def _host_tensors(span: GradientBucket) -> dict[str, Tensor]:

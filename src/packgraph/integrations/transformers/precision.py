@@ -1,0 +1,53 @@
+"""How linear layers of a transformers model multiply: in their dtype, or in float8.
+
+layers     0 .. ends    | ends ..      .. -ends |  -ends ..
+bf16       nn.Linear    |      nn.Linear        |  nn.Linear
+fp8        nn.Linear    |      Float8Linear     |  nn.Linear        over the same parameters
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from packgraph.ops.float8.linear import FLOAT8, float8_layers, float8_problems, multiply_by
+from packgraph.ops.linear import NATIVE
+
+
+def set_precision(layers: Sequence[Any], precision: str, ends: int) -> list[str]:
+    """Let linear layers inside of `layers` multiply by `precision`, but for so many layers at both
+    ends. Returns every reason why they cannot; then nothing is changed."""
+    if precision not in (NATIVE, FLOAT8):
+        return [f"precision {precision!r} is unknown; known are {NATIVE}, {FLOAT8}"]
+    if precision == NATIVE:
+        for layer in layers:
+            multiply_by(layer, NATIVE)
+            layer.precision = NATIVE
+        return []
+    if problems := precision_problems(layers, ends):
+        return [f"precision = {FLOAT8}: {problem}" for problem in problems]
+    for number, layer in enumerate(layers):
+        layer.precision = FLOAT8 if ends <= number < len(layers) - ends else NATIVE
+        multiply_by(layer, layer.precision)
+    return []
+
+
+def precision_problems(layers: Sequence[Any], ends: int) -> list[str]:
+    """Every reason why layers between both ends cannot multiply in float8."""
+    if ends < 0:
+        return [f"bf16_ends is {ends}, must not be negative"]
+    if 2 * ends >= len(layers):
+        return [f"bf16_ends {ends} leaves none of {len(layers)} layers"]
+    found: list[str] = []
+    for number, layer in enumerate(layers[ends : len(layers) - ends], ends):
+        problems, linear = float8_layers(layer)
+        if any(hasattr(part, "is_concatenated") for part in layer.modules()):
+            problems.append("experts of transformers, and their routers, are not there yet")
+        if not linear:
+            problems.append("it has no nn.Linear")
+        found += [f"layer {number}: {problem}" for problem in problems]
+    first = next((value for layer in layers for value in layer.parameters()), None)
+    if first is not None and first.device.type == "cuda":
+        dtype = torch.bfloat16 if torch.is_autocast_enabled("cuda") else first.dtype
+        found += float8_problems(first.device, dtype)
+    return found

@@ -1,0 +1,1 @@
+"""Products of linear layers in float8."""

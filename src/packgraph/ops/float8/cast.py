@@ -1,0 +1,84 @@
+"""Numbers rounded to float8 (e4m3), with one scale for each row or each column.
+
+    rows       x [R, C]  ->  codes [R, C],   inverse [R, 1]        x ~ codes * inverse
+    columns    x [R, C]  ->  codes [C, R],   inverse [C, 1]        x^T ~ codes * inverse
+    stacks     x [E, R, C] alike, matrix by matrix
+
+A product in float8 wants both operands in rows of what is summed over, so that a matrix whose
+columns are summed over is cast and turned around in one pass.
+
+A scale is the largest power of two with which no number of its row exceeds 448, the largest of
+e4m3. Powers of two make casts exact but for the rounding of the codes: a code times its inverse has
+no rounding of its own, in bfloat16 neither. A row below 2^-64 is cast as if it had a number of that
+size, and a row that holds an infinity or NaN becomes NaN as a whole, so that neither is lost. Rows
+know nothing of each other.
+
+The functions with `naive_` are the specification, and what compilers trace, which fuse them with
+what makes x. The others run one kernel of Triton (`cast_kernel.py`) where there is one, with the
+same bits.
+"""
+
+import torch
+from torch import Tensor
+
+from packgraph.ops.loss import HAS_TRITON
+
+CODES = torch.float8_e4m3fn
+BIAS, MANTISSA_BITS = 127, 23  # of float32
+SMALLEST = BIAS - 64  # exponent, with bias, of what smaller rows are taken for
+TOP_EXPONENT, TOP_MANTISSA = 8, 0x600000  # 448 = 1.75 * 2^8
+NOT_FINITE = 255
+
+
+def naive_rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """codes of x's shape and inverse float32 [..., R, 1], a scale for each row of x [..., R, C]."""
+    wide = x.to(torch.float32)
+    # As integers, bits of absolute values are ordered like these, and NaN, the largest, is not
+    # passed over by any compiler's maximum.
+    scale, inverse = _scales(wide.abs().view(torch.int32).amax(-1, keepdim=True))
+    return (wide * scale).to(CODES), inverse
+
+
+def naive_columns_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """codes [..., C, R] and inverse float32 [..., C, 1], a scale for each column of x
+    [..., R, C]."""
+    return naive_rows_to_float8(x.mT.contiguous())
+
+
+def rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `naive_rows_to_float8`, bit by bit."""
+    if torch.compiler.is_compiling() or not _has_kernel(x):
+        return naive_rows_to_float8(x)
+    from packgraph.ops.float8.cast_kernel import cast_rows
+
+    return cast_rows(x.contiguous())
+
+
+def columns_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `naive_columns_to_float8`, bit by bit."""
+    if not _has_kernel(x):
+        return naive_columns_to_float8(x)
+    from packgraph.ops.float8.cast_kernel import cast_columns
+
+    return cast_columns(x.contiguous())
+
+
+def from_float8(codes: Tensor, inverse: Tensor) -> Tensor:
+    """What codes stand for, in float32."""
+    return codes.to(torch.float32) * inverse
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return HAS_TRITON and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _scales(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and inverse of rows whose largest absolute values, float32, have these bits."""
+    exponent = (bits >> MANTISSA_BITS).clamp(min=SMALLEST)
+    above = (bits & ((1 << MANTISSA_BITS) - 1)) > TOP_MANTISSA
+    field = exponent - TOP_EXPONENT + above.to(torch.int32)
+    finite = exponent < NOT_FINITE
+    scale, inverse = (
+        (part << MANTISSA_BITS).view(torch.float32) for part in (2 * BIAS - field, field)
+    )
+    return scale.masked_fill(~finite, torch.nan), inverse.masked_fill(~finite, torch.nan)

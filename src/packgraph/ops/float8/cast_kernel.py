@@ -1,0 +1,135 @@
+"""Casts to float8 by Triton: what `cast.py` specifies, bit by bit.
+
+    rows       a program per row: the largest absolute value, then the codes; the second pass finds
+               the row in the cache
+    columns    largest absolute values by tiles, joined by an atomic maximum, whose result does not
+               depend on the order; then a program per tile casts it and writes it turned around
+
+Largest values are found among the bits of absolute values, as integers: numbers are ordered alike,
+and NaN, the largest, is not passed over.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from packgraph.ops.float8.cast import CODES
+
+ROW_BLOCK = 4096
+TILE_ROWS, TILE_COLUMNS = 128, 64
+TALL = 1024  # rows of a program that looks for the largest of columns
+
+
+@triton.jit
+def _absolute_bits(value):  # type: ignore[no-untyped-def]
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scales_of(bits):  # type: ignore[no-untyped-def]
+    """Scale and inverse, as cast.py has them."""
+    exponent = tl.maximum(bits >> 23, 63)
+    field = exponent - 8 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
+    not_a_number = 0x7FC00000
+    scale = tl.where(exponent < 255, (254 - field) << 23, not_a_number)
+    inverse = tl.where(exponent < 255, field << 23, not_a_number)
+    return scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rows(x, codes, inverses, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    start = row * SIZE
+    largest = tl.zeros([BLOCK], dtype=tl.int32)
+    for first in range(0, SIZE, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(x + start + column, mask=column < SIZE, other=0.0)
+        largest = tl.maximum(largest, _absolute_bits(value))
+    scale, inverse = _scales_of(tl.max(largest, 0))
+    tl.store(inverses + row, inverse)
+    for first in range(0, SIZE, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(x + start + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        tl.store(
+            codes + start + column, (value * scale).to(codes.dtype.element_ty), mask=column < SIZE
+        )
+
+
+@triton.jit
+def _largest_of_columns(  # type: ignore[no-untyped-def]
+    x, largest, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr, TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):  # fmt: skip
+    stack = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    found = tl.zeros([TILE_R, TILE_C], dtype=tl.int32)
+    for first in range(0, TALL, TILE_R):
+        row = tl.program_id(0) * TALL + first + tl.arange(0, TILE_R)
+        inside = (row[:, None] < ROWS) & (column[None, :] < COLUMNS)
+        place = (stack * ROWS + row[:, None]) * COLUMNS + column[None, :]
+        found = tl.maximum(found, _absolute_bits(tl.load(x + place, mask=inside, other=0.0)))
+    tl.atomic_max(largest + stack * COLUMNS + column, tl.max(found, 0), mask=column < COLUMNS)
+
+
+@triton.jit
+def _columns(  # type: ignore[no-untyped-def]
+    x, largest, codes, inverses, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):  # fmt: skip
+    stack = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    bits = tl.load(largest + stack * COLUMNS + column, mask=column < COLUMNS, other=0)
+    scale, inverse = _scales_of(bits)
+    first = (column < COLUMNS) & (tl.program_id(0) == 0)
+    tl.store(inverses + stack * COLUMNS + column, inverse, mask=first)
+    inside = (row[:, None] < ROWS) & (column[None, :] < COLUMNS)
+    place = (stack * ROWS + row[:, None]) * COLUMNS + column[None, :]
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    turned = tl.trans((value * scale[None, :]).to(codes.dtype.element_ty))
+    inside = (column[:, None] < COLUMNS) & (row[None, :] < ROWS)
+    tl.store(codes + (stack * COLUMNS + column[:, None]) * ROWS + row[None, :], turned, mask=inside)
+
+
+@torch.library.custom_op("packgraph::float8_rows", mutates_args=())
+def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: contiguous [..., R, C]. One operation for torch.compile."""
+    codes = torch.empty_like(x, dtype=CODES)
+    inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    size = x.shape[-1]
+    block = min(ROW_BLOCK, triton.next_power_of_2(size))
+    if x.numel():
+        _rows[(inverse.numel(),)](x, codes, inverse, SIZE=size, BLOCK=block, num_warps=4)
+    return codes, inverse
+
+
+@torch.library.custom_op("packgraph::float8_columns", mutates_args=())
+def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: contiguous [R, C] or [E, R, C]."""
+    *stack, rows, columns = x.shape
+    codes = x.new_empty((*stack, columns, rows), dtype=CODES)
+    inverse = x.new_empty((*stack, columns, 1), dtype=torch.float32)
+    if not x.numel():
+        return codes, inverse
+    largest = torch.zeros(inverse.shape, dtype=torch.int32, device=x.device)
+    wide = triton.cdiv(columns, TILE_COLUMNS), x.numel() // (rows * columns)
+    sizes = {"ROWS": rows, "COLUMNS": columns, "TILE_C": TILE_COLUMNS}
+    grid = (triton.cdiv(rows, TALL), *wide)
+    _largest_of_columns[grid](x, largest, TALL=TALL, TILE_R=32, **sizes)
+    grid = (triton.cdiv(rows, TILE_ROWS), *wide)
+    _columns[grid](x, largest, codes, inverse, TILE_R=TILE_ROWS, **sizes, num_warps=8)
+    return codes, inverse
+
+
+@cast_rows.register_fake
+def _row_shapes(x: Tensor) -> tuple[Tensor, Tensor]:
+    inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return torch.empty_like(x, dtype=CODES), inverse
+
+
+@cast_columns.register_fake
+def _column_shapes(x: Tensor) -> tuple[Tensor, Tensor]:
+    *stack, rows, columns = x.shape
+    codes = x.new_empty((*stack, columns, rows), dtype=CODES)
+    return codes, x.new_empty((*stack, columns, 1), dtype=torch.float32)

@@ -1,0 +1,233 @@
+"""Linear layers in float8, with a scale for each row of both operands.
+
+    forward    rows of x by float8  @  rows of W by float8              -> [R, O]
+    backward   rows of grad by float8  @  columns of W by float8        -> of x [R, I]
+               grad^T @ x, in their dtype                               -> of W [O, I]
+
+All float8 is e4m3: with a scale for each row what a row spans fits, and gradients gain more by a
+third bit of mantissa than by e5m2's range. Sums are float32 on the device's tensor cores. The
+gradient of weights stays in bfloat16: it is summed over rows of very different sizes, which would
+have to be cast by columns, padding among them. It is one matrix product as ever, so compiled
+backwards add it to `.grad` in place (`graphs/compiled/products.py`). Source of the recipe:
+torchao's `rowwise_with_gw_hp`.
+
+What a layer saves for the backward is x and W, as a layer in bfloat16 does, so recomputation,
+offloading and plans of memory see no difference. Weights are cast anew in each product: nothing is
+kept from call to call that a graph would freeze.
+
+The invariant: a row of the result depends on this row of x alone. Elsewhere than on CUDA products
+are those of the same codes, multiplied in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from packgraph.ops.float8.cast import (
+    columns_to_float8,
+    from_float8,
+    rows_to_float8,
+)
+from packgraph.ops.grouped_gemm import products as grouped
+from packgraph.ops.linear import PRODUCTS, NativeProduct, autocast
+
+FLOAT8 = "fp8"
+MULTIPLE = 16  # of columns of both operands, as torch._scaled_mm wants them
+ADA, HOPPER = (8, 9), (9, 0)
+FAST_ACCUMULATION = True  # as torchao's recipe has it; benchmarks/fp8_products.py measures both
+
+
+def float8_problems(device: torch.device, dtype: torch.dtype, experts: bool = False) -> list[str]:
+    """Every reason why products in float8 cannot run on `device` for numbers of `dtype`; none if
+    they can. experts: whether there are grouped products, too."""
+    if device.type != "cuda":
+        return []  # multiplied in float32, for tests
+    found = []
+    capability, needed = torch.cuda.get_device_capability(device), HOPPER if experts else ADA
+    if capability < needed or (experts and capability[0] != HOPPER[0]):
+        what = "experts in float8 need exactly" if experts else "float8 needs"
+        found.append(
+            f"{what} compute capability {needed[0]}.{needed[1]}"
+            f"{'' if experts else ' or more'}, {torch.cuda.get_device_name(device)} has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    if dtype != torch.bfloat16:
+        found.append(f"on a GPU float8 goes with bfloat16, not {dtype}")
+    return found
+
+
+def size_problem(inputs: int, outputs: int) -> str | None:
+    """Why a layer [inputs] -> [outputs] cannot be in float8, None if it can."""
+    if inputs % MULTIPLE or outputs % MULTIPLE:
+        return f"{inputs} x {outputs} is not made of multiples of {MULTIPLE}"
+    return None
+
+
+@torch.library.custom_op("packgraph::float8_product", mutates_args=())
+def float8_product(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    """[R, O] = rows @ weight^T in weight's dtype. codes: [R, I] and inverse: [R, 1], of rows;
+    weight: [O, I], cast here by rows."""
+    return _multiply(codes, inverse, *rows_to_float8(weight), None, weight.dtype)
+
+
+@torch.library.custom_op("packgraph::float8_rows_gradient", mutates_args=())
+def float8_rows_gradient(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    """[R, I] = grad @ weight in weight's dtype. codes: [R, O] and inverse: [R, 1], of grad; weight:
+    [O, I], cast here by columns: in the backward, so that nobody keeps what it becomes."""
+    return _multiply(codes, inverse, *columns_to_float8(weight), None, weight.dtype)
+
+
+@float8_product.register_fake
+def _product_shape(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(codes.shape[0], weight.shape[0])
+
+
+@float8_rows_gradient.register_fake
+def _rows_shape(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(codes.shape[0], weight.shape[1])
+
+
+def _multiply(
+    rows: Tensor,
+    inverse: Tensor,
+    matrices: Tensor,
+    inverses: Tensor,
+    offsets: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[R, O] from codes of rows [R, I] and of matrices [O, I], or with offsets [E, O, I]."""
+    if not rows.is_cuda:
+        left, right = from_float8(rows, inverse), from_float8(matrices, inverses)
+        if offsets is None:
+            return (left @ right.t()).to(dtype)
+        return grouped.multiply(left, right, offsets, True).to(dtype)
+    rows = rows.contiguous()
+    if offsets is None:
+        return torch._scaled_mm(
+            rows,
+            matrices.t(),
+            scale_a=inverse,
+            scale_b=inverses.t(),
+            out_dtype=dtype,
+            use_fast_accum=FAST_ACCUMULATION,
+        )
+    return torch._scaled_grouped_mm(
+        rows,
+        matrices.mT,
+        inverse.flatten(),
+        inverses.flatten(1),
+        offs=offsets,
+        out_dtype=dtype,
+        use_fast_accum=FAST_ACCUMULATION,
+    )
+
+
+class _Product(torch.autograd.Function):
+    """x [R, I] and weight [O, I] -> [R, O]; codes and inverse are x's, for all layers that read
+    it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return float8_product(codes, inverse, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = float8_rows_gradient(*rows_to_float8(grad), weight)
+        if ctx.needs_input_grad[1]:
+            of_weight = grad.t() @ x
+        return of_x, of_weight, None, None
+
+
+def float8_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+    """What `layers` make of the same x [..., I], which is cast once: [..., O] of each, in x's dtype
+    (autocast: in that). Differentiable in x, weights and biases. Raises ValueError for sizes that
+    float8 does not take."""
+    for layer in layers:
+        if problem := size_problem(layer.in_features, layer.out_features):
+            raise ValueError(f"a linear layer in float8: {problem}")
+    x, *weights = autocast(x, *(layer.weight for layer in layers))
+    rows = x.flatten(0, -2)
+    cast = rows_to_float8(rows.detach())
+    found = []
+    for layer, weight in zip(layers, weights, strict=True):
+        made = _Product.apply(rows, weight, *cast).unflatten(0, x.shape[:-1])
+        found.append(made if layer.bias is None else made + layer.bias.to(made.dtype))
+    return tuple(found)
+
+
+class Float8Linear(nn.Linear):
+    """An `nn.Linear` that multiplies in float8, over the same parameters."""
+
+    by = FLOAT8
+
+    def forward(self, x: Tensor) -> Tensor:
+        return float8_linear(x, (self,))[0]
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a call of `layer` is its product and nothing else: no adapter around it, no hooks."""
+    return (
+        type(layer) is Float8Linear
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
+    )
+
+
+class Float8Product(NativeProduct):
+    """Products in float8 but for the gradient of matrices, which is that of `native`."""
+
+    name, splits = FLOAT8, False
+
+    def multiply(
+        self, rows: Tensor, matrices: Tensor, offsets: Tensor | None, transposed: bool
+    ) -> Tensor:
+        cast = rows_to_float8 if transposed else columns_to_float8
+        return _multiply(*rows_to_float8(rows), *cast(matrices), offsets, matrices.dtype)
+
+    def layer(self, inputs: int, outputs: int, bias: bool) -> nn.Linear:
+        return Float8Linear(inputs, outputs, bias=bias)
+
+    def merged(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+        if all(map(_is_plain, layers)):
+            return float8_linear(x, layers)
+        return super().merged(x, layers)
+
+
+def float8_layers(layers: nn.Module) -> tuple[list[str], list[nn.Linear]]:
+    """The linear layers of `layers` that can change their product, and before them every reason why
+    one cannot multiply in float8. Those of other classes than `nn.Linear`, and adapters of low
+    rank, are not among them."""
+    found = {
+        place: module
+        for place, module in layers.named_modules()
+        if type(module) in (nn.Linear, Float8Linear) and ".lora_" not in f".{place}"
+    }
+    problems = [
+        f"{place}: {problem}"
+        for place, module in found.items()
+        if (problem := size_problem(module.in_features, module.out_features))
+    ]
+    return problems, [*found.values()]
+
+
+def multiply_by(layers: nn.Module, name: str) -> list[str]:
+    """Let the linear layers of `layers` (see `float8_layers`) multiply by `bf16` or `fp8`, over the
+    same parameters. Returns every reason why one cannot; then none is changed."""
+    problems, found = float8_layers(layers)
+    if name == FLOAT8 and problems:
+        return problems
+    for module in found:
+        module.__class__ = Float8Linear if name == FLOAT8 else nn.Linear
+    return []
+
+
+PRODUCTS[FLOAT8] = Float8Product()

@@ -1,0 +1,1 @@
+"""Ways to update parameters, behind one seam (`rule.py`)."""

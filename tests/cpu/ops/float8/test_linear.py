@@ -1,0 +1,216 @@
+"""Layers in float8: their numbers, all gradients, and training with them by graphs, bit by bit."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from packgraph.graphs.graphed import control, graph
+from packgraph.models.decoder import DecoderModel
+from packgraph.ops.float8.cast import from_float8, naive_columns_to_float8, naive_rows_to_float8
+from packgraph.ops.float8.linear import FLOAT8, Float8Linear, float8_linear, multiply_by
+from packgraph.ops.linear import NATIVE, linear_layer, merged, product
+from packgraph.packing.pack import pack
+from packgraph.verification.matrix import (
+    CAPACITIES,
+    random_packs,
+    tiny_config,
+    tiny_experts_config,
+)
+from packgraph.verification.verify import verify
+
+CPU = torch.device("cpu")
+
+
+def rounded(x):
+    return from_float8(*naive_rows_to_float8(x)).to(x.dtype)
+
+
+def rounded_columns(x):
+    return from_float8(*naive_columns_to_float8(x)).mT.to(x.dtype)
+
+
+def of(config, **model):
+    return replace(config, model=replace(config.model, precision=FLOAT8, **model))
+
+
+def experts_config(granularity, dropout, steps):
+    """The tiny model with experts, in sizes that float8 takes."""
+    config = tiny_experts_config(granularity, dropout, steps)
+    latent = replace(config.model.latent, rope_dim=16)
+    return replace(config, model=replace(config.model, latent=latent))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_multiplies_what_is_rounded_and_has_all_gradients(bias):
+    layer, x = linear_layer(FLOAT8, 32, 48, bias), torch.randn(6, 32, requires_grad=True)
+    weight, grad = layer.weight.detach(), torch.randn(6, 48)
+    made = layer(x)
+    made.backward(grad)
+    expected = rounded(x.detach()) @ rounded(weight).t()
+    assert torch.equal(made, expected + layer.bias if bias else expected)
+    assert torch.equal(x.grad, rounded(grad) @ rounded_columns(weight))
+    assert torch.equal(layer.weight.grad, grad.t() @ x.detach())
+    assert not bias or torch.equal(layer.bias.grad, grad.sum(0))
+    near = x.detach() @ weight.t()
+    assert not torch.equal(expected, near)
+    assert (expected - near).norm() < 0.05 * near.norm()
+
+
+def test_layers_that_read_one_input_have_the_numbers_of_each():
+    layers = [linear_layer(FLOAT8, 32, size) for size in (16, 48)]
+    x = torch.randn(2, 3, 32)
+    assert all(map(torch.equal, float8_linear(x, tuple(layers)), [layer(x) for layer in layers]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layers[0](x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_what_needs_no_gradient_has_none(frozen):
+    layer = linear_layer(FLOAT8, 32, 48)
+    x = torch.randn(6, 32, requires_grad=frozen != "x")
+    layer.weight.requires_grad_(frozen != "weight")
+    layer(x).sum().backward()
+    assert (x.grad is None) == (frozen == "x")
+    assert (layer.weight.grad is None) == (frozen == "weight")
+
+
+@pytest.mark.parametrize("padding", [0.0, 1e4, torch.nan, torch.inf])
+def test_rows_of_padding_reach_no_other_row(padding):
+    layer, x = linear_layer(FLOAT8, 32, 48), torch.randn(8, 32)
+    grad = torch.randn(8, 48)
+    grad[5:] = 0.0
+    found = []
+    for value in (0.0, padding):
+        rows = x.clone()
+        rows[5:] = value
+        leaf = rows.requires_grad_()
+        made = layer(leaf)
+        made.backward(grad)
+        found.append((made[:5].detach(), leaf.grad[:5].clone()))
+        finite = torch.isfinite(torch.tensor(value))
+        weight_grad, layer.weight.grad = layer.weight.grad, None
+        if finite:
+            found[-1] += (weight_grad,)
+    assert all(map(torch.equal, *(entry[: len(found[1])] for entry in found)))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_grouped_products_are_those_of_each_expert(transposed):
+    rows, grad = torch.randn(7, 32), torch.randn(7, 48)
+    rows[5:] = torch.nan
+    stack = torch.randn(2, 48, 32)
+    matrices = (stack if transposed else stack.mT.contiguous()).requires_grad_()
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    leaf = rows.requires_grad_()
+    made = product(leaf, matrices, ends, transposed, FLOAT8)
+    made.backward(grad)
+    begin = 0
+    for end, matrix in zip(ends.tolist(), stack, strict=True):
+        part = slice(begin, end)
+        assert torch.equal(made[part], rounded(rows.detach()[part]) @ rounded(matrix).t())
+        assert torch.equal(leaf.grad[part], rounded(grad[part]) @ rounded_columns(matrix))
+        begin = end
+    exact = product(rows.detach(), matrices.detach(), ends, transposed)
+    assert (made[:5] - exact[:5]).norm() < 0.05 * exact[:5].norm()
+
+
+@pytest.mark.parametrize("kind", [tiny_config, experts_config])
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_float8_trains_through_graphs_bit_by_bit(kind, granularity):
+    config = of(kind(granularity, 0.1, 5), bf16_ends=0)
+    report = verify("float8", config, random_packs(seed=1), CPU)
+    assert report.good and report.shows and not report.differences
+
+
+@pytest.mark.parametrize("kind", [tiny_config, experts_config])
+def test_float8_trains_through_compiled_graphs_bit_by_bit(kind, monkeypatch):
+    """By torch's tracing compiler, not the one that generates code; the chunk has layers of both
+    precisions."""
+    by_tracing = partial(graph, compile="aot_eager")
+    monkeypatch.setattr(
+        "packgraph.train.runners.graph", lambda *given, compile, **rest: by_tracing(*given, **rest)
+    )
+    config = of(kind("chunk", 0.0, 5), num_layers=3)
+    graphs = replace(config.graph, compile=True, capacities=CAPACITIES[:1])
+    packs = (pack([[1, 2, 3] * 4, [5] * 9], [CAPACITIES[0]])[0] for _ in itertools.count())
+    report = verify("float8", replace(config, graph=graphs), packs, CPU)
+    assert report.good and report.shows and not report.differences
+
+
+def test_layers_at_both_ends_stay_as_they_are():
+    config = of(tiny_config("layer", 0.0, 4), num_layers=4).model
+    model = DecoderModel(config, seed=1)
+    kinds = [
+        {type(part) for part in layer.modules() if isinstance(part, nn.Linear)}
+        for layer in model.layers.values()
+    ]
+    assert kinds == [{nn.Linear}, {Float8Linear}, {Float8Linear}, {nn.Linear}]
+    plain = DecoderModel(replace(config, precision=NATIVE), seed=1)
+    assert [*plain.state_dict()] == [*model.state_dict()]
+    batch = next(random_packs(seed=1))
+    assert plain(batch).item() != model(batch).item()
+    with pytest.raises(ValueError, match="bf16_ends 2 leaves none of 4 layers to precision fp8"):
+        replace(config, bf16_ends=2)
+    with pytest.raises(ValueError, match="bf16_ends is -1, must not be negative"):
+        replace(config, bf16_ends=-1)
+
+
+def test_layers_change_their_product_over_the_same_parameters():
+    layers = nn.ModuleList([nn.Linear(32, 48), nn.LayerNorm(48), nn.Linear(48, 16)])
+    before, x = [*layers.parameters()], torch.randn(4, 32)
+    plain = layers[0](x)
+    assert multiply_by(layers, FLOAT8) == []
+    assert all(map(lambda a, b: a is b, before, layers.parameters()))
+    assert not torch.equal(layers[0](x), plain)
+    assert multiply_by(layers, NATIVE) == []
+    assert torch.equal(layers[0](x), plain)
+
+
+def test_sizes_that_the_device_does_not_take_are_named_all_at_once():
+    layers = nn.ModuleDict({"a": nn.Linear(24, 48), "b": nn.Linear(32, 48), "c": nn.Linear(48, 7)})
+    problems = multiply_by(layers, FLOAT8)
+    assert [problem.partition(":")[0] for problem in problems] == ["a", "c"]
+    assert {type(layer) for layer in layers.values()} == {nn.Linear}
+    with pytest.raises(ValueError, match="24 x 48 is not made of multiples of 16"):
+        linear_layer(FLOAT8, 24, 48)(torch.randn(2, 24))
+
+
+class Adapted(nn.Module):
+    """A layer with something around it, which shows the weight of what is inside, as PEFT does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, inner.bias
+
+    def forward(self, x):
+        return self.inner(x) + 1
+
+
+def test_adapters_and_hooks_of_layers_that_share_an_input_run():
+    layers = [linear_layer(FLOAT8, 32, 16) for _ in range(2)]
+    x = torch.randn(4, 32)
+    plain, other = merged(x, *layers)
+    found = merged(x, layers[0], Adapted(layers[1]))
+    assert torch.equal(found[0], plain) and torch.equal(found[1], other + 1)
+    layers[1].register_forward_hook(lambda module, given, made: made + 2)
+    assert torch.equal(merged(x, *layers)[1], other + 2)
+
+
+def test_layers_of_two_precisions_are_two_codes():
+    config = of(tiny_config("chunk", 0.0, 5), num_layers=4).model
+    batch = next(random_packs(seed=1))
+    graphed = graph(
+        DecoderModel(config, seed=1),
+        capacities=[batch.capacity],
+        granularity="chunk",
+        compile="aot_eager",
+        warmup=0,
+        strict=True,
+    )
+    graphed(batch).backward()
+    stats = control(graphed).stats
+    assert not stats.recompiles and stats.captured == 1

@@ -1,0 +1,92 @@
+"""Update rules on CUDA: nothing waits for the device, a captured update has the bits of an eager
+one, state and temporary memory stay within bounds; prints milliseconds of an update."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from packgraph.train.config.sections import OptimizerConfig
+from packgraph.train.optimizer import Optimizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda", 0)
+NAMES = ["adamw", "muon", "adamw8bit", "adafactor"]
+MOST_BYTES = {"adamw": 8.1, "muon": 8.1, "adamw8bit": 2.1, "adafactor": 0.1}  # of an element
+MOST_TEMPORARY = 2**30
+
+
+def made(name: str, layers: int, width: int) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    blocks = [nn.Linear(width, 3 * width, device=CUDA) for _ in range(layers)]
+    model = nn.ModuleDict(
+        {"embed_tokens": nn.Embedding(50 * width, width, device=CUDA), "up": nn.ModuleList(blocks)}
+    ).bfloat16()
+    options = OptimizerConfig(name=name, weight_decay=0.1)  # type: ignore[arg-type]
+    return model, Optimizer(model.named_parameters(), options)
+
+
+def draw(optimizer: Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    for span in optimizer.flat.spans:
+        span.gradients.normal_()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_captured_update_has_the_bits_of_an_eager_one(name: str) -> None:
+    ends = []
+    for captured in (False, True):
+        model, optimizer = made(name, 3, 64)
+        optimizer.watch()
+        graph = torch.cuda.CUDAGraph()
+        for step in range(6):
+            draw(optimizer, step)
+            optimizer.set_learning_rate(1e-3 * (step + 1))
+            loss = torch.full((), float("nan") if step == 4 else 1.0, device=CUDA)
+            if step == 2 and captured:
+                static = loss.clone()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    optimizer.update(static)
+            if step >= 2 and captured:
+                static.copy_(loss)
+                graph.replay()
+            else:
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+                optimizer.update(loss)
+                torch.cuda.set_sync_debug_mode("default")
+        ends.append({**dict(model.named_parameters()), **optimizer.state_tensors()})
+    assert ends[0]["step"] == 5  # one was blocked
+    assert not [key for key in ends[0] if not torch.equal(ends[0][key], ends[1][key])]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_update_of_half_a_billion_parameters(name: str) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model, optimizer = made(name, 28, 2048)
+    elements = sum(value.numel() for value in model.parameters())
+    held = torch.cuda.memory_allocated() - before
+    state = held / elements - 2 * 2 - 2 * 4  # weights, gradients; masters, their gradients
+    assert state < MOST_BYTES[name]
+    draw(optimizer, 0)
+    for _ in range(3):
+        optimizer.step(1e-3)
+    torch.cuda.reset_peak_memory_stats()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(5):
+        optimizer.step(1e-3)
+    end.record()
+    torch.cuda.synchronize()
+    temporary = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    assert temporary < MOST_TEMPORARY
+    print(
+        f"{name}: {elements / 1e6:.0f}M parameters, {begin.elapsed_time(end) / 5:.2f} ms an "
+        f"update, {state:.2f} bytes of state an element, {temporary / 2**20:.0f} MiB of temporaries"
+    )
