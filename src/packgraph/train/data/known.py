@@ -29,7 +29,7 @@ class _Chunk(NamedTuple):
     documents: Upcoming
 
 
-class Ahead:
+class KnownAhead:
     """The next documents of `order`, out of a source of stored ones."""
 
     def __init__(self, source: StoredSource, order: DocumentOrder, longest: int) -> None:
@@ -40,7 +40,7 @@ class Ahead:
     def run(self, most: int) -> Upcoming:
         """At most so many documents from the place of the order on, as far as each is one document
         that is packed whole; none where the first is not. Of a mixture one at a time."""
-        part, epoch, position = self._order.place
+        part, epoch, position, _ = self._order.place
         chunk = self._chunks.get(part)
         if chunk is None or not (
             chunk.epoch == epoch and 0 <= position - chunk.start < len(chunk.documents.indexes)

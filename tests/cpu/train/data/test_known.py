@@ -15,8 +15,8 @@ from packgraph.parallel.context.request import ContextRequest
 from packgraph.train.data import (
     DataError,
     PlannedSteps,
-    ahead,
     build_tokenizer,
+    known,
     open_documents,
     open_microbatches,
 )
@@ -53,7 +53,7 @@ class OneByOne:
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """By kind the config and the source."""
-    monkeypatch.setattr(ahead, "AHEAD", 5)  # many chunks, also broken off by epochs
+    monkeypatch.setattr(known, "AHEAD", 5)  # many chunks, also broken off by epochs
     names = ("first", "second")
     rows = [write_rows(tmp_path / f"{name}.jsonl", 60, seed=len(name)) for name in names]
     folders = [shards_of(one, tmp_path / name) for one, name in zip(rows, names, strict=True)]
