@@ -32,6 +32,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
+from inspect import isgenerator
 from typing import Any
 
 import torch
@@ -115,14 +116,16 @@ def checkpointed(
 @contextmanager
 def _hooks_end_with_errors() -> Iterator[None]:
     """Where the block raises, the hooks for saved tensors are taken back at once. `checkpoint`
-    before torch 2.12 leaves that to the end of its frame, which the error's traceback holds: until
-    then everything that autograd saves would go to the checkpoint that failed."""
+    before torch 2.12 leaves that to the end of its generator, which the frames of the error's
+    traceback hold: until then everything that autograd saves would go to the checkpoint that
+    failed."""
     try:
         yield
     except BaseException as error:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                frame.clear()
+                for held in filter(isgenerator, list(frame.f_locals.values())):
+                    held.close()
         raise
 
 
