@@ -8,7 +8,8 @@ from shardedkit import settings
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
-from packgraph.parallel.mesh import Layout
+from packgraph.parallel.data import plan_gradient_buckets
+from packgraph.parallel.mesh import Layout, single_process
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.memory import need_of
@@ -63,3 +64,21 @@ def test_bytes_beside_other_parallelisms_are_predicted(shard, way):
     layout = Layout(dp=4 if way == "ep" else 2, **LAYOUTS[way])
     for measured, planned in run_ranks(beside, 4, shard, way, layout=layout):
         assert planned == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_padding_for_many_replicas_is_predicted(experts):
+    """A layer is a multiple of 128 elements for each of 1,000 replicas, which is more than it
+    has."""
+    config = settings("none", model={"num_layers": 12, "hidden_size": 64, "intermediate_size": 192})
+    if experts:
+        kind = ExpertConfig(count=experts, per_token=2, intermediate_size=48)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, experts=kind))
+    (chunk,) = build_chunks(config, CPU, single_process()).chunks
+    padding = 0
+    for layer in chunk.layers.values():
+        sizes = [value.numel() for value in layer.parameters() if value.ndim >= 2]
+        (bucket,) = plan_gradient_buckets(sizes, ["matrix"] * len(sizes), 1000, None)
+        padding += bucket.size - sum(sizes)
+    alone, many = (need_of(config, "cpu", world).weights for world in (1, 1000))
+    assert padding > 0 and many - alone == 4 * padding

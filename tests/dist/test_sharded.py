@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from shardedkit import differences, settings, train
 from torch import nn
 
 from packgraph.graphs.stages import Stage, run_stages
+from packgraph.models.config import ExpertConfig
 from packgraph.parallel import sharded_layers
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
@@ -222,6 +224,102 @@ def test_gradients_of_a_layer_are_complete_when_they_are_reduced(differentiable)
         assert len(plain) == len(parts) == 4
         for one, other in zip(plain, parts, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def small_spans(mesh, kinds, options, changes):
+    """As `run_kinds`, where a matrix is larger than a span of what is no layer's may be."""
+    small = functools.partial(FlatParameters, span_bytes=4096)
+    with mock.patch("packgraph.train.optimizer.FlatParameters", small):
+        return run_kinds(mesh, kinds, options, changes)
+
+
+@pytest.mark.dist
+def test_layers_larger_than_spans_have_the_same_bits():
+    kinds = [("none", False), ("parameters", False), ("parameters", True)]
+    options = {"packs": 2, "alike": True, "steps": 5}
+    for plain, eager, graph in run_ranks(small_spans, 2, kinds, options, {}):
+        assert not differences(plain, eager)
+        assert graph["replayed"] and not differences(eager, graph)
+
+
+def exchanges(mesh, narrow):
+    """What a forward and a backward of sharded layers exchange: (function, elements, dtype) of
+    each; and whether all parameters are aligned. narrow: one matrix of each layer is bfloat16."""
+    model = OddModel()
+    for layer in model.layers.values():
+        layer.idle.requires_grad_(False)
+        layer.three.data = layer.three.to(torch.bfloat16 if narrow else torch.float32)
+    flat = FlatParameters(
+        model.named_parameters(),
+        mesh.group("dp"),
+        span_bytes=1,
+        layers=layers_of(model),
+        shard="parameters",
+    )
+    ShardedLayers(flat).put_into(model)
+    flat.zero_gradients()
+    found = []
+
+    def noting(name, which):
+        send = getattr(sharded_layers, name)
+
+        def noted(*tensors, **options):
+            found.append((name, tensors[which].numel(), tensors[which].dtype))
+            return send(*tensors, **options)
+
+        return mock.patch.object(sharded_layers, name, noted)
+
+    with noting("all_gather_flat", 0), noting("reduce_scatter_flat", 1):
+        loss = model(torch.randn(5, 8), True)
+        forward, found = found, []
+        loss.backward()
+    places = [member.parameter for member in flat.members()]
+    starts = [place.data_ptr() - place.untyped_storage().data_ptr() for place in places]
+    return forward, found, all(start % 256 == 0 for start in starts)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_layer_is_gathered_and_reduced_by_one_collective_for_each_dtype(narrow):
+    """However large it is. What is frozen stays whole, and is sent by nobody."""
+    # Three matrices of 128 elements with padding, as a multiple of 128 for each rank.
+    wide = 256 if narrow else 512
+    sizes = [(wide, torch.float32), *([(256, torch.bfloat16)] if narrow else [])]
+    for forward, backward, aligned in run_ranks(exchanges, 2, narrow):
+        assert aligned
+        assert Counter(forward) == {("all_gather_flat", *size): 4 for size in sizes}
+        assert Counter(backward) == {
+            (name, *size): 4
+            for size in sizes
+            for name in ("all_gather_flat", "reduce_scatter_flat")
+        }
+
+
+def buckets_of_layers(mesh, layout, experts):
+    """How many buckets each layer of a model has, where spans of others hold one matrix each."""
+    config = settings("parameters")
+    parallel = dataclasses.replace(config.parallel, tp=layout.tp, ep=layout.ep)
+    kind = ExpertConfig(count=4, per_token=2, intermediate_size=48) if experts else ExpertConfig()
+    model = dataclasses.replace(config.model, experts=kind)
+    config = dataclasses.replace(config, parallel=parallel, model=model)
+    small = functools.partial(FlatParameters, span_bytes=1)
+    with mock.patch("packgraph.train.optimizer.FlatParameters", small):
+        optimizer = make_optimizer(build_chunks(config, CPU, mesh), config, mesh)
+    layers = Counter(span.sharded_layer for span in optimizer.flat.spans)
+    del layers[None]
+    return sorted(layers.values())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "experts", "buckets"),
+    [(Layout(dp=2, tp=2), False, 1), (Layout(dp=4), True, 1), (Layout(dp=4, ep=2), True, 2)],
+    ids=str,
+)
+def test_a_layer_has_a_bucket_for_each_group_of_replicas(layout, experts, buckets):
+    """Experts that ranks share have other replicas than the rest of their layer."""
+    for found in run_ranks(buckets_of_layers, 4, layout, experts, layout=layout):
+        assert found == [buckets] * 3
 
 
 def verified(mesh, layout, granularity, apart):

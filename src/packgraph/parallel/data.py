@@ -32,9 +32,10 @@ which a backward finishes gradients.
                                              one equal part
 
 A span holds parameters of one kind only (dtype, weight decay or not, whole on every tensor-parallel
-rank or a part), so that whatever is done to a span is one kernel, and matrices of one layer only,
-sharded or not: so the sums of a norm have the same bits either way. The invariant: a parameter lies
-in one span, whole, and starts at a multiple of ALIGNMENT elements.
+rank or a part), so that whatever is done to a span is one kernel. The matrices of a layer have a
+span to themselves, of any size, so one collective moves all of them; whether layers are sharded or
+not, so that the sums of a norm have the same bits either way. Other spans are closed at SPAN_BYTES.
+The invariant: a parameter lies in one span, whole, and starts at a multiple of ALIGNMENT elements.
 """
 
 import threading
@@ -81,19 +82,25 @@ class GradientBucketPlan:
 
 
 def plan_gradient_buckets(
-    sizes: Sequence[int], kinds: Sequence[Hashable], ranks: int, most: int | None
+    sizes: Sequence[int],
+    kinds: Sequence[Hashable],
+    ranks: int,
+    most: int | None,
+    undivided: Collection[Hashable] = (),
 ) -> list[GradientBucketPlan]:
     """Buckets for parameters of `sizes` elements, given in order of registration.
 
     kinds: parameters of unequal kinds share no span. most: elements after which a span is closed (a
-    larger parameter has one of its own); None = never.
+    larger parameter has one of its own); None = never. undivided: kinds of which all parameters lie
+    in one span, however many elements they have.
     """
     open_now: dict[Hashable, list[Placed]] = {}
     done: list[GradientBucketPlan] = []
     for index in reversed(range(len(sizes))):
         members = open_now.setdefault(kinds[index], [])
         start = _rounded(members[-1].stop, ALIGNMENT) if members else 0
-        if members and most is not None and start + sizes[index] > most:
+        is_full = most is not None and start + sizes[index] > most
+        if members and is_full and kinds[index] not in undivided:
             done.append(_closed(kinds[index], members, ranks))
             members, start = [], 0
             open_now[kinds[index]] = members
@@ -197,9 +204,9 @@ class FlatParameters:
     all of them. ties: names of
     parameters of which other pipeline stages have copies, with the groups of all that have them.
     parts: by `Part.copies`, the ranks of `group` that hold the same parts, None = no other rank
-    does. layers: of matrices that a layer has to itself, its number by their names; such a span
-    holds those of one layer. shard: what of them each rank keeps its own part of alone. apart:
-    names of parameters that share spans with each other only.
+    does. layers: of matrices that a layer has to itself, its number by their names; those of one
+    layer share a span, whatever `span_bytes` says. shard: what of them each rank keeps its own part
+    of alone. apart: names of parameters that share spans with each other only.
     """
 
     def __init__(
@@ -457,17 +464,17 @@ def _make_spans(
             )
             for name, parameter in ours
         ]
-        plans = plan_gradient_buckets(
-            [local_tensor(parameter).numel() for _, parameter in ours], kinds, replicas, most
-        )
+        sizes = [local_tensor(parameter).numel() for _, parameter in ours]
+        of_layers = {kind for kind in kinds if kind[-1] is not None}
+        plans = plan_gradient_buckets(sizes, kinds, replicas, most, of_layers)
         device = local_tensor(ours[0][1]).device
         # Two storages: whoever journals writes to gradients must not have to save the parameters
         # with them.
         turns = [kinds[plan.members[0].index][-1] for plan in plans]
         alone_all = [None] * len(plans)
         pieces = [
-            _memory(sizes, turns if passes else alone_all, dtype, device)
-            for sizes, passes in (
+            _memory(padded, turns if passes else alone_all, dtype, device)
+            for padded, passes in (
                 ([plan.size if moves else 0 for plan in plans], shard == "parameters"),
                 ([plan.size for plan in plans], shard != "none"),
             )

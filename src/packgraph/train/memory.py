@@ -51,6 +51,7 @@ from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
 from packgraph.models.decoder import layer_matrices, stage_layers, stage_weights
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.data import ALIGNMENT
 from packgraph.parallel.mesh import Layout
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
@@ -350,13 +351,16 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     # Every rank updates its own part of what its replicas hold, too; of experts there are fewer
     # copies.
     updated = dense / replicas + experts / (replicas // layout.ep)
+    plain = _sharded(config, layout, rank)
+    matrices = [_padded(each, layout, replicas) for each in plain] if replicas > 1 else plain
+    padding = round(sum(map(sum, matrices)) - sum(map(sum, plain)))
+    updated += _kept(matrices, layout, replicas) - _kept(plain, layout, replicas)
     capacity = _sure_capacity(config)
     kept = partial(DecoderMemory, model, itemsize=itemsize, parts=layout.tp, rows=layout.cp)
     microbatch = kept(layers)(capacity) - (
         0 if is_last else kept(0)(capacity)
     )  # the head is the last stage's
-    held = (dense + experts) * itemsize
-    matrices = _sharded(config, layout, rank)
+    held = (dense + experts + padding) * itemsize
     sharded = matrices if config.parallel.shards else []
     parts = _kept(sharded, layout, replicas)
     # Of sharded layers a rank keeps its part, and has two buffers for the largest.
@@ -364,7 +368,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     spared = round(spared * itemsize) if replicas > 1 else 0
     # Beside the gradients of its own microbatches a rank has its part of their sum.
     sums = round((updated - parts) * itemsize) if replicas > 1 else 0
-    hidden = sum(of_layer for of_layer, _ in matrices)
+    hidden = sum(of_layer for of_layer, _ in plain)
     state = _state_bytes(config, dense + experts, updated, hidden)
     if config.optimizer.offload and device_type == "cuda":
         state = 2 * HELD * min(PIECE, round(updated))
@@ -497,6 +501,14 @@ def _sharded(config: TrainConfig, layout: Layout, rank: int) -> list[tuple[float
         for chunk in range(chunks)
         for index in cut[chunk * layout.pp + place["pp"]]
     ]
+
+
+def _padded(matrices: tuple[float, float], layout: Layout, replicas: int) -> tuple[float, float]:
+    """The same of one layer with the padding of flat buffers, which divide by the number of
+    replicas. (Single matrices are padded only where they are tiny.)"""
+    whole, experts = matrices if layout.ep > 1 else (sum(matrices), 0.0)
+    multiple = ALIGNMENT * replicas
+    return -(-whole // multiple) * multiple, -(-experts // multiple) * multiple
 
 
 def _kept(sharded: list[tuple[float, float]], layout: Layout, replicas: int) -> float:

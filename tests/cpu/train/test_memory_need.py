@@ -37,12 +37,17 @@ def test_weights_gradients_and_state_are_those_of_the_model(name, dtype):
     assert need.optimizer == pytest.approx(elements * (8 if dtype == "float32" else 16), rel=rates)
 
 
+PADDING = 1e-3  # what replicas share divides by their number, in elements
+
+
 def test_parts_of_ranks_add_up_to_the_whole():
     config = changed("moonlight-tiny")
     whole = need_of(config, "cpu")
     replicas = [need_of(config, "cpu", world=4, rank=rank) for rank in range(4)]
-    assert {need.weights for need in replicas} == {whole.weights}
-    assert sum(need.optimizer for need in replicas) == whole.optimizer
+    (padded,) = {need.weights for need in replicas}
+    assert whole.weights < padded < whole.weights * (1 + PADDING)
+    updated = sum(need.optimizer for need in replicas)
+    assert updated == pytest.approx(whole.optimizer, rel=PADDING)
     stages = [
         need_of(changed("moonlight-tiny", parallel={"pp": 3}), "cpu", world=3, rank=rank)
         for rank in range(3)
@@ -51,7 +56,8 @@ def test_parts_of_ranks_add_up_to_the_whole():
     shared = changed("moonlight-tiny", parallel={"ep": 2})
     experts = [need_of(shared, "cpu", world=2, rank=rank) for rank in range(2)]
     assert whole.weights / 2 < experts[0].weights < whole.weights
-    assert sum(need.optimizer for need in experts) == whole.optimizer
+    updated = sum(need.optimizer for need in experts)
+    assert updated == pytest.approx(whole.optimizer, rel=PADDING)
 
 
 def test_split_matrices_and_rows_need_less():
