@@ -29,6 +29,7 @@ IDENTITY = (
     "lora",
     "kernel",
     "work",
+    "recompute",
 )
 
 

@@ -43,6 +43,7 @@ FLAT: dict[str, list[Column]] = {
     "offload": [
         MODEL,
         COMPILED,
+        ("recompute", value("recompute")),
         ("connections", value("connections")),
         *ALL["offload"].columns,
         COMMIT,
