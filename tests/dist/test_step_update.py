@@ -2,20 +2,26 @@
 norm are in it too, and all ranks capture or none."""
 
 import dataclasses
+import random
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from distkit import run_ranks
-from trainkit import tiny, trainer
+from trainkit import RandomPacks, tiny, trainer
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
+from packgraph.packing.batch import PackedBatch
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.config.sections import ParallelConfig
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
+from packgraph.train.validate import validate
 
 TP2 = Layout(dp=1, tp=2)
 DP2 = Layout(dp=2)
@@ -116,3 +122,140 @@ def test_steps_of_replicas_equal_eager_ones_bitwise(tmp_path, optimizer, options
     found = equal_runs(tmp_path, eager, config(optimizer, **options), STEPS - 2)
     for _, totals in found:
         assert set(totals["fallbacks"]) == {"warm-up"}
+
+
+def one_capacity(settings):
+    """Then replicas share packs out in the same way, whether a graph holds the update or not."""
+    graph = dataclasses.replace(settings.graph, capacities=(Capacity(64, 8),))
+    return dataclasses.replace(settings, graph=graph)
+
+
+class PacksOfOneCapacity(RandomPacks):
+    """The same packs, all of one capacity."""
+
+    def __next__(self):
+        draw = random.Random(self.position)
+        self.position += 1
+        documents = [[draw.randrange(32) for _ in range(draw.randint(2, 20))] for _ in range(3)]
+        return PackedBatch.build(documents, Capacity(64, 8))
+
+
+def train_beside(mesh, folder, settings):
+    """Losses and norms of every step, and all tensors at last."""
+    run = trainer(Path(folder), settings, PacksOfOneCapacity(), mesh=mesh)
+    try:
+        run.run(StopRequest())
+        rows = read_metrics(Path(folder) / METRICS) if mesh.rank == 0 else []
+        held = {name: _held(value) for name, value in run.tensors().items()}
+        return [(row["loss"], row["gradient_norm"]) for row in rows], held, run.executor.totals()
+    finally:
+        run.close()
+
+
+def test_the_reduction_in_the_graph_has_the_bits_of_one_behind_graphs(tmp_path):
+    """Against `graph.optimizer = false`: chunks are captured, reduction and update are not."""
+    inside = one_capacity(config())
+    behind = one_capacity(config(graph={"optimizer": False, "granularity": "chunk"}))
+    results = [
+        run_ranks(train_beside, 2, str(tmp_path / name), settings, layout=DP2)
+        for name, settings in (("behind", behind), ("inside", inside))
+    ]
+    for (rows, tensors, totals), (others, found, whole) in zip(*results, strict=True):
+        assert rows == others
+        assert not [name for name in tensors if not torch.equal(tensors[name], found[name])]
+        assert whole["replayed"] == STEPS - 2 and totals["replayed"] > STEPS - 2
+
+
+def resumed(mesh, folder, settings):
+    """All tensors of this rank, after a run that went on from a checkpoint."""
+    run = trainer(Path(folder), settings, mesh=mesh)
+    try:
+        run.resume()
+        run.run(StopRequest())
+        return {name: _held(value) for name, value in run.tensors().items()}, run.executor.totals()
+    finally:
+        run.close()
+
+
+def test_a_run_goes_on_bitwise(tmp_path):
+    whole = run_ranks(train, 2, str(tmp_path / "whole"), config(), layout=DP2)
+    first = config(steps=4)
+    run_ranks(train, 2, str(tmp_path / "cut"), first, layout=DP2)
+    on = run_ranks(resumed, 2, str(tmp_path / "cut"), config(resume=True), layout=DP2)
+    for (expected, _), (found, totals) in zip(whole, on, strict=True):
+        assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+        assert totals["replayed"] == 2  # behind a warm-up of its own
+
+
+def train_spoilt(mesh, folder, settings, what):
+    """As `train`; rank 1 alone cannot capture, or changes its module after step 4."""
+    run = trainer(Path(folder), settings, mesh=mesh)
+    model, captured = run.model.chunks[0], run.executor.runner
+    if mesh.rank == 1 and what == "backward":  # waits for the device in its first captured backward
+        replays = type(captured).replays
+
+        def reads(_, grads):
+            return float(grads[0].sum()) if replays.fget(captured) else None
+
+        model.norm.register_full_backward_pre_hook(reads)
+    launch, steps = run.executor.train_step, []
+
+    def counted(*args):
+        steps.append(None)
+        if mesh.rank == 1 and what == "change" and len(steps) == 5:
+            model.eval().train().norm.register_forward_pre_hook(lambda *_: None)
+        return launch(*args)
+
+    run.executor.train_step = counted
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PackgraphWarning)
+        run.run(StopRequest())
+    held = {name: _held(value) for name, value in run.tensors().items()}
+    totals = run.executor.totals()
+    run.close()
+    told = [str(one.message) for one in caught if issubclass(one.category, PackgraphWarning)]
+    return held, totals, told, run.executor.runner.step_stats
+
+
+def spoilt(tmp_path, what):
+    """What is the same as eagerly, and the runs of both ranks."""
+    dropout = dataclasses.replace(config().model, dropout=0.0)
+    eager = dataclasses.replace(config(graph={"enabled": False}), model=dropout)
+    graph = dataclasses.replace(config(graph={"strict": False}), model=dropout)
+    expected = run_ranks(train, 2, str(tmp_path / "eager"), eager, layout=DP2)
+    found = run_ranks(train_spoilt, 2, str(tmp_path / "graph"), graph, what, layout=DP2)
+    for (tensors, _), (others, *_) in zip(expected, found, strict=True):
+        assert not [name for name in tensors if not torch.equal(tensors[name], others[name])]
+    return found
+
+
+def test_a_rank_that_cannot_capture_makes_all_run_eagerly(tmp_path):
+    """Negative control: without the meeting the other rank would wait in the reduction."""
+    (_, _, others, zero), (_, _, own, one) = spoilt(tmp_path, "backward")
+    for stats in (zero, one):
+        assert stats.replayed == 0 and sum(stats.fallbacks.values()) == STEPS - 2
+    assert any("on rank 1" in text for text in others) and own
+
+
+def test_a_rank_whose_module_changes_runs_eagerly_beside_replays(tmp_path):
+    (_, _, _, zero), (_, _, told, one) = spoilt(tmp_path, "change")
+    assert zero.replayed > one.replayed > 0
+    assert any("has changed since all ranks captured" in text for text in told)
+
+
+def test_what_replicas_cannot_have_in_a_graph_is_said_at_once():
+    made = config()
+    experts = dataclasses.replace(
+        made.model, experts=ExpertConfig(count=4, per_token=2, intermediate_size=24)
+    )
+    asked = dataclasses.replace(
+        made,
+        model=experts,
+        parallel=ParallelConfig(pp=2, ep=2, dp=2, shard="parameters"),
+        optimizer=dataclasses.replace(made.optimizer, name="muon", offload=True),
+    )
+    text = "\n".join(validate(asked, "cpu", world=4))
+    for name in ("parallel.pp = 2", "parallel.ep = 2", "optimizer.offload with graph.optimizer"):
+        assert name in text
+    assert "with graph.optimizer; leave one of them out" in text and "muon cannot serve" in text
+    assert not validate(config(), "cpu", world=2)
