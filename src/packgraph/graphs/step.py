@@ -184,7 +184,8 @@ class GraphedStep:
             return False
         if self._state is not None and self._state.changed() is not None:
             self._forget_captured()
-        if call.key in self._stale:
+        # What a larger step has dropped here it has dropped on all ranks, which capture it again.
+        if call.key in self._slot.variants and call.key in self._stale:
             raise CaptureError(
                 "the module has changed since all ranks captured this step together",
                 user_line(),
