@@ -124,6 +124,16 @@ def test_steps_of_replicas_equal_eager_ones_bitwise(tmp_path, optimizer, options
         assert set(totals["fallbacks"]) == {"warm-up"}
 
 
+def test_replicas_of_tensor_parallel_ranks_equal_eager_ones_bitwise(tmp_path):
+    parallel = ParallelConfig(dp=2, tp=2)
+    model = dataclasses.replace(config().model, vocab_size=33)
+    eager, graph = (
+        dataclasses.replace(config(graph={"enabled": on}, steps=6), parallel=parallel, model=model)
+        for on in (False, True)
+    )
+    equal_runs(tmp_path, eager, graph, 4, Layout(dp=2, tp=2))
+
+
 def one_capacity(settings):
     """Then replicas share packs out in the same way, whether a graph holds the update or not."""
     graph = dataclasses.replace(settings.graph, capacities=(Capacity(64, 8),))
