@@ -271,3 +271,5 @@ def test_what_replicas_cannot_have_in_a_graph_is_said_at_once():
         assert name in text
     assert "with graph.optimizer; leave one of them out" in text and "muon cannot serve" in text
     assert not validate(config(), "cpu", world=2)
+    contexts = dataclasses.replace(made, parallel=ParallelConfig(dp=2, cp=2))
+    assert "with parallel.cp = 2: leave" in "\n".join(validate(contexts, "cpu", world=4))

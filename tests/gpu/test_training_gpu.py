@@ -1,5 +1,5 @@
-"""The trainer over NCCL, replicas, stages and tensor parallel ranks together; each test needs as many GPUs as
-it starts ranks."""
+"""The trainer over NCCL, replicas, stages and tensor parallel ranks together; each test needs as
+many GPUs as it starts ranks."""
 
 import os
 import subprocess
