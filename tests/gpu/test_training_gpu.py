@@ -1,5 +1,5 @@
-"""The trainer over NCCL, stages and tensor parallel ranks together; each test needs as many GPUs as
-it starts ranks."""
+"""The trainer over NCCL, replicas, stages and tensor parallel ranks together; each test needs as
+many GPUs as it starts ranks."""
 
 import os
 import subprocess
@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
     [
         (2, "--pp 2 --chunks 2 --tied"),
         (2, "--tp 2 --granularity step --optimizer"),
+        (2, "--granularity step --optimizer"),
         (4, "--tp 2 --pp 2 --tied"),
         (4, "--tp 2 --pp 2 --granularity layer"),
         (4, "--pp 2 --chunks 2 --tied"),

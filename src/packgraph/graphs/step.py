@@ -10,10 +10,19 @@ training loop does, sends and receives where there is a pipeline, and leaves gra
 Unlike region graphs nothing of autograd is left outside, so gradients of shared parameters are
 summed exactly as in eager. The price is that the number of microbatches and the shape of each are
 part of the key.
+
+A step may end in work that ranks do together: the reduction of gradients and the update. It is
+given as `finish`, and a capture does not begin it before every rank has come so far:
+
+    rank 0   F0 B0 F1 B1 ─▶ meet ─┐
+    rank 1   F0 FAILS ───▶ vote ──┴─▶ nobody reduces, all run this step eagerly
+
+A replay and an eager step send the same collectives in the same order. So a rank whose module has
+changed since runs eagerly, while the others replay; a capture is of all ranks or of none.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +37,8 @@ from packgraph.graphs.backend import (
     range_name,
     sizes_in_short,
 )
-from packgraph.graphs.cache import Consensus, GraphCache
+from packgraph.graphs.cache import Consensus, GraphCache, alone
+from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.copy_streams import CopyStreams
@@ -43,7 +53,13 @@ from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
 
 MAX_STEP_KEYS = 16
+WHOLE = "a whole step"
 Step = Callable[..., torch.Tensor]
+Finish = Callable[[torch.Tensor], torch.Tensor]
+
+
+class FailedTogetherError(CaptureError):
+    """Raised in a capture that another rank has given up, so that there is nothing to vote on."""
 
 
 class StepVariant:
@@ -83,6 +99,8 @@ class GraphedStep:
     captured once per key: the shapes of all arguments. limit: keys that may be captured, beyond
     them steps run eagerly. compiled: whether `run` calls compiled stages, by
     `GraphedModule.run_eagerly`. copy_streams: of eager work of `run`, None = the backend's.
+    finish: makes the result of a step of what `run` returned, by collectives of all ranks that
+    vote; None = that is the result.
     """
 
     def __init__(
@@ -94,6 +112,7 @@ class GraphedStep:
         limit: int = MAX_STEP_KEYS,
         compiled: bool = False,
         copy_streams: Sequence[CopyStreams] | None = None,
+        finish: Finish | None = None,
     ) -> None:
         self.modules, self.run, self.limit, self.compiled = (
             torch.nn.ModuleList(modules),
@@ -101,6 +120,7 @@ class GraphedStep:
             limit,
             compiled,
         )
+        self._finish = finish
         self._backend, self._device = backend, device
         self._eager_copy_streams = (
             [backend.copy_streams] if copy_streams is None else list(copy_streams)
@@ -108,6 +128,7 @@ class GraphedStep:
         slot = self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
         self._state: ModuleState | None = None
+        self._stale: set[Hashable] = set()
         self.stats = Stats()
         self._cache = GraphCache(self.stats, device)
         self.stats.measure_pools(lambda: slot.pool.nbytes())
@@ -122,20 +143,12 @@ class GraphedStep:
         self._cache.consensus = consensus
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """One step. Returns what `run` returns; gradients are added to `.grad`."""
-        reason = fallback.bypass_reason()
+        """One step. Returns its result; gradients are added to `.grad`."""
+        reason = fallback.bypass_reason() or self.reason_against(*args)
         call = signature(args, {}, self._device)
-        if reason is None and call is None:
-            reason = fallback.NO_KEY
-        if reason is None and not self.ready(*args):
-            reason = (
-                fallback.CAPTURE_FAILED
-                if call and self._cache.has_failed(call.key)
-                else fallback.TOO_MANY_KEYS
-            )
         if reason is not None or call is None:
             self.stats.fallbacks[reason or fallback.NO_KEY] += 1
-            return self.run(*args)
+            return self._all(args)
         variant: StepVariant = self._slot.variants[call.key]
         tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor)]
         for buffer, tensor in zip(variant.inputs, tensors, strict=True):
@@ -146,17 +159,38 @@ class GraphedStep:
         self.stats.replayed += 1
         return variant.result.tensor.clone()
 
+    def reason_against(self, *args: Any) -> str | None:
+        """Why a step with these arguments is no replay, or None; captures it if it is new, as
+        `ready`."""
+        if self.ready(*args):
+            return None
+        call = signature(args, {}, self._device)
+        if call is None:
+            return fallback.NO_KEY
+        failed = self._cache.has_failed(call.key)
+        return fallback.CAPTURE_FAILED if failed else fallback.TOO_MANY_KEYS
+
     def ready(self, *args: Any) -> bool:
         """Whether a step with these arguments can be replayed; captures it if it is new.
 
-        With communication inside `run` this is collective: every rank must ask for the same step.
+        With communication inside this is collective: every rank must ask for the same step.
+
+        Raises:
+            CaptureError: If it could not be captured on any rank, or the module has changed since
+                several ranks captured it.
         """
         call = signature(args, {}, self._device)
         if call is None:
             return False
         if self._state is not None and self._state.changed() is not None:
-            self.stats.dropped("module changed", self._slot.clear())
-            self._state, self._buffers = None, GradientBuffers()
+            self._forget_captured()
+        # What a larger step has dropped here it has dropped on all ranks, which capture it again.
+        if call.key in self._slot.variants and call.key in self._stale:
+            raise CaptureError(
+                "the module has changed since all ranks captured this step together",
+                user_line(),
+                "leave the module as it is, or change it before the first step is captured",
+            )
         if call.key in self._slot.variants:
             return True
         if self._cache.has_failed(call.key) or len(self._slot.variants) >= self.limit:
@@ -169,14 +203,48 @@ class GraphedStep:
             self._cache.capture(call, self._slot, lambda: self._capture(args))
         except CaptureError as error:
             failed = error
-        failed = self._cache.agree("a whole step", call.key, self._slot, failed)
+        if isinstance(failed, FailedTogetherError):
+            self._cache.fail(call.key)
+        else:
+            failed = self._cache.agree(WHOLE, call.key, self._slot, failed)
         if failed is not None:
             raise failed
+        self._stale.discard(call.key)
         return True
 
     def close(self) -> None:
         """Free all graphs."""
         self._slot.clear()
+        self._stale.clear()
+
+    def _forget_captured(self) -> None:
+        """The modules have changed: what was captured is not replayed any more.
+
+        Ranks that captured together may not have seen a change. They would not capture again with
+        this one, so it keeps its graphs, as they do theirs, and runs these steps eagerly.
+        """
+        if self._finish is not None and self.consensus is not alone:
+            self._stale.update(self._slot.variants)
+            self._state = None
+            return
+        self.stats.dropped("module changed", self._slot.clear())
+        self._state, self._buffers = None, GradientBuffers()
+
+    def _all(self, args: Sequence[Any], *, captures: bool = False) -> torch.Tensor:
+        """The whole step. captures: other ranks capture it, too."""
+        result = self.run(*args)
+        if self._finish is None:
+            return result
+        if captures:
+            self._meet()
+        return self._finish(result)
+
+    def _meet(self) -> None:
+        """Wait for all ranks. Raises FailedTogetherError if one of them has failed."""
+        with Unseen():
+            failed = self.consensus(WHOLE, None)
+        if failed is not None:
+            raise FailedTogetherError(failed.what, failed.where, failed.remedy)
 
     def _capture(self, args: tuple[Any, ...]) -> StepVariant:
         leaves, spec = tree_flatten([hide_lengths({"": arg})[""] for arg in args])
@@ -204,7 +272,7 @@ class GraphedStep:
             for copy_streams in self._eager_copy_streams:
                 copy_streams.memories.let_go()
             with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:
-                graph, result = window.capture(lambda: self.run(*shown).detach())
+                graph, result = window.capture(lambda: self._all(shown, captures=True).detach())
                 static = window.static(result)
                 del result
             name = range_name("step", f"slot {self._slot.index}", sizes_in_short(args))
@@ -229,7 +297,7 @@ class GraphedStep:
                 HostSyncCheck(device),
                 CaptureChecker(journal, refuse=True, device=device) as watch,
             ):
-                self.run(*shown)
+                self._all(shown, captures=True)
             read.extend(tensor.detach() for tensor in watch.external.values())
 
         if (

@@ -117,9 +117,13 @@ def stage_consensus(mesh: Mesh, patience: float = PATIENCE, *, sharded: bool = F
     )
 
 
-def replica_consensus(mesh: Mesh, patience: float = PATIENCE) -> Consensus:
-    """The same for whole steps: also among the stages of a pipeline."""
-    return _vote(mesh, "replica", _replica(mesh), patience)
+def replica_consensus(
+    mesh: Mesh, patience: float = PATIENCE, *, updates: bool = False
+) -> Consensus:
+    """The same for whole steps: also among the stages of a pipeline. updates: steps hold their
+    update, which all replicas make together."""
+    ranks = list(range(mesh.world)) if updates else _replica(mesh)
+    return _vote(mesh, "replica", ranks, patience)
 
 
 def _replica(mesh: Mesh) -> list[int]:

@@ -103,7 +103,7 @@ def make_executor(
     patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout
     executor.agree_by(
         stage_consensus(mesh, patience, sharded=config.parallel.shards),
-        replica_consensus(mesh, patience),
+        replica_consensus(mesh, patience, updates=config.graph.optimizer),
     )
     executor.prepare = make_offloading(model, config, executor, device, mesh)
     if config.graph.enabled and config.graph.is_autotuned(device.type):
@@ -113,7 +113,7 @@ def make_executor(
             device,
             whole_steps=not isinstance(runner, MicrobatchRunner),
             sharing=MicrobatchAssignment.of(
-                mesh, rank_tokens(config), in_step=config.parallel.shards
+                mesh, rank_tokens(config), in_step=config.replicas_in_step
             ),
         )
     return executor

@@ -277,8 +277,8 @@ def sample_batch(capacity: Capacity) -> PackedBatch:
 
 
 class StepRunner:
-    """Runs whole steps of a model that is not cut into stages, by one process or by ranks that see
-    the same packs; a `Runner`.
+    """Runs whole steps of a model that is not cut into stages, by one process, or by ranks that
+    have as many microbatches of the same capacities; a `Runner`.
 
     A step that cannot be one graph runs by graphs of its microbatches.
     """
@@ -397,6 +397,9 @@ class StepRunner:
         # Nothing of ours: that would be a cycle, with the model in it.
         (graphed,), device = self.graphed, self._device
 
+        # Microbatch by microbatch, as by their graphs. No reduction begins before all ranks have
+        # been through their backwards: one that cannot be captured is told by a vote, not waited
+        # for.
         def run(tokens_in_step: Tensor, *batches: PackedBatch) -> Tensor:
             optimizer.zero_grad()
             total = torch.zeros((), dtype=torch.float32, device=device)
@@ -404,10 +407,18 @@ class StepRunner:
                 loss = graphed.run_eagerly(batch, tokens_in_step)
                 total += loss.detach()
                 loss.backward()
+            return total
+
+        def finish(total: Tensor) -> Tensor:
             return torch.stack([total, optimizer.update(total)])
 
         made = GraphedStep(
-            [self._model], run, graphed.capture_backend, device, compiled=graphed.compiles
+            [self._model],
+            run,
+            graphed.capture_backend,
+            device,
+            compiled=graphed.compiles,
+            finish=finish,
         )
         made.consensus = self._consensus
         return made
@@ -420,7 +431,7 @@ class StepRunner:
         if reason is not None:
             return reason
         try:
-            return None if whole.ready(tokens_in_step, *batches) else fallback.TOO_MANY_KEYS
+            return whole.reason_against(tokens_in_step, *batches)
         except CaptureError as error:
             if self._options.strict:
                 raise

@@ -124,7 +124,7 @@ class Trainer:
             )  # its barriers wait in kernels, for ever
         self._splits_rows = config.parallel.splits_rows
         sharing = MicrobatchAssignment.of(
-            self.mesh, rank_tokens(config), in_step=config.parallel.shards
+            self.mesh, rank_tokens(config), in_step=config.replicas_in_step
         )
 
         def feed(stream: Microbatches) -> StepFeed:

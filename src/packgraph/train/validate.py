@@ -132,14 +132,22 @@ def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
         return []
     parallel, granularity = config.parallel, config.graph.granularity
     replicas = parallel.layout().replicas(world)
+    untested = {
+        "parallel.expert_stash": parallel.expert_stash > 0,
+        f"parallel.cp = {parallel.cp}": parallel.cp > 1,
+        "hf.path": config.hf.path is not None,
+        "lora.rank": config.lora.enabled,
+    }
+    others = [name for name, asked in untested.items() if asked]
     problems = {
         f"graph.optimizer needs graph.granularity = step, not {granularity}: no other graph lasts "
         "until the update": granularity != "step",
         f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet: the graph of a "
         "pipeline's step ends with "
         "its last transfer; leave one of them out": parallel.pp > 1,
-        f"graph.optimizer cannot serve {replicas} replicas (parallel.dp): their packs differ, so "
-        "one would capture the "
-        "collectives of the update while another replays them; leave it out": replicas > 1,
+        f"graph.optimizer with parallel.ep = {parallel.ep} is not there yet: exchanges of experts "
+        "inside the graph of a step are not tested; leave one of them out": parallel.ep > 1,
+        f"graph.optimizer with {replicas} replicas (parallel.dp) is not there yet with "
+        f"{' and '.join(others)}: leave one of them out": replicas > 1 and bool(others),
     }
     return [text for text, wrong in problems.items() if wrong]

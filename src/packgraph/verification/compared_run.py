@@ -74,7 +74,7 @@ class ComparedRun:
         """mesh: where the processes are; None = a run of this process alone."""
         self.device, self.mesh = device, mesh or single_process()
         self.sharing = MicrobatchAssignment.of(
-            self.mesh, rank_tokens(config), in_step=config.parallel.shards
+            self.mesh, rank_tokens(config), in_step=config.replicas_in_step
         )
         self.model = build_chunks(config, device, self.mesh)
         self.optimizer = make_optimizer(self.model, config, self.mesh)

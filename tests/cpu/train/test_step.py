@@ -120,9 +120,9 @@ def test_what_cannot_hold_the_update_is_said_at_once():
     settings = dataclasses.replace(settings, parallel=ParallelConfig(dp=2, pp=2))
     text = "\n".join(validate(settings, "cpu", world=4))
     assert "graph.granularity = step, not chunk" in text
-    assert "graph.optimizer with parallel.pp = 2" in text and "cannot serve 2 replicas" in text
+    assert "graph.optimizer with parallel.pp = 2" in text
     derived = dataclasses.replace(config(), parallel=ParallelConfig())
-    assert "cannot serve 3 replicas" in "\n".join(validate(derived, "cpu", world=3))
+    assert not validate(derived, "cpu", world=3)
     assert not validate(config(), "cpu") and not validate(
         config(granularity="layer", enabled=False), "cpu"
     )

@@ -654,6 +654,12 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
+    @property
+    def replicas_in_step(self) -> bool:
+        """Whether all replicas run as many microbatches, of equal capacity at a time: they share
+        layers, or the graph of a step holds its update."""
+        return self.parallel.shards or self.graph.optimizer
+
 
 # Help for fields that their own class does not explain, because there it goes without saying.
 FURTHER_HELP = {
