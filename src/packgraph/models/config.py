@@ -323,8 +323,9 @@ class DecoderConfig:
     has none. rotary_share: part of a head's columns that the position turns, its first ones; 0 =
     none. precision: how linear layers and experts multiply, a name of
     `packgraph.ops.linear.PRODUCTS`: bf16 = in the dtype of the run, which is bfloat16 as a rule;
-    fp8 = in float8 (ops/float8). bf16_ends: so many layers at the beginning and at the end stay
-    bf16, whatever precision says. Raises ValueError that names every illegal value at once.
+    fp8 = in float8 (ops/float8); fp8_weight_gradients = with gradients of weights in float8, too.
+    bf16_ends: so many layers at the beginning and at the end stay bf16, whatever precision says.
+    Raises ValueError that names every illegal value at once.
     """
 
     vocab_size: int
