@@ -3,17 +3,21 @@
     python benchmarks/data_scale.py plan --ranks 1024 --folder /tmp/shards
     python benchmarks/data_scale.py wait --ranks 8 --rate 130000 --folder /tmp/shards
     python benchmarks/data_scale.py tokenize --tokenizer tokenizer.json
+    python benchmarks/data_scale.py text --workers 2 --tokenizer tokenizer.json --rate 1000000
 
 `plan` times, on one rank, the packing and assignment of whole steps by the index alone. `wait` runs
 one rank of so many, which takes a step as often as its rate allows and sleeps in between, as a rank
-does whose device computes. `tokenize` times the tokenizer, packing from text and from shards, and
-builds by one core and all. FOLDER is filled with made-up documents where it is empty. One JSON line
-per row.
+does whose device computes. `text` does so from text, which `--workers` processes tokenize, and
+before that takes steps as fast as they come. `tokenize` times the tokenizer, packing from text and
+from shards, and builds by one core and all. FOLDER is filled with made-up documents where it is
+empty. One JSON line per row.
 """
 
 import argparse
 import itertools
 import json
+import math
+import multiprocessing
 import os
 import platform
 import statistics
@@ -91,30 +95,75 @@ def plan(asked) -> dict:
 def wait(asked) -> dict:
     """Share of the time that a rank waits for its data, when it asks for a step as often as its
     rate allows."""
+    feed = feed_of(stream_of(asked.folder, asked.tokens), asked)
+    found = waited(feed, asked, asked.rate)
+    feed.close()
+    return found
+
+
+def feed_of(stream, asked) -> StepFeed:
+    """The steps of one rank."""
     sharing = MicrobatchAssignment(asked.ranks, asked.ranks // 2)
-    feed = StepFeed(
-        stream_of(asked.folder, asked.tokens), asked.ranks * asked.tokens, sharing, CPU, asked.ahead
-    )
-    waits, steps = [], []
+    return StepFeed(stream, asked.ranks * asked.tokens, sharing, CPU, asked.ahead)
+
+
+def waited(feed: StepFeed, asked, rate: float) -> dict:
+    """What `wait` measures, of a feed; as fast as steps come where `rate` is infinite."""
+    waits, steps, tokens = [], [], []
     for _ in range(asked.steps):
         began = time.perf_counter()
         step = feed.take()
         waits.append(time.perf_counter() - began)
         feed.go_on()
-        tokens = sum(pack.num_tokens for pack in step.packs)
-        seconds = tokens / asked.ranks / asked.rate
-        steps.append(seconds)
-        time.sleep(max(0.0, began + seconds - time.perf_counter()))
-    feed.close()
+        tokens.append(sum(pack.num_tokens for pack in step.packs))
+        steps.append(tokens[-1] / asked.ranks / rate)
+        time.sleep(max(0.0, began + steps[-1] - time.perf_counter()))
     # the first step is waited for as a whole
-    share = sum(waits[1:]) / sum(steps[1:])
-    worst = max(one / step for one, step in zip(waits[1:], steps[1:], strict=True))
+    found = {"first_wait_s": round(waits[0], 2)}
+    found["tokens_a_second"] = round(sum(tokens[1:]) / sum(map(max, waits[1:], steps[1:])))
+    if steps[-1]:
+        worst = max(one / step for one, step in zip(waits[1:], steps[1:], strict=True))
+        found |= {
+            "step_ms": round(1e3 * statistics.mean(steps), 1),
+            "wait_ms": round(1e3 * statistics.mean(waits[1:]), 4),
+            "wait_share": round(sum(waits[1:]) / sum(steps[1:]), 6),
+            "worst_share": round(worst, 6),
+        }
+    return found
+
+
+def text(asked) -> dict:
+    """Tokens a second of one rank whose workers tokenize the steps of all, and its waits."""
+    config = DataConfig(
+        max_documents_loaded=asked.documents,
+        tokenizer=asked.tokenizer,
+        overlong="split",
+        workers=asked.workers,
+    )
+    capacities = [Capacity(asked.tokens, 64), Capacity(asked.tokens // 2, 64)]
+    stream = open_microbatches(config, open_documents(config), build_tokenizer(config), capacities)
+    feed = feed_of(stream, asked)
+    fastest, begun = waited(feed, asked, math.inf), cpu_seconds()
+    at_rate, done = waited(feed, asked, asked.rate), cpu_seconds()
+    feed.close()
+    tokens = asked.steps * asked.ranks * asked.tokens
+    own, theirs = (after - before for before, after in zip(begun, done, strict=True))
     return {
-        "step_ms": round(1e3 * statistics.mean(steps), 1),
-        "wait_ms": round(1e3 * statistics.mean(waits[1:]), 4),
-        "wait_share": round(share, 6),
-        "worst_share": round(worst, 6),
+        "fastest_tokens_a_second": fastest["tokens_a_second"],
+        "tokens_a_cpu_second_here": round(tokens / own),
+        "tokens_a_cpu_second_of_workers": round(tokens / theirs) if theirs else None,
+        **at_rate,
+        "first_wait_s": fastest["first_wait_s"],
     }
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Of this process, and of its workers so far; other processes do not count."""
+    found = 0.0
+    for worker in multiprocessing.active_children():
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return time.process_time(), found
 
 
 def tokenize(asked) -> dict:
@@ -173,7 +222,7 @@ def packed_rate(config: DataConfig) -> int:
 def main() -> None:
     """Print one row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("plan", "wait", "tokenize"))
+    parser.add_argument("what", choices=("plan", "wait", "text", "tokenize"))
     parser.add_argument("--folder", type=Path, default=Path("shards-made-up"))
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=LONGEST, help="of a step, for each rank")
@@ -181,10 +230,12 @@ def main() -> None:
     parser.add_argument("--ahead", type=int, default=2, help="steps made ahead")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokenizer", default="bytes")
+    parser.add_argument("--workers", type=int, default=0, help="processes that tokenize texts")
     parser.add_argument("--documents", type=int, default=2000)
     parser.add_argument("--copies", type=int, default=4, help="that make the longer source")
     asked = parser.parse_args()
-    measured = {"plan": plan, "wait": wait, "tokenize": tokenize}[asked.what](asked)
+    kinds = {"plan": plan, "wait": wait, "text": text, "tokenize": tokenize}
+    measured = kinds[asked.what](asked)
     options = {name: str(value) for name, value in vars(asked).items() if name != "folder"}
     print(json.dumps({**options, "host": platform.processor() or platform.machine(), **measured}))
 

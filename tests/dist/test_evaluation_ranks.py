@@ -40,6 +40,12 @@ KINDS = {
     "cp": (2, {"cp": 2}, {}),
     "cp zigzag": (2, {"cp": 2, "cp_kind": "zigzag"}, {}),
     "cp dynamic": (2, {"cp": 2, "dynamic_cp": True}, {"graph_": {"capacities": ROWS}}),
+    "cp dynamic, two tokens": (
+        2,
+        {"cp": 2, "dynamic_cp": True},
+        {"graph_": {"capacities": ROWS}, "model_": {"mtp_layers": 1}},
+    ),
+    "pp, two tokens": (2, {"pp": 2}, {"model_": {"mtp_layers": 1}}),
     "ep": (2, {"dp": 2, "ep": 2, "expert_room": 4.0}, {"model_": {"experts": EXPERTS}}),
     "pp dp": (4, {"dp": 2, "pp": 2}, {}),
 }

@@ -1,6 +1,8 @@
 """Tensor parallelism: a model split over ranks computes what the whole one does, through graphs
 exactly as eagerly."""
 
+import warnings
+
 import pytest
 import torch
 from distkit import run_ranks
@@ -15,8 +17,13 @@ from parallelkit import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from packgraph.graphs.errors import PackgraphWarning
+from packgraph.graphs.graphed import control, graph
+from packgraph.graphs.stages import Stage, run_stages
 from packgraph.models.decoder import DecoderModel
+from packgraph.models.layers.mlp import RMSNorm
 from packgraph.ops.loss import naive_linear_cross_entropy
 from packgraph.parallel.mesh import Layout, Mesh, single_process
 from packgraph.parallel.tensor import dropout_seed, parallelize, tensor_problems
@@ -46,9 +53,9 @@ STEPS = 10
 )
 def test_graphs_equal_eager_on_every_rank(sequence, options):
     options = {"steps": STEPS, "dropout": 0.2, "sequence": sequence, "set_to_none": True, **options}
-    for eager, graph in run_ranks(train_both, 2, options, layout=TP2):
-        assert graph["replayed"] > 20
-        assert not differences(eager, graph)
+    for eager, captured in run_ranks(train_both, 2, options, layout=TP2):
+        assert captured["replayed"] > 20
+        assert not differences(eager, captured)
 
 
 def run_graphs(mesh, options):
@@ -254,3 +261,58 @@ def test_split_vocabulary_equals_the_specification(words, chunk, split_rows):
         torch.testing.assert_close(our_head, head_gradient)
         assert torch.equal(our_rows, rows.chunk(2)[rank] if split_rows else rows)
         torch.testing.assert_close(our_embedding, weight.grad)
+
+
+class NormsTwice(nn.Module):
+    """Two stages with one norm, whose weight is a DTensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = RMSNorm(8, 1e-6)
+
+    def begin(self, x):
+        return {"x": x}
+
+    def stages(self):
+        return [Stage("first", 0, self.first), Stage("second", 1, self.second)]
+
+    def end(self, state):
+        return state["x"].square().mean()
+
+    def first(self, state):
+        return {"x": self.norm(state["x"]).sin()}
+
+    def second(self, state):
+        return {"x": self.norm(state["x"]).exp()}
+
+    def forward(self, x):
+        return run_stages(self, x)
+
+
+def accumulate_twice(mesh, granularity):
+    """Gradients of the shared weight after every call, and how many calls were replayed."""
+    module = NormsTwice()
+    style = SequenceParallel(sequence_dim=0, use_local_output=True)
+    parallelize_module(module, mesh["tp"], {"norm": style}, src_data_rank=None)
+    torch.manual_seed(mesh.rank)
+    call = module
+    if granularity:
+        call = graph(module, backend="recorder", granularity=granularity)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackgraphWarning)  # which calls run eagerly is the result
+        for _ in range(8):
+            call(torch.randn(4, 8, requires_grad=True)).backward()
+            found.append(module.norm.weight.grad.to_local().clone())
+    return found, control(call).stats.replayed if granularity else 0
+
+
+@pytest.mark.dist
+def test_segments_that_share_a_copied_dtensor_run_eagerly():
+    """Their sum with gradients of the calls before had other bits."""
+    expected = run_ranks(accumulate_twice, 2, "", layout=TP2)
+    for granularity, replays in (("layer", False), ("chunk", True)):
+        for ours, theirs in zip(
+            run_ranks(accumulate_twice, 2, granularity, layout=TP2), expected, strict=True
+        ):
+            assert all(map(torch.equal, ours[0], theirs[0])) and (ours[1] > 0) is replays

@@ -33,6 +33,7 @@ from packgraph.train.config.sections import (
     RunConfig,
     TrainConfig,
 )
+from packgraph.train.data.source import BadDocuments
 from packgraph.train.launch import use_deterministic_kernels
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.progress import ProgressView
@@ -75,9 +76,17 @@ class Packs:
     def __init__(self, vocabulary, capacities):
         self.vocabulary, self.capacities, self.position = vocabulary, list(capacities), 0
         self.report, self.empty_documents, self.unlabelled_documents = PackReport(), 0, 0
+        self.bad = BadDocuments()
 
     def __iter__(self):
         return self
+
+    @property
+    def planned(self):
+        return self
+
+    def close(self):
+        """Nothing to end."""
 
     def __next__(self):
         draw = random.Random(self.position)

@@ -58,6 +58,9 @@ class RandomPacks:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
 
+    def close(self) -> None:
+        """Nothing to end."""
+
 
 class StopAfter(StopRequest):
     """Asks to stop once a step was begun `steps` times."""

@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from packgraph.models.branches import token_weights
+from packgraph.models.branches import head_weights, token_weights
 from packgraph.models.config import DecoderConfig, ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.initial import DrawsParameters
@@ -386,7 +386,7 @@ def model_flops(config: DecoderConfig, lengths: Sequence[int], head: bool) -> in
     head: whether the head is run, too; the embedding is a lookup. Hidden states that come in have a
     gradient.
     """
-    weights = token_weights(config) + (config.vocab_size * config.hidden_size if head else 0)
+    weights = token_weights(config) + (head_weights(config) if head else 0)
     others = sum(
         config.count(name) * kind.operations(config, lengths)
         for name, kind in config.kinds().items()

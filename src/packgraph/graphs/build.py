@@ -11,13 +11,14 @@ back.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from packgraph.graphs.backend import (
@@ -39,6 +40,7 @@ from packgraph.graphs.output_gradients import (
     leaves_behind,
     readers_of_results,
     runs_python,
+    summed_gradients,
 )
 from packgraph.graphs.parameters import (
     Aliases,
@@ -137,6 +139,7 @@ class VariantBuild:
         self.forwards: dict[int, _Forward] = {}
         self.exposed: dict[tuple[int, int], Layout | None] = {}
         self.used_eagerly: set[int] = set()
+        self.last_use: dict[int, int] = {}  # number of the run, by identity of the alias
         self.arriving: dict[tuple[int, int], list[tuple[int, torch.Tensor, Static]]] = defaultdict(
             list
         )
@@ -202,6 +205,7 @@ class VariantBuild:
         for leaf in leaves_behind(tree_leaves(result)):
             if id(leaf) in self.aliases.parameter_of:
                 self.used_eagerly.add(id(leaf))
+                self.last_use[id(leaf)] = index
             self._expose(leaf)
         return self._cut(result, state)
 
@@ -225,6 +229,7 @@ class VariantBuild:
         refuse_changed_inputs(versions, leaves, self.program.describe(run))
         entries, outputs = describe_entries(result, shown, aliases)
         parameters = self._parameters_of(outputs)
+        self.last_use |= dict.fromkeys(map(id, parameters), index)
         statics = [self.window.static(out) for out in outputs]
         self.forwards[index] = _Forward(
             run, graph, inputs, facts, leaves, origins, outputs, statics, entries, parameters, uses
@@ -321,6 +326,9 @@ class VariantBuild:
         ]
         owned, returned = self._classify(forward.parameters)
         refuse_late_gradients(returned, self.program.describe(forward.run))
+        later = [alias for alias in returned if self.last_use[id(alias)] > index]
+        refuse_other_sums(later, forward.outputs, self.program.describe(forward.run))
+        refuse_shared_copies(returned, self._users(), self.program.describe(forward.run))
         region = Region(
             index,
             self.program.describe(forward.run),
@@ -339,15 +347,15 @@ class VariantBuild:
         readers = readers_of_results(list(made.values()))
         region.inner = sorted({list(made)[place] for _, read in readers for _, place in read})
         patterns = self._patterns(index, forward, region)
-        later: dict[Place, torch.Tensor] = {}
+        later_reads: dict[Place, torch.Tensor] = {}
         read_inputs = set[int]()
         for number, pattern in enumerate(patterns):
             region.backwards[pattern], reads, storages = self._capture_pattern(
                 index, forward, pattern, owned, returned, again=number + 1 < len(patterns)
             )
-            later |= reads
+            later_reads |= reads
             read_inputs |= storages
-        region.context = self._context(forward, later)
+        region.context = self._context(forward, later_reads)
         region.context.inputs = [
             number
             for number, (entry, leaf) in enumerate(zip(forward.inputs, forward.leaves, strict=True))
@@ -531,19 +539,21 @@ class VariantBuild:
     def _classify(self, aliases: list[Any]) -> tuple[list[Any], list[Any]]:
         """Which parameters the backward graph accumulates itself, and which return their gradient
         through autograd."""
-        users: dict[int, int] = defaultdict(int)
-        for forward in self.forwards.values():
-            for alias in forward.parameters:
-                users[id(alias)] += 1
+        users = self._users()
         owned = [
             a
             for a in aliases
-            if users[id(a)] == 1
-            and id(a) not in self.used_eagerly
-            and not has_hooks(self.aliases.parameter_of[id(a)])
+            if users[id(a)] == 1 and not has_hooks(self.aliases.parameter_of[id(a)])
         ]
         taken = {id(a) for a in owned}
         return owned, [a for a in aliases if id(a) not in taken]
+
+    def _users(self) -> Counter[int]:
+        """How many parts of the call use each alias, by its identity: segments, and eager stages
+        together."""
+        forwards = self.forwards.values()
+        segments = Counter(id(alias) for forward in forwards for alias in forward.parameters)
+        return segments + Counter(self.used_eagerly)
 
     def _grad_outputs(self, forward: _Forward) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Inputs whose gradient is read later than right after the replay, with memory of the slot
@@ -614,6 +624,49 @@ def refuse_late_gradients(returned: list[torch.nn.Parameter], name: str) -> None
             user_line(),
             "capture the whole layer as one segment, without hooks on its parameters",
         )
+
+
+def refuse_other_sums(
+    parameters: list[torch.nn.Parameter], outputs: list[torch.Tensor], name: str
+) -> None:
+    """Raise CaptureError where captured code, called `name`, uses one of `parameters` several
+    times: its graph adds these gradients up first, autograd adds each to what has come before, and
+    the bits are others.
+
+    parameters: those that a later part of the call uses, too, so that its backward comes before.
+    """
+    readers = summed_gradients(outputs) if parameters else {}
+    several = next((one for one in parameters if readers.get(id(one), 0) > 1), None)
+    if several is not None:
+        raise CaptureError(
+            f"{name} uses a parameter of shape {list(several.shape)} {readers[id(several)]} times, "
+            "and so does what comes after it: gradients would be summed in another order",
+            user_line(),
+            "capture both as one segment, or the uses as segments of their own",
+        )
+
+
+def refuse_shared_copies(
+    returned: list[torch.nn.Parameter], users: Mapping[int, int], name: str
+) -> None:
+    """Raise CaptureError where captured code, called `name`, shares a DTensor that is whole on all
+    ranks with other parts of the call.
+
+    Its gradients are shares of a sum over ranks (`Partial`). Those of several parts, added to a
+    `.grad` that is there, have other bits in replays than in eager backwards. returned: parameters
+    whose gradients go through autograd. users: of each, by identity.
+    """
+    for parameter in returned:
+        copied = isinstance(parameter, DTensor) and all(
+            placement.is_replicate() for placement in parameter.placements
+        )
+        if copied and users[id(parameter)] > 1:
+            raise CaptureError(
+                f"{name} shares a DTensor of shape {list(parameter.shape)}, whole on every rank, "
+                "with other segments or eager stages: gradients would be summed in another order",
+                user_line(),
+                "capture all that uses it as one segment (granularity='chunk')",
+            )
 
 
 def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:

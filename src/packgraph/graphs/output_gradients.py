@@ -184,6 +184,9 @@ def _is_sum(gradient: torch.Tensor, parts: list[torch.Tensor]) -> bool:
 _OURS = __name__.split(".")[0]
 
 
+_SELECT = "SelectBackward0"
+
+
 def leaves_behind(tensors: Iterable[Any], walked: set[Any] | None = None) -> list[torch.Tensor]:
     """The leaf tensors that need a gradient and that `tensors` were computed from, each once, in
     walking order.
@@ -209,6 +212,29 @@ def readers_of_leaves(tensors: Iterable[torch.Tensor]) -> Counter[int]:
         for parent, _ in node.next_functions
         if parent is not None and _is_leaf(parent)
     )
+
+
+def summed_gradients(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """By identity of each leaf behind `tensors`: how many gradients meet in one of its elements in
+    a backward from all of them, at the most.
+
+    Nodes that read one index of a dimension (`x[i]`) meet only those that read the same: elsewhere
+    they add zeros, which changes no bit.
+    """
+    found: dict[int, Counter[tuple[int, int] | None]] = {}
+    for node in _nodes_behind(tensors):
+        for parent, _ in node.next_functions:
+            if parent is not None and _is_leaf(parent):
+                part = (node._saved_dim, node._saved_index) if node.name() == _SELECT else None
+                found.setdefault(id(parent.variable), Counter())[part] += 1
+    return {leaf: _most(parts) for leaf, parts in found.items()}
+
+
+def _most(parts: "Counter[tuple[int, int] | None]") -> int:
+    """How many meet in one element: those of the whole (None), and of one index of a dimension."""
+    whole = parts.pop(None, 0)
+    several = len({part[0] for part in parts if part is not None}) > 1  # dimensions, which cross
+    return whole + (sum(parts.values()) if several else max(parts.values(), default=0))
 
 
 def readers_of_results(results: Sequence[torch.Tensor]) -> list[tuple[Any, list[tuple[int, int]]]]:

@@ -309,14 +309,29 @@ def layer_cost(config: "DecoderConfig", index: int, tokens: int) -> int:
 
 
 def head_cost(config: "DecoderConfig", tokens: int) -> int:
-    """The same of the head."""
+    """The same of the head, and of multi-token prediction, which stands behind the last layer."""
     weights = config.hidden_size * config.vocab_size
-    return BranchWork(weights, weights).cost(tokens)
+    head = BranchWork(weights, weights).cost(tokens)
+    project = BranchWork(2 * config.hidden_size**2, 2 * config.hidden_size**2).cost(tokens)
+    further = [
+        layer_cost(config, index, tokens) for index in range(config.num_layers, config.depth)
+    ]
+    return head + sum(cost + project + head for cost in further)
 
 
 def token_weights(config: "DecoderConfig") -> int:
-    """Elements of the matrices that a token passes in all layers."""
-    return sum(config.count(name) * kind.weights(config) for name, kind in config.kinds().items())
+    """Elements of the matrices that a token passes in all layers, those of multi-token prediction
+    with their projections too."""
+    branches = sum(
+        config.count(name) * kind.weights(config) for name, kind in config.kinds().items()
+    )
+    return branches + 2 * config.hidden_size**2 * config.mtp_layers
+
+
+def head_weights(config: "DecoderConfig") -> int:
+    """Elements of the head for each time that a token passes it: once for every token that is
+    predicted."""
+    return config.vocab_size * config.hidden_size * (1 + config.mtp_layers)
 
 
 def _matrices(config: "DecoderConfig") -> int:

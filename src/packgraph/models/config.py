@@ -324,8 +324,11 @@ class DecoderConfig:
     none. precision: how linear layers and experts multiply, a name of
     `packgraph.ops.linear.PRODUCTS`: bf16 = in the dtype of the run, which is bfloat16 as a rule;
     fp8 = in float8 (ops/float8); fp8_weight_gradients = with gradients of weights in float8, too.
-    bf16_ends: so many layers at the beginning and at the end stay bf16, whatever precision says.
-    Raises ValueError that names every illegal value at once.
+    bf16_ends: so many layers at the beginning and at the end stay bf16, whatever precision says,
+    and so do those of mtp_layers. mtp_layers: further tokens that are predicted in training, each
+    by one more layer behind the last one (multi-token prediction, DeepSeek-V3, arXiv:2412.19437,
+    section 2.2). mtp_loss_weight: factor of their mean loss; 0.3, then 0.1 for the last third of
+    its tokens in DeepSeek-V3. Raises ValueError that names every illegal value at once.
     """
 
     vocab_size: int
@@ -352,11 +355,18 @@ class DecoderConfig:
     rotary_share: float = 1.0
     precision: str = NATIVE
     bf16_ends: int = 1
+    mtp_layers: int = 0
+    mtp_loss_weight: float = 0.3
 
     def __post_init__(self) -> None:
         reasons = _illegal(self)
         if reasons:
             raise ValueError("DecoderConfig cannot be built: " + "; ".join(reasons))
+
+    @property
+    def depth(self) -> int:
+        """Layers of the decoder and of multi-token prediction."""
+        return self.num_layers + self.mtp_layers
 
     def branches(self, index: int) -> tuple[str, ...]:
         """The branches of layer `index`, in order: `mamba`, `attn`, `mlp` or `moe`."""
@@ -373,12 +383,12 @@ class DecoderConfig:
         return dataclasses.replace(self, precision=NATIVE)
 
     def count(self, branch: str) -> int:
-        """How many layers have this branch."""
-        return sum(branch in self.branches(index) for index in range(self.num_layers))
+        """How many layers have this branch, those of multi-token prediction too."""
+        return sum(branch in self.branches(index) for index in range(self.depth))
 
     def kinds(self) -> Mapping[str, BranchKind]:
         """The kinds of branches that some layer has, by name."""
-        names = {name for index in range(self.num_layers) for name in self.branches(index)}
+        names = {name for index in range(self.depth) for name in self.branches(index)}
         return {name: kind for name, kind in KINDS.items() if name in names}
 
 
@@ -434,7 +444,22 @@ def _illegal(config: DecoderConfig) -> list[str]:
         reasons.append(
             "rotary_share means nothing with latent attention, whose latent.rope_dim says it"
         )
-    return reasons + _illegal_pattern(config)
+    return reasons + _illegal_pattern(config) + _illegal_prediction(config)
+
+
+def _illegal_prediction(config: DecoderConfig) -> list[str]:
+    """Every reason why `config` cannot predict several tokens."""
+    reasons = [
+        f"{name} is {getattr(config, name)}, must not be negative"
+        for name in ("mtp_layers", "mtp_loss_weight")
+        if getattr(config, name) < 0
+    ]
+    if config.mtp_layers > 0 and config.pattern:
+        reasons.append(
+            f"mtp_layers is {config.mtp_layers}, but with a pattern nothing says what such a layer "
+            "is made of"
+        )
+    return reasons
 
 
 def _illegal_precision(config: DecoderConfig) -> list[str]:

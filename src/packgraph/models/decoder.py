@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from packgraph.graphs.stages import Stage, in_scope
 from packgraph.models.branches import head_cost, layer_cost
 from packgraph.models.config import DecoderConfig
-from packgraph.models.layers.decoder import DecoderLayer
+from packgraph.models.layers.prediction import make_layer
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.expert import keep_experts
 from packgraph.parallel.pieces import mark_part, part_of, stored
@@ -26,6 +26,7 @@ __all__ = [
     "DecoderConfig",
     "DecoderModel",
     "ModelChunks",
+    "layer_kind",
     "layer_matrices",
     "named_stages",
     "parts_without",
@@ -64,7 +65,7 @@ class DecoderModel(DecoderStack):
             "meta"
         ):  # torch's own initialisation would draw from the global generator
             indices = stage_layers(config, stages, tokens)[stage]
-            layers = {index: DecoderLayer(config, index) for index in indices}
+            layers = {index: make_layer(config, index) for index in indices}
             super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
             if experts is not None:
                 keep_experts(self, experts)
@@ -82,10 +83,12 @@ def stage_layers(config: DecoderConfig, stages: int, tokens: int = TOKENS) -> tu
 
     tokens: that meet one copy of a layer's weights in a microbatch: those of a rank's row, times
     the ranks that share experts. With few of them experts cost what reading them does; layers that
-    are all alike are cut the same anyway.
+    are all alike are cut the same anyway. Those of multi-token prediction are the last stage's, as
+    the head is, through which they all go.
     """
     costs = [layer_cost(config, index, tokens) for index in range(config.num_layers)]
-    return split_layers(costs, stages, head_cost(config, tokens))
+    *others, last = split_layers(costs, stages, head_cost(config, tokens))
+    return (*others, range(last.start, config.depth))
 
 
 @lru_cache(maxsize=1024)
@@ -104,7 +107,7 @@ def stage_weights(
     """
     with torch.device("meta"):
         indices = stage_layers(config, stages, tokens)[stage]
-        layers = {index: DecoderLayer(config, index) for index in indices}
+        layers = {index: make_layer(config, index) for index in indices}
         stack = DecoderStack(config, layers, first=stage == 0, last=stage == stages - 1)
         if experts is not None:
             keep_experts(stack, experts)
@@ -117,23 +120,23 @@ def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
     """Elements of the matrices of each layer, those of its experts apart. Allocates nothing."""
     sizes = {}
     with torch.device("meta"):
-        for index in _one_of_each_kind(config, range(config.num_layers)):
-            layer = DecoderLayer(config, index)
+        for index in _one_of_each_kind(config, range(config.depth)):
+            layer = make_layer(config, index)
             keep_experts(layer, range(config.experts.count))
             matrices = [value for value in layer.parameters() if value.ndim >= 2]
             experts = sum(value.numel() for value in matrices if part_of(value) is not None)
             whole = sum(value.numel() for value in matrices)
-            sizes[config.branches(index)] = (whole - experts, experts)
-    return [sizes[config.branches(index)] for index in range(config.num_layers)]
+            sizes[layer_kind(config, index)] = (whole - experts, experts)
+    return [sizes[layer_kind(config, index)] for index in range(config.depth)]
 
 
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:
     """Every stage name that a decoder of `config` has, without its weights: those of one layer of
     each kind."""
     with torch.device("meta"):
-        indices = _one_of_each_kind(config, range(config.num_layers))
+        indices = _one_of_each_kind(config, range(config.depth))
         return DecoderStack(
-            config, {index: DecoderLayer(config, index) for index in indices}
+            config, {index: make_layer(config, index) for index in indices}
         ).stages()
 
 
@@ -146,7 +149,7 @@ def parts_without(
     with torch.device("meta"):
         for number, indices in enumerate(stage_layers(config, parts, tokens)):
             layers = {
-                index: DecoderLayer(config, index) for index in _one_of_each_kind(config, indices)
+                index: make_layer(config, index) for index in _one_of_each_kind(config, indices)
             }
             stack = DecoderStack(config, layers, first=number == 0, last=number == parts - 1)
             if not any(in_scope(stage.name, scope) for stage in stack.stages()):
@@ -155,9 +158,14 @@ def parts_without(
 
 
 def _one_of_each_kind(config: DecoderConfig, indices: Iterable[int]) -> list[int]:
-    """The first of `indices` whose layer has certain branches, for all that there are; in order."""
-    kinds = {config.branches(index): index for index in sorted(indices, reverse=True)}
+    """The first of `indices` whose layer is of some kind, for all that there are; in order."""
+    kinds = {layer_kind(config, index): index for index in sorted(indices, reverse=True)}
     return sorted(kinds.values())
+
+
+def layer_kind(config: DecoderConfig, index: int) -> tuple[tuple[str, ...], bool]:
+    """The branches of a layer, and whether it is one of multi-token prediction."""
+    return config.branches(index), index >= config.num_layers
 
 
 class ModelChunks:

@@ -16,13 +16,20 @@ On disk every expert has matrices of its own, in a model those of a layer are on
 
 Nothing is copied: a stored tensor is a view of its place in the whole one, so that filling the
 views fills the model, and writing them writes it, without a second set of experts in memory.
+
+Layers of multi-token prediction follow the last layer, as `model.layers.61` of DeepSeek-V3 does.
+There they have embedding and head once more (`embed_tokens`, `shared_head.head`), which are written
+and must be equal when read. They are no part of what predicts the next token, so a model may do
+without those of a checkpoint, or have them fresh where it has none; either is told.
 """  # noqa: E501
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,17 +39,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
-from packgraph.models.hf_families import cut, family_of
+from packgraph.models.hf_families import DEEPSEEK_V3, Family, cut, family_of
 from packgraph.parallel.pieces import part_of
 
+_LAYER = re.compile(r"(.*\.)?layers\.(?P<index>\d+)\..*")
 _WHOLE = re.compile(r"(?P<prefix>(.*\.)?experts)\.(?P<part>gate_up_proj|up_proj|down_proj)")
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, SHARED_HEAD = "embed_tokens.weight", "lm_head.weight", "shared_head.head.weight"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 LONGEST_NAME = 255  # characters of a file's name
@@ -110,9 +119,13 @@ def pretrained_config(path: str | Path) -> tuple[DecoderConfig, torch.dtype]:
     file = Path(path) / CONFIG
     description = read_json(file)
     try:
-        return config_from_json(description), stored_dtype(description)
+        config, dtype = config_from_json(description), stored_dtype(description)
     except ValueError as error:
         raise WeightsError(f"{file}: {error}") from error
+    if config.mtp_layers and not _further_layers(_tensor_files(file.parent), config):
+        # transformers hands the key on and writes no such layers: no part of the model is missing.
+        config = replace(config, mtp_layers=0)
+    return config, dtype
 
 
 @torch.no_grad()
@@ -146,7 +159,7 @@ def save_pretrained(
         raise FileExistsError(
             f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder."
         )
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in stored_tensors(model).items()}
+    tensors = _written_tensors(model, folder)
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
         _write_tensors(folder / WEIGHTS, shards[0])
@@ -159,6 +172,43 @@ def save_pretrained(
         total = sum(_num_bytes(tensor) for tensor in tensors.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     _write_json(folder / CONFIG, description)
+
+
+def _written_tensors(model: DecoderModel, folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of `model`, on the host."""
+    config, family = model.config, family_of(model.config)
+    found = {name: tensor.cpu().contiguous() for name, tensor in stored_tensors(model).items()}
+    if family is DEEPSEEK_V3:
+        copies = _prediction_copies(config, family, None)
+        return found | {name: found[original].clone() for name, original in copies.items()}
+    if further := _further_layers(found, config):
+        _tell(
+            f"{folder} is without {len(further)} tensors of multi-token prediction, of which "
+            f"{family.architecture} knows nothing"
+        )
+    return {name: tensor for name, tensor in found.items() if name not in further}
+
+
+def _further_layers(names: Iterable[str], config: DecoderConfig) -> set[str]:
+    """Those of `names` that are of layers behind the last one of the decoder."""
+    matches = [match for name in names if (match := _LAYER.fullmatch(name))]
+    return {match[0] for match in matches if int(match["index"]) >= config.num_layers}
+
+
+def _prediction_copies(config: DecoderConfig, family: Family, prefix: str | None) -> dict[str, str]:
+    """Tensors of embedding and head in layers of multi-token prediction, by their names, and which
+    they are."""
+    embedding = family.tensor_name(EMBEDDING, prefix)
+    copies = {EMBEDDING: embedding, SHARED_HEAD: embedding if config.tie_embeddings else HEAD}
+    return {
+        family.tensor_name(f"layers.{index}.{name}", prefix): original
+        for index in range(config.num_layers, config.depth)
+        for name, original in copies.items()
+    }
+
+
+def _tell(text: str) -> None:
+    warnings.warn(text, PackgraphWarning, stacklevel=4)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -225,16 +275,22 @@ def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Pat
         (prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in files)),
         None,
     )
-    embedding = family.tensor_name(EMBEDDING, prefix)
     whole = stored_tensors(DecoderModel(config, device="meta"), prefix)
-    missing = [name for name in whole if name not in files]
+    copies = _copies_of(config, family, prefix)
+    further = _further_layers(files, config)
+    if family is DEEPSEEK_V3 and config.mtp_layers == 0 and further:
+        _tell(f"{folder} has layers of multi-token prediction, which this model leaves out")
+        files = {name: file for name, file in files.items() if name not in further}
+    fresh = set[str]() if further else _further_layers(whole, config)
+    if fresh:
+        _tell(f"{folder} has no layers of multi-token prediction: those of this model stay fresh")
+    missing = [name for name in whole if name not in files and name not in fresh]
     if missing:
         raise WeightsError(f"{folder} lacks {_named(missing)}, which its {CONFIG} asks for.")
-    twice = config.tie_embeddings and HEAD in files  # some checkpoints store the tied matrix twice
     unexpected = [
         f"{name} in {file.name}"
         for name, file in files.items()
-        if name not in whole and not (twice and name == HEAD)
+        if name not in whole and name not in copies
     ]
     if unexpected:
         raise WeightsError(
@@ -248,19 +304,29 @@ def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Pat
             if absent:
                 raise WeightsError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
             for name in names:
-                asked = whole[embedding if twice and name == HEAD else name]
-                _copy(
-                    stored,
-                    [tensors[name] for tensors in targets if name in tensors],
-                    asked,
-                    name,
-                    file,
-                )
-    if twice and not torch.equal(_read(files, HEAD), _read(files, embedding)):
-        raise WeightsError(
-            f"{files[HEAD]}: {HEAD} differs from {embedding}, but {CONFIG} ties the two. "
-            "Set tie_word_embeddings to false there, or drop the tensor."
-        )
+                held = [tensors[name] for tensors in targets if name in tensors]
+                _copy(stored, held, whole[copies.get(name, name)], name, file)
+    _check_copies(files, copies)
+
+
+def _copies_of(config: DecoderConfig, family: Family, prefix: str | None) -> dict[str, str]:
+    """Tensors that a checkpoint may hold a second time, by their names, and which they are."""
+    tied = {HEAD: family.tensor_name(EMBEDDING, prefix)} if config.tie_embeddings else {}
+    return tied | _prediction_copies(config, family, prefix)
+
+
+def _check_copies(files: Mapping[str, Path], copies: Mapping[str, str]) -> None:
+    """Refuse tensors that are stored twice and differ."""
+    for name, original in copies.items():
+        if name not in files or torch.equal(_read(files, name), _read(files, original)):
+            continue
+        told = f"{files[name]}: {name} differs from {original}, but "
+        if name == HEAD:
+            raise WeightsError(
+                f"{told}{CONFIG} ties the two. Set tie_word_embeddings to false there, or drop the "
+                "tensor."
+            )
+        raise WeightsError(f"{told}multi-token prediction shares it here. Drop the tensor.")
 
 
 def _read(files: Mapping[str, Path], name: str) -> Tensor:

@@ -504,6 +504,7 @@ DEEPSEEK_V3 = Family(
         {
             **_COMMON,
             "max_position_embeddings": Key("max_position_embeddings", 4096),
+            "mtp_layers": Key("num_nextn_predict_layers", 0, null=0),
             "latent.kv_rank": Key("kv_lora_rank", 512),
             "latent.query_rank": Key("q_lora_rank", 1536, null=0),
             "latent.nope_dim": Key("qk_nope_head_dim", 128),

@@ -14,6 +14,12 @@ token holds reaches a result, and stay finite from there on; their gradients are
 on.
 
 Where the row is cut in zigzag, `embed` adds rows, which say what of the row is this rank's.
+
+Layers of multi-token prediction (`layers/prediction.py`) stand before the head, each between two
+stages, `mtp_embed` and `mtp_head`. The first of them has the norm that the head has otherwise.
+State within: mtp_depth (how many have begun) and mtp_trunk [T, H], which the head reads; from
+`mtp_head` on mtp_loss, float32 []. The head adds its gradient to that of the loss, not its value:
+that stays the loss of the next token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +37,7 @@ from packgraph.models.initial import DrawsParameters, draw_normal, generator_of
 from packgraph.models.layers.attention import RotaryEmbedding
 from packgraph.models.layers.mlp import RMSNorm
 from packgraph.models.layers.moe import Gate, MoEBlock
+from packgraph.models.layers.prediction import LossSums, PredictionLayer, ahead
 from packgraph.ops.attention.api import BackendChoice, attention_metadata, choose_backend
 from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.kind import row_problems
@@ -71,13 +78,15 @@ class DecoderStack(nn.Module):
         self.rank_tokens: int | None = (
             None  # of any row; how many ranks share it then follows from its capacity
         )
-        if first or (last and config.tie_embeddings):
+        predicts = last and config.mtp_layers > 0
+        if first or predicts or (last and config.tie_embeddings):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         if last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             if not config.tie_embeddings:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.mtp_sums = LossSums(config.mtp_layers) if predicts else None
         self.rotary = RotaryEmbedding(
             rotary_width(config), config.rope_theta, config.latent.scaling
         )
@@ -124,9 +133,19 @@ class DecoderStack(nn.Module):
         )
 
     def stages(self) -> Sequence[Stage]:
-        inner = [stage for layer in self.layers.values() for stage in layer.stages()]  # type: ignore[operator]
-        head = [Stage("head", self.config.num_layers, self.run_head)] if self.last else []
+        inner = [stage for layer in self.layers.values() for stage in self._stages_of(layer)]
+        head = [Stage("head", self.config.depth, self.run_head)] if self.last else []
         return [Stage("embed", -1, self.run_embed), *inner, *head]
+
+    def _stages_of(self, layer: nn.Module) -> Sequence[Stage]:
+        own: Sequence[Stage] = layer.stages()  # type: ignore[operator]
+        if not isinstance(layer, PredictionLayer):
+            return own
+        before = Stage("mtp_embed", layer.index, self.run_mtp_embed)
+        # By itself or with the head, not with the layer: a segment that reads a tied matrix twice
+        # would sum its gradients in another order.
+        after = Stage("mtp_head", self.config.depth, self.run_mtp_head)
+        return [before, *own, after]
 
     def end(self, state: State) -> Tensor:
         return state["output" if self.last else "hidden"]
@@ -160,8 +179,9 @@ class DecoderStack(nn.Module):
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] of all rows (of this rank's, where rows are spread); those of padding mean
         nothing but are finite."""
-        state = self.begin(batch)
-        state = run_in_order(self.stages()[:-1], state)
+        layers = self.config.num_layers
+        stages = [stage for stage in self.stages() if stage.layer < layers]
+        state = run_in_order(stages, self.begin(batch))
         return F.linear(self.norm(state["hidden"]), self.head_weight)
 
     def run_embed(self, state: State) -> State:
@@ -198,11 +218,61 @@ class DecoderStack(nn.Module):
             found["documents"] = live_document_ids(batch)
         return found
 
+    def run_mtp_embed(self, state: State) -> State:
+        """Stage `mtp_embed`: adds mtp_embedding, of the tokens that this depth reads."""
+        batch, context, rows = state["batch"], state.get("context"), state.get("rows")
+        depth = state.get("mtp_depth", 0) + 1
+        tokens = ahead(batch.tokens, batch.document_ids, depth, 0)
+        begun = {}
+        if depth == 1:
+            normed = self.norm(state["hidden"])
+            begun = {"mtp_trunk": normed, "hidden": normed}
+        embedding = embed(
+            rank_rows(tokens, context, rows, 0),
+            rank_rows(self._has_ended(batch, depth), context, rows, True),
+            self.embed_tokens.weight,
+            split_rows=self.split_rows,
+        )
+        return {**state, **begun, "mtp_depth": depth, "mtp_embedding": embedding}
+
+    def _has_ended(self, batch: PackedBatch, steps: int) -> Tensor:
+        """bool [T]: whether a document has no token `steps` after this one, or this is padding."""
+        return batch.padding_mask | ahead(batch.padding_mask, batch.document_ids, steps, True)
+
+    def run_mtp_head(self, state: State) -> State:
+        """Stage `mtp_head`: adds this depth's loss to mtp_loss; hidden is what the next stage
+        reads."""
+        batch, depth = state["batch"], state["mtp_depth"]
+        layer = self.layers[str(self.config.num_layers + depth - 1)]
+        assert isinstance(layer, PredictionLayer) and self.mtp_sums is not None
+        normed = layer.normed(state["hidden"])
+        found = {**state, "hidden": normed}
+        if depth == self.config.mtp_layers:
+            found["hidden"] = found.pop("mtp_trunk")
+            del found["mtp_depth"]
+        if state.get("wanted", "loss") != "loss":
+            return found
+        labels = ahead(batch.labels, batch.document_ids, depth, IGNORED)
+        own = rank_rows(labels, state.get("context"), state.get("rows"), IGNORED)
+        loss = self._per_token(head_cross_entropy(normed, self.head_weight, own), state)
+        if self.training and torch.is_grad_enabled():
+            self.mtp_sums.add(depth - 1, loss)
+        share = loss * (self.config.mtp_loss_weight / self.config.mtp_layers)
+        return {**found, "mtp_loss": share + state["mtp_loss"] if depth > 1 else share}
+
+    def _per_token(self, total: Tensor, state: State) -> Tensor:
+        """A sum of losses over the tokens of the step that have a label."""
+        tokens = state["tokens_in_step"]
+        tokens = token_count(state["batch"].labels) if tokens is None else tokens
+        return total / tokens.clamp(min=1)
+
     def run_head(self, state: State) -> State:
         """Stage `head`: final norm, logits and loss; nothing but the output is left in the
         state."""
         labels, rows = state["batch"].labels, state.get("rows")
-        hidden, wanted = self.norm(state["hidden"]), state.get("wanted", "loss")
+        hidden, wanted = state["hidden"], state.get("wanted", "loss")
+        if self.mtp_sums is None:
+            hidden = self.norm(hidden)
         own = rank_rows(labels, state.get("context"), rows, IGNORED)
         if wanted == "hidden":
             padding = rank_rows(state["batch"].padding_mask, state.get("context"), rows, True)
@@ -210,10 +280,10 @@ class DecoderStack(nn.Module):
         if wanted != "loss":
             entropy = wanted == "log_probabilities_and_entropies"
             return {"output": head_log_probabilities(hidden, self.head_weight, own, entropy)}
-        total = head_cross_entropy(hidden, self.head_weight, own)
-        tokens = state["tokens_in_step"]
-        tokens = token_count(labels) if tokens is None else tokens
-        loss = total / tokens.clamp(min=1)
+        loss = self._per_token(head_cross_entropy(hidden, self.head_weight, own), state)
+        if "mtp_loss" in state:
+            further = state["mtp_loss"]
+            loss = loss + (further - further.detach())
         return {"output": loss if rows is None else loss + rows.excess}
 
     def reset_parameters(self, seed: int) -> None:
@@ -236,6 +306,8 @@ class DecoderStack(nn.Module):
                     module.reset_balance()
                 elif isinstance(module, MoEBlock):
                     module.forget_demand()
+                elif isinstance(module, LossSums):
+                    module.take()
                 elif isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
             for name, module in self.named_modules():

@@ -154,7 +154,9 @@ def _styles(rows: Placement) -> dict[str, ParallelStyle]:
     )
     if rows.is_shard():
         norms = SequenceParallel(sequence_dim=0, use_local_output=True)
-        styles |= dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), norms)
+        # The projection of multi-token prediction is whole everywhere and works on own rows, too.
+        by_rows = ("input_layernorm", "post_attention_layernorm", "norm", "enorm", "hnorm")
+        styles |= dict.fromkeys((*by_rows, "eh_proj"), norms)
     return styles
 
 

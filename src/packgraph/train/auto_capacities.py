@@ -97,7 +97,7 @@ def bucket_request(
         and (tile == 1 or buckets.max_tokens >= FEWEST_SIZES * tile)
     )
     multiple = math.lcm(tile, parallel.row_parts, places_multiple(config))
-    layers = -(-model.num_layers // (parallel.pp * parallel.chunks))
+    layers = -(-model.depth // (parallel.pp * parallel.chunks))
     slots = (
         max(map(sum, slot_counts(parallel.pp, parallel.chunks)))
         if parallel.pp > 1

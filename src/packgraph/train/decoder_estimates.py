@@ -6,7 +6,7 @@ figures), so absolute numbers are a guide; which buckets are chosen depends on r
 
 from dataclasses import dataclass
 
-from packgraph.models.branches import head_sizes, token_weights
+from packgraph.models.branches import head_sizes, head_weights, token_weights
 from packgraph.models.config import DecoderConfig
 from packgraph.ops.float8.linear import FLOAT8_GRADIENTS, is_float8
 from packgraph.ops.loss import rows_per_chunk
@@ -26,8 +26,8 @@ class DecoderMemory:
     layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and
     columns (tp). rows: ranks that share rows (cp); in attention they share heads instead, which is
     as much. A branch of a layer keeps for every token 3 vectors of the hidden size and those of its
-    own (`_columns`); the loss keeps a gradient of the head and one chunk of logits; a product in
-    float8 has codes of its operands while it runs. Within 15 % of
+    own (`_columns`); the loss keeps a gradient of the head for every token that is predicted, and
+    one chunk of logits; a product in float8 has codes of its operands while it runs. Within 15 % of
     what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures); not measured for latent attention,
     experts and Mamba-2.
     """
@@ -47,7 +47,7 @@ class DecoderMemory:
             * model.vocab_size
             * (4 + 2 * self.itemsize + 2)
         )
-        head = 4 * model.vocab_size * model.hidden_size
+        head = 4 * head_weights(model)
         kept = self.layers * per_token * self.itemsize * tokens
         codes = _codes(model, tokens) if self.layers else 0
         return round(kept + (logits + head) / self.parts) + codes
@@ -68,7 +68,7 @@ def decoder_cost(
     cost of the measured model, with torch's varlen attention by default.
     """
     measured = measured or CostModel()
-    layers = model.num_layers / MEASURED_LAYERS
+    layers = model.depth / MEASURED_LAYERS
     attending = model.count("attn") / MEASURED_LAYERS
     heads = attending * model.num_heads * sum(head_sizes(model)) / 2 / MEASURED_HEADS / parts
     return CostModel(
@@ -93,12 +93,12 @@ def _codes(model: DecoderConfig, tokens: int) -> int:
 
 def _weights(model: DecoderConfig) -> int:
     """Weights that every token is multiplied by."""
-    return token_weights(model) + model.vocab_size * model.hidden_size
+    return token_weights(model) + head_weights(model)
 
 
 def _branches(model: DecoderConfig) -> float:
     """Branches per layer, on average."""
-    return sum(len(model.branches(layer)) for layer in range(model.num_layers)) / model.num_layers
+    return sum(len(model.branches(layer)) for layer in range(model.depth)) / model.depth
 
 
 def _columns(model: DecoderConfig) -> float:
@@ -107,4 +107,4 @@ def _columns(model: DecoderConfig) -> float:
     saved = sum(
         model.count(name) * kind.saved_columns(model) for name, kind in model.kinds().items()
     )
-    return saved / model.num_layers
+    return saved / model.depth

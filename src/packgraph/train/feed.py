@@ -170,8 +170,9 @@ class StepFeed:
         self._is_whole = True
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and the processes of the stream."""
         self._drop()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+        self._stream.close()

@@ -122,12 +122,12 @@ def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[Memo
     head = DecoderMemory(model, 0, itemsize)(Capacity(tokens, 1))
     work = row_work(config, asked)
     columns, forward_s = work.columns, work.forward_s
-    layer = columns[NONE] / model.num_layers
+    layer = columns[NONE] / model.depth
     found = []
     for kind, offload in activation_choices():
         kept = round(columns[kind] * itemsize * tokens)
         working = round((0 if kind == NONE else layer) * itemsize * tokens)
-        near = 2 * kept / model.num_layers if offload else kept
+        near = 2 * kept / model.depth if offload else kept
         copy_s = kept / (asked.gb_s * 1e9) if offload else 0.0
         spent = max(forward_s, copy_s) + max(2 * forward_s + work.again_s[kind], copy_s)
         device = need.state + head + working + round(near)
@@ -150,7 +150,7 @@ def row_work(config: TrainConfig, asked: PlanMemoryArguments) -> RowWork:
 
 def _columns(model: DecoderConfig, kind: str) -> float:
     """Numbers per token that all layers keep."""
-    hidden, layers = model.hidden_size, model.num_layers
+    hidden, layers = model.hidden_size, model.depth
     if kind == FULL:
         return layers * hidden
     found = float(layers * hidden if kind == SELECTIVE else 0)

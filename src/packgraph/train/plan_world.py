@@ -242,7 +242,7 @@ def _activation_bytes(
     itemsize = 4 if config.run.dtype == "float32" else 2
     memory = DecoderMemory(model, 0, itemsize, layout.tp, layout.cp)
     head = memory(capacity)
-    layers = -(-model.num_layers // layout.pp)
+    layers = -(-model.depth // layout.pp)
     whole = replace(memory, layers=layers)(capacity) - head
     kept = round(whole * work.columns[config.run.recompute] / work.columns[NONE])
     in_flight = min(layout.pp, rows)
@@ -261,7 +261,7 @@ def _sent(
     layout, shard = parallel.layout(), parallel.shard
     (capacity,) = config.graph.captured_capacities()
     itemsize = 4 if config.run.dtype == "float32" else 2
-    layers = -(-model.num_layers // layout.pp)
+    layers = -(-model.depth // layout.pp)
     row = capacity.tokens // layout.cp * model.hidden_size * itemsize
     again = 1.5 if config.run.recompute == FULL else 1.0
     heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from packgraph.packing.batch import PackedBatch
 from packgraph.train.executor import Executor
+from packgraph.train.features.prediction import FurtherLosses
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.spikes import Limits
@@ -38,8 +39,15 @@ class Launched:
 class StepRetries:
     """Launches steps and keeps those that are not `confirmed` yet, oldest first."""
 
-    def __init__(self, executor: Executor, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        optimizer: Optimizer,
+        device: torch.device,
+        further: FurtherLosses | None = None,
+    ) -> None:
         self._executor, self._optimizer, self._device = executor, optimizer, device
+        self._further = further
         self._open: deque[Launched] = deque()
         self.total = 0  # steps that were made again
 
@@ -56,15 +64,17 @@ class StepRetries:
         return self._make(step)
 
     def verdicts(self, like: Tensor) -> Tensor:
-        """Two numbers [2] on the device: 1 if the newest step changed nothing for want of room,
-        else 0; and the same because its loss or gradient norm was beyond its limits."""
+        """Numbers on the device: 1 if the newest step changed nothing for want of room, else 0; the
+        same because its loss or gradient norm was beyond its limits; and this rank's share of the
+        losses of further tokens [D]. To be asked once for each step that was made."""
         overflow, optimizer = self._optimizer.overflow, self._optimizer
-        return torch.stack(
+        found = torch.stack(
             [
                 torch.zeros_like(like) if overflow is None else overflow.blocked,
                 torch.zeros_like(like) if optimizer.guard is None else optimizer.spiked,
             ]
         )
+        return found if self._further is None else torch.cat([found, self._further.take()])
 
     def confirm(self) -> None:
         """The oldest step is done with."""

@@ -104,6 +104,7 @@ FREE_ON_RESUME = (
     "data.path",
     "data.mixture",
     "data.prefetch",
+    "data.workers",
     "data.tokenizer",
     "eval.every",
     "eval.path",

@@ -48,6 +48,7 @@ from packgraph.train.features.context import (
 )
 from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import restore_room, room_of_experts
+from packgraph.train.features.prediction import FurtherLosses
 from packgraph.train.feed import StepFeed
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
@@ -147,7 +148,12 @@ class Trainer:
             self._whereabouts,
             view.note,
         )
-        self._repeats = StepRetries(self.executor, self.optimizer, device)
+        self._repeats = StepRetries(
+            self.executor,
+            self.optimizer,
+            device,
+            FurtherLosses(self.model.chunks, config, self.mesh, device),
+        )
         self.evaluation = Evaluation(
             config.eval, evaluation, feed, self.executor, self.model, self.optimizer, self.mesh
         )
@@ -474,22 +480,22 @@ class Trainer:
     def _numbers(
         self, loss: Tensor, norm: Tensor, verdicts: Tensor, stop: StopRequest | bool
     ) -> Tensor:
-        """What is to be known of a step, float32 [5] on the device: loss, norm, how many processes
-        want to stop, and whether the step changed nothing because experts lacked room, or because
-        of a spike."""
+        """What is to be known of a step, float32 [5 + D] on the device: loss, norm, how many
+        processes want to stop, whether the step changed nothing because experts lacked room, or
+        because of a spike, and the losses of further tokens."""
         if self.mesh.world == 1:
             return torch.cat([torch.stack([loss, norm, torch.zeros_like(loss)]), verdicts])
         wish = torch.full_like(loss, float(self._wants_to_stop(stop)))
         told = loss if self.mesh.tells_loss else torch.zeros_like(loss)
-        totals = torch.stack([told, wish])
+        totals = torch.cat([torch.stack([told, wish]), verdicts[2:]])
         dist.all_reduce(totals)
-        return torch.cat([torch.stack([totals[0], norm, totals[1]]), verdicts])
+        return torch.cat([torch.stack([totals[0], norm, totals[1]]), verdicts[:2], totals[2:]])
 
     def _report(self, log: MetricsLog | RowsOnly, *, leave: int) -> None:
         """Read the numbers of launched steps until `leave` of them are left on the device; write
         and show them."""
         while len(self._fetch) > leave:
-            record, (loss, norm, stopping, blocked, spiked) = self._fetch.pop()
+            record, (loss, norm, stopping, blocked, spiked, *further) = self._fetch.pop()
             self._others_stopped = self._others_stopped or stopping > 0
             if blocked:
                 self._again(record)
@@ -520,7 +526,7 @@ class Trainer:
             }
             if record.checkpoint_pause:
                 row["checkpoint_pause"] = record.checkpoint_pause
-            row |= {"skipped": True} if skipped else {}
+            row |= FurtherLosses.row(further) | ({"skipped": True} if skipped else {})
             try:
                 if self.evaluation.is_due(record.step):  # no later step was launched
                     row |= self._evaluate(record.step)

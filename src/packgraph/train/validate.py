@@ -36,6 +36,9 @@ def validate(
         and config.graph.warmup >= config.run.steps,
         f"eval.every = {config.eval.every} leaves no evaluation in run.steps = {config.run.steps}; "
         "lower it": config.eval.every > config.run.steps,
+        f"model.mtp_layers = {config.model.mtp_layers} is for models of packgraph: with hf.path "
+        "the model's own code says what it predicts": config.hf.path is not None
+        and config.model.mtp_layers > 0,
     }
     problems |= {
         f"graph.memory_budget = {config.graph.memory_budget} needs a CUDA device; write it in GiB "

@@ -34,6 +34,7 @@ from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.context import rank_tokens
+from packgraph.train.features.prediction import sums_of
 from packgraph.train.random_state import random_states, set_random_states
 from packgraph.train.retry import MOST
 from packgraph.train.runners import MicrobatchRunner
@@ -168,6 +169,8 @@ class ComparedRun:
         self.executor.rebuild()
         for block in moe_blocks(self.model.chunks):
             block.gate.load.zero_()  # an update would do so, where there was one it has
+        for sums in sums_of(self.model.chunks):
+            sums.take()
         self.made_again += 1
 
     def parameters(self) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ float32.
 """
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from packgraph import eager
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.fallback import OTHER_STATE
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.stages import Stage, run_stages
@@ -30,18 +32,18 @@ class Relay(nn.Module):
 
     how: as what a stage hands it on: "entry" (untouched), "renamed", or "within" a tuple beside
     something new. made: the entry is made by the first stage from the call's input, by a weight,
-    instead of being that input.
+    instead of being that input. apart: factors are parameters of their own; else rows of one, whose
+    gradients meet in no element, which compiled code does not show.
     """
 
-    def __init__(self, uses, how="entry", made=False, dtype=torch.bfloat16):
+    def __init__(self, uses, how="entry", made=False, dtype=torch.bfloat16, apart=False):
         super().__init__()
         self.uses, self.how, self.made = tuple(uses), how, made
         random = torch.Generator().manual_seed(5)
         total = sum(uses)
         scales = 10.0 ** torch.randint(-2, 5, (total, 1, WIDTH), generator=random)
-        self.factors = nn.Parameter(
-            (torch.randn(total, 1, WIDTH, generator=random) * scales).to(dtype)
-        )
+        factors = (torch.randn(total, 1, WIDTH, generator=random) * scales).to(dtype)
+        self.factors = nn.ParameterList(factors.unbind()) if apart else nn.Parameter(factors)
         self.weight = nn.Parameter(torch.ones(WIDTH, dtype=dtype))
 
     def begin(self, x):
@@ -229,7 +231,7 @@ def test_compiled_stages_hand_on_what_they_read():
     runs = []
     for reason in (None, "the twin"):
         graphed = graph(
-            Relay((1, 2, 1)),
+            Relay((1, 2, 1), apart=True),
             warmup=0,
             granularity="chunk",
             scope=["attn", "mlp"],
@@ -314,3 +316,55 @@ def test_arguments_may_be_one_tensor_in_one_call_and_two_in_the_next():
         assert torch.equal(found[0][0], found[1][0])
         assert same or torch.equal(found[0][1], found[1][1])
     assert graphed.stats.replayed == 4
+
+
+class Shared(nn.Module):
+    """Three stages with one matrix, which the second reads twice. rows: each reads a row of its
+    own, elementwise."""
+
+    def __init__(self, rows):
+        super().__init__()
+        torch.manual_seed(2)
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.rows = rows
+
+    def begin(self, x):
+        return {"x": x}
+
+    def end(self, state):
+        return state["x"].sum()
+
+    def forward(self, x):
+        return run_stages(self, x)
+
+    def stages(self):
+        runs = self.one, self.two, self.three
+        return [Stage(name, i, run) for i, (name, run) in enumerate(zip(NAMES, runs, strict=False))]
+
+    def use(self, x, row):
+        return (x * self.matrix[row] if self.rows else x @ self.matrix).sin()
+
+    def one(self, state):
+        return {"x": self.use(state["x"], 0)}
+
+    def two(self, state):
+        return {"x": self.use(self.use(state["x"], 1), 2)}
+
+    def three(self, state):
+        return {"x": self.use(state["x"], 3)}
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_parameter_read_twice_and_later_again_runs_eagerly_unless_the_parts_are_others(rows):
+    """Gradients accumulate over calls: eager adds the three of a call up before."""
+    found = []
+    for model in (Shared(rows), Shared(rows)):
+        call = graph(model, granularity="layer", warmup=1) if found else model
+        torch.manual_seed(4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackgraphWarning)  # why it runs eagerly is known
+            for _ in range(4):
+                call(torch.randn(ROWS, WIDTH, requires_grad=True)).backward()
+        found.append(model.matrix.grad)
+    assert torch.equal(*found)
+    assert call.stats.replayed == (3 if rows else 0)

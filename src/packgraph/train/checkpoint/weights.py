@@ -3,7 +3,8 @@
     config.json, safetensors ─▶ shape and first weights of a run ─▶ training
 
 The invariant: the weights decide the shape of the model; an option that contradicts them is refused
-by name.
+by name. Layers of multi-token prediction alone may be more or fewer: they stay fresh, or are left
+out, and that is told.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,8 @@ from packgraph.models.hf import (
     WeightsError,
     fill_pretrained,
     pretrained_config,
-    read_json,
 )
-from packgraph.models.hf_config import config_from_json, shape_values
+from packgraph.models.hf_config import shape_values
 from packgraph.train.config.reading import ConfigLayer
 
 
@@ -28,12 +28,7 @@ def shape_layer(path: str) -> ConfigLayer:
     WeightsError."""
     file = Path(path).expanduser() / CONFIG
     with _one_error():
-        try:
-            found = config_from_json(read_json(file))
-        except WeightsError:
-            raise
-        except ValueError as error:
-            raise WeightsError(f"{file}: {error}") from error
+        found, _ = pretrained_config(file.parent)
     values: dict[str, Any] = {}
     for field, value in shape_values(found).items():
         *sections, name = field.split(".")
@@ -67,7 +62,7 @@ def _differences(found: DecoderConfig, wanted: DecoderConfig) -> list[str]:
     return [
         f"model.{name} is {value!r} there, {here[name]!r} here"
         for name, value in shape_values(found).items()
-        if value != here[name]
+        if value != here[name] and name != "mtp_layers"
     ]
 
 

@@ -539,6 +539,9 @@ class DataConfig:
     max_documents_loaded: only the first documents up to this number; none = all (stdlib: a sample
         of 6000).
     prefetch: steps whose packs are made ahead by a thread, while the device computes; 0 = none.
+    workers: processes of each rank that read and tokenize documents ahead of their turn, for
+        tokenizers that a core is too slow for; 0 = the thread that makes steps tokenizes too. Not
+        for shards, which hold tokens.
     """
 
     source: Literal["stdlib", "jsonl", "text", "parquet", "shards"] = "stdlib"
@@ -554,6 +557,7 @@ class DataConfig:
     epochs: int | None = None
     max_documents_loaded: int | None = None
     prefetch: int = 2
+    workers: int = 0
 
     def __post_init__(self) -> None:
         problems = [
@@ -569,6 +573,12 @@ class DataConfig:
             problems.append(f"seed must not be negative, got {self.seed}")
         if self.prefetch < 0:
             problems.append(f"prefetch must not be negative, got {self.prefetch}")
+        if self.workers < 0:
+            problems.append(f"workers must not be negative, got {self.workers}")
+        if self.workers and self.source == "shards":
+            problems.append(
+                f"workers = {self.workers} tokenize, but source = shards holds tokens; leave it out"
+            )
         problems += self._mixture_problems()
         if self.source in NEEDS_PATH and not self.path and not self.mixture:
             problems.append(f"source = {self.source} needs a path, the file or folder to read")

@@ -18,6 +18,7 @@ open_for_evaluation(config: TrainConfig, documents, tokenizer) -> Split
 PlannedSteps(..., request): the same for dynamic context parallelism, a planned step at a time.
 
 source ──▶ order of the epoch (by seed) ──▶ tokenizer ──▶ window ──▶ PackedBatch
+                                            └ in this process, or in workers ahead of it
 """
 
 from packgraph.train.config.sections import DataConfig

@@ -179,13 +179,26 @@ def _data_of(path: str, data: DataConfig) -> DataConfig:
     elif known is None:
         known = data.source if data.source in ("jsonl", "parquet") else "text"
     return replace(
-        data, source=known, path=path, mixture=(), epochs=None, max_documents_loaded=None
+        data,
+        source=known,
+        path=path,
+        mixture=(),
+        epochs=None,
+        max_documents_loaded=None,
+        workers=0,
     )
 
 
 def evaluation_stream(data: DataConfig) -> DataConfig:
     """How documents to evaluate on are packed: once each, as those of training, whatever the seed
-    of the order is. Where they come from is known already."""
+    of the order is, and without workers. Where they come from is known already."""
     return replace(
-        data, source="stdlib", path=None, mixture=(), max_documents_loaded=None, seed=0, epochs=1
+        data,
+        source="stdlib",
+        path=None,
+        mixture=(),
+        max_documents_loaded=None,
+        seed=0,
+        epochs=1,
+        workers=0,
     )

@@ -2,7 +2,8 @@
 
 All state is integers: epoch and position of the next document in the order of that epoch, and for
 each waiting document its index and part. So a checkpoint is small, and continuing tokenizes at most
-the window again.
+the window again. Nothing of it is of the workers that tokenize ahead (`workers.py`), where there
+are any: the stream is the same.
 
 The window is not emptied between epochs: a pack may hold the last documents of one and the first of
 the next.
@@ -21,7 +22,7 @@ made; it may go on with other ranks.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -45,9 +46,14 @@ from packgraph.train.data.source import (
     BadDocuments,
     DataError,
     DocumentSource,
-    SourceDocument,
 )
-from packgraph.train.data.tokenizer import Tokenizer, check_largest, tokenized
+from packgraph.train.data.tokenizer import (
+    TokenizedDocument,
+    Tokenizer,
+    check_largest,
+    read_tokenized,
+)
+from packgraph.train.data.workers import TokenizedAhead
 
 VERSION = 2
 
@@ -96,6 +102,9 @@ class Microbatches:
         self._window = self._new_window()
         parts = source.parts if isinstance(source, WeightedSource) else [SourcePart(len(source))]
         self._order = DocumentOrder(parts, config.seed, config.epochs)
+        self._ahead = (
+            TokenizedAhead(config, source, tokenizer, config.workers) if config.workers else None
+        )
 
     def __iter__(self) -> Iterator[PackedBatch]:
         return self
@@ -171,7 +180,7 @@ class Microbatches:
         parts: dict[int, list[PackableDocument]] = {}
         for index, part in state["waiting"]:
             if index not in parts:
-                parts[index] = self._parts(index)
+                parts[index] = self._parts(index, self._read)
             if part >= len(parts[index]):
                 raise DataError(
                     f"the data position is damaged: document {index} has no part {part}; go on "
@@ -180,6 +189,8 @@ class Microbatches:
                 )
             self._window.add(parts[index][part], (index, part))
         self._order.load_state_dict(state)
+        if self._ahead is not None:
+            self._ahead.forget()
         self.report.load_state_dict(state["report"])
         self.empty_documents = state["empty_documents"]
         self.unlabelled_documents = state["unlabelled_documents"]
@@ -239,10 +250,10 @@ class Microbatches:
             order.begin_epoch()
         if order.is_over:
             return False
-        index = order.index
-        parts = self._parts(index)
+        place = order.place
+        parts = self._parts(place.document, self._take)
         for part, document in enumerate(parts):
-            self._window.add(document, (index, part))
+            self._window.add(document, (place.document, part))
         order.advance(len(parts), sum(map(len, parts)))
         return True
 
@@ -263,22 +274,34 @@ class Microbatches:
             reasons.append(f"{self._bad.count} are bad ({self._bad.first[0]})")
         return f"none of the {self._order.documents} documents can be used: {', '.join(reasons)}"
 
-    def _parts(self, index: int) -> list[PackableDocument]:
-        """What document `index` of the source puts into the window."""
+    def _read(self, index: int) -> TokenizedDocument:
+        return read_tokenized(self._source, index, self._tokenizer)
+
+    def _take(self, index: int) -> TokenizedDocument:
+        """As `_read`, of the document whose turn it is."""
+        return self._read(index) if self._ahead is None else self._ahead.take(self._order)
+
+    def close(self) -> None:
+        """End the processes that tokenize, if there are any; they begin anew when needed."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _parts(
+        self, index: int, read: Callable[[int], TokenizedDocument]
+    ) -> list[PackableDocument]:
+        """What document `index` of the source puts into the window. read: tokenizes it."""
         try:
-            document = self._source[index]
-            encoded = tokenized(document, self._tokenizer)
+            found = read(index)
         except BadDocumentError as error:
             if not self._skips_bad:
                 raise
             self._bad.add(error)
             return []
-        if not encoded:
+        if not found.documents:
             self.empty_documents += 1
-        labelled = [whole for whole in encoded if whole.predicts]
-        if len(labelled) < len(encoded):
-            self.unlabelled_documents += len(encoded) - len(labelled)
-            self._first_unlabelled = self._first_unlabelled or _why_unlabelled(document)
+        labelled = [whole for whole in found.documents if whole.predicts]
+        self.unlabelled_documents += len(found.documents) - len(labelled)
+        self._first_unlabelled = self._first_unlabelled or found.why_unlabelled
         limit = self._capacities.longest
         if all(len(whole) <= limit for whole in labelled):
             return labelled
@@ -287,7 +310,7 @@ class Microbatches:
                 part
                 for whole in labelled
                 for part in fitting_parts(
-                    whole, limit, self._config.overlong, self.report, document.where
+                    whole, limit, self._config.overlong, self.report, found.where
                 )
             ]
         except ValueError as error:
@@ -304,18 +327,6 @@ class Microbatches:
             "data.overlong": self._config.overlong,
             "capacities": [[c.tokens, c.documents, c.bound] for c in self._capacities.sorted],
         }
-
-
-def _why_unlabelled(document: SourceDocument) -> str:
-    """Why nothing of `document` is to be predicted, naming its place."""
-    if document.messages is not None:
-        return f"{document.where}: no assistant turn, nothing to predict"
-    if document.row is not None:
-        return (
-            f"{document.where}: its labels or masks leave nothing to predict, or it has one token "
-            "only"
-        )
-    return f"{document.where}: one token only"
 
 
 def open_microbatches(

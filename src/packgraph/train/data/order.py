@@ -7,9 +7,9 @@ Every part goes through its epochs by itself. Shares are counted in the tokens t
 packs. All of it follows from the seed and a few integers, which are the state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,16 @@ class WeightedSource(Protocol):
     def parts(self) -> Sequence[SourcePart]: ...
 
 
+class OrderPlace(NamedTuple):
+    """A place in the order: of which part, in which of its epochs, where in that, and the index in
+    the source of the document that stands there."""
+
+    part: int
+    epoch: int
+    position: int
+    document: int
+
+
 def is_count(value: Any, limit: int) -> bool:
     """Whether a value of a state is a whole number from 0 to `limit`."""
     return type(value) is int and 0 <= value <= limit
@@ -45,10 +55,10 @@ class PartOrder:
     """Where one part is: its epoch, the position in it, how many of its documents were usable in
     it, and tokens so far."""
 
-    def __init__(self, part: SourcePart, first: int, seed: Sequence[int]) -> None:
-        """first: index of its first document in the source. seed: of its shuffles, with the epoch
-        behind it."""
-        self.part, self._first, self._seed = part, first, seed
+    def __init__(self, part: SourcePart, number: int, first: int, seed: Sequence[int]) -> None:
+        """number: of the part. first: index of its first document in the source. seed: of its
+        shuffles, with the epoch behind it."""
+        self.part, self.number, self._first, self._seed = part, number, first, seed
         self.load([0, 0, 0, 0])
 
     def counts(self) -> list[int]:
@@ -58,14 +68,34 @@ class PartOrder:
     def load(self, counts: Sequence[int]) -> None:
         """Go on where `counts` were taken."""
         self.epoch, self.position, self.usable, self.tokens = counts
-        self._order: NDArray[np.int64] = np.random.default_rng(
-            [self._seed[0], self.epoch, *self._seed[1:]]
-        ).permutation(self.part.documents)
+        self._order = self._shuffled(self.epoch)
+
+    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        seed = [self._seed[0], epoch, *self._seed[1:]]
+        found: NDArray[np.int64] = np.random.default_rng(seed).permutation(self.part.documents)
+        return found
 
     @property
-    def index(self) -> int:
-        """Index in the source of the document whose turn it is."""
-        return self._first + int(self._order[self.position])
+    def place(self) -> OrderPlace:
+        """The place of the document whose turn it is."""
+        return self._place(self.epoch, self.position, self._order)
+
+    def coming(self, epochs: int | None) -> Iterator[OrderPlace]:
+        """The places from here on, whatever happens to this order; endless where `epochs` is
+        None."""
+        return self._from(self.epoch, self.position, self._order, epochs)
+
+    def _from(
+        self, epoch: int, start: int, order: NDArray[np.int64], epochs: int | None
+    ) -> Iterator[OrderPlace]:
+        while self.part.documents and (epochs is None or epoch < epochs):
+            for position in range(start, self.part.documents):
+                yield self._place(epoch, position, order)
+            epoch, start = epoch + 1, 0
+            order = self._shuffled(epoch)
+
+    def _place(self, epoch: int, position: int, order: NDArray[np.int64]) -> OrderPlace:
+        return OrderPlace(self.number, epoch, position, self._first + int(order[position]))
 
     @property
     def share(self) -> float:
@@ -82,7 +112,7 @@ class DocumentOrder:
         first = 0
         for number, part in enumerate(parts):
             own = [seed, number] if len(parts) > 1 else [seed]
-            self._parts.append(PartOrder(part, first, own))
+            self._parts.append(PartOrder(part, number, first, own))
             first += part.documents
         self._choose()
 
@@ -110,9 +140,19 @@ class DocumentOrder:
         return self._epochs is not None and self._turn.epoch >= self._epochs
 
     @property
-    def index(self) -> int:
-        """Index in the source of the document whose turn it is."""
-        return self._turn.index
+    def place(self) -> OrderPlace:
+        """The place of the document whose turn it is."""
+        return self._turn.place
+
+    def coming(self) -> list[Iterator[OrderPlace]]:
+        """For each part the places that come from here on. In a mixture the turns of the parts
+        follow from tokens that nobody has counted yet; the order within each does not."""
+        return [part.coming(self._epochs) for part in self._parts]
+
+    def shares(self) -> list[float]:
+        """Weight of each part, of all together."""
+        total = sum(part.part.weight for part in self._parts)
+        return [part.part.weight / total for part in self._parts]
 
     def begin_epoch(self) -> None:
         """Shuffle the part whose turn it is anew."""

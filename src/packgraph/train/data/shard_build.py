@@ -16,7 +16,6 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
@@ -29,7 +28,6 @@ from concurrent.futures import (
 )
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait as wait_for_processes
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -56,6 +54,7 @@ from packgraph.train.data.source import (
     DocumentSource,
 )
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer, largest_id
+from packgraph.train.data.workers import follow_parent
 from packgraph.train.run_files import sync_file, sync_folder, write_json, writing
 
 MOST_SHARDS, FEWEST_ROWS = 1024, 2048  # where the size of shards is not given
@@ -206,14 +205,7 @@ def _hold(work: ShardWork) -> None:
 def _begin(work: ShardWork) -> None:
     """In a new process: end with the one that started it, and leave Ctrl-C to that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        wait_for_processes([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    follow_parent()
     _hold(work)
 
 

@@ -21,6 +21,7 @@ predicted.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from packgraph.train.data.source import (
     ROLES,
     BadDocumentError,
     DataError,
+    DocumentSource,
     Message,
     MissingPackageError,
     SourceDocument,
@@ -396,3 +398,40 @@ def tokenized(document: SourceDocument, tokenizer: Tokenizer) -> Sequence[Packab
             "build them again"
         )
     return document.stored
+
+
+@dataclass(frozen=True)
+class TokenizedDocument:
+    """What one document of a source is to be packed as.
+
+    Attributes:
+        where: The place that it came from.
+        documents: None for an empty text, several for a row with boundaries.
+        why_unlabelled: Why one of them has no token to predict; "" where all have.
+    """
+
+    where: str
+    documents: Sequence[PackableDocument]
+    why_unlabelled: str
+
+
+def read_tokenized(source: DocumentSource, index: int, tokenizer: Tokenizer) -> TokenizedDocument:
+    """Document `index` of `source`, as `tokenized`. Raises DataError."""
+    document = source[index]
+    documents = tokenized(document, tokenizer)
+    is_labelled = all(one.predicts for one in documents)
+    return TokenizedDocument(
+        document.where, documents, "" if is_labelled else _why_unlabelled(document)
+    )
+
+
+def _why_unlabelled(document: SourceDocument) -> str:
+    """Why nothing of `document` is to be predicted, naming its place."""
+    if document.messages is not None:
+        return f"{document.where}: no assistant turn, nothing to predict"
+    if document.row is not None:
+        return (
+            f"{document.where}: its labels or masks leave nothing to predict, or it has one token "
+            "only"
+        )
+    return f"{document.where}: one token only"

@@ -54,6 +54,10 @@ def lora_problems(config: TrainConfig) -> list[str]:
         problems[
             "lora.rank is for models of attention and dense feed-forward layers, or hf:PATH"
         ] = model.experts.enabled or model.latent.enabled or bool(model.pattern)
+        problems[
+            f"lora.rank with model.mtp_layers = {model.mtp_layers} is not there yet: layers of "
+            "multi-token prediction are trained whole"
+        ] = model.mtp_layers > 0
         known = OWN_LINEAR
     else:
         known = live_shape(config.hf.path).linear

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.stages import Run, Stage, cut_runs, scope_errors
 from packgraph.models.config import DecoderConfig
-from packgraph.models.decoder import ModelChunks, named_stages
+from packgraph.models.decoder import ModelChunks, layer_kind, named_stages
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import knob_moves, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
@@ -290,19 +290,19 @@ def offload_problems(config: TrainConfig) -> list[str]:
 def _every_stage(model: DecoderConfig) -> Sequence[Stage]:
     """The stages of all layers of a decoder, without its weights."""
     named = named_stages(model)  # of one layer of each kind
-    of_kind: dict[tuple[str, ...], list[Stage]] = {}
+    of_kind: dict[tuple[tuple[str, ...], bool], list[Stage]] = {}
     for stage in named:
-        if 0 <= stage.layer < model.num_layers:
-            of_kind.setdefault(model.branches(stage.layer), []).append(stage)
+        if 0 <= stage.layer < model.depth:
+            of_kind.setdefault(layer_kind(model, stage.layer), []).append(stage)
     inner = [
         replace(stage, layer=layer)
-        for layer in range(model.num_layers)
-        for stage in of_kind[model.branches(layer)]
+        for layer in range(model.depth)
+        for stage in of_kind[layer_kind(model, layer)]
     ]
     return [
         *(stage for stage in named if stage.layer < 0),
         *inner,
-        *(stage for stage in named if stage.layer >= model.num_layers),
+        *(stage for stage in named if stage.layer >= model.depth),
     ]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from packgraph.graphs.compiled.products import take_products
 from packgraph.graphs.graphed import control, graph
 from packgraph.models.decoder import DecoderModel
 from packgraph.ops.float8 import linear
@@ -288,8 +289,13 @@ def test_adapters_and_hooks_of_layers_that_share_an_input_run():
     assert torch.equal(merged(x, *layers)[1], other + 2)
 
 
-def test_layers_of_two_precisions_are_two_codes():
-    config = of(tiny_config("chunk", 0.0, 5), num_layers=4).model
+def test_layers_of_two_precisions_are_two_codes_that_add_all_gradients_of_weights(monkeypatch):
+    config = of(tiny_config("chunk", 0.0, 5), num_layers=4, precision=FLOAT8_GRADIENTS).model
+    taken = []
+    monkeypatch.setattr(
+        "packgraph.graphs.compiled.compiler.take_products",
+        lambda *given: taken.append(take_products(*given)) or taken[-1],
+    )
     batch = next(random_packs(seed=1))
     graphed = graph(
         DecoderModel(config, seed=1),
@@ -302,3 +308,4 @@ def test_layers_of_two_precisions_are_two_codes():
     graphed(batch).backward()
     stats = control(graphed).stats
     assert not stats.recompiles and stats.captured == 1
+    assert [len(products) for products in taken] == [7, 7]
