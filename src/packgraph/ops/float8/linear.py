@@ -15,9 +15,9 @@ matrix product as ever, so compiled backwards add it to `.grad` in place
 `rowwise`). It sums over tokens, so x and grad are cast by columns, x once for all layers that read
 it. A product in float8 cannot add, so compiled backwards add what it returns.
 
-Rows of padding reach no gradient of a weight: what a row of x holds takes no part, neither in
-scales nor in sums, where its gradients are zero (below 2^-64, which float8 has as zero beside
-others).
+There, rows of padding reach no gradient of a weight, whatever they hold: a row of x takes no part,
+neither in scales nor in sums, where its gradients are zero (below 2^-64, which float8 has as zero
+beside others).
 
 What a layer saves for the backward is x and W, as a layer in bfloat16 does, so recomputation,
 offloading and plans of memory see no difference. Weights are cast anew in each product: nothing is
@@ -194,23 +194,24 @@ class _Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
+        of_rows, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[4:]
+        by_columns = ctx.gradients and any(needed)
         of_x: Tensor | None = None
         inverses = []
         for grad, weight in zip(grads, weights, strict=True):
+            if not (of_rows or by_columns):
+                break
             codes, inverse = rows_to_float8(grad)
             inverses.append(inverse)
-            if ctx.needs_input_grad[1]:
+            if of_rows:
                 part = float8_rows_gradient(codes, inverse, weight)
                 of_x = part if of_x is None else of_x + part
-        needed = ctx.needs_input_grad[4:]
-        if not ctx.gradients:
+        if by_columns:
+            found = _weight_gradients(x, grads, inverses, needed)
+        else:
             found = [
                 grad.t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)
             ]
-        elif any(needed):
-            found = _weight_gradients(x, grads, inverses, needed)
-        else:
-            found = [None] * len(weights)
         return None, of_x, None, None, *found
 
 
