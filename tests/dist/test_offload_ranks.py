@@ -121,6 +121,43 @@ class Unplannable:
             raise ConfigError(["offload.budget = 1KiB: nothing fits"])
 
 
+def chosen(mesh, folder, limits):
+    """For every limit: this rank's tensors at the end, the recomputation of its layers, and how
+    many groups move."""
+    results = []
+    for number, limit in enumerate(limits):
+        made = config(Layout(dp=1, pp=2), 1, granularity="chunk", memory_budget=limit)
+        made = dataclasses.replace(
+            made,
+            model=dataclasses.replace(made.model, num_layers=4),
+            run=dataclasses.replace(made.run, recompute="none" if limit is None else "auto"),
+            offload=OffloadConfig(
+                modules=() if limit is None else ("core_attn", "mlp_act", "layer_input"),
+                min_bytes=1,
+                margin=0,
+            ),
+        )
+        run = trainer(Path(folder) / str(number), made, mesh=mesh)
+        run.run(StopRequest())
+        held = {name: _held(value) for name, value in run.tensors().items()}
+        kinds = {stage.recompute for chunk in run.model.chunks for stage in chunk.stages()}
+        runtimes = [] if limit is None else run.executor.prepare.runtimes
+        moved = sum(sum(one.plan.moves) for one in runtimes if one.plan is not None)
+        results.append((held, kinds, moved))
+        run.close()
+    return results
+
+
+def test_ranks_choose_the_same_recomputation_beside_offloading(tmp_path):
+    results = run_ranks(
+        chosen, 2, str(tmp_path), [None, "1GiB", "20KiB"], layout=Layout(dp=1, pp=2), seconds=120
+    )
+    for (kept, _, _), (ours, none, moved), (theirs, full, inputs) in results:
+        assert none == {""} and moved > 0 and full == {"", "full"} and inputs > 0
+        assert all(torch.equal(ours[name], kept[name]) for name in kept)
+        assert all(torch.equal(theirs[name], kept[name]) for name in kept)
+
+
 def plan_once(mesh):
     """The problems that a rank hears of, and whether it went on."""
     told, planner = [], Planner(OffloadConfig(modules=("core_attn",)), 0, 1)

@@ -45,7 +45,12 @@ from packgraph.ops.attention.zigzag import rank_rows, zigzag_tables
 from packgraph.ops.log_probabilities import Output, check_output
 from packgraph.ops.loss import IGNORED, token_count
 from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.vocabulary import embed, head_cross_entropy, head_log_probabilities
+from packgraph.parallel.vocabulary import (
+    all_rows,
+    embed,
+    head_cross_entropy,
+    head_log_probabilities,
+)
 
 
 class DecoderStack(nn.Module):
@@ -276,7 +281,8 @@ class DecoderStack(nn.Module):
         own = rank_rows(labels, state.get("context"), rows, IGNORED)
         if wanted == "hidden":
             padding = rank_rows(state["batch"].padding_mask, state.get("context"), rows, True)
-            return {"output": hidden.masked_fill(padding[:, None], 0.0)}
+            whole = all_rows(hidden, self.head_weight, own)
+            return {"output": whole.masked_fill(padding[:, None], 0.0)}
         if wanted != "loss":
             entropy = wanted == "log_probabilities_and_entropies"
             return {"output": head_log_probabilities(hidden, self.head_weight, own, entropy)}

@@ -148,7 +148,7 @@ class OffloadRuntime:
             measures,
             times_graphs,
         )
-        self.parts = parts
+        self.parts, self._in_flight_at_first = parts, in_flight
         self.plan: OffloadPlan | None = None
         self.met = set[str]()  # names of all blocks that were opened, be they to move or not
         self._trace: OffloadTrace | None = None
@@ -253,6 +253,17 @@ class OffloadRuntime:
         """The step is over, nothing is in flight: main waits for all copies."""
         self.copy_streams.join()
         self._pass, self._waits = None, Waits(self.copy_streams)
+
+    def start_over(self, modules: Collection[str]) -> None:
+        """Move all that blocks of these names save, as before there was a plan; what was traced is
+        forgotten. Nothing may be in flight, and there may be no graphs."""
+        self.end_step()
+        self.forget_replays()
+        self.modules, self.in_flight = frozenset(modules), self._in_flight_at_first
+        self.plan = self.policy = self._trace = self._times = self._partial = None
+        self._looks, self._has_saved = 0, False
+        self._index, self._backward = {}, {KEPT: -1}
+        self._stays = defaultdict(set)  # another one: passes in flight add to theirs
 
     def pass_by(self, name: str) -> None:
         """A block's tensors are somebody else's: say so, once for each name."""

@@ -106,14 +106,18 @@ def linear_log_probabilities(
         entropy: Whether the result is float32 [2, T], the second row being the entropies of all
             predictions in nats, 0 where the label is -100.
     """
-    words = weight.shape[0] * (_FLOATS if entropy else 1)
-    rows = rows_per_chunk(words) if chunk is None else chunk
+    rows = log_probability_rows(weight.shape[0], entropy) if chunk is None else chunk
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     kind = _WithEntropies if entropy else _LogProbabilities
     found: Tensor = kind.apply(hidden, weight, labels, rows, scale, softcap)
     return found
+
+
+def log_probability_rows(words: int, entropy: bool) -> int:
+    """Rows of a chunk of logits of so many words."""
+    return rows_per_chunk(words * (_FLOATS if entropy else 1))
 
 
 def naive_log_probabilities(

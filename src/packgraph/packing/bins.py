@@ -35,7 +35,6 @@ without documents.
 """  # noqa: E501
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
@@ -45,6 +44,8 @@ from packgraph.packing.capacity import Capacity, CapacitySet
 MOST_ROWS = 4  # rows that are packed again together
 MOST_COMBINATIONS = 4096  # of sizes that are looked through
 MOST_ATTEMPTS = 64  # at packing the same rows again
+NUMBER_BITS = 40  # of the numbers of a stream's documents
+NUMBERS = (1 << NUMBER_BITS) - 1
 
 
 @dataclass
@@ -202,45 +203,60 @@ def _fill(
 
 
 class WaitingLengths:
-    """Lengths of waiting documents, in places, numbered in the order they came."""
+    """Lengths of waiting documents, in places, numbered in the order they came.
+
+    The key of a document is one integer, (length << NUMBER_BITS) - number: in the order of keys the
+    longest stands last, and of equal lengths the one that waits longest. Comparing two integers
+    takes a third of comparing two pairs.
+    """
 
     def __init__(self, capacities: CapacitySet) -> None:
         self._capacities = capacities
-        # An OrderedDict finds its first entry at once; a dict would step over all that were taken
-        # before it.
-        self._lengths: OrderedDict[int, int] = OrderedDict()
-        self._sorted: list[tuple[int, int]] = []
-        self._next_number = 0
+        self._keys: dict[int, int] = {}  # by number
+        self._sorted: list[int] = []
+        self._oldest = self._next_number = 0  # none that waits is older
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self._sorted)
 
     def add(self, length: int) -> int:
         """Let a document of `length` tokens (within the capacities' longest) wait; returns its
         number."""
-        number, length = self._next_number, self._capacities.places(length)
-        self._lengths[number] = length
-        # Of equal lengths the one that waits longest must be found first, by a search from the
-        # right: hence the minus.
-        insort(self._sorted, (length, -number))
-        self._next_number += 1
-        return number
+        return self.extend([length])[0]
+
+    def extend(self, lengths: Sequence[int]) -> range:
+        """As `add` of one after the other; returns their numbers."""
+        numbers = range(self._next_number, self._next_number + len(lengths))
+        multiple, waiting, keys = self._capacities.multiple, self._sorted, self._keys
+        for number, length in zip(numbers, lengths, strict=True):
+            key = keys[number] = (-(-length // multiple) * multiple << NUMBER_BITS) - number
+            insort(waiting, key)
+        self._next_number = numbers.stop
+        return numbers
 
     def take(self) -> OpenPack:
         """Make one pack; its members are numbers, in the order they came. Raises IndexError when
         none waits."""
-        if not self._lengths:
+        keys, waiting, room = self._keys, self._sorted, self._capacities.room
+        if not waiting:
             raise IndexError("no document waits to be packed")
-        pack = OpenPack()
-        oldest = next(iter(self._lengths))
-        place = bisect_right(self._sorted, (self._lengths[oldest], -oldest)) - 1
+        # The first of a dict is not found at once: it steps over all that were taken before.
+        while self._oldest not in keys:
+            self._oldest += 1
+        place = bisect_left(waiting, keys[self._oldest])
+        members: list[int] = []
+        tokens = longest = 0
         while place >= 0:
-            length, minus_number = self._sorted.pop(place)
-            pack.add(-minus_number, length)
-            del self._lengths[-minus_number]
-            place = bisect_right(self._sorted, (pack.room(self._capacities), 0)) - 1
-        pack.members.sort()
-        return pack
+            key = waiting.pop(place)
+            number, length = -key & NUMBERS, (key + NUMBERS) >> NUMBER_BITS
+            members.append(number)
+            del keys[number]
+            tokens += length
+            if length > longest:
+                longest = length
+            place = bisect_right(waiting, room(tokens, len(members), longest) << NUMBER_BITS) - 1
+        members.sort()
+        return OpenPack(members, tokens, longest)
 
 
 def pack_lengths(

@@ -159,7 +159,11 @@ class CapacitySet:
         most = 0
         for size, places, bound in self._widest:  # called for every document of a step
             if tokens <= size and documents < places and longest <= bound:
-                most = max(most, min(size - tokens, bound))
+                left = size - tokens
+                if left > bound:
+                    left = bound
+                if left > most:
+                    most = left
         return most
 
     def smallest(self, tokens: int, documents: int, longest: int) -> Capacity:

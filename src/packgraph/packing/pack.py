@@ -9,8 +9,8 @@ its window.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 from packgraph.packing.batch import PackedBatch
@@ -19,7 +19,7 @@ from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.document import Document, PackableDocument, read_documents
 
 Overlong = Literal["error", "split", "drop"]
-Tag = TypeVar("Tag")
+Item = TypeVar("Item")
 Part = TypeVar("Part", bound=PackableDocument)
 
 
@@ -125,63 +125,41 @@ class PlannedPack:
     it.
     """
 
-    documents: Sequence[PackableDocument]
     capacity: Capacity
-
-    @property
-    def num_documents(self) -> int:
-        """Documents in the pack."""
-        return len(self.documents)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents (without padding)."""
-        return sum(map(len, self.documents))
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Tokens that are to be predicted."""
-        return sum(document.loss_tokens for document in self.documents)
+    num_documents: int
+    num_tokens: int
+    num_loss_tokens: int
+    read: Callable[[], list[Document]] = field(compare=False, repr=False)
 
     def load(self) -> PackedBatch:
         """The packed batch, on the host. Raises what reading its documents raises."""
-        return PackedBatch.of_documents(
-            [document.load() for document in self.documents], self.capacity
-        )
+        return PackedBatch.of_documents(self.read(), self.capacity)
 
 
-class PackingWindow(Generic[Tag]):
-    """Documents waiting to be packed, each with a tag of the caller (where it came from)."""
+class PackingWindow(Generic[Item]):
+    """Documents waiting to be packed, as items that the caller knows them by."""
 
-    def __init__(self, capacities: CapacitySet, report: PackReport) -> None:
+    def __init__(self, capacities: CapacitySet) -> None:
         self._capacities = capacities
-        self._report = report
         self._lengths = WaitingLengths(capacities)
-        self._waiting: dict[int, tuple[PackableDocument, Tag]] = {}
+        self._waiting: dict[int, Item] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def tags(self) -> Iterator[Tag]:
-        """Tags of the waiting documents, the longest waiting first: adding them in this order
-        restores the window."""
-        return (tag for _, tag in self._waiting.values())
+    def items(self) -> Iterator[Item]:
+        """What waits, the longest waiting first: adding it in this order restores the window."""
+        return iter(self._waiting.values())
 
-    def add(self, document: PackableDocument, tag: Tag) -> None:
-        """Let `document` (within the capacities' longest) wait."""
-        self._waiting[self._lengths.add(len(document))] = (document, tag)
+    def extend(self, lengths: Sequence[int], items: Iterable[Item]) -> None:
+        """Let documents of these lengths (within the capacities' longest) wait, in this order."""
+        self._waiting.update(zip(self._lengths.extend(lengths), items, strict=True))
 
-    def plan(self) -> PlannedPack:
-        """Choose one pack of waiting documents; counted. Raises IndexError when none waits."""
+    def take(self) -> tuple[list[Item], OpenPack]:
+        """Choose one pack of what waits, in the order it came. Raises IndexError when none
+        waits."""
         chosen = self._lengths.take()
-        members = [self._waiting.pop(number)[0] for number in chosen.members]
-        planned = PlannedPack(members, chosen.capacity(self._capacities))
-        self._report.count_pack(planned.num_documents, planned.num_tokens, planned.capacity.tokens)
-        return planned
-
-    def take(self) -> PackedBatch:
-        """Make one pack of waiting documents. Raises IndexError when none waits."""
-        return self.plan().load()
+        return list(map(self._waiting.pop, chosen.members)), chosen
 
 
 def pack(
@@ -280,20 +258,19 @@ def pack_stream(
         raise ValueError(f"window must be at least 1 document, got {window}")
     allowed = CapacitySet(capacities, multiple)
     counts = PackReport() if report is None else report
-    return _stream(
-        _parts(documents, allowed, overlong, counts), PackingWindow(allowed, counts), window
-    )
+    return _stream(_parts(documents, allowed, overlong, counts), allowed, counts, window)
 
 
 def _stream(
-    parts: Iterator[Document], waiting: PackingWindow[None], window: int
+    parts: Iterator[Document], capacities: CapacitySet, report: PackReport, window: int
 ) -> Iterator[PackedBatch]:
+    waiting = PackingWindow[Document](capacities)
     for part in parts:
-        waiting.add(part, None)
+        waiting.extend([len(part)], [part])
         if len(waiting) >= window:
-            yield waiting.take()
+            yield build_pack(*waiting.take(), capacities, report)
     while len(waiting):
-        yield waiting.take()
+        yield build_pack(*waiting.take(), capacities, report)
 
 
 def _parts(

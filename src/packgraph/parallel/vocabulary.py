@@ -1,5 +1,5 @@
-"""Embedding and cross-entropy with the vocabulary split over ranks: nobody ever holds a whole row
-of logits.
+"""Embedding, cross-entropy and log-probabilities with the vocabulary split over ranks: nobody ever
+holds a whole row of logits.
 
     hidden [T, H] on all    each rank: logits [C, V/tp] of its words -> maximum, sum of
                             exponentials, target's logit
@@ -9,6 +9,9 @@ As in `ops/loss.py` gradients are computed in the forward pass, chunk by chunk, 
 a label contribute exactly zero, while tokens and labels that are no word of the vocabulary make NaN
 on all ranks. Each rank's gradient of `hidden` is its words' share; the shares are summed on the way
 out.
+
+Rows of log-probabilities have gradients of their own. So their backward makes the logits of a chunk
+again, as in `ops/log_probabilities.py`; what all ranks' words are together is kept for it, [3, T].
 """
 
 from typing import Any
@@ -20,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from packgraph.ops.log_probabilities import linear_log_probabilities
+from packgraph.ops.log_probabilities import linear_log_probabilities, log_probability_rows
 from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
 
 
@@ -68,15 +71,7 @@ def head_cross_entropy(
     """
     if not isinstance(weight, DTensor):
         return linear_cross_entropy(hidden, weight, labels, chunk)
-    mesh, own = weight.device_mesh, _own_words(weight)
-    rows = Replicate() if hidden.shape[0] == labels.shape[0] else Shard(0)
-    everywhere = DTensor.from_local(hidden, mesh, [rows], run_check=False).redistribute(
-        mesh, [Replicate()]
-    )
-    whole = everywhere.to_local(grad_placements=[Partial()])
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        whole, own = whole.to(dtype), own.to(dtype)
+    whole, own = _operands(hidden, weight, labels)
     wanted = (
         torch.is_grad_enabled() and whole.requires_grad,
         torch.is_grad_enabled() and own.requires_grad,
@@ -88,24 +83,65 @@ def head_cross_entropy(
         chunk or rows_per_chunk(own.shape[0]),
         _first_word(weight),
         weight.shape[0],
-        mesh.get_group(),
+        weight.device_mesh.get_group(),
         *wanted,
     )
 
 
 def head_log_probabilities(
-    hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    entropy: bool = False,
+    chunk: int | None = None,
 ) -> Tensor:
-    """`linear_log_probabilities` of a head that is whole on every rank.
+    """`linear_log_probabilities` for a head that may be a DTensor with its rows (the vocabulary)
+    split over ranks.
 
-    Raises ValueError for a head whose words are split over ranks.
+    hidden: [T, H] on every rank, or this rank's rows [T / ranks, H]; labels: int64 [T]. Returns
+    float32 [T], or [2, T] with entropies, equal on all ranks, and so must its gradient be. Raises
+    ValueError for a head that is split in another way.
     """
-    if isinstance(weight, DTensor):
-        raise ValueError(
-            "log-probabilities need a whole head, and tensor parallelism splits it along the "
-            "vocabulary: use data or context parallelism, or tp=1"
-        )
-    return linear_log_probabilities(hidden, weight, labels, entropy=entropy)
+    if not isinstance(weight, DTensor):
+        return linear_log_probabilities(hidden, weight, labels, chunk, entropy=entropy)
+    whole, own = _operands(hidden, weight, labels)
+    found: Tensor = _SplitLogProbabilities.apply(
+        whole,
+        own,
+        labels,
+        chunk or log_probability_rows(own.shape[0], entropy),
+        _first_word(weight),
+        weight.shape[0],
+        weight.device_mesh.get_group(),
+        entropy,
+    )
+    return found
+
+
+def _operands(hidden: Tensor, weight: DTensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """All rows of `hidden`, whose gradients are summed over ranks, and this rank's words; in
+    autocast's dtype."""
+    own = _own_words(weight)
+    whole = _everywhere(hidden, weight, labels).to_local(grad_placements=[Partial()])
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        whole, own = whole.to(dtype), own.to(dtype)
+    return whole, own
+
+
+def all_rows(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """All rows of `hidden`, of which this rank may have its part only, as for
+    `head_log_probabilities`: [T, H]. Its gradient must be equal on all ranks."""
+    if not isinstance(weight, DTensor):
+        return hidden
+    return _everywhere(hidden, weight, labels).to_local()
+
+
+def _everywhere(hidden: Tensor, weight: DTensor, labels: Tensor) -> DTensor:
+    mesh = weight.device_mesh
+    rows = Replicate() if hidden.shape[0] == labels.shape[0] else Shard(0)
+    whole = DTensor.from_local(hidden, mesh, [rows], run_check=False)
+    return whole.redistribute(mesh, [Replicate()])
 
 
 def _own_words(weight: DTensor) -> Tensor:
@@ -185,11 +221,8 @@ def _chunk(
     word: [C, 1], the target as an index into this rank's words where it is one of them. illegal:
     [C, 1], NaN where the label is no rank's word, else 0.
     """
-    highest = logits.amax(-1, keepdim=True)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-    logits.sub_(highest)
-    ours = counted & (word >= 0) & (word < logits.shape[1])
-    index = word.masked_fill(~ours, 0)
+    _below_highest(logits, group)
+    ours, index = _own_targets(word, counted, logits.shape[1])
     target_logit = logits.gather(1, index).masked_fill(~ours, 0.0)
     exponentials = logits.exp_()
     sums = torch.cat((exponentials.sum(-1, keepdim=True), target_logit), dim=1)
@@ -203,3 +236,122 @@ def _chunk(
     )
     gradient = probabilities.scatter_(1, index, at_target).masked_fill_(~counted, 0.0)
     return -target_log_probability.masked_fill(~counted, 0.0)[:, 0], gradient
+
+
+def _below_highest(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Subtract from each row of `logits` the highest of all ranks' words, in place: [C, 1]."""
+    highest = logits.amax(-1, keepdim=True)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    logits.sub_(highest)
+    return highest
+
+
+def _own_targets(word: Tensor, counted: Tensor, words: int) -> tuple[Tensor, Tensor]:
+    """Whether a row's target is one of this rank's `words`, and its index, else 0: [C, 1]."""
+    ours = counted & (word >= 0) & (word < words)
+    return ours, word.masked_fill(~ours, 0)
+
+
+class _SplitLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        rows: int,
+        first_word: int,
+        words: int,
+        group: dist.ProcessGroup,
+        entropy: bool,
+    ) -> Tensor:
+        found = torch.empty((2, *labels.shape), dtype=torch.float32, device=labels.device)
+        # Of all words: the highest logit, the logarithm of the sum of exponentials over it, and
+        # the entropy.
+        facts = torch.empty((3, *labels.shape), dtype=torch.float32, device=labels.device)
+        for start in range(0, labels.shape[0], rows):
+            part = slice(start, start + rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            logits = (hidden[part].masked_fill(~counted, 0.0) @ weight.t()).float()
+            word = labels[part, None] - first_word
+            found[0, part], known = _log_probabilities(logits, word, counted, group, entropy)
+            facts[:, part], found[1, part] = known, known[2]
+        legal = is_word(labels, words)
+        found = torch.where(legal, found, torch.nan).masked_fill(labels == IGNORED, 0.0)
+        ctx.save_for_backward(hidden, weight, labels, facts)
+        ctx.rows, ctx.first_word, ctx.words, ctx.entropy = rows, first_word, words, entropy
+        return found if entropy else found[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, facts = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight: Tensor | None = None
+        for start in range(0, labels.shape[0], ctx.rows):
+            part = slice(start, start + ctx.rows)
+            counted = (labels[part] != IGNORED)[:, None]
+            live = hidden[part].masked_fill(~counted, 0.0)
+            illegal = counted & ~is_word(labels[part, None], ctx.words)
+            # A row that does not count has no gradient, whatever comes in.
+            given = grad[..., part, None].masked_fill(~counted, 0.0)
+            grad_logits = _log_probability_gradient(
+                (live @ weight.t()).float(),
+                _own_targets(labels[part, None] - ctx.first_word, counted, weight.shape[0]),
+                facts[:, part, None],
+                tuple(given) if ctx.entropy else (given, None),
+            )
+            grad_logits = grad_logits.masked_fill_(illegal, torch.nan).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad_logits @ weight
+            if ctx.needs_input_grad[1]:
+                product = grad_logits.t() @ live
+                # sums over chunks are float32, as those of the loss
+                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 6
+
+
+def _log_probabilities(
+    logits: Tensor, word: Tensor, counted: Tensor, group: dist.ProcessGroup, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets [C], and what the backward needs to know of all words
+    [3, C]. May write over `logits`."""
+    highest = _below_highest(logits, group)
+    ours, index = _own_targets(word, counted, logits.shape[1])
+    target_logit = logits.gather(1, index).masked_fill(~ours, 0.0)
+    exponentials = logits.exp()
+    parts = [exponentials.sum(-1, keepdim=True), target_logit]
+    if entropy:
+        certain = logits == -torch.inf  # of no such word: 0 * -inf is no number
+        weighted = exponentials.mul_(logits.masked_fill_(certain, 0.0))
+        parts.append(weighted.sum(-1, keepdim=True))
+    sums = torch.cat(parts, dim=1)
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+    log_sum = sums[:, 0].log()
+    entropies = log_sum - sums[:, 2] / sums[:, 0] if entropy else torch.zeros_like(log_sum)
+    return sums[:, 1] - log_sum, torch.stack((highest[:, 0], log_sum, entropies))
+
+
+def _log_probability_gradient(
+    logits: Tensor,
+    targets: tuple[Tensor, Tensor],
+    facts: Tensor,
+    given: tuple[Tensor, Tensor | None],
+) -> Tensor:
+    """The gradient of this rank's logits [C, V/tp], written over them.
+
+    targets: as `_own_targets`. facts: [3, C, 1]. given: [C, 1] each, of the log-probabilities l and
+    of the entropies h; with p the probabilities it is l' (1[label] - p) - h' p (log p + h).
+    """
+    (ours, index), (highest, log_sum, entropies) = targets, facts
+    logs = logits.sub_(highest).sub_(log_sum)
+    # p - 1 without cancellation, where the target is one of ours
+    at_target = logs.gather(1, index)
+    at_target = torch.where(ours, torch.expm1(at_target), at_target.exp())
+    if given[1] is None:
+        return logs.exp_().scatter_(1, index, at_target).mul_(-given[0])
+    chances = logs.exp()
+    found = logs.masked_fill_(logs == -torch.inf, 0.0).add_(entropies).mul_(chances).mul_(-given[1])
+    return found.sub_(chances.scatter_(1, index, at_target).mul_(given[0]))

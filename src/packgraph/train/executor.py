@@ -18,11 +18,13 @@ from torch import Tensor
 from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.graphed import control
+from packgraph.models.recompute import FULL
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.train.autotune import Autotune
+from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import GraphConfig
-from packgraph.train.features.recompute import choose_recompute
+from packgraph.train.features.recompute import LeastRecompute
 from packgraph.train.memory import (
     MemoryPlan,
     agreement,
@@ -59,6 +61,10 @@ class Preparation(Protocol):
 
     def __call__(self, steps_done: int) -> bool: ...
 
+    def start_over(self, recompute: str) -> None:
+        """Layers are recomputed otherwise, and no step of that was seen."""
+        ...
+
     def summary(self) -> dict[str, Any]: ...
 
 
@@ -86,6 +92,8 @@ class Executor:
         self._options, self._device = options, device
         self._consensus: Consensus = alone
         self._measured = 0
+        self._search: LeastRecompute | None = None
+        self._put_off = 0  # steps of warm-up that it took besides
 
     def run_step(
         self,
@@ -133,10 +141,22 @@ class Executor:
     def before_step(self, steps_done: int) -> bool:
         """Captures all graphs if `steps_done` (of this process) is the end of warm-up, and if
         others are wanted; whether it did."""
-        runner = self.runner
-        if self.prepare is not None and self.prepare(steps_done) and runner.replays:
+        runner, is_first = self.runner, steps_done == self.warmup
+        searches = is_first and self.chooses_recompute and not runner.replays
+        if searches and self.prepare is not None and self._search is None:
+            self._search = self._new_search()
+            return self._search_on(self._search)
+        steps = steps_done - self._put_off
+        search = self._search if searches else None
+        if search is not None and search.kind != FULL:
+            if not self._fits_as_planned(search, steps):
+                return self._search_on(search)
+            changed = False
+        else:
+            changed = self.prepare is not None and self.prepare(steps)
+        if changed and runner.replays:
             self.free_graphs(None)
-        elif not self._options.enabled or steps_done != self._options.warmup:
+        elif not self._options.enabled or not is_first:
             return False
         runner.replays = True
         if runner.captures_ahead:
@@ -145,9 +165,14 @@ class Executor:
             self._measured = sum(graphed.stats.pool_bytes for graphed in runner.graphed)
         return True
 
+    @property
+    def warmup(self) -> int:
+        """The steps of this process before the first capture, as far as it is known."""
+        return self._options.warmup + self._put_off
+
     def settles_after(self) -> int:
         """The steps of this process after which the graphs that stay have been captured."""
-        return self._options.warmup + (0 if self.prepare is None else self.prepare.trial_steps)
+        return self.warmup + (0 if self.prepare is None else self.prepare.trial_steps)
 
     def copy_streams(self, chunk: int) -> CopyStreams | None:
         """The copy streams that copy beside the work of this rank's chunk number `chunk`; None
@@ -166,14 +191,19 @@ class Executor:
         may be in flight."""
         if self.runner.replays:
             self.free_graphs(None)
-            self.before_step(self._options.warmup)
+            self.before_step(self.warmup)
             if self.autotune is not None:
                 self.autotune.give_up_slower()
 
     def _within_budget(self) -> Sequence[Capacity]:
         """Predicts what graphs will take; the capacities to capture, largest first."""
         limit = limit_of(self._options.memory_budget, self._device)
-        chosen = self._choose_recompute(limit) if self.chooses_recompute else ()
+        chosen: tuple[str, ...] = ()
+        if self.chooses_recompute and self.prepare is None:
+            self._search = self._new_search()
+            self._search.next(self._needed, lambda _: None)
+        if self._search is not None and (self.prepare is None or self.memory is None):
+            chosen = (self._search.note(),)
         plan = self._plan(self._options.captured_capacities(), limit)
         self.memory = replace(plan, notes=(*chosen, *plan.notes))
         return self.memory.kept[::-1]
@@ -189,17 +219,33 @@ class Executor:
             self._consensus,
         )
 
-    def _choose_recompute(self, limit: int | None) -> tuple[str, ...]:
-        """Leaves the model with the least recomputation that fits; what is to be said of it."""
-        largest = max(self._options.captured_capacities())
-
-        def needed() -> int | None:
-            banks = self._plan([largest], None).banks
-            return sum(bank.total for bank in banks) if banks else None
-
+    def _new_search(self) -> LeastRecompute:
+        limit = limit_of(self._options.memory_budget, self._device)
         room = available_memory(self._device) if limit is None else limit
-        agree = agreement(self.everyone, self._device)
-        return (choose_recompute(self.runner.graphed, needed, room, agree)[1],)
+        return LeastRecompute(self.runner.graphed, room, agreement(self.everyone, self._device))
+
+    def _needed(self) -> int | None:
+        """Bytes of graphs of the largest capacity; None where a trial failed."""
+        banks = self._plan([max(self._options.captured_capacities())], None).banks
+        return sum(bank.total for bank in banks) if banks else None
+
+    def _search_on(self, search: LeastRecompute) -> bool:
+        """Leave the model with the next recomputation that fits, for one more step of warm-up, by
+        which the rest is prepared. False: nothing is captured."""
+        assert self.prepare is not None
+        search.next(self._needed, self.prepare.start_over)
+        self._put_off += 1
+        return False
+
+    def _fits_as_planned(self, search: LeastRecompute, steps_done: int) -> bool:
+        """Prepare the rest; whether graphs fit with that, too."""
+        assert self.prepare is not None
+        try:
+            self.prepare(steps_done)
+        except ConfigError as error:  # on all ranks: what was asked for cannot be had so
+            search.refuse("; ".join(error.problems))
+            return False
+        return search.fits(self._needed, " as planned")
 
     def tune(self, batches: Sequence[StepPack], note: Callable[[str], None]) -> bool:
         """After `before_step`: decide which way each microbatch of the step runs; whether the step

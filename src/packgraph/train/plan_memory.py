@@ -26,7 +26,13 @@ from packgraph.train.config.sections import TrainConfig
 from packgraph.train.config.values import CommandArguments, Count, option
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.memory import need_of
-from packgraph.train.plan_world import RowWork, Speeds, activation_choices, world_choices
+from packgraph.train.plan_world import (
+    RowWork,
+    Speeds,
+    activation_choices,
+    moved_kind,
+    world_choices,
+)
 from packgraph.viz.drawing import aligned
 
 FITS = {None: "-", True: "yes", False: "no"}
@@ -127,13 +133,13 @@ def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[Memo
     for kind, offload in activation_choices():
         kept = round(columns[kind] * itemsize * tokens)
         working = round((0 if kind == NONE else layer) * itemsize * tokens)
-        near = 2 * kept / model.depth if offload else kept
-        copy_s = kept / (asked.gb_s * 1e9) if offload else 0.0
+        moved = round(columns[moved_kind(kind)] * itemsize * tokens) if offload else 0
+        near = kept - moved + 2 * moved / model.depth
+        copy_s = moved / (asked.gb_s * 1e9)
         spent = max(forward_s, copy_s) + max(2 * forward_s + work.again_s[kind], copy_s)
         device = need.state + head + working + round(near)
         fits = None if (limit := asked.limit()) is None else device <= limit
-        host = kept if offload else 0
-        found.append(MemoryChoice(kind, offload, device, host, spent / (3 * forward_s), fits))
+        found.append(MemoryChoice(kind, offload, device, moved, spent / (3 * forward_s), fits))
     return found
 
 
@@ -199,7 +205,22 @@ def plan_memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> str:
             for choice in choices
         ),
     ]
-    return "\n".join([title, "", *aligned(rows)]) + "\n"
+    told = [] if asked.memory is None else ["", *map(_automatic, _by_offloading(choices))]
+    return "\n".join([title, "", *aligned(rows), *told]) + "\n"
+
+
+def _by_offloading(choices: Sequence[MemoryChoice]) -> list[list[MemoryChoice]]:
+    return [[one for one in choices if one.offload == offload] for offload in (False, True)]
+
+
+def _automatic(choices: Sequence[MemoryChoice]) -> str:
+    """What `run.recompute = auto` comes to among these, the least recomputation first."""
+    chosen = next((choice.recompute for choice in choices if choice.fits), choices[-1].recompute)
+    also = "" if any(choice.fits for choice in choices) else ", which does not fit"
+    moving = (
+        "with everything on the host that may move" if choices[0].offload else "without offloading"
+    )
+    return f"--run.recompute auto, {moving}: {chosen}{also}"
 
 
 def _moves(choice: MemoryChoice) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from packgraph.models.decoder import layer_matrices
-from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
+from packgraph.models.recompute import FULL, KINDS, NONE
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.train.config.sections import GraphConfig, OffloadConfig, ParallelConfig, TrainConfig
@@ -148,12 +148,16 @@ def _sizes(ranks: int, most: int) -> list[int]:
 
 
 def activation_choices() -> Iterator[tuple[str, bool]]:
-    """Recomputation, and whether what is kept waits on the host."""
+    """Recomputation, and whether what is kept waits on the host: all of it, or the inputs of
+    layers, since results that are kept selectively do not pass the hooks of offloading."""
     for offload in (False, True):
         for kind in KINDS:
-            # What is kept selectively does not pass the hooks of offloading.
-            if not (offload and kind == SELECTIVE):
-                yield kind, offload
+            yield kind, offload
+
+
+def moved_kind(recompute: str) -> str:
+    """The recomputation that keeps as much as offloading moves beside `recompute`."""
+    return NONE if recompute == NONE else FULL
 
 
 def _spread(
@@ -165,7 +169,7 @@ def _spread(
     tokens: int,
 ) -> TrainConfig:
     """The run in that layout, with graphs of chunks of one shape."""
-    modules = ("layer_input",) if recompute == FULL else config.offload.modules or ("core_attn",)
+    modules = ("layer_input",) if recompute != NONE else config.offload.modules or ("core_attn",)
     return replace(
         config,
         run=replace(config.run, recompute=recompute),
@@ -202,10 +206,10 @@ def _choice(
     parallel, recompute = config.parallel, config.run.recompute
     layout, offload = parallel.layout(), bool(config.offload.modules)
     (capacity,) = config.graph.captured_capacities()
-    kept, near, working, head = _activation_bytes(config, rows, work, offload)
+    moved, near, working, head = _activation_bytes(config, rows, work, offload)
     parts = layout.tp * layout.cp * layout.pp
     forward, again = work.forward_s / parts, work.again_s[recompute] / parts
-    copies = kept / (speeds.copies * 1e9) if offload else 0.0
+    copies = moved / (speeds.copies * 1e9)
     per_row = max(forward, copies) + max(2 * forward + again, copies)
     sent, waited = _sent(config, held, rows, forward, 2 * forward + again, speeds)
     bubble = (layout.pp - 1) / parallel.chunks * per_row
@@ -223,7 +227,7 @@ def _choice(
         recompute=recompute,
         offload=offload,
         device=device,
-        host=kept * min(layout.pp, rows) if offload else 0,
+        host=moved * min(layout.pp, rows),
         seconds=seconds,
         tokens_per_second=rows * capacity.tokens / seconds / layout.inner,
         sent={axis: round(size) for axis, size in sent.items() if size},
@@ -235,8 +239,8 @@ def _choice(
 def _activation_bytes(
     config: TrainConfig, rows: int, work: RowWork, offload: bool
 ) -> tuple[int, int, int, int]:
-    """Of the fullest rank: what one row keeps, what all rows in flight keep on the device, what one
-    layer computes again, and the head."""
+    """Of the fullest rank: what of one row waits on the host, what all rows in flight keep on the
+    device, what one layer computes again, and the head."""
     model, layout = config.model, config.parallel.layout()
     (capacity,) = config.graph.captured_capacities()
     itemsize = 4 if config.run.dtype == "float32" else 2
@@ -244,11 +248,15 @@ def _activation_bytes(
     head = memory(capacity)
     layers = -(-model.depth // layout.pp)
     whole = replace(memory, layers=layers)(capacity) - head
-    kept = round(whole * work.columns[config.run.recompute] / work.columns[NONE])
-    in_flight = min(layout.pp, rows)
-    near = round(2 * kept / layers) if offload else kept * in_flight
-    working = 0 if config.run.recompute == NONE else round(whole / layers)
-    return kept, near, working, head
+    recompute = config.run.recompute
+    kept, passing = (
+        round(whole * work.columns[kind] / work.columns[NONE])
+        for kind in (recompute, moved_kind(recompute))
+    )
+    moved = passing if offload else 0
+    near = (kept - moved) * min(layout.pp, rows) + round(2 * moved / layers)
+    working = 0 if recompute == NONE else round(whole / layers)
+    return moved, near, working, head
 
 
 def _sent(

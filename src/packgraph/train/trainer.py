@@ -448,10 +448,8 @@ class Trainer:
 
     def _enter_step(self) -> None:
         """Say what the next step is."""
-        done, graph = self._made, self.config.graph
-        phase = (
-            "warm-up" if done < graph.warmup else "capture" if done == graph.warmup else "replay"
-        )
+        done, graph, warmup = self._made, self.config.graph, self.executor.warmup
+        phase = "warm-up" if done < warmup else "capture" if done == warmup else "replay"
         self._whereabouts.at(phase if graph.enabled else "training", self.step + 1)
 
     def _time_rows(self) -> bool:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from packgraph.packing.bins import WaitingLengths, pack_lengths
+from packgraph.packing.bins import OpenPack, WaitingLengths, pack_lengths
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.pack import pack
 
 pytest.importorskip("hypothesis")
-from hypothesis import given, strategies
+from hypothesis import assume, given, strategies
 
 CAPACITIES = strategies.lists(
     strategies.builds(Capacity, strategies.integers(1, 40), strategies.integers(1, 6)),
@@ -49,3 +49,44 @@ def test_room_is_that_of_the_roomiest_capacity(capacities, tokens, documents, lo
         )
     ]
     assert CapacitySet(capacities).room(tokens, documents, longest) == max(naive, default=0)
+
+
+def naive_packs(lengths, capacities, window):
+    """The specification of `WaitingLengths`, by scans: the longest waiting opens a pack; then the
+    longest that fits, of equal ones the longest waiting, joins it until none does."""
+    waiting, coming, packs = {}, list(enumerate(lengths)), []
+    while coming or waiting:
+        while coming and len(waiting) < window:
+            number, length = coming.pop(0)
+            waiting[number] = capacities.places(length)
+        pack = OpenPack()
+        chosen = min(waiting)
+        while chosen is not None:
+            pack.add(chosen, waiting.pop(chosen))
+            room = pack.room(capacities)
+            fitting = [(-length, number) for number, length in waiting.items() if length <= room]
+            chosen = min(fitting)[1] if fitting else None
+        pack.members.sort()
+        packs.append(pack)
+    return packs
+
+
+@given(
+    CAPACITIES, strategies.integers(1, 20), strategies.sampled_from([1, 2, 4]), strategies.data()
+)
+def test_packs_of_a_window_are_those_of_scans(capacities, window, multiple, data):
+    assume(any(capacity.bound >= multiple for capacity in capacities))
+    allowed = CapacitySet(capacities, multiple)
+    lengths = data.draw(strategies.lists(strategies.integers(1, allowed.longest), max_size=80))
+    assert list(pack_lengths(lengths, allowed, window=window)) == naive_packs(
+        lengths, allowed, window
+    )
+
+
+def test_lengths_that_come_together_are_those_that_come_one_by_one():
+    together, single = (WaitingLengths(CapacitySet(Capacity(40, 5))) for _ in range(2))
+    lengths = [7, 7, 33, 1, 12, 40, 7]
+    assert list(together.extend(lengths)) == [single.add(length) for length in lengths]
+    while len(single):
+        assert together.take() == single.take()
+    assert not len(together)

@@ -86,12 +86,70 @@ def test_auto_chooses_the_least_that_fits(kept, tmp_path):
     assert chosen == ["none", "full"]
 
 
+MODULES = ("qkv_linear", "core_attn", "mlp_act", "layer_input")
+
+
+def auto(folder, limit, modules, **offload):
+    """A run that chooses: its state, the choice, bytes of graphs, the summary and the log."""
+    config = made("auto", offload=modules, memory_budget=limit, granularity="chunk", strict=True)
+    config = replace(config, offload=replace(config.offload, **offload))
+    assert validate(config, "cpu") == []
+    state, summary, kinds, log = finish(folder / "run", config)
+    memory = summary["memory"]
+    assert not memory["dropped"] and summary["replayed"] >= 6
+    total = memory["predicted_pool_bytes"] + sum(memory["buffer_bytes"])
+    return state, kinds[1] or "none", total, summary, log
+
+
+def test_auto_counts_on_what_is_offloaded(kept, tmp_path):
+    def run(limit, modules, **offload):
+        state, *found = auto(tmp_path / str(len([*tmp_path.iterdir()])), limit, modules, **offload)
+        assert all(torch.equal(state[name], kept[name]) for name in kept)
+        return found
+
+    kind, alone, _, _ = run("1GiB", ())
+    assert kind == "none"
+    kind, both, summary, log = run("1GiB", MODULES)
+    assert kind == "none" and both < alone and summary["offload"][0]["moved_bytes"] > 0
+    assert "none as planned" in log
+    between = f"{(alone + both) / 2 / 1024}KiB"
+    assert run(between, ())[0] == "full"
+    assert run(between, MODULES)[0] == "none"
+    # A plan that leaves everything where it is does not fit, though everything moved does.
+    kind, _, summary, log = run(between, MODULES, fraction=0.0)
+    assert kind == "full" and summary["offload"][0]["moved_bytes"] == 0
+    assert "none as planned" in log and "selective" in log
+
+
+def test_auto_offloads_what_the_choice_leaves(kept, tmp_path):
+    state, kind, _, summary, log = auto(tmp_path / "0", "1GiB", MODULES, budget="5KiB")
+    (told,) = summary["offload"]
+    assert kind == "selective" and "none not: offload.budget = 5KiB: no plan" in log
+    assert told["groups"] == 2 and told["moved"] == 1  # the inputs of two layers
+    assert all(torch.equal(state[name], kept[name]) for name in kept)
+    # The second plan, by graphs, is for the same choice.
+    state, kind, _, summary, log = auto(tmp_path / "1", "1GiB", MODULES, lost=0.9)
+    (told,) = summary["offload"]
+    assert kind == "none" and told["moved"] == told["groups"] > 0
+    assert summary["captured"] == 6 and log.count("recompute auto chose none") == 1
+    assert all(torch.equal(state[name], kept[name]) for name in kept)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"recompute": "atn"}, "run.recompute = atn: 'atn' cannot be recomputed.*mean 'attn'"),
         ({"recompute": "auto", "graph": False}, "auto reads memory off graphs on trial"),
         ({"recompute": "auto", "granularity": "step"}, "auto is not there yet with"),
+        (
+            {"recompute": "auto", "offload": ("layer_input",), "granularity": "layer"},
+            "layer_input saves a hidden state that a region takes in",
+        ),
+        ({"recompute": "auto", "offload": ("mlp_at",)}, "no module 'mlp_at'"),
+        (
+            {"recompute": "auto", "offload": ("mlp_act",), "compile": True},
+            "run.recompute = auto has nothing to choose by",
+        ),
         ({"recompute": "full", "parallel": ParallelConfig(tp=2)}, "cannot be recomputed yet"),
         ({"offload": ("layer_input",)}, "layer_input is what recomputation begins with"),
         ({"recompute": "full", "offload": ("mlp_act",)}, "mlp_act is computed again in the backw"),

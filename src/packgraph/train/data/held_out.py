@@ -28,6 +28,8 @@ from packgraph.train.data.source import (
     DataError,
     DocumentSource,
     SourceDocument,
+    StoredSource,
+    TokenizerName,
 )
 from packgraph.train.data.tokenizer import Tokenizer, tokenized
 
@@ -55,6 +57,16 @@ class Selected:
 
     def __getitem__(self, index: int) -> SourceDocument:
         return self._source[int(self._indices[index])]
+
+    @property
+    def made(self) -> TokenizerName | None:
+        """As `StoredSource`; None where the source is none."""
+        return self._source.made if isinstance(self._source, StoredSource) else None
+
+    def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `StoredSource`; only where the source is one."""
+        assert isinstance(self._source, StoredSource)
+        return self._source.lengths(self._indices[indexes])
 
     @property
     def bad(self) -> BadDocuments:

@@ -56,7 +56,7 @@ class PartOrder:
     it, and tokens so far."""
 
     def __init__(self, part: SourcePart, number: int, first: int, seed: Sequence[int]) -> None:
-        """number: of the part. first: index of its first document in the source. seed: of its
+        """number: of this part. first: index of its first document in the source. seed: of its
         shuffles, with the epoch behind it."""
         self.part, self.number, self._first, self._seed = part, number, first, seed
         self.load([0, 0, 0, 0])
@@ -96,6 +96,10 @@ class PartOrder:
 
     def _place(self, epoch: int, position: int, order: NDArray[np.int64]) -> OrderPlace:
         return OrderPlace(self.number, epoch, position, self._first + int(order[position]))
+
+    def upcoming(self, most: int) -> NDArray[np.int64]:
+        """Indexes in the source of the next documents of the epoch, at most so many."""
+        return self._order[self.position : self.position + most] + self._first
 
     @property
     def share(self) -> float:
@@ -154,16 +158,26 @@ class DocumentOrder:
         total = sum(part.part.weight for part in self._parts)
         return [part.part.weight / total for part in self._parts]
 
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one part only."""
+        return len(self._parts) == 1
+
+    def upcoming(self, most: int) -> NDArray[np.int64]:
+        """Indexes in the source of the next documents of the part whose turn it is, at most so many
+        and within its epoch."""
+        return self._turn.upcoming(most)
+
     def begin_epoch(self) -> None:
         """Shuffle the part whose turn it is anew."""
         self._turn.load([self._turn.epoch + 1, 0, 0, self._turn.tokens])
 
-    def advance(self, usable: int, tokens: int) -> None:
-        """The document whose turn it was is done with: it gave so many for packing, of so many
-        tokens."""
+    def advance(self, usable: int, tokens: int, documents: int = 1) -> None:
+        """So many documents, of one part, are done with: they gave `usable` for packing, of
+        `tokens` tokens."""
         turn = self._turn
-        turn.position, turn.usable = turn.position + 1, turn.usable + usable
-        if len(self._parts) > 1:
+        turn.position, turn.usable = turn.position + documents, turn.usable + usable
+        if not self.is_single:
             turn.tokens += tokens
             self._choose()
 

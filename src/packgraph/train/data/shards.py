@@ -240,6 +240,14 @@ class Shard:
             for place in range(first, stop)
         )
 
+    def lengths_of_rows(self) -> NDArray[np.uint32]:
+        """Tokens and loss tokens of each row that is one document, else 0: [2, rows]."""
+        first, found = self.rows[:-1], np.zeros((2, len(self)), np.uint32)
+        is_one = (np.diff(self.rows) == 1) & (first >= 0) & (first < len(self.records))
+        records = self.records[first[is_one]]
+        found[:, is_one] = records["length"], records["loss_tokens"]
+        return found
+
     def predicts_all(self, number: int) -> bool:
         """Whether all tokens of document `number` are to be predicted."""
         return self._kinds.item(number) == ALL
@@ -311,10 +319,12 @@ class ShardSource:
                 "packgraph data build again, which goes on"
             )
         self._path = path
-        self._made = TokenizerName(manifest.tokenizer, manifest.tokenizer_name)
+        self.made = TokenizerName(manifest.tokenizer, manifest.tokenizer_name)
         facts = [manifest.shards[number] for number in range(manifest.count)]
         self._shards = [Shard(folder, one, manifest.token_type) for one in facts]
         self._rows = manifest.rows if limit is None else min(limit, manifest.rows)
+        # All of them in memory, 8 bytes each: documents in a shuffled order are in any shard.
+        self.lengths_of_rows = np.concatenate([one.lengths_of_rows() for one in self._shards], 1)
         self.bad = BadDocuments(
             sum(one.bad for one in facts), [text for one in facts for text in one.first_bad]
         )
@@ -329,8 +339,13 @@ class ShardSource:
     def __getitem__(self, index: int) -> SourceDocument:
         number, row = divmod(index, self.manifest.rows_per_shard)
         return SourceDocument(
-            f"{self._path}, document {index}", stored=self._shards[number].row(row), made=self._made
+            f"{self._path}, document {index}", stored=self._shards[number].row(row), made=self.made
         )
+
+    def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `StoredSource`."""
+        tokens, loss_tokens = self.lengths_of_rows[:, indexes].astype(np.int64)
+        return tokens, loss_tokens
 
     def check_unchanged(self) -> None:
         """Raise DataChangedError naming a file that is not what it was when it was opened."""
@@ -351,6 +366,8 @@ class MixtureSource:
             SourcePart(len(source), weight)
             for source, weight in zip(self._sources, weights.values(), strict=True)
         ]
+        made = {source.made for source in self._sources}
+        self.made = made.pop() if len(made) == 1 else None
         self._first = np.cumsum([0, *map(len, self._sources)])
         self.bad = sum((source.bad for source in self._sources), BadDocuments())
         self.largest_id = max(source.largest_id for source in self._sources)
@@ -363,6 +380,15 @@ class MixtureSource:
     def __getitem__(self, index: int) -> SourceDocument:
         place = int(np.searchsorted(self._first, index, "right")) - 1
         return self._sources[place][index - int(self._first[place])]
+
+    def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """As `StoredSource`."""
+        found = np.zeros((2, len(indexes)), np.int64)
+        places = np.searchsorted(self._first, indexes, "right") - 1
+        for place in np.unique(places):
+            here = places == place
+            found[:, here] = self._sources[place].lengths(indexes[here] - self._first[place])
+        return found[0], found[1]
 
     def check_unchanged(self) -> None:
         """Raise DataChangedError naming a file that is not what it was when it was opened."""

@@ -9,7 +9,10 @@ that are left out are counted, with the places of the first ones (`BadDocuments`
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from packgraph.packing.document import PackableDocument
 from packgraph.train.config.values import SHOWN, shown
@@ -114,6 +117,22 @@ class SourceDocument:
     made: TokenizerName | None = None
     prompt: str = ""
     rejected: "SourceDocument | None" = None
+
+
+@runtime_checkable
+class StoredSource(Protocol):
+    """What a `DocumentSource` of stored tokens has besides: lengths of many documents at once.
+
+    made: the tokenizer that all of them were stored with; None where there is no such one.
+    """
+
+    @property
+    def made(self) -> TokenizerName | None: ...
+
+    def lengths(self, indexes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens and loss tokens of what is stored at each of `indexes`, where that is one
+        document, 0 elsewhere."""
+        ...
 
 
 class DocumentSource(Protocol):

@@ -39,6 +39,7 @@ from packgraph.train.data.source import (
     Message,
     MissingPackageError,
     SourceDocument,
+    TokenizerName,
 )
 from packgraph.train.run_files import parse_json
 
@@ -383,6 +384,11 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     return FileTokenizer(config.tokenizer)
 
 
+def is_made_by(made: TokenizerName | None, tokenizer: Tokenizer) -> bool:
+    """Whether stored tokens are of this tokenizer."""
+    return made is not None and made.fingerprint == tokenizer.fingerprint
+
+
 def tokenized(document: SourceDocument, tokenizer: Tokenizer) -> Sequence[PackableDocument]:
     """What `document` is to be packed as: what `tokenizer` makes of it, or what was stored.
 
@@ -390,10 +396,9 @@ def tokenized(document: SourceDocument, tokenizer: Tokenizer) -> Sequence[Packab
     """
     if document.stored is None:
         return tokenizer.encode(document)
-    made = document.made
-    if made is None or made.fingerprint != tokenizer.fingerprint:
+    if not is_made_by(document.made, tokenizer):
         raise DataError(
-            f"{document.where}: tokenized with {made}, not with data.tokenizer "
+            f"{document.where}: tokenized with {document.made}, not with data.tokenizer "
             f"({tokenizer.fingerprint}); name the tokenizer that the shards were built with, or "
             "build them again"
         )

@@ -29,10 +29,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from packgraph.graphs.checkpointed import LAYER_INPUT
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.stages import Run, Stage, cut_runs, scope_errors
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import ModelChunks, layer_kind, named_stages
+from packgraph.models.recompute import FULL, NONE
 from packgraph.offloading.attach import attach
 from packgraph.offloading.knobs import knob_moves, plan_by_knobs
 from packgraph.offloading.plan import CopySpeed, OffloadPlan, OffloadTrace
@@ -46,7 +48,7 @@ from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, TrainConfig
 from packgraph.train.executor import Executor
-from packgraph.train.features.recompute import recomputed_stages
+from packgraph.train.features.recompute import AUTO, recomputed_stages
 from packgraph.train.run_files import writing
 from packgraph.viz.offload import chrome_trace, draw_offload_svg, offload_figures, offload_table
 
@@ -122,10 +124,13 @@ class TrainerOffloading:
         device: torch.device,
         everyone: dist.ProcessGroup | None,
         captures: bool = True,
+        modules: Sequence[str] = (),
     ) -> None:
         """planners: of the runtimes, which get them when `warmup` steps are over: nothing shall
         plan before. everyone: all ranks of the run, None = this process alone. captures: whether
-        there will be graphs of whole passes."""
+        there will be graphs of whole passes. modules: that may move, however layers are
+        recomputed."""
+        self._modules = modules
         self.runtimes, self.planners, self._warmup, self._device = (
             list(runtimes),
             list(planners),
@@ -200,6 +205,12 @@ class TrainerOffloading:
             raise ConfigError(found)
         return [told for _, told in every]
 
+    def start_over(self, recompute: str) -> None:
+        """Layers are recomputed otherwise, so that others of the modules save something: everything
+        moves, and the next passes are planned by."""
+        for runtime in self.runtimes:
+            runtime.start_over(moved_modules(self._modules, recompute))
+
     def summary(self) -> dict[str, Any]:
         """What was planned, for each chunk: groups and bytes of a microbatch, what the plan
         predicts, and the speed of copies, which it counts on: of plain ones, or of those in
@@ -241,10 +252,12 @@ def make_offloading(
     # Graphs with several slots keep what backwards need in a pool of its own.
     one_pool = not config.graph.enabled or stages > 1 or config.graph.slots == 1
     runtimes, planners = [], []
+    is_auto = config.run.recompute == AUTO
+    modules = moved_modules(options.modules, FULL) if is_auto else options.modules
     for number, (chunk, count) in enumerate(zip(model.chunks, slots, strict=True)):
         planner = Planner(options, rank, count, one_pool)
         runtime = OffloadRuntime(
-            options.modules,
+            modules,
             executor.copy_streams(number) or make_copy_streams(device),
             min_bytes=options.min_bytes,
             in_flight=options.in_flight,
@@ -256,7 +269,7 @@ def make_offloading(
         planners.append(planner)
     whole = config.graph.enabled and config.graph.granularity != "layer"
     return TrainerOffloading(
-        runtimes, planners, config.graph.warmup, device, mesh.everyone(), whole
+        runtimes, planners, config.graph.warmup, device, mesh.everyone(), whole, options.modules
     )
 
 
@@ -277,14 +290,28 @@ def offload_problems(config: TrainConfig) -> list[str]:
         runs: Sequence[Run] = [Run(0, len(stages), False)]
     else:
         runs = cut_runs(stages, graph.scope, granularity)
-    found = why_not(
-        options.modules,
-        stages,
-        runs,
-        list(recomputed_stages(config)),
-        stashed=config.parallel.expert_stash > 0,
-    )
-    return [f"offload.modules: {problem}" for problem in found]
+    kinds = {"": list(recomputed_stages(config))}
+    asked = {"": options.modules}
+    if config.run.recompute == AUTO:  # either of them moves, or the other
+        kinds |= {NONE: []}
+        asked = {kind: moved_modules(options.modules, kind or FULL) for kind in kinds}
+    stashed = config.parallel.expert_stash > 0
+    found = [
+        problem
+        for kind, recomputed in kinds.items()
+        for problem in why_not(asked[kind], stages, runs, recomputed, stashed)
+    ]
+    if config.run.recompute == AUTO and graph.compile:
+        found.append(
+            "with graph.compile all that a layer saves moves, so that run.recompute = auto has "
+            "nothing to choose by: choose none or full"
+        )
+    return [f"offload.modules: {problem}" for problem in dict.fromkeys(found)]
+
+
+def moved_modules(modules: Sequence[str], recompute: str) -> tuple[str, ...]:
+    """Which of `modules` save something where layers are recomputed so: `none` or in any way."""
+    return tuple(name for name in modules if (name == LAYER_INPUT) == (recompute != NONE))
 
 
 def _every_stage(model: DecoderConfig) -> Sequence[Stage]:

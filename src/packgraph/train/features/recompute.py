@@ -5,6 +5,12 @@ of the largest capacity are captured on trial with nothing recomputed, selective
 first whose pools fit stays:
 
     none ──▶ trial ──▶ too large ──▶ selective ──▶ trial ──▶ too large ──▶ full
+
+With offloading everything that may move does so in a trial. What fits then runs for a step eagerly,
+by which the offloading is planned; if graphs by that plan, which may leave more on the device, are
+too large, the search goes on:
+
+    none ──▶ trial ──▶ fits ──▶ step ──▶ plan ──▶ trial ──▶ too large ──▶ selective ──▶ ...
 """
 
 from collections.abc import Callable, Sequence
@@ -76,37 +82,48 @@ def set_recompute(chunks: Sequence[nn.Module], what: str) -> None:
             recompute(module, what)
 
 
-def choose_recompute(
-    chunks: Sequence[nn.Module],
-    needed: Callable[[], int | None],
-    limit: int | None,
-    agree: Callable[[bool], bool],
-) -> tuple[str, str]:
-    """Choose the least recomputation that fits, and leave the chunks with it.
+class LeastRecompute:
+    """The search for the least recomputation that fits, beginning with none.
 
-    Args:
-        chunks: Of this rank.
-        needed: Bytes that graphs of the largest capacity take now; None where a trial failed.
-        limit: Bytes that there are, None = nobody knows, and everything is recomputed.
-        agree: Whether something holds on all ranks. Collective.
-
-    Returns:
-        The choice, and what is to be said of it.
+    chunks: of this rank. limit: bytes that there are, None = nobody knows, and everything is
+    recomputed. agree: whether something holds on all ranks; collective, as all methods are.
     """
-    told = []
-    for kind in KINDS:
-        set_recompute(chunks, kind)
-        if kind == FULL:
-            break
-        found = needed() if agree(limit is not None) else None
-        told.append(f"{kind} {'unknown' if found is None else shown(found)}")
-        if agree(found is not None and limit is not None and found <= limit):
-            break
-    room = "an unknown budget" if limit is None else shown(limit)
-    return (
-        kind,
-        f"recompute auto chose {kind}: graphs of the largest row, {', '.join(told)}; {room}",
-    )
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], limit: int | None, agree: Callable[[bool], bool]
+    ) -> None:
+        self.kind = FULL
+        self._chunks, self._limit, self._agree = chunks, limit, agree
+        self._left, self._told = list(KINDS), list[str]()
+
+    def next(self, needed: Callable[[], int | None], start: Callable[[str], None]) -> None:
+        """Leave the chunks with the next recomputation that fits, `full` if none does.
+
+        needed: bytes that graphs of the largest capacity take now; None where a trial failed.
+        start: told of each recomputation before it is looked at.
+        """
+        while self._left:
+            self.kind = self._left.pop(0)
+            set_recompute(self._chunks, self.kind)
+            start(self.kind)
+            if self.kind == FULL or self.fits(needed):
+                break
+
+    def fits(self, needed: Callable[[], int | None], how: str = "") -> bool:
+        """Whether what is `needed` now is there on all ranks. how: what else is said of it."""
+        found = needed() if self._agree(self._limit is not None) else None
+        self._told.append(f"{self.kind}{how} {'unknown' if found is None else shown(found)}")
+        return self._agree(found is not None and self._limit is not None and found <= self._limit)
+
+    def refuse(self, why: str) -> None:
+        """What was looked at last cannot be, on any rank."""
+        self._told.append(f"{self.kind} not: {why}")
+
+    def note(self) -> str:
+        """What is to be said of the choice."""
+        room = "an unknown budget" if self._limit is None else shown(self._limit)
+        trials = ", ".join(self._told)
+        return f"recompute auto chose {self.kind}: graphs of the largest row, {trials}; {room}"
 
 
 def _at_first(config: TrainConfig) -> str:
