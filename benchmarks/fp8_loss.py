@@ -1,6 +1,7 @@
 """Losses of training in float8 beside those in bfloat16, at the same seeds and on the same text.
 
     PYTHONPATH=src python benchmarks/fp8_loss.py --out rows.jsonl                # one H200, < 400 s
+    python benchmarks/fp8_loss.py --precision fp8_weight_gradients --out rows.jsonl
     python benchmarks/fp8_loss.py --picture docs/fp8_loss.svg rows.jsonl
 
 Trained is the shape of Qwen3-0.6B (with an embedding of bytes) on the sources of Python's own
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from packgraph.ops.float8.linear import FLOAT8
+from packgraph.ops.float8.linear import FLOAT8, LAYERS
 from packgraph.ops.linear import NATIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.presets import qwen3_0_6b, qwen3_tiny
@@ -35,7 +36,6 @@ from packgraph.verification.compared_run import ComparedRun
 VOCABULARY = 320  # bytes, and what ends a document
 LAST = 50  # steps that a run is judged by
 LIMIT = 0.005  # relative difference of their mean losses
-PRECISIONS = (NATIVE, FLOAT8)
 
 
 def run_config(options: argparse.Namespace, precision: str, seed: int) -> TrainConfig:
@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     differences = []
     for seed in range(options.seeds):
         means = {}
-        for precision in PRECISIONS:
+        for precision in (NATIVE, options.precision):
             config, begun = run_config(options, precision, seed), time.perf_counter()
             losses = train(config)
             means[precision] = sum(losses[-LAST:]) / len(losses[-LAST:])
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "torch": torch.__version__,
                 "commit": options.commit,
             }
-        differences.append(means[FLOAT8] / means[NATIVE] - 1)
+        differences.append(means[options.precision] / means[NATIVE] - 1)
         yield {"benchmark": "fp8_loss", "seed": seed, "difference": differences[-1]}
     within = all(abs(difference) <= LIMIT for difference in differences)
     yield {"benchmark": "fp8_loss", "differences": differences, "limit": LIMIT, "within": within}
@@ -136,6 +136,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="?", type=Path, help="rows to draw")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--precision", choices=[*LAYERS][1:], default=FLOAT8)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--tokens", type=int, default=4096, help="of a row")

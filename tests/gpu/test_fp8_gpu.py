@@ -12,7 +12,7 @@ from packgraph.ops.float8.cast import (
     naive_rows_to_float8,
     rows_to_float8,
 )
-from packgraph.ops.float8.linear import FLOAT8, float8_problems
+from packgraph.ops.float8.linear import FLOAT8, FLOAT8_GRADIENTS, float8_problems
 from packgraph.ops.linear import linear_layer, product
 from packgraph.verification.matrix import random_packs, tiny_config
 from packgraph.verification.verify import verify
@@ -60,6 +60,10 @@ def test_kernels_cast_as_the_specification_says(dtype, size):
     assert same(columns_to_float8(x), naive_columns_to_float8(x))
     stack = torch.stack([x, -0.5 * x])
     assert same(columns_to_float8(stack), naive_columns_to_float8(stack))
+    taken = torch.arange(size[0], device=DEVICE)[:, None] % 3 > 0
+    how = taken, 16
+    assert same(columns_to_float8(x, *how), naive_columns_to_float8(x, *how))
+    assert not same(columns_to_float8(x, *how)[1:], columns_to_float8(x, None, 16)[1:])
 
 
 @pytest.mark.parametrize("size", [(9, 48), (65, 9728)])
@@ -77,15 +81,18 @@ def gradients(layer, x, grad):
 
 
 @pytest.mark.parametrize("rows", [1, 250, 4096])
-def test_a_layer_is_near_its_emulation(rows):
-    """The device sums with fewer bits than float32 has, the emulation does not: 1 %."""
-    layer = linear_layer(FLOAT8, 512, 1040).to(torch.bfloat16)
+@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
+def test_a_layer_is_near_its_emulation(precision, rows):
+    """The device sums with fewer bits than float32 has, the emulation does not: 1 %, in float8 over
+    all rows 3 %."""
+    layer = linear_layer(precision, 512, 1040).to(torch.bfloat16)
     x, grad = torch.randn(rows, 512).bfloat16(), torch.randn(rows, 1040).bfloat16()
     expected = gradients(layer, x, grad)
     found = gradients(layer.to(DEVICE), x.to(DEVICE), grad.to(DEVICE))
-    for ours, theirs in zip(found, expected, strict=True):
+    near = 0.01, 0.01, 0.03 if precision == FLOAT8_GRADIENTS else 0.01
+    for ours, theirs, limit in zip(found, expected, near, strict=True):
         ours, theirs = ours.cpu().float(), theirs.float()
-        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+        assert (ours - theirs).norm() < limit * theirs.norm()
 
 
 @pytest.mark.parametrize("transposed", [True, False])
@@ -101,8 +108,9 @@ def test_grouped_products_are_near_their_emulation(transposed):
     assert (found[:280].cpu().float() - expected).norm() < 0.01 * expected.norm()
 
 
-def test_rows_of_padding_reach_no_other_row_and_no_weight():
-    layer = linear_layer(FLOAT8, 512, 1040).to(DEVICE, torch.bfloat16)
+@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
+def test_rows_of_padding_reach_no_other_row_and_no_weight(precision):
+    layer = linear_layer(precision, 512, 1040).to(DEVICE, torch.bfloat16)
     x, grad = (torch.randn(256, n, device=DEVICE).bfloat16() for n in (512, 1040))
     x[200:], grad[200:] = 0.0, 0.0
     expected = gradients(layer, x, grad)
@@ -114,11 +122,12 @@ def test_rows_of_padding_reach_no_other_row_and_no_weight():
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
-def test_float8_trains_through_graphs_bit_by_bit(granularity, compile):
+@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
+def test_float8_trains_through_graphs_bit_by_bit(precision, granularity, compile):
     config = tiny_config(granularity, 0.0, 6)
     model = replace(
         config.model,
-        precision=FLOAT8,
+        precision=precision,
         hidden_size=128,
         intermediate_size=256,
         head_dim=64,

@@ -63,7 +63,7 @@ from packgraph.bench.rows import Column, Row, Rows, gibibytes, median, quantile,
 from packgraph.bench.timing import Deadline, busy_time, time_calls
 from packgraph.bench.variants import FLOAT8_WAYS, WAYS, Maker, Setting, Way
 from packgraph.models.stack import DecoderStack
-from packgraph.ops.float8.linear import FLOAT8
+from packgraph.ops.float8.linear import is_float8
 from packgraph.packing.batch import PackedBatch
 from packgraph.train.config.values import Count, option
 
@@ -283,7 +283,7 @@ class StepComparison(Comparison[Way]):
     def tolerance(self, name: str) -> float:
         """Largest relative difference of the losses of a way that is rounding; in float8, of
         numbers with four bits."""
-        return 1e-2 if FLOAT8 in name.split("+") else super().tolerance(name)
+        return 1e-2 if any(map(is_float8, name.split("+"))) else super().tolerance(name)
 
     def _block(self, number: int) -> slice:
         """The microbatches of a round."""

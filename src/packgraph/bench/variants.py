@@ -13,7 +13,8 @@ they are; what was made for one shape gets them in that shape:
                                          cannot know them take
     auto                                 the smallest of the buckets that the planner chose
 
-Ways with +fp8 multiply in float8 (ops/float8) in all layers: those alone are the middle of a model.
+Ways with +fp8 or +fp8_weight_gradients multiply in float8 (ops/float8) in all layers: those alone
+are the middle of a model.
 Further ways for models with experts: bench/moe_variants.py.
 """
 
@@ -35,7 +36,13 @@ from packgraph.models.branches import head_sizes
 from packgraph.models.layers.moe import moe_blocks
 from packgraph.models.stack import DecoderStack
 from packgraph.ops.attention.varlen import varlen_problems
-from packgraph.ops.float8.linear import FLOAT8, float8_problems, multiply_by
+from packgraph.ops.float8.linear import (
+    FLOAT8,
+    FLOAT8_GRADIENTS,
+    float8_problems,
+    is_float8,
+    multiply_by,
+)
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity, CapacitySet
 
@@ -72,12 +79,12 @@ class Setting:
         """A model of its own for the way called `name`, over the same values and gradients. Raises
         ValueError where its layers cannot multiply as the way does."""
         model = twin(self.model, self.attention_of(name))
-        if FLOAT8 in name.split("+"):
+        for precision in filter(is_float8, name.split("+")):
             weight, blocks = next(model.parameters()), moe_blocks([model])
             problems = float8_problems(weight.device, weight.dtype, bool(blocks))
-            problems += multiply_by(model.layers, FLOAT8)
+            problems += multiply_by(model.layers, precision)
             for block in blocks:
-                block.experts.by = FLOAT8
+                block.experts.by = precision
             if problems:
                 raise ValueError(f"{name}: {'; '.join(problems)}")
         return model
@@ -310,7 +317,11 @@ def _graphed(name: str, setting: Setting) -> Way:
 
 Maker = Callable[[str, Setting], Way]
 OURS = ("layer", "chunk", "layer+compile", "chunk+compile", "auto", "auto+compile")
-IN_FLOAT8 = (f"chunk+{FLOAT8}", f"chunk+compile+{FLOAT8}")
+IN_FLOAT8 = tuple(
+    f"{kind}+{precision}"
+    for precision in (FLOAT8, FLOAT8_GRADIENTS)
+    for kind in ("chunk", "chunk+compile")
+)
 WAYS: Mapping[str, Maker] = MappingProxyType(
     {
         "eager": lambda name, setting: Way(name, setting.work_of(name)),

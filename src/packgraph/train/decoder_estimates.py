@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from packgraph.models.branches import head_sizes, head_weights, token_weights
 from packgraph.models.config import DecoderConfig
-from packgraph.ops.float8.linear import FLOAT8
+from packgraph.ops.float8.linear import FLOAT8_GRADIENTS, is_float8
 from packgraph.ops.loss import rows_per_chunk
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
@@ -83,10 +83,12 @@ def decoder_cost(
 
 def _codes(model: DecoderConfig, tokens: int) -> int:
     """Bytes of the largest product's operands in float8, and of what their rows are scaled by."""
-    if model.precision != FLOAT8:
+    if not is_float8(model.precision):
         return 0
     hidden, width = model.hidden_size, max(model.intermediate_size, model.hidden_size)
-    return tokens * (width + SCALE_BYTES) + width * (hidden + SCALE_BYTES)
+    of_rows = tokens * (width + SCALE_BYTES) + width * (hidden + SCALE_BYTES)
+    of_columns = (width + hidden) * (tokens + SCALE_BYTES)
+    return max(of_rows, of_columns if model.precision == FLOAT8_GRADIENTS else 0)
 
 
 def _weights(model: DecoderConfig) -> int:

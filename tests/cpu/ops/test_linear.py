@@ -149,7 +149,9 @@ def test_a_layer_of_another_product_has_all_gradients_and_follows_autocast(toy, 
 
 
 def test_what_is_not_known_of_a_product_is_refused(toy):
-    with pytest.raises(ValueError, match="precision 'fp9' is unknown; known are bf16, fp8"):
+    with pytest.raises(
+        ValueError, match="precision 'fp9' is unknown; known are bf16, fp8, fp8_weight_gradients"
+    ):
         named(tiny_config("layer", 0.0, 4), "fp9")
     config = named(tiny_config("layer", 0.0, 4), toy)
     (problem,) = tensor_problems(config.model, 2)

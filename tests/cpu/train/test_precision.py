@@ -106,6 +106,9 @@ def test_plans_of_memory_count_codes():
     found = DecoderMemory(replace(plain, precision="fp8"), 3, 4)(Capacity(128, 4))
     codes = 128 * (64 + 4) + 64 * (32 + 4)
     assert found - DecoderMemory(plain, 3, 4)(Capacity(128, 4)) == codes
+    found = DecoderMemory(replace(plain, precision="fp8_weight_gradients"), 3, 4)(Capacity(128, 4))
+    columns = (64 + 32) * (128 + 4)
+    assert found - DecoderMemory(plain, 3, 4)(Capacity(128, 4)) == columns
 
 
 def test_adapters_train_over_a_base_in_float8():

@@ -64,8 +64,9 @@ def packed(
             with entropies in the second row.
         precision: `bf16`, linear layers multiply in their dtype, or `fp8`: those that are
             `nn.Linear` inside of layers multiply in float8, over the same parameters, also in calls
-            of the model itself. Adapters of PEFT do not, nor does the head.
-        bf16_ends: With `fp8`, so many layers at the beginning and at the end stay `bf16`.
+            of the model itself. Adapters of PEFT do not, nor does the head. With
+            `fp8_weight_gradients` gradients of their weights are in float8, too.
+        bf16_ends: With either, so many layers at the beginning and at the end stay `bf16`.
 
     Returns:
         A module that is called with a `PackedBatch`.

@@ -3,6 +3,8 @@
 layers     0 .. ends    | ends ..      .. -ends |  -ends ..
 bf16       nn.Linear    |      nn.Linear        |  nn.Linear
 fp8        nn.Linear    |      Float8Linear     |  nn.Linear        over the same parameters
+
+`fp8_weight_gradients` is as `fp8`, with Float8GradientsLinear.
 """
 
 from collections.abc import Sequence
@@ -10,24 +12,24 @@ from typing import Any
 
 import torch
 
-from packgraph.ops.float8.linear import FLOAT8, float8_layers, float8_problems, multiply_by
+from packgraph.ops.float8.linear import LAYERS, float8_layers, float8_problems, multiply_by
 from packgraph.ops.linear import NATIVE
 
 
 def set_precision(layers: Sequence[Any], precision: str, ends: int) -> list[str]:
     """Let linear layers inside of `layers` multiply by `precision`, but for so many layers at both
     ends. Returns every reason why they cannot; then nothing is changed."""
-    if precision not in (NATIVE, FLOAT8):
-        return [f"precision {precision!r} is unknown; known are {NATIVE}, {FLOAT8}"]
+    if precision not in LAYERS:
+        return [f"precision {precision!r} is unknown; known are {', '.join(LAYERS)}"]
     if precision == NATIVE:
         for layer in layers:
             multiply_by(layer, NATIVE)
             layer.precision = NATIVE
         return []
     if problems := precision_problems(layers, ends):
-        return [f"precision = {FLOAT8}: {problem}" for problem in problems]
+        return [f"precision = {precision}: {problem}" for problem in problems]
     for number, layer in enumerate(layers):
-        layer.precision = FLOAT8 if ends <= number < len(layers) - ends else NATIVE
+        layer.precision = precision if ends <= number < len(layers) - ends else NATIVE
         multiply_by(layer, layer.precision)
     return []
 

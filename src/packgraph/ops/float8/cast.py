@@ -5,7 +5,9 @@
     stacks     x [E, R, C] alike, matrix by matrix
 
 A product in float8 wants both operands in rows of what is summed over, so that a matrix whose
-columns are summed over is cast and turned around in one pass.
+columns are summed over is cast and turned around in one pass. Where columns are summed over tokens,
+some rows may take no part (`taken`), as if they were zero: rows of padding then change no scale,
+whatever they hold. Zeros behind the last row fill up what products want a `multiple` of.
 
 A scale is the largest power of two with which no number of its row exceeds 448, the largest of
 e4m3. Powers of two make casts exact but for the rounding of the codes: a code times its inverse has
@@ -19,6 +21,7 @@ same bits.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from packgraph.ops.loss import HAS_TRITON
@@ -28,6 +31,7 @@ BIAS, MANTISSA_BITS = 127, 23  # of float32
 SMALLEST = BIAS - 64  # exponent, with bias, of what smaller rows are taken for
 TOP_EXPONENT, TOP_MANTISSA = 8, 0x600000  # 448 = 1.75 * 2^8
 NOT_FINITE = 255
+SMALLEST_INVERSE = 2.0 ** (SMALLEST - TOP_EXPONENT - BIAS)  # of rows that are zero, or below 2^-64
 
 
 def naive_rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,10 +43,16 @@ def naive_rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide * scale).to(CODES), inverse
 
 
-def naive_columns_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """codes [..., C, R] and inverse float32 [..., C, 1], a scale for each column of x
-    [..., R, C]."""
-    return naive_rows_to_float8(x.mT.contiguous())
+def naive_columns_to_float8(
+    x: Tensor, taken: Tensor | None = None, multiple: int = 1
+) -> tuple[Tensor, Tensor]:
+    """codes [..., C, R] and inverse float32 [..., C, 1], a scale for each column of x [..., R, C].
+
+    taken: bool [R, 1], rows that take part; None = all do. multiple: R grows to one of it by zeros.
+    """
+    if taken is not None:
+        x = torch.where(taken, x, 0.0)
+    return naive_rows_to_float8(F.pad(x.mT, (0, -x.shape[-2] % multiple)).contiguous())
 
 
 def rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,13 +64,15 @@ def rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     return cast_rows(x.contiguous())
 
 
-def columns_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+def columns_to_float8(
+    x: Tensor, taken: Tensor | None = None, multiple: int = 1
+) -> tuple[Tensor, Tensor]:
     """As `naive_columns_to_float8`, bit by bit."""
     if not _has_kernel(x):
-        return naive_columns_to_float8(x)
+        return naive_columns_to_float8(x, taken, multiple)
     from packgraph.ops.float8.cast_kernel import cast_columns
 
-    return cast_columns(x.contiguous())
+    return cast_columns(x.contiguous(), taken, multiple)
 
 
 def from_float8(codes: Tensor, inverse: Tensor) -> Tensor:

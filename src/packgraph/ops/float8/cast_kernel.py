@@ -17,8 +17,7 @@ from torch import Tensor
 from packgraph.ops.float8.cast import CODES
 
 ROW_BLOCK = 4096
-TILE_ROWS, TILE_COLUMNS = 128, 64
-TALL = 1024  # rows of a program that looks for the largest of columns
+TILE_ROWS, TILE_COLUMNS = 128, 64  # a program for each: many loads are under way at once
 
 
 @triton.jit
@@ -57,39 +56,45 @@ def _rows(x, codes, inverses, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type:
 
 
 @triton.jit
-def _largest_of_columns(  # type: ignore[no-untyped-def]
-    x, largest, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TALL: tl.constexpr, TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
+def _tile(  # type: ignore[no-untyped-def]
+    x, taken, ROWS, COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
+    """This program's tile of x, zero outside and in rows that take no part; where it is."""
     stack = tl.program_id(2).to(tl.int64)
-    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
-    found = tl.zeros([TILE_R, TILE_C], dtype=tl.int32)
-    for first in range(0, TALL, TILE_R):
-        row = tl.program_id(0) * TALL + first + tl.arange(0, TILE_R)
-        inside = (row[:, None] < ROWS) & (column[None, :] < COLUMNS)
-        place = (stack * ROWS + row[:, None]) * COLUMNS + column[None, :]
-        found = tl.maximum(found, _absolute_bits(tl.load(x + place, mask=inside, other=0.0)))
-    tl.atomic_max(largest + stack * COLUMNS + column, tl.max(found, 0), mask=column < COLUMNS)
+    column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
+    row = tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)
+    inside = row < ROWS
+    if MASKED:
+        inside = inside & (tl.load(taken + row, mask=inside, other=0) != 0)
+    place = (stack * ROWS + row[:, None]) * COLUMNS + column[None, :]
+    value = tl.load(x + place, mask=inside[:, None] & (column[None, :] < COLUMNS), other=0.0)
+    return value, stack, row, column
+
+
+@triton.jit
+def _largest_of_columns(  # type: ignore[no-untyped-def]
+    x, taken, largest, ROWS, COLUMNS: tl.constexpr, TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    value, stack, _, column = _tile(x, taken, ROWS, COLUMNS, TILE_R, TILE_C, MASKED)
+    found = tl.max(_absolute_bits(value), 0)
+    tl.atomic_max(largest + stack * COLUMNS + column, found, mask=column < COLUMNS)
 
 
 @triton.jit
 def _columns(  # type: ignore[no-untyped-def]
-    x, largest, codes, inverses, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
+    x, taken, largest, codes, inverses, ROWS, PADDED, COLUMNS: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    stack = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
-    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    value, stack, row, column = _tile(x, taken, ROWS, COLUMNS, TILE_R, TILE_C, MASKED)
     bits = tl.load(largest + stack * COLUMNS + column, mask=column < COLUMNS, other=0)
     scale, inverse = _scales_of(bits)
-    first = (column < COLUMNS) & (tl.program_id(0) == 0)
+    first = (column < COLUMNS) & (tl.program_id(1) == 0)
     tl.store(inverses + stack * COLUMNS + column, inverse, mask=first)
-    inside = (row[:, None] < ROWS) & (column[None, :] < COLUMNS)
-    place = (stack * ROWS + row[:, None]) * COLUMNS + column[None, :]
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    turned = tl.trans((value * scale[None, :]).to(codes.dtype.element_ty))
-    inside = (column[:, None] < COLUMNS) & (row[None, :] < ROWS)
-    tl.store(codes + (stack * COLUMNS + column[:, None]) * ROWS + row[None, :], turned, mask=inside)
+    turned = tl.trans((value.to(tl.float32) * scale[None, :]).to(codes.dtype.element_ty))
+    place = (stack * COLUMNS + column[:, None]) * PADDED + row[None, :]
+    tl.store(codes + place, turned, mask=(column[:, None] < COLUMNS) & (row[None, :] < PADDED))
 
 
 @torch.library.custom_op("packgraph::float8_rows", mutates_args=())
@@ -105,21 +110,36 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("packgraph::float8_columns", mutates_args=())
-def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: contiguous [R, C] or [E, R, C]."""
-    *stack, rows, columns = x.shape
-    codes = x.new_empty((*stack, columns, rows), dtype=CODES)
-    inverse = x.new_empty((*stack, columns, 1), dtype=torch.float32)
+def cast_columns(
+    x: Tensor, taken: Tensor | None = None, multiple: int = 1
+) -> tuple[Tensor, Tensor]:
+    """x: contiguous [R, C] or [E, R, C]; taken: bool [R, 1]."""
+    codes, inverse = _empty_columns(x, multiple)
     if not x.numel():
         return codes, inverse
+    *_, rows, columns = x.shape
     largest = torch.zeros(inverse.shape, dtype=torch.int32, device=x.device)
-    wide = triton.cdiv(columns, TILE_COLUMNS), x.numel() // (rows * columns)
-    sizes = {"ROWS": rows, "COLUMNS": columns, "TILE_C": TILE_COLUMNS}
-    grid = (triton.cdiv(rows, TALL), *wide)
-    _largest_of_columns[grid](x, largest, TALL=TALL, TILE_R=32, **sizes)
-    grid = (triton.cdiv(rows, TILE_ROWS), *wide)
-    _columns[grid](x, largest, codes, inverse, TILE_R=TILE_ROWS, **sizes, num_warps=8)
+    padded = codes.shape[-1]
+    stacks = x.numel() // (rows * columns)
+    grid = triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(padded, TILE_ROWS), stacks
+    how = {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "TILE_R": TILE_ROWS,
+        "TILE_C": TILE_COLUMNS,
+        "MASKED": taken is not None,
+        "num_warps": 8,
+    }
+    rows_taken = largest if taken is None else taken.view(torch.uint8)
+    _largest_of_columns[grid](x, rows_taken, largest, **how)
+    _columns[grid](x, rows_taken, largest, codes, inverse, PADDED=padded, **how)
     return codes, inverse
+
+
+def _empty_columns(x: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+    *stack, rows, columns = x.shape
+    codes = x.new_empty((*stack, columns, rows + -rows % multiple), dtype=CODES)
+    return codes, x.new_empty((*stack, columns, 1), dtype=torch.float32)
 
 
 @cast_rows.register_fake
@@ -129,7 +149,7 @@ def _row_shapes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cast_columns.register_fake
-def _column_shapes(x: Tensor) -> tuple[Tensor, Tensor]:
-    *stack, rows, columns = x.shape
-    codes = x.new_empty((*stack, columns, rows), dtype=CODES)
-    return codes, x.new_empty((*stack, columns, 1), dtype=torch.float32)
+def _column_shapes(
+    x: Tensor, taken: Tensor | None = None, multiple: int = 1
+) -> tuple[Tensor, Tensor]:
+    return _empty_columns(x, multiple)

@@ -2,14 +2,22 @@
 
     forward    rows of x by float8  @  rows of W by float8              -> [R, O]
     backward   rows of grad by float8  @  columns of W by float8        -> of x [R, I]
-               grad^T @ x, in their dtype                               -> of W [O, I]
+    fp8        grad^T @ x, in their dtype                               -> of W [O, I]
+    fp8_weight_gradients
+               columns of grad by float8 @ columns of x by float8       -> of W [O, I]
 
 All float8 is e4m3: with a scale for each row what a row spans fits, and gradients gain more by a
-third bit of mantissa than by e5m2's range. Sums are float32 on the device's tensor cores. The
-gradient of weights stays in bfloat16: it is summed over rows of very different sizes, which would
-have to be cast by columns, padding among them. It is one matrix product as ever, so compiled
-backwards add it to `.grad` in place (`graphs/compiled/products.py`). Source of the recipe:
-torchao's `rowwise_with_gw_hp`.
+third bit of mantissa than by e5m2's range. Sums are float32 on the device's tensor cores.
+
+With `fp8` the gradient of weights stays in bfloat16 (torchao's `rowwise_with_gw_hp`): it is one
+matrix product as ever, so compiled backwards add it to `.grad` in place
+(`graphs/compiled/products.py`). With `fp8_weight_gradients` it is in float8, too (torchao's
+`rowwise`). It sums over tokens, so x and grad are cast by columns, x once for all layers that read
+it. A product in float8 cannot add, so compiled backwards add what it returns.
+
+There, rows of padding reach no gradient of a weight, whatever they hold: a row of x takes no part,
+neither in scales nor in sums, where its gradients are zero (below 2^-64, which float8 has as zero
+beside others).
 
 What a layer saves for the backward is x and W, as a layer in bfloat16 does, so recomputation,
 offloading and plans of memory see no difference. Weights are cast anew in each product: nothing is
@@ -19,6 +27,8 @@ The invariant: a row of the result depends on this row of x alone. Elsewhere tha
 are those of the same codes, multiplied in float32.
 """
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,14 +36,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from packgraph.ops.float8.cast import (
+    SMALLEST_INVERSE,
     columns_to_float8,
     from_float8,
     rows_to_float8,
 )
 from packgraph.ops.grouped_gemm import products as grouped
-from packgraph.ops.linear import PRODUCTS, NativeProduct, autocast
+from packgraph.ops.linear import NATIVE, PRODUCTS, NativeProduct, autocast
 
 FLOAT8 = "fp8"
+FLOAT8_GRADIENTS = "fp8_weight_gradients"
 MULTIPLE = 16  # of columns of both operands, as torch._scaled_mm wants them
 ADA, HOPPER = (8, 9), (9, 0)
 FAST_ACCUMULATION = True  # as torchao's recipe has it; benchmarks/fp8_products.py measures both
@@ -79,6 +91,29 @@ def float8_rows_gradient(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tens
     return _multiply(codes, inverse, *columns_to_float8(weight), None, weight.dtype)
 
 
+@torch.library.custom_op("packgraph::float8_weight_gradient", mutates_args=())
+def float8_weight_gradient(
+    grad: Tensor, grad_inverse: Tensor, codes: Tensor, inverse: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """[O, I] = grad^T @ x in dtype. grad: [O, R] and codes: [I, R], of columns of the gradient and
+    of x; their inverses: [O, 1], [I, 1]."""
+    return _multiply(grad, grad_inverse, codes, inverse, None, dtype)
+
+
+@torch.library.custom_op("packgraph::add_float8_weight_gradient", mutates_args=("total",))
+def add_float8_weight_gradient(
+    total: Tensor,
+    grad: Tensor,
+    grad_inverse: Tensor,
+    codes: Tensor,
+    inverse: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """total += `float8_weight_gradient(...)`. The name is an agreement, see
+    graphs/compiled/products.py."""
+    total.add_(_multiply(grad, grad_inverse, codes, inverse, None, dtype))
+
+
 @float8_product.register_fake
 def _product_shape(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(codes.shape[0], weight.shape[0])
@@ -87,6 +122,25 @@ def _product_shape(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
 @float8_rows_gradient.register_fake
 def _rows_shape(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(codes.shape[0], weight.shape[1])
+
+
+@float8_weight_gradient.register_fake
+def _weight_shape(
+    grad: Tensor, grad_inverse: Tensor, codes: Tensor, inverse: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return grad.new_empty(grad.shape[0], codes.shape[0], dtype=dtype)
+
+
+@add_float8_weight_gradient.register_fake
+def _adding_shape(
+    total: Tensor,
+    grad: Tensor,
+    grad_inverse: Tensor,
+    codes: Tensor,
+    inverse: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    return None
 
 
 def _multiply(
@@ -124,31 +178,66 @@ def _multiply(
     )
 
 
-class _Product(torch.autograd.Function):
-    """x [R, I] and weight [O, I] -> [R, O]; codes and inverse are x's, for all layers that read
-    it."""
+class _Products(torch.autograd.Function):
+    """x [R, I] and weights [O, I] -> [R, O] of each; codes and inverse are x's. gradients: whether
+    those of weights are in float8, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return float8_product(codes, inverse, weight)
+    def forward(
+        ctx: Any, gradients: bool, x: Tensor, codes: Tensor, inverse: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.gradients = gradients
+        ctx.save_for_backward(x, *weights)
+        return tuple(float8_product(codes, inverse, weight) for weight in weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = float8_rows_gradient(*rows_to_float8(grad), weight)
-        if ctx.needs_input_grad[1]:
-            of_weight = grad.t() @ x
-        return of_x, of_weight, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        of_rows, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[4:]
+        by_columns = ctx.gradients and any(needed)
+        of_x: Tensor | None = None
+        inverses = []
+        for grad, weight in zip(grads, weights, strict=True):
+            if not (of_rows or by_columns):
+                break
+            codes, inverse = rows_to_float8(grad)
+            inverses.append(inverse)
+            if of_rows:
+                part = float8_rows_gradient(codes, inverse, weight)
+                of_x = part if of_x is None else of_x + part
+        if by_columns:
+            found = _weight_gradients(x, grads, inverses, needed)
+        else:
+            found = [
+                grad.t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)
+            ]
+        return None, of_x, None, None, *found
 
 
-def float8_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+def _weight_gradients(
+    x: Tensor, grads: Sequence[Tensor], inverses: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients in float8 of the weights that need one. inverses: of the rows of each grad, where
+    those that are zero show: such rows of x take no part, whatever they hold."""
+    taken = inverses[0] != SMALLEST_INVERSE
+    for inverse in inverses[1:]:
+        taken = taken | (inverse != SMALLEST_INVERSE)
+    of_x = columns_to_float8(x, taken, MULTIPLE)
+    return [
+        float8_weight_gradient(*columns_to_float8(grad, None, MULTIPLE), *of_x, x.dtype)
+        if needs
+        else None
+        for grad, needs in zip(grads, needed, strict=True)
+    ]
+
+
+def float8_linear(
+    x: Tensor, layers: tuple[nn.Linear, ...], gradients: bool = False
+) -> tuple[Tensor, ...]:
     """What `layers` make of the same x [..., I], which is cast once: [..., O] of each, in x's dtype
-    (autocast: in that). Differentiable in x, weights and biases. Raises ValueError for sizes that
-    float8 does not take."""
+    (autocast: in that). Differentiable in x, weights and biases; gradients: those of weights are in
+    float8, too. Raises ValueError for sizes that float8 does not take."""
     for layer in layers:
         if problem := size_problem(layer.in_features, layer.out_features):
             raise ValueError(f"a linear layer in float8: {problem}")
@@ -156,8 +245,8 @@ def float8_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...
     rows = x.flatten(0, -2)
     cast = rows_to_float8(rows.detach())
     found = []
-    for layer, weight in zip(layers, weights, strict=True):
-        made = _Product.apply(rows, weight, *cast).unflatten(0, x.shape[:-1])
+    for layer, made in zip(layers, _Products.apply(gradients, rows, *cast, *weights), strict=True):
+        made = made.unflatten(0, x.shape[:-1])
         found.append(made if layer.bias is None else made + layer.bias.to(made.dtype))
     return tuple(found)
 
@@ -165,16 +254,32 @@ def float8_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...
 class Float8Linear(nn.Linear):
     """An `nn.Linear` that multiplies in float8, over the same parameters."""
 
-    by = FLOAT8
+    by, gradients = FLOAT8, False
 
     def forward(self, x: Tensor) -> Tensor:
-        return float8_linear(x, (self,))[0]
+        return float8_linear(x, (self,), self.gradients)[0]
 
 
-def _is_plain(layer: nn.Module) -> bool:
+class Float8GradientsLinear(Float8Linear):
+    """The same, with the gradient of its weight in float8, too."""
+
+    by, gradients = FLOAT8_GRADIENTS, True
+
+
+LAYERS: Mapping[str, type[nn.Linear]] = MappingProxyType(
+    {NATIVE: nn.Linear, FLOAT8: Float8Linear, FLOAT8_GRADIENTS: Float8GradientsLinear}
+)
+
+
+def is_float8(precision: str) -> bool:
+    """Whether layers of this precision multiply in float8."""
+    return precision in (FLOAT8, FLOAT8_GRADIENTS)
+
+
+def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of `layer` is its product and nothing else: no adapter around it, no hooks."""
     return (
-        type(layer) is Float8Linear
+        type(layer) is kind
         and not layer._forward_hooks
         and not layer._forward_pre_hooks
         and not layer._backward_hooks
@@ -183,9 +288,10 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 class Float8Product(NativeProduct):
-    """Products in float8 but for the gradient of matrices, which is that of `native`."""
+    """Products in float8 but for the gradient of stacks of matrices, which is that of `native`."""
 
     name, splits = FLOAT8, False
+    kind: type[Float8Linear] = Float8Linear
 
     def multiply(
         self, rows: Tensor, matrices: Tensor, offsets: Tensor | None, transposed: bool
@@ -194,12 +300,19 @@ class Float8Product(NativeProduct):
         return _multiply(*rows_to_float8(rows), *cast(matrices), offsets, matrices.dtype)
 
     def layer(self, inputs: int, outputs: int, bias: bool) -> nn.Linear:
-        return Float8Linear(inputs, outputs, bias=bias)
+        return self.kind(inputs, outputs, bias=bias)
 
     def merged(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
-        if all(map(_is_plain, layers)):
-            return float8_linear(x, layers)
+        if all(_is_plain(layer, self.kind) for layer in layers):
+            return float8_linear(x, layers, self.kind.gradients)
         return super().merged(x, layers)
+
+
+class Float8GradientsProduct(Float8Product):
+    """The same, whose plain layers have gradients of weights in float8, too."""
+
+    name = FLOAT8_GRADIENTS
+    kind = Float8GradientsLinear
 
 
 def float8_layers(layers: nn.Module) -> tuple[list[str], list[nn.Linear]]:
@@ -209,7 +322,7 @@ def float8_layers(layers: nn.Module) -> tuple[list[str], list[nn.Linear]]:
     found = {
         place: module
         for place, module in layers.named_modules()
-        if type(module) in (nn.Linear, Float8Linear) and ".lora_" not in f".{place}"
+        if type(module) in LAYERS.values() and ".lora_" not in f".{place}"
     }
     problems = [
         f"{place}: {problem}"
@@ -220,14 +333,14 @@ def float8_layers(layers: nn.Module) -> tuple[list[str], list[nn.Linear]]:
 
 
 def multiply_by(layers: nn.Module, name: str) -> list[str]:
-    """Let the linear layers of `layers` (see `float8_layers`) multiply by `bf16` or `fp8`, over the
-    same parameters. Returns every reason why one cannot; then none is changed."""
+    """Let the linear layers of `layers` (see `float8_layers`) multiply by `name`, one of `LAYERS`,
+    over the same parameters. Returns every reason why one cannot; then none is changed."""
     problems, found = float8_layers(layers)
-    if name == FLOAT8 and problems:
+    if is_float8(name) and problems:
         return problems
     for module in found:
-        module.__class__ = Float8Linear if name == FLOAT8 else nn.Linear
+        module.__class__ = LAYERS[name]
     return []
 
 
-PRODUCTS[FLOAT8] = Float8Product()
+PRODUCTS.update({made.name: made for made in (Float8Product(), Float8GradientsProduct())})

@@ -8,7 +8,7 @@ from torch import nn
 from packgraph.models.branches import routed_width
 from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
-from packgraph.ops.float8.linear import FLOAT8, float8_layers, float8_problems, size_problem
+from packgraph.ops.float8.linear import float8_layers, float8_problems, is_float8, size_problem
 from packgraph.ops.linear import NATIVE
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import live_shape
@@ -17,7 +17,7 @@ from packgraph.train.features.live import live_shape
 def problems_of_precision(config: TrainConfig, device_type: str) -> list[str]:
     """All reasons why the linear layers of a run cannot multiply as `model.precision` says."""
     model = config.model
-    if model.precision != FLOAT8:
+    if not is_float8(model.precision):
         return []
     found: list[str] = []
     if device_type == "cuda" and torch.cuda.is_available():
@@ -28,13 +28,13 @@ def problems_of_precision(config: TrainConfig, device_type: str) -> list[str]:
         found += live_shape(config.hf.path).in_float8(model.bf16_ends)
     else:
         found += _problems_of_sizes(model)
-    return [f"model.precision = {FLOAT8}: {problem}" for problem in found]
+    return [f"model.precision = {model.precision}: {problem}" for problem in found]
 
 
 def _problems_of_sizes(model: DecoderConfig) -> list[str]:
     """Matrices of the layers in float8 whose sizes it does not take, once for all like layers."""
     native, found = replace(model, precision=NATIVE), dict[str, None]()
-    inside = [n for n in range(model.num_layers) if model.of_layer(n).precision == FLOAT8]
+    inside = [n for n in range(model.num_layers) if is_float8(model.of_layer(n).precision)]
     for number in {model.branches(n): n for n in inside}.values():
         with torch.device("meta"):
             layer: nn.Module = DecoderLayer(native, number)

@@ -63,13 +63,17 @@ def test_layers_between_the_ends_change_their_product_and_nothing_else():
     assert kinds(model) == [{nn.Linear}] * 3
 
 
+@pytest.mark.parametrize("precision", ["fp8", "fp8_weight_gradients"])
 @pytest.mark.parametrize("options", [{}, {"granularity": "chunk", "compile": "aot_eager"}])
-def test_graphs_replay_it_bit_by_bit(options):
+def test_graphs_replay_it_bit_by_bit(options, precision):
     batches = random_batches(6)
     model = build("llama", **SIZES)
     runs = [
         trained(
-            packed(copy.deepcopy(model), precision="fp8", bf16_ends=0), batches, graphs, **options
+            packed(copy.deepcopy(model), precision=precision, bf16_ends=0),
+            batches,
+            graphs,
+            **options,
         )
         for graphs in (False, True)
     ]
@@ -94,7 +98,9 @@ def test_what_cannot_be_in_float8_is_refused_with_all_reasons():
     with pytest.raises(ValueError, match=r"layer 1: mlp.gate_proj: 32 x 24.*mlp.down_proj: 24 x"):
         packed(model, precision="fp8")
     assert kinds(model) == [{nn.Linear}] * 3
-    with pytest.raises(ValueError, match="precision 'fp4' is unknown; known are bf16, fp8"):
+    with pytest.raises(
+        ValueError, match="precision 'fp4' is unknown; known are bf16, fp8, fp8_weight"
+    ):
         packed(model, precision="fp4")
     with pytest.raises(ValueError, match="bf16_ends 2 leaves none of 3 layers"):
         packed(model, precision="fp8", bf16_ends=2)

@@ -83,6 +83,18 @@ def test_columns_are_the_rows_of_what_is_turned_around():
 
 
 @outside
+def test_rows_that_take_no_part_are_zero_and_zeros_fill_up():
+    x, taken = rows(torch.bfloat16), torch.arange(9)[:, None] % 3 > 0
+    padded, scales = naive_columns_to_float8(x, taken, 16)
+    assert padded.shape == (33, 16) and not padded[:, 9:].float().any()
+    zero = torch.where(taken, x, 0.0)
+    assert same((padded[:, :9].contiguous(), scales), naive_columns_to_float8(zero))
+    assert not torch.equal(scales, naive_columns_to_float8(x)[1])
+    x[0] = torch.nan  # takes no part
+    assert same((padded, scales), naive_columns_to_float8(x, taken, 16))
+
+
+@outside
 @needs_triton
 def test_in_the_interpreter():
     run_in_interpreter(__file__)
@@ -116,3 +128,8 @@ def test_kernels_have_the_bits_of_the_specification(dtype, size):
     assert same(cast_rows(stack), naive_rows_to_float8(stack))
     stack = stack.mT.contiguous()
     assert same(cast_columns(stack), naive_columns_to_float8(stack))
+    how = torch.arange(len(turned))[:, None] % 3 > 0, 16
+    expected = naive_columns_to_float8(turned, *how)
+    found = cast_columns(turned, *how)
+    assert torch.equal(found[1], expected[1]) and found[0].shape == expected[0].shape
+    assert same(cast_columns(turned, None, 16), naive_columns_to_float8(turned, None, 16))

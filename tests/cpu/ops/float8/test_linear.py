@@ -1,17 +1,28 @@
 """Layers in float8: their numbers, all gradients, and training with them by graphs, bit by bit."""
 
+import contextlib
 import itertools
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from packgraph.graphs.compiled.products import take_products
 from packgraph.graphs.graphed import control, graph
 from packgraph.models.decoder import DecoderModel
+from packgraph.ops.float8 import linear
 from packgraph.ops.float8.cast import from_float8, naive_columns_to_float8, naive_rows_to_float8
-from packgraph.ops.float8.linear import FLOAT8, Float8Linear, float8_linear, multiply_by
+from packgraph.ops.float8.linear import (
+    FLOAT8,
+    FLOAT8_GRADIENTS,
+    Float8GradientsLinear,
+    Float8Linear,
+    float8_linear,
+    multiply_by,
+)
 from packgraph.ops.linear import NATIVE, linear_layer, merged, product
 from packgraph.packing.pack import pack
 from packgraph.verification.matrix import (
@@ -34,7 +45,7 @@ def rounded_columns(x):
 
 
 def of(config, **model):
-    return replace(config, model=replace(config.model, precision=FLOAT8, **model))
+    return replace(config, model=replace(config.model, **{"precision": FLOAT8, **model}))
 
 
 def experts_config(granularity, dropout, steps):
@@ -68,9 +79,54 @@ def test_layers_that_read_one_input_have_the_numbers_of_each():
         assert layers[0](x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("rows", [1, 6, 32])
+def test_gradients_of_weights_are_of_columns_that_are_rounded(rows):
+    layer, x = linear_layer(FLOAT8_GRADIENTS, 32, 48), torch.randn(rows, 32, requires_grad=True)
+    plain, grad = linear_layer(FLOAT8, 32, 48), torch.randn(rows, 48)
+    plain.load_state_dict(layer.state_dict())
+    made = layer(x)
+    made.backward(grad)
+    assert torch.equal(made, plain(x))
+    assert torch.equal(x.grad, rounded(grad) @ rounded_columns(layer.weight.detach()))
+    expected = rounded_columns(grad).t() @ rounded_columns(x.detach())
+    torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-6, atol=1e-6)  # zeros are added
+    near = grad.t() @ x.detach()
+    assert not torch.equal(expected, near)
+    assert (expected - near).norm() < 0.1 * near.norm()
+
+
+def test_layers_that_read_one_input_share_its_columns():
+    layers = tuple(linear_layer(FLOAT8_GRADIENTS, 32, size) for size in (16, 48))
+    x, grads = torch.randn(6, 32), [torch.randn(6, size) for size in (16, 48)]
+    alone = []
+    for layer, grad in zip(layers, grads, strict=True):
+        layer(x).backward(grad)
+        alone.append(layer.weight.grad)
+        layer.weight.grad = None
+    with count_casts() as counts:
+        torch.autograd.backward(merged(x, *layers), grads)
+    assert counts == [(6, 32), (6, 16), (6, 48)]  # x is cast once
+    assert all(map(torch.equal, alone, [layer.weight.grad for layer in layers]))
+
+
+@contextlib.contextmanager
+def count_casts():
+    """Sizes of what is cast by columns over tokens."""
+    cast, found = linear.columns_to_float8, []
+
+    def counted(x, *how):
+        if how:
+            found.append(tuple(x.shape))
+        return cast(x, *how)
+
+    with mock.patch.object(linear, "columns_to_float8", counted):
+        yield found
+
+
+@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
 @pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_what_needs_no_gradient_has_none(frozen):
-    layer = linear_layer(FLOAT8, 32, 48)
+def test_what_needs_no_gradient_has_none(frozen, precision):
+    layer = linear_layer(precision, 32, 48)
     x = torch.randn(6, 32, requires_grad=frozen != "x")
     layer.weight.requires_grad_(frozen != "weight")
     layer(x).sum().backward()
@@ -78,9 +134,10 @@ def test_what_needs_no_gradient_has_none(frozen):
     assert (layer.weight.grad is None) == (frozen == "weight")
 
 
+@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
 @pytest.mark.parametrize("padding", [0.0, 1e4, torch.nan, torch.inf])
-def test_rows_of_padding_reach_no_other_row(padding):
-    layer, x = linear_layer(FLOAT8, 32, 48), torch.randn(8, 32)
+def test_rows_of_padding_reach_no_other_row(padding, precision):
+    layer, x = linear_layer(precision, 32, 48), torch.randn(8, 32)
     grad = torch.randn(8, 48)
     grad[5:] = 0.0
     found = []
@@ -91,11 +148,39 @@ def test_rows_of_padding_reach_no_other_row(padding):
         made = layer(leaf)
         made.backward(grad)
         found.append((made[:5].detach(), leaf.grad[:5].clone()))
-        finite = torch.isfinite(torch.tensor(value))
+        known = precision == FLOAT8_GRADIENTS or torch.isfinite(torch.tensor(value))
         weight_grad, layer.weight.grad = layer.weight.grad, None
-        if finite:
+        if known:
             found[-1] += (weight_grad,)
     assert all(map(torch.equal, *(entry[: len(found[1])] for entry in found)))
+
+
+def test_without_their_gradients_large_rows_of_padding_would_change_all_scales():
+    """The negative control of the test above."""
+    layer, grad = linear_layer(FLOAT8_GRADIENTS, 32, 48), torch.randn(8, 48)
+    grad[5:] = 0.0
+    found = []
+    for value in (0.0, 1e4):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+        x[5:] = value
+        with mock.patch.object(linear, "SMALLEST_INVERSE", torch.nan):  # every row takes part
+            layer(x).backward(grad)
+        weight_grad, layer.weight.grad = layer.weight.grad, None
+        found.append(weight_grad)
+    assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_that_are_not_finite_show_in_gradients_of_weights(value):
+    layer, x = linear_layer(FLOAT8_GRADIENTS, 32, 48), torch.randn(8, 32)
+    x[2, 7] = value
+    layer(x).backward(torch.randn(8, 48))
+    assert layer.weight.grad[:, 7].isnan().all()
+    layer.weight.grad, grad = None, torch.randn(8, 48)
+    grad[3, 9] = value
+    layer(torch.randn(8, 32)).backward(grad)
+    bad = layer.weight.grad.isnan()
+    assert bad[9].all() and bad.sum() == 32
 
 
 @pytest.mark.parametrize("transposed", [True, False])
@@ -118,23 +203,25 @@ def test_grouped_products_are_those_of_each_expert(transposed):
     assert (made[:5] - exact[:5]).norm() < 0.05 * exact[:5].norm()
 
 
+@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
 @pytest.mark.parametrize("kind", [tiny_config, experts_config])
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
-def test_float8_trains_through_graphs_bit_by_bit(kind, granularity):
-    config = of(kind(granularity, 0.1, 5), bf16_ends=0)
+def test_float8_trains_through_graphs_bit_by_bit(kind, granularity, precision):
+    config = of(kind(granularity, 0.1, 5), bf16_ends=0, precision=precision)
     report = verify("float8", config, random_packs(seed=1), CPU)
     assert report.good and report.shows and not report.differences
 
 
+@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
 @pytest.mark.parametrize("kind", [tiny_config, experts_config])
-def test_float8_trains_through_compiled_graphs_bit_by_bit(kind, monkeypatch):
+def test_float8_trains_through_compiled_graphs_bit_by_bit(kind, precision, monkeypatch):
     """By torch's tracing compiler, not the one that generates code; the chunk has layers of both
     precisions."""
     by_tracing = partial(graph, compile="aot_eager")
     monkeypatch.setattr(
         "packgraph.train.runners.graph", lambda *given, compile, **rest: by_tracing(*given, **rest)
     )
-    config = of(kind("chunk", 0.0, 5), num_layers=3)
+    config = of(kind("chunk", 0.0, 5), num_layers=3, precision=precision)
     graphs = replace(config.graph, compile=True, capacities=CAPACITIES[:1])
     packs = (pack([[1, 2, 3] * 4, [5] * 9], [CAPACITIES[0]])[0] for _ in itertools.count())
     report = verify("float8", replace(config, graph=graphs), packs, CPU)
@@ -166,6 +253,8 @@ def test_layers_change_their_product_over_the_same_parameters():
     assert multiply_by(layers, FLOAT8) == []
     assert all(map(lambda a, b: a is b, before, layers.parameters()))
     assert not torch.equal(layers[0](x), plain)
+    assert multiply_by(layers, FLOAT8_GRADIENTS) == []
+    assert {type(layer) for layer in (layers[0], layers[2])} == {Float8GradientsLinear}
     assert multiply_by(layers, NATIVE) == []
     assert torch.equal(layers[0](x), plain)
 
@@ -200,8 +289,13 @@ def test_adapters_and_hooks_of_layers_that_share_an_input_run():
     assert torch.equal(merged(x, *layers)[1], other + 2)
 
 
-def test_layers_of_two_precisions_are_two_codes():
-    config = of(tiny_config("chunk", 0.0, 5), num_layers=4).model
+def test_layers_of_two_precisions_are_two_codes_that_add_all_gradients_of_weights(monkeypatch):
+    config = of(tiny_config("chunk", 0.0, 5), num_layers=4, precision=FLOAT8_GRADIENTS).model
+    taken = []
+    monkeypatch.setattr(
+        "packgraph.graphs.compiled.compiler.take_products",
+        lambda *given: taken.append(take_products(*given)) or taken[-1],
+    )
     batch = next(random_packs(seed=1))
     graphed = graph(
         DecoderModel(config, seed=1),
@@ -214,3 +308,4 @@ def test_layers_of_two_precisions_are_two_codes():
     graphed(batch).backward()
     stats = control(graphed).stats
     assert not stats.recompiles and stats.captured == 1
+    assert sorted(map(len, taken)) == [0, 0, 7, 7]  # embedding and head, layers of both
