@@ -41,6 +41,7 @@ from packgraph.graphs.cache import Consensus, GraphCache, alone
 from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.checks.module_state import ModuleState
+from packgraph.graphs.checks.unsupported import find_unsupported
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.dry_run import compiled_code, explained, undone
 from packgraph.graphs.errors import CaptureError, user_line
@@ -198,8 +199,9 @@ class GraphedStep:
         state = self._state = self._state or ModuleState(self.modules)
         failed: CaptureError | None = None
         try:
-            if state.refused is not None:
-                raise CaptureError(state.refused.what, user_line(), state.refused.remedy)
+            refused = state.refused or find_unsupported(self.modules)
+            if refused is not None:
+                raise CaptureError(refused.what, user_line(), refused.remedy)
             self._cache.capture(call, self._slot, lambda: self._capture(args))
         except CaptureError as error:
             failed = error

@@ -117,6 +117,26 @@ def test_a_sync_in_the_step_names_its_line_and_changes_nothing():
     assert step.stats.fallbacks["capture failed"] == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_on_a_module_is_refused_and_runs_at_every_step(late):
+    model, called = make_toy(), []
+    step = graphed_step(model, step_of(model))
+    pair = toy_inputs(8)
+    pair = pair[0], pair[1].detach()
+    inner = next(module for module in model.modules() if not list(module.children()))
+    if late:
+        step(pair)
+        assert step.stats.replayed == 1
+    inner.register_forward_pre_hook(lambda module, args: called.append(1))
+    with pytest.raises(CaptureError, match="has forward pre hooks"):
+        step(pair)
+    assert not called
+    for number in range(1, 4):
+        step(pair)
+        assert len(called) == number
+    assert step.stats.fallbacks["capture failed"] == 3
+
+
 def test_packed_batches_are_step_arguments():
     embedding = nn.Embedding(30, 4)
 
