@@ -201,7 +201,7 @@ def test_a_run_goes_on_bitwise(tmp_path):
 
 
 def train_spoilt(mesh, folder, settings, what):
-    """As `train`; rank 1 alone cannot capture, or changes its module after step 4."""
+    """As `train`; rank 1 alone cannot capture, or changes its module or hooks it after step 4."""
     run = trainer(Path(folder), settings, PacksOfOneCapacity(), mesh=mesh)
     model, zero_grad = run.model.chunks[0], run.optimizer.zero_grad
 
@@ -215,8 +215,11 @@ def train_spoilt(mesh, folder, settings, what):
 
     def counted(*args):
         steps.append(None)
-        if mesh.rank == 1 and what == "change" and len(steps) == 5:
-            model.norm.register_forward_pre_hook(lambda *_: None)
+        if mesh.rank == 1 and len(steps) == 5:
+            if what == "change":
+                model.norm.eval()  # has no dropout: the same numbers
+            elif what == "hook":
+                model.norm.register_forward_pre_hook(lambda *_: None)
         return launch(*args)
 
     run.executor.train_step = counted
@@ -252,6 +255,13 @@ def test_a_rank_that_cannot_capture_makes_all_run_eagerly(tmp_path):
 def test_a_rank_whose_module_changes_runs_eagerly_beside_replays(tmp_path):
     (_, _, _, zero), (_, _, told, one) = spoilt(tmp_path, "change")
     assert zero == (STEPS - 2, 0) and one[0] > 0 and one[1] > 0 and sum(one) == STEPS - 2
+    assert any("has changed since all ranks captured" in text for text in told)
+
+
+def test_a_hook_on_one_rank_runs_at_every_step_and_no_other_rank_waits(tmp_path):
+    """What the other rank captured before replays on; what it would capture now runs eagerly."""
+    (_, _, _, zero), (_, _, told, one) = spoilt(tmp_path, "hook")
+    assert one[0] == 2 and sum(one) == sum(zero) == STEPS - 2 and zero[0] >= one[0]
     assert any("has changed since all ranks captured" in text for text in told)
 
 

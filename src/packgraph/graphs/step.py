@@ -199,10 +199,7 @@ class GraphedStep:
         state = self._state = self._state or ModuleState(self.modules)
         failed: CaptureError | None = None
         try:
-            refused = state.refused or find_unsupported(self.modules)
-            if refused is not None:
-                raise CaptureError(refused.what, user_line(), refused.remedy)
-            self._cache.capture(call, self._slot, lambda: self._capture(args))
+            self._cache.capture(call, self._slot, lambda: self._captured(state, args))
         except CaptureError as error:
             failed = error
         if isinstance(failed, FailedTogetherError):
@@ -247,6 +244,14 @@ class GraphedStep:
             failed = self.consensus(WHOLE, None)
         if failed is not None:
             raise FailedTogetherError(failed.what, failed.where, failed.remedy)
+
+    def _captured(self, state: ModuleState, args: tuple[Any, ...]) -> StepVariant:
+        """The step's graph. Raises CaptureError for modules that cannot be captured at all, once
+        the slot has let go of what any capture drops: ranks hold the same keys."""
+        refused = state.refused or find_unsupported(self.modules)
+        if refused is not None:
+            raise CaptureError(refused.what, user_line(), refused.remedy)
+        return self._capture(args)
 
     def _capture(self, args: tuple[Any, ...]) -> StepVariant:
         leaves, spec = tree_flatten([hide_lengths({"": arg})[""] for arg in args])
