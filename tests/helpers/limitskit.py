@@ -41,7 +41,18 @@ HELD: dict[str, Held] = {
             "test_what_cannot_hold_the_update_is_said_at_once",
         ],
         "tests/dist/test_step_update.py": [
-            "test_tensor_parallel_steps_with_the_update_inside_equal_eager_ones_bitwise"
+            "test_tensor_parallel_steps_with_the_update_inside_equal_eager_ones_bitwise",
+            "test_steps_of_replicas_equal_eager_ones_bitwise",
+            "test_what_replicas_cannot_have_in_a_graph_is_said_at_once",
+        ],
+    },
+    "The reduction begins after the last backward": {
+        "tests/dist/test_step_update.py": [
+            "test_the_reduction_in_the_graph_has_the_bits_of_one_behind_graphs",
+            "test_a_rank_that_cannot_capture_makes_all_run_eagerly",
+        ],
+        "tests/dist/test_pipeline_overlap.py": [
+            "test_reductions_start_before_the_end_of_a_step_and_change_nothing"
         ],
     },
     "`DistributedDataParallel` and FSDP": {
