@@ -240,9 +240,22 @@ def _products(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, T
     return live @ weight.t(), live
 
 
-def _gradients(ctx: Any, found: Callable[[Tensor, slice], Tensor]) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden states and head. found: gives those of a chunk's products."""
-    hidden, weight, labels = ctx.saved_tensors
+def gradients_by_chunk(
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    found: Callable[[Tensor, slice], Tensor],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden states and head, where they are asked for.
+
+    Args:
+        ctx: Of the operation, with `rows` of a chunk; its first inputs are `hidden` and `weight`.
+        hidden: [T, H].
+        weight: [V, H].
+        labels: [T].
+        found: Gives the gradients of a chunk's products [C, V].
+    """
     grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
     grad_weight: Tensor | None = None
     for start in range(0, labels.shape[0], ctx.rows):
@@ -257,4 +270,10 @@ def _gradients(ctx: Any, found: Callable[[Tensor, slice], Tensor]) -> tuple[Tens
             grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
     if grad_weight is not None:
         grad_weight = grad_weight.to(weight.dtype)
-    return grad_hidden, grad_weight, *[None] * 4
+    return grad_hidden, grad_weight
+
+
+def _gradients(ctx: Any, found: Callable[[Tensor, slice], Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of all inputs of an operation here. found: gives those of a chunk's products."""
+    hidden, weight, labels = ctx.saved_tensors
+    return *gradients_by_chunk(ctx, hidden, weight, labels, found), *[None] * 4

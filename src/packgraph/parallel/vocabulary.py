@@ -23,7 +23,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from packgraph.ops.log_probabilities import linear_log_probabilities, log_probability_rows
+from packgraph.ops.log_probabilities import (
+    gradients_by_chunk,
+    linear_log_probabilities,
+    log_probability_rows,
+)
 from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
 
 
@@ -286,31 +290,21 @@ class _SplitLogProbabilities(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, facts = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight: Tensor | None = None
-        for start in range(0, labels.shape[0], ctx.rows):
-            part = slice(start, start + ctx.rows)
+
+        def found(products: Tensor, part: slice) -> Tensor:
             counted = (labels[part] != IGNORED)[:, None]
-            live = hidden[part].masked_fill(~counted, 0.0)
             illegal = counted & ~is_word(labels[part, None], ctx.words)
             # A row that does not count has no gradient, whatever comes in.
             given = grad[..., part, None].masked_fill(~counted, 0.0)
-            grad_logits = _log_probability_gradient(
-                (live @ weight.t()).float(),
+            gradient = _log_probability_gradient(
+                products.float(),
                 _own_targets(labels[part, None] - ctx.first_word, counted, weight.shape[0]),
                 facts[:, part, None],
                 tuple(given) if ctx.entropy else (given, None),
             )
-            grad_logits = grad_logits.masked_fill_(illegal, torch.nan).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = grad_logits @ weight
-            if ctx.needs_input_grad[1]:
-                product = grad_logits.t() @ live
-                # sums over chunks are float32, as those of the loss
-                grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 6
+            return gradient.masked_fill_(illegal, torch.nan)
+
+        return *gradients_by_chunk(ctx, hidden, weight, labels, found), *[None] * 6
 
 
 def _log_probabilities(

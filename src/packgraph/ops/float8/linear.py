@@ -7,7 +7,8 @@
                columns of grad by float8 @ columns of x by float8       -> of W [O, I]
 
 All float8 is e4m3: with a scale for each row what a row spans fits, and gradients gain more by a
-third bit of mantissa than by e5m2's range. Sums are float32 on the device's tensor cores.
+third bit of mantissa than by e5m2's range. Sums on CUDA are those of fast accumulation, which has
+fewer bits than float32.
 
 With `fp8` the gradient of weights stays in bfloat16 (torchao's `rowwise_with_gw_hp`): it is one
 matrix product as ever, so compiled backwards add it to `.grad` in place
