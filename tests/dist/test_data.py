@@ -18,7 +18,8 @@ from parallelkit import (
 from torch import nn
 
 from packgraph.ops.collectives import all_gather_flat
-from packgraph.parallel.data import ALIGNMENT, FlatParameters, plan_gradient_buckets
+from packgraph.parallel.buckets import ALIGNMENT, plan_gradient_buckets
+from packgraph.parallel.data import FlatParameters
 from packgraph.train.step import own_share
 
 STEPS = 10

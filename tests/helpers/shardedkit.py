@@ -12,6 +12,7 @@ from trainkit import CPU, RandomPacks, tiny
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
+from packgraph.train.config.fine_tuning import LoraConfig
 from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.step import MicrobatchAssignment, count_loss_tokens
 
@@ -29,6 +30,7 @@ def settings(shard: str, *, graph: bool = False, **changes: Any) -> TrainConfig:
             made.optimizer, **({"clip_norm": 0.5} | changes.pop("optimizer", {}))
         ),
         "graph": dataclasses.replace(made.graph, **changes.pop("graph_options", {})),
+        "lora": LoraConfig(**changes.pop("lora", {})),
     }
     assert not changes, changes
     return dataclasses.replace(made, **sections)
@@ -85,7 +87,7 @@ def train(
         executor.before_step(number)
         tokens = count_loss_tokens(batches)
         loss, norm = executor.train_step(sharing.share(batches), tokens, optimizer, 0.02)
-        tensors = dict(model.stored()) | optimizer.flat.gathered() | optimizer.state_tensors()
+        tensors = model.stored(optimizer.flat.gathered()) | optimizer.state_tensors()
         facts = {"loss": loss.clone(), "norm": norm.clone()}
         trace.append(facts | {name: whole(value) for name, value in sorted(tensors.items())})
     totals = executor.totals()

@@ -7,7 +7,7 @@ The invariant: every parameter has the name that it has in the whole decoder, so
 by name (fresh values, checkpoints, optimizer state) does not depend on how the decoder was cut.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -196,20 +196,24 @@ class ModelChunks:
         """Live parameters and persistent buffers by their names in the whole decoder."""
         return {name: value for chunk in self.chunks for name, value in chunk.state_dict().items()}
 
-    def stored(self) -> dict[str, Tensor]:
+    def stored(self, kept: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """`state_dict` as checkpoints hold it and ranks compare it: experts shared with other ranks
-        as `Pieces`, a parameter of two names once, of frozen models the adapters alone."""
+        as `Pieces`, a parameter of two names once, of frozen models the adapters alone.
+
+        kept: by name, what this rank keeps of parameters that are not whole in `state_dict`.
+        """
         named = dict(self.named_parameters())
         every = {
             name
             for chunk in self.chunks
             for name, _ in chunk.named_parameters(remove_duplicate=False)
         }
-        kept = {
+        found = {
             name: value
             for name, value in self.state_dict().items()
             if name not in every - named.keys()
         }
+        found = stored(found, self.named_parameters()) | dict(kept or {})
         if self.adapters_only:
-            kept = {name: kept[name] for name, value in named.items() if value.requires_grad}
-        return stored(kept, self.named_parameters())
+            return {name: found[name] for name, value in named.items() if value.requires_grad}
+        return found

@@ -21,178 +21,32 @@ over tokens, and the tokens of all ranks that share the experts have been to the
 
 Layers may be sharded (ZeRO stages 2 and 3): each rank keeps its own part of a layer's matrices and
 gradients, and the whole ones exist only while the layer runs, in one of two buffers that layers
-take turns with (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole.
+take turns with (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole. So may
+frozen matrices be, which have no gradients.
 
-`plan_gradient_buckets` says where every parameter lies in the flat buffers: spans in the order in
-which a backward finishes gradients.
+Where some of the replicas share a layer (`parallel/spans.py`), each of them keeps a part that
+others keep, too, and updates a part of that. Once a step the kept gradients are reduce-scattered
+over those others, and updated parameters gathered from them: as many bytes as an all-reduce, and
+the optimizer's state is in as many parts as there are replicas.
 
-    registered    embed  layer 0  layer 1  head            (a backward runs from right to left)
-    span 0        |head .. layer 1 ..|       first to be complete, first to be reduced
-    span 1        |layer 0 .. embed ..|pad|  every span divides by the number of ranks: each owns
-                                             one equal part
-
-A span holds parameters of one kind only (dtype, weight decay or not, whole on every tensor-parallel
-rank or a part), so that whatever is done to a span is one kernel. The matrices of a layer have a
-span to themselves, of any size, so one collective moves all of them; whether layers are sharded or
-not, so that the sums of a norm have the same bits either way. Other spans are closed at SPAN_BYTES.
-The invariant: a parameter lies in one span, whole, and starts at a multiple of ALIGNMENT elements.
+The flat buffers are made in `parallel/spans.py`.
 """
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
-from packgraph.parallel.pieces import Pieces, part_of
+from packgraph.parallel.mesh import ShardGroups
+from packgraph.parallel.spans import SPAN_BYTES, WHOLE, Member, Shard, make_spans
 
-ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like
 Result = Literal["part", "sum", "mean"]
-Shard = Literal["none", "gradients", "parameters"]
-SPAN_BYTES = (
-    32 * 2**20
-)  # large enough for full bandwidth, small enough that most of a model overlaps with backward
-
-WHOLE = "copies"  # the group of parameters that are no part of anything: `Part.copies`
-
-
-@dataclass(frozen=True)
-class Placed:
-    """The place of parameter `index` in its span, in elements."""
-
-    index: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class GradientBucketPlan:
-    """One span. size: elements with padding, a multiple of the number of ranks."""
-
-    kind: Hashable
-    members: tuple[Placed, ...]
-    size: int
-
-
-def plan_gradient_buckets(
-    sizes: Sequence[int],
-    kinds: Sequence[Hashable],
-    ranks: int,
-    most: int | None,
-    undivided: Collection[Hashable] = (),
-) -> list[GradientBucketPlan]:
-    """Buckets for parameters of `sizes` elements, given in order of registration.
-
-    kinds: parameters of unequal kinds share no span. most: elements after which a span is closed (a
-    larger parameter has one of its own); None = never. undivided: kinds of which all parameters lie
-    in one span, however many elements they have.
-    """
-    open_now: dict[Hashable, list[Placed]] = {}
-    done: list[GradientBucketPlan] = []
-    for index in reversed(range(len(sizes))):
-        members = open_now.setdefault(kinds[index], [])
-        start = _rounded(members[-1].stop, ALIGNMENT) if members else 0
-        is_full = most is not None and start + sizes[index] > most
-        if members and is_full and kinds[index] not in undivided:
-            done.append(_closed(kinds[index], members, ranks))
-            members, start = [], 0
-            open_now[kinds[index]] = members
-        members.append(Placed(index, start, start + sizes[index]))
-    done += [_closed(kind, members, ranks) for kind, members in open_now.items()]
-    return sorted(done, key=lambda span: min(-member.index for member in span.members))
-
-
-def _closed(kind: Hashable, members: list[Placed], ranks: int) -> GradientBucketPlan:
-    return GradientBucketPlan(kind, tuple(members), _rounded(members[-1].stop, ALIGNMENT * ranks))
-
-
-def _rounded(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
-@dataclass
-class Member:
-    """A parameter, and which elements of its span it is. gradient: its view, a DTensor for a
-    DTensor.
-
-    The gradient of a DTensor that is copied to all ranks of its mesh is this rank's share of a sum
-    (Partial): so nothing is sent while microbatches add to it, but once per step.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    place: slice
-    gradient: Tensor
-
-    @torch.no_grad()
-    def attach(self) -> None:
-        """Make `.grad` the view again; what was accumulated elsewhere is taken in, None counts as
-        zero."""
-        found = self.parameter.grad
-        if found is self.gradient:
-            return
-        if found is None:
-            local_tensor(self.gradient).zero_()
-        elif local_tensor(found).data_ptr() != local_tensor(self.gradient).data_ptr():
-            self.gradient.copy_(found)
-        self.parameter.grad = self.gradient
-
-
-@dataclass
-class GradientBucket:
-    """A part of the flat buffers, all of one kind.
-
-    parameters, gradients: [size] of one dtype; parameters is empty where every rank gets whole
-    gradients, since none of them has moved. group: the replicas that hold the same parameters,
-    None = no other rank does. own: the part of this rank. own_parameters, own_gradients: [size /
-    ranks of the group]; after `reduce` the latter are the sums over the group. sharded_layer: whose
-    `gradients` are memory of other layers, too, so that sums are in own_gradients alone; None = of
-    no other. is_gathered: so are `parameters`, and own_parameters are memory of their own.
-    decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel ranks hold
-    other elements, not copies. sharers: the ranks over which gradients of copies are still to be
-    summed, None where every rank computes the whole gradient. tied: the name of the one parameter
-    here of which other pipeline stages (the sharers) have copies, None for all others.
-    """
-
-    members: list[Member]
-    parameters: Tensor
-    gradients: Tensor
-    group: dist.ProcessGroup | None
-    own: slice
-    own_parameters: Tensor
-    own_gradients: Tensor
-    decays: bool
-    sharded: bool
-    sharers: dist.ProcessGroup | None
-    tied: str | None
-    sharded_layer: int | None = None
-    is_gathered: bool = False
-
-    def part(self, member: Member, flat: Tensor) -> Tensor:
-        """What `flat` (a value for each element of this rank's part) says about one parameter,
-        without a copy.
-
-        A tensor of the parameter's shape where every rank has all of it, else `Pieces`.
-        """
-        start, stop = max(member.place.start, self.own.start), min(member.place.stop, self.own.stop)
-        held = flat[start - self.own.start : max(start, stop) - self.own.start]
-        local, part = local_tensor(member.parameter), part_of(member.parameter)
-        shape, offsets = member.parameter.shape, (0,) * local.ndim
-        if part is not None:
-            shape, offsets = part.shape, part.offsets
-        elif isinstance(member.parameter, DTensor):
-            (chunk,) = member.parameter.__create_chunk_list__()
-            offsets = chunk.offsets
-        elif self.own_gradients.numel() == self.gradients.numel():
-            return held.view(local.shape)
-        return Pieces.of_flat(held, start - member.place.start, local.shape, shape, offsets)
 
 
 class FlatParameters:
@@ -206,7 +60,12 @@ class FlatParameters:
     parts: by `Part.copies`, the ranks of `group` that hold the same parts, None = no other rank
     does. layers: of matrices that a layer has to itself, its number by their names; those of one
     layer share a span, whatever `span_bytes` says. shard: what of them each rank keeps its own part
-    of alone. apart: names of parameters that share spans with each other only.
+    of alone. apart: names of parameters that share spans with each other only. within: by
+    `Part.copies`, of what groups each rank keeps a part, where those are not all replicas.
+
+    Attributes:
+        spans: Of all parameters that are trained.
+        frozen: Of those that are not, but sharded; without gradients.
     """
 
     def __init__(
@@ -220,28 +79,37 @@ class FlatParameters:
         layers: Mapping[str, int] | None = None,
         shard: Shard = "none",
         apart: Collection[str] = (),
+        within: Mapping[str, ShardGroups] | None = None,
     ) -> None:
         """Moves the parameters into the buffers (gradients only, where they are whole). Raises
         ValueError when there is nothing to train, or a tied parameter is copied over tensor
         parallel ranks as well."""
         self.group, self.result = group, result
+        layers, shard = ({}, "none") if group is None else (layers or {}, shard)
+        gathers = shard == "parameters"
         named = [
-            (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
+            (name, parameter)
+            for name, parameter in named_parameters
+            if parameter.requires_grad or (gathers and name in layers)
         ]
-        if not named:
+        if not any(parameter.requires_grad for _, parameter in named):
             raise ValueError(
                 "there is no parameter that needs a gradient, so there is nothing to train"
             )
-        self.spans = _make_spans(
+        groups = {WHOLE: group, **(parts or {})}
+        made = make_spans(
             named,
-            {WHOLE: group, **(parts or {})},
+            groups,
             span_bytes,
             ties or {},
             result == "part",
-            {} if group is None else layers or {},
-            "none" if group is None else shard,
+            layers,
+            shard,
             apart,
+            {copies: ShardGroups(found) for copies, found in groups.items()} | dict(within or {}),
         )
+        self.spans = [span for span in made if span.gradients.numel()]
+        self.frozen = [span for span in made if not span.gradients.numel()]
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
         self._shared = sorted(
@@ -267,7 +135,7 @@ class FlatParameters:
         """Zero all gradients in place and make every `.grad` a view of the buffer."""
         torch._foreach_zero_(
             [
-                span.gradients if span.sharded_layer is None else span.own_gradients
+                span.gradients if span.sharded_layer is None else span.kept_gradients
                 for span in self.spans
             ]
         )
@@ -330,6 +198,11 @@ class FlatParameters:
         per step."""
         while self._launched < len(self.spans):
             self._launch()
+        self._works += [
+            reduce_scatter_flat(span.own_gradients, span.kept_gradients, group=group, async_op=True)
+            for span in self.spans
+            if (group := span.within.across) is not None
+        ]
         for work in self._works:
             work.wait()
         for span in self._shared:
@@ -349,9 +222,16 @@ class FlatParameters:
         """Give every rank the parts that the others have updated. Work queued afterwards sees all
         of them."""
         works = [
-            all_gather_flat(span.parameters, span.own_parameters, group=span.group, async_op=True)
+            all_gather_flat(span.kept_parameters, span.own_parameters, group=group, async_op=True)
             for span in self.spans
-            if span.group is not None and not span.is_gathered
+            if (group := span.within.across) is not None
+        ]
+        for work in works:
+            work.wait()
+        works = [
+            all_gather_flat(span.parameters, span.kept_parameters, group=group, async_op=True)
+            for span in self.spans
+            if (group := span.within.shard) is not None and not span.is_gathered
         ]
         for work in works:
             work.wait()
@@ -365,17 +245,17 @@ class FlatParameters:
         by name."""
         return {
             member.name: span.part(member, span.own_parameters)
-            for span in self.spans
+            for span in (*self.spans, *self.frozen)
             if span.is_gathered
             for member in span.members
         }
 
     def kept(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The memory that this rank keeps of `parameters`: of sharded ones its parts alone."""
-        spans = [span for span in self.spans if span.is_gathered]
+        spans = [span for span in (*self.spans, *self.frozen) if span.is_gathered]
         gathered = {id(member.parameter) for span in spans for member in span.members}
         whole = [local_tensor(p.detach()) for p in parameters if id(p) not in gathered]
-        return whole + [span.own_parameters for span in spans]
+        return whole + [span.kept_parameters for span in spans]
 
     @property
     def launched(self) -> int:
@@ -430,165 +310,3 @@ def accumulating_nodes(
         elif type(node).__name__ == "AccumulateGrad":
             yield node, [node.variable]  # type: ignore[attr-defined]
         stack.extend(parent for parent, _ in node.next_functions)
-
-
-def _make_spans(
-    named: list[tuple[str, nn.Parameter]],
-    groups: Mapping[str, dist.ProcessGroup | None],
-    span_bytes: int,
-    ties: Mapping[str, dist.ProcessGroup],
-    moves: bool,
-    layers: Mapping[str, int],
-    shard: Shard,
-    apart: Collection[str],
-) -> list[GradientBucket]:
-    """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
-    gets its own part of the sums, and parameters move. layers, shard: as in FlatParameters."""
-    everyone, spans = groups[WHOLE], list[GradientBucket]()
-    # Replicas of the same part are some of all replicas, their number divides that of all, and so
-    # each span.
-    replicas = 1 if everyone is None else dist.get_world_size(everyone)
-    for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
-        ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
-        most = None if everyone is None else span_bytes // dtype.itemsize
-        # A tied parameter has a span to itself: then every stage has it at the same place, cut into
-        # the same parts.
-        kinds = [
-            (
-                parameter.ndim >= 2,
-                *_spread(parameter),
-                name if name in ties else None,
-                (copies := WHOLE if (part := part_of(parameter)) is None else part.copies),
-                name in apart,
-                layers.get(name) if groups[copies] is not None else None,
-            )
-            for name, parameter in ours
-        ]
-        sizes = [local_tensor(parameter).numel() for _, parameter in ours]
-        of_layers = {kind for kind in kinds if kind[-1] is not None}
-        plans = plan_gradient_buckets(sizes, kinds, replicas, most, of_layers)
-        device = local_tensor(ours[0][1]).device
-        # Two storages: whoever journals writes to gradients must not have to save the parameters
-        # with them.
-        turns = [kinds[plan.members[0].index][-1] for plan in plans]
-        alone_all = [None] * len(plans)
-        pieces = [
-            _memory(padded, turns if passes else alone_all, dtype, device)
-            for padded, passes in (
-                ([plan.size if moves else 0 for plan in plans], shard == "parameters"),
-                ([plan.size for plan in plans], shard != "none"),
-            )
-        ]
-        for plan, parameters, gradients in zip(plans, *pieces, strict=True):
-            decays, sharded, shared, tied, copies, _, layer = kinds[plan.members[0].index]
-            group = groups[copies]
-            ranks, rank = (
-                (dist.get_world_size(group), dist.get_rank(group))
-                if group is not None and moves
-                else (1, 0)
-            )
-            own = slice(rank * plan.size // ranks, (rank + 1) * plan.size // ranks)
-            members = [
-                _place(ours[place.index], slice(place.start, place.stop), parameters, gradients)
-                for place in plan.members
-            ]
-            if shared and tied is not None:
-                raise ValueError(
-                    f"{tied} is tied to another stage and copied over tensor parallel ranks: split "
-                    "it, as "
-                    "packgraph.parallel.tensor.parallelize does with embedding and head"
-                )
-            sharers = ties[tied] if tied is not None else None
-            if shared:
-                sharers = ours[plan.members[0].index][1].device_mesh.get_group()  # type: ignore[attr-defined]
-            alone = group is None and sharers is None
-            reduced = gradients if alone or not moves else torch.zeros_like(gradients[own])
-            gathered = shard == "parameters" and layer is not None
-            spans.append(
-                GradientBucket(
-                    members,
-                    parameters,
-                    gradients,
-                    group,
-                    own,
-                    # Before the next layer gets the same memory.
-                    parameters[own].clone() if gathered else parameters[own if moves else slice(0)],
-                    reduced,
-                    decays,
-                    sharded,
-                    sharers,
-                    tied,
-                    layer if shard != "none" else None,
-                    gathered,
-                )
-            )
-    return spans
-
-
-def _memory(
-    sizes: Sequence[int],
-    layers: Sequence[int | None],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[Tensor]:
-    """Zeros [size] for every span: memory of its own where it has no layer, else a place in one of
-    two buffers, with which layers take turns in their order."""
-    order = sorted({layer for layer in layers if layer is not None})
-    ends, starts = dict.fromkeys(order, 0), list[int]()
-    for size, layer in zip(sizes, layers, strict=True):
-        starts.append(0 if layer is None else ends[layer])
-        if layer is not None:
-            ends[layer] += size
-    largest = [max((ends[layer] for layer in order[turn::2]), default=0) for turn in (0, 1)]
-    buffers = [torch.zeros(size, dtype=dtype, device=device) for size in largest]
-    own = [size if layer is None else 0 for size, layer in zip(sizes, layers, strict=True)]
-    whole = torch.zeros(sum(own), dtype=dtype, device=device).split(own)
-    return [
-        single if layer is None else buffers[order.index(layer) % 2][start : start + size]
-        for single, layer, start, size in zip(whole, layers, starts, sizes, strict=True)
-    ]
-
-
-@torch.no_grad()
-def _place(
-    named: tuple[str, nn.Parameter], place: slice, parameters: Tensor, gradients: Tensor
-) -> Member:
-    """Let a parameter live in the buffers: the same object, with its present values and gradient.
-    Where there is none for it, its gradient alone, from its first backward on."""
-    name, parameter = named
-    local = local_tensor(parameter)
-    if parameters.numel():
-        home = parameters[place].view(local.shape)
-        home.copy_(local)
-        local.data = home
-    gradient = gradients[place].view(local.shape)
-    if isinstance(parameter, DTensor):
-        placements = (
-            parameter.placements
-            if _spread(parameter)[0]
-            else [Partial()] * parameter.device_mesh.ndim
-        )
-        gradient = DTensor.from_local(
-            gradient,
-            parameter.device_mesh,
-            placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    member = Member(name, parameter, place, gradient)
-    if parameters.numel() or parameter.grad is not None:
-        member.attach()
-    return member
-
-
-def _spread(parameter: Tensor) -> tuple[bool, bool]:
-    """Whether other ranks of a DTensor's mesh hold other elements; whether copies, and each a share
-    of the gradient.
-
-    Neither for a plain tensor: where there are copies, all ranks compute the same whole gradient.
-    """
-    if not isinstance(parameter, DTensor):
-        return False, False
-    copied = all(placement.is_replicate() for placement in parameter.placements)
-    return not copied, copied

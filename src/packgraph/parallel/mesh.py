@@ -23,13 +23,21 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 COPIES = {"copies": "dp", "expert_copies": "edp"}
+
+
+class ShardGroups(NamedTuple):
+    """Replicas with which a rank shares layers. shard: those that share them, None = nobody.
+    across: those that keep the same parts of them, None = no other."""
+
+    shard: dist.ProcessGroup | None
+    across: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)

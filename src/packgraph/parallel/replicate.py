@@ -32,7 +32,8 @@ from packgraph.graphs.program import open_objects
 from packgraph.graphs.region import Region
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.packing.batch import PackedBatch
-from packgraph.parallel.data import FlatParameters, Member, accumulating_nodes
+from packgraph.parallel.data import FlatParameters, accumulating_nodes
+from packgraph.parallel.spans import Member
 
 Reduce = Literal["mean", "sum"]
 

@@ -32,12 +32,16 @@ Where a backward does not get to the node of `enter` (nothing differentiable get
 it stops the gradient), it gets to no layer in front either. The layer ends when the whole backward
 does, or when that gets to another call.
 
+Frozen matrices are gathered as the others, and have no gradients. Trained ones that are small
+beside the frozen ones of their layer, such as adapters, stay whole.
+
 Gradients of several microbatches are added up in the parts. So a sum over ranks is rounded before
 the sum over microbatches; with one microbatch a rank, and two ranks, the bits are those of replicas
 that are not sharded.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,9 +54,11 @@ from packgraph.graphs.gradients import add_waiting_gradients
 from packgraph.graphs.parameters import mark_sharded
 from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
-from packgraph.parallel.data import FlatParameters, GradientBucket
+from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.spans import GradientBucket
 
 ENTER, LEAVE = "shard_gather", "shard_leave"
+FROZEN_TIMES = 4  # adapters of rank 64 are a tenth of a layer of 1,024 numbers, and less of others
 # Entries of the state: the layer that was left last, and whether it has a node; within a layer what
 # its node of `leave` has to know.
 _LEFT, _WITHIN = "shard_left", "shard_within"
@@ -65,7 +71,8 @@ def layers_of(
     """The number of the layer by the name of each parameter that is a matrix of that layer alone.
 
     layers: By the numbers that their stages have; None = `module.layers`, which may be a ModuleDict
-    by numbers. Empty where there are none.
+    by numbers. Empty where there are none. Trained matrices are left out of a layer whose frozen
+    ones are `FROZEN_TIMES` as large.
     """
     found: Any = getattr(module, "layers", ()) if layers is None else layers
     if isinstance(found, nn.ModuleDict):
@@ -79,21 +86,29 @@ def layers_of(
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             users.setdefault(id(parameter), set()).update(inside.get(id(owner), {None}))
-    return {
-        name: number
+    every = [
+        (name, parameter, number)
         for name, parameter in module.named_parameters()
         if parameter.ndim >= 2
         and len(users[id(parameter)]) == 1
         and (number := next(iter(users[id(parameter)]))) is not None
+    ]
+    sizes = Counter[tuple[int, bool]]()
+    for _, parameter, number in every:
+        sizes[number, parameter.requires_grad] += parameter.numel()
+    return {
+        name: number
+        for name, parameter, number in every
+        if not parameter.requires_grad or sizes[number, False] < FROZEN_TIMES * sizes[number, True]
     }
 
 
 class _Reduction(NamedTuple):
-    """A reduction under way. part: gets this rank's part of the sum. own: what it is added to."""
+    """A reduction under way. part: gets this rank's part of the sum. kept: what it is added to."""
 
     work: Any
     part: Tensor
-    own: Tensor
+    kept: Tensor
 
 
 class ShardedLayer:
@@ -106,6 +121,7 @@ class ShardedLayer:
 
     def __init__(self, number: int, spans: Sequence[GradientBucket]) -> None:
         self.number, self.spans = number, list(spans)
+        self.trained = [span for span in spans if span.gradients.numel()]
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
         self._gathers = list[Any]()  # of a neighbour, empty but between `enter` and `leave`
@@ -159,7 +175,9 @@ class ShardedLayer:
     def gather(self) -> list[Any]:
         """Begin to make the parameters whole, where they are sharded; what to wait for."""
         return [
-            all_gather_flat(span.parameters, span.own_parameters, group=span.group, async_op=True)
+            all_gather_flat(
+                span.parameters, span.kept_parameters, group=span.within.shard, async_op=True
+            )
             for span in self.spans
             if span.is_gathered
         ]
@@ -168,12 +186,12 @@ class ShardedLayer:
     def reduce(self) -> list[_Reduction]:
         """Begin to sum the gradients of all ranks."""
         found = list[_Reduction]()
-        for span in self.spans:
+        for span in self.trained:
             # As tensors without a past: backwards in flight do not depend on what was there.
-            gradients, own = span.gradients.data, span.own_gradients.data
-            part = torch.empty_like(own)
-            work = reduce_scatter_flat(part, gradients, group=span.group, async_op=True)
-            found.append(_Reduction(work, part, own))
+            gradients, kept = span.gradients.data, span.kept_gradients.data
+            part = torch.empty_like(kept)
+            work = reduce_scatter_flat(part, gradients, group=span.within.shard, async_op=True)
+            found.append(_Reduction(work, part, kept))
         return found
 
     def wait_for(self, gathers: Sequence[Any]) -> None:
@@ -186,7 +204,7 @@ class ShardedLayer:
         """Wait for reductions, and add them to what the rank keeps."""
         for reduction in reductions:
             reduction.work.wait()
-            reduction.own.add_(reduction.part)
+            reduction.kept.add_(reduction.part)
 
     @torch.no_grad()
     def begin_backward(self, late: bool) -> None:
@@ -198,7 +216,7 @@ class ShardedLayer:
         engine.queue_callback(_end_open)
         if self.after is None:
             self.wait_for(self.gather())
-        for span in self.spans:
+        for span in self.trained:
             for member in span.members:
                 if member.parameter.grad is None:
                     member.parameter.grad = member.gradient
@@ -227,7 +245,7 @@ class ShardedLayers:
     def __init__(self, flat: FlatParameters, numbers: Collection[int] | None = None) -> None:
         """numbers: of the chunk's layers, None = all."""
         spans: dict[int, list[GradientBucket]] = {}
-        for span in flat.spans:
+        for span in (*flat.spans, *flat.frozen):
             chosen = numbers is None or span.sharded_layer in numbers
             if span.sharded_layer is not None and chosen:
                 spans.setdefault(span.sharded_layer, []).append(span)

@@ -51,7 +51,7 @@ from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
 from packgraph.models.decoder import layer_matrices, stage_layers, stage_weights
 from packgraph.packing.capacity import Capacity
-from packgraph.parallel.data import ALIGNMENT
+from packgraph.parallel.buckets import ALIGNMENT
 from packgraph.parallel.mesh import Layout
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig

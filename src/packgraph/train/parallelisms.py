@@ -152,17 +152,22 @@ def _shard_problems(config: TrainConfig) -> list[str]:
     others = {
         "parallel.dynamic_cp": parallel.dynamic_cp,
         f"parallel.expert_stash = {parallel.expert_stash}": parallel.expert_stash > 0,
-        "lora.rank": config.lora.enabled,
         "graph.granularity = step": graph.enabled and graph.granularity == "step",
         "graph.optimizer": graph.enabled and graph.optimizer,
         "offload.modules": bool(config.offload.modules),
         "run.recompute = auto": config.run.recompute == "auto",
     }
-    return [
+    found = [
         f"parallel.shard = {parallel.shard} is not there yet with {name}; leave one of them out"
         for name, asked in others.items()
         if asked
     ]
+    if config.lora.enabled and parallel.shard == "gradients":
+        found.append(
+            "parallel.shard = gradients with lora.rank shards nothing: the model under adapters "
+            "has no gradients, and those of adapters are small; use parallel.shard = parameters"
+        )
+    return found
 
 
 def _shares(layout: Layout, name: str) -> list[Layout]:

@@ -184,8 +184,8 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors of model and optimizer by flat name."""
-        whole = self.model.stored() | self.optimizer.flat.gathered()
-        model = {f"model.{name}": value for name, value in whole.items()}
+        stored = self.model.stored(self.optimizer.flat.gathered())
+        model = {f"model.{name}": value for name, value in stored.items()}
         return model | {
             OPTIMIZER + name: value for name, value in self.optimizer.state_tensors().items()
         }

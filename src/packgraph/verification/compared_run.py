@@ -189,7 +189,7 @@ class ComparedRun:
 
     def stored(self) -> dict[str, Tensor]:
         """What checkpoints hold of parameters and buffers, by name."""
-        return self.model.stored() | self.optimizer.flat.gathered()
+        return self.model.stored(self.optimizer.flat.gathered())
 
     def reduced_gradients(self) -> dict[str, Tensor]:
         """What this rank has of the gradients of the whole step, by name; to be read before the

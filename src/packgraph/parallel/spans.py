@@ -1,0 +1,330 @@
+"""Spans: parameters and gradients as views of flat buffers, and which part of them a rank keeps.
+
+    span        | matrix | matrix | pad |      parameters, gradients
+    replicas    |   0    |   1    |   2 |      `own`: the part that a rank updates
+
+Where layers are shared by some of the replicas, such as those of a host (hybrid sharding, Zhao et
+al. 2023, arXiv:2304.11277), each of them keeps a part that replicas of other hosts keep, too, and
+updates a part of that:
+
+    kept        |       0, 2       |       1, 3       |     by replica, hosts of two
+    own         |    0   |    2    |    1   |    3    |
+
+Which parameters share a span is planned in `parallel/buckets.py`; what becomes of them is said in
+`parallel/data.py`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from packgraph.graphs.parameters import local_tensor
+from packgraph.parallel.buckets import plan_gradient_buckets
+from packgraph.parallel.mesh import ShardGroups
+from packgraph.parallel.pieces import Pieces, part_of
+
+Shard = Literal["none", "gradients", "parameters"]
+# Large enough for full bandwidth, small enough that most of a model overlaps with the backward.
+SPAN_BYTES = 32 * 2**20
+WHOLE = "copies"  # the group of parameters that are no part of anything: `Part.copies`
+
+
+@dataclass
+class Member:
+    """A parameter, and which elements of its span it is. gradient: its view, a DTensor for a
+    DTensor.
+
+    That of a frozen parameter is empty. The gradient of a DTensor that is copied to all ranks of
+    its mesh is this rank's share of a sum (Partial): so nothing is sent while microbatches add to
+    it, but once per step.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    place: slice
+    gradient: Tensor
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Make `.grad` the view again; what was accumulated elsewhere is taken in, None counts as
+        zero."""
+        found = self.parameter.grad
+        if found is self.gradient:
+            return
+        if found is None:
+            local_tensor(self.gradient).zero_()
+        elif local_tensor(found).data_ptr() != local_tensor(self.gradient).data_ptr():
+            self.gradient.copy_(found)
+        self.parameter.grad = self.gradient
+
+
+@dataclass
+class GradientBucket:
+    """A part of the flat buffers, all of one kind.
+
+    parameters, gradients: [size] of one dtype; parameters is empty where every rank gets whole
+    gradients, since none of them has moved. group: the replicas that hold the same parameters,
+    None = no other rank does. own: the part of this rank. own_parameters, own_gradients: [size /
+    ranks of the group]; after `reduce` the latter are the sums over the group. sharded_layer: whose
+    `gradients` are memory of other layers, too, so that sums are in kept_gradients alone; None = of
+    no other. is_gathered: so are `parameters`, and kept_parameters are memory of their own.
+    kept_parameters, kept_gradients: [size / ranks of `within.shard`], of a sharded layer: what
+    this rank keeps of them, own_parameters are among it; the latter are sums over within.shard.
+    decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel ranks hold
+    other elements, not copies. sharers: the ranks over which gradients of copies are still to be
+    summed, None where every rank computes the whole gradient. tied: the name of the one parameter
+    here of which other pipeline stages (the sharers) have copies, None for all others.
+    """
+
+    members: list[Member]
+    parameters: Tensor
+    gradients: Tensor
+    group: dist.ProcessGroup | None
+    own: slice
+    own_parameters: Tensor
+    own_gradients: Tensor
+    decays: bool
+    sharded: bool
+    sharers: dist.ProcessGroup | None
+    tied: str | None
+    within: ShardGroups
+    kept_parameters: Tensor
+    kept_gradients: Tensor
+    sharded_layer: int | None = None
+    is_gathered: bool = False
+
+    def part(self, member: Member, flat: Tensor) -> Tensor:
+        """What `flat` (a value for each element of this rank's part) says about one parameter,
+        without a copy.
+
+        A tensor of the parameter's shape where every rank has all of it, else `Pieces`.
+        """
+        start, stop = max(member.place.start, self.own.start), min(member.place.stop, self.own.stop)
+        held = flat[start - self.own.start : max(start, stop) - self.own.start]
+        local, part = local_tensor(member.parameter), part_of(member.parameter)
+        shape, offsets = member.parameter.shape, (0,) * local.ndim
+        if part is not None:
+            shape, offsets = part.shape, part.offsets
+        elif isinstance(member.parameter, DTensor):
+            (chunk,) = member.parameter.__create_chunk_list__()
+            offsets = chunk.offsets
+        elif self.own == slice(0, self.gradients.numel()):
+            return held.view(local.shape)
+        return Pieces.of_flat(held, start - member.place.start, local.shape, shape, offsets)
+
+
+class _Kind(NamedTuple):
+    """What parameters of one span have in common: `GradientBucket`. shared: copies on other ranks
+    of a DTensor's mesh. copies: `Part.copies`. apart: of `FlatParameters`. layer: which has it to
+    itself."""
+
+    decays: bool
+    sharded: bool
+    shared: bool
+    tied: str | None
+    copies: str
+    apart: bool
+    trained: bool
+    layer: int | None
+
+
+def make_spans(
+    named: list[tuple[str, nn.Parameter]],
+    groups: Mapping[str, dist.ProcessGroup | None],
+    span_bytes: int,
+    ties: Mapping[str, dist.ProcessGroup],
+    moves: bool,
+    layers: Mapping[str, int],
+    shard: Shard,
+    apart: Collection[str],
+    within: Mapping[str, ShardGroups],
+) -> list[GradientBucket]:
+    """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
+    gets its own part of the sums, and parameters move. layers, shard, within: as in
+    FlatParameters."""
+
+    def kind(name: str, parameter: nn.Parameter) -> _Kind:
+        copies = WHOLE if (part := part_of(parameter)) is None else part.copies
+        return _Kind(
+            parameter.ndim >= 2,
+            *_spread(parameter),
+            # It has a span to itself: then every stage has it at the same place, cut into the same
+            # parts.
+            name if name in ties else None,
+            copies,
+            name in apart,
+            parameter.requires_grad,
+            layers.get(name) if groups[copies] is not None else None,
+        )
+
+    everyone, spans = groups[WHOLE], list[GradientBucket]()
+    # Replicas of the same part are some of all replicas, their number divides that of all, and so
+    # each span.
+    replicas = 1 if everyone is None else dist.get_world_size(everyone)
+    for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
+        ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
+        most = None if everyone is None else span_bytes // dtype.itemsize
+        kinds = [kind(*each) for each in ours]
+        sizes = [local_tensor(parameter).numel() for _, parameter in ours]
+        of_layers = {found for found in kinds if found.layer is not None}
+        plans = plan_gradient_buckets(sizes, kinds, replicas, most, of_layers)
+        of = [kinds[plan.members[0].index] for plan in plans]
+        # Experts of which replicas that share layers have one each are whole.
+        turns = [
+            each.layer if shard != "none" and within[each.copies].shard is not None else None
+            for each in of
+        ]
+        # Two storages: whoever journals writes to gradients must not have to save the parameters
+        # with them.
+        device = local_tensor(ours[0][1]).device
+        flats = zip(
+            _memory(
+                [plan.size if moves else 0 for plan in plans],
+                turns if shard == "parameters" else [None] * len(plans),
+                dtype,
+                device,
+            ),
+            _memory(
+                [plan.size if each.trained else 0 for plan, each in zip(plans, of, strict=True)],
+                turns,
+                dtype,
+                device,
+            ),
+            strict=True,
+        )
+        for plan, each, turn, (parameters, gradients) in zip(plans, of, turns, flats, strict=True):
+            chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
+            members = [_place(named, at, parameters, gradients) for named, at in chosen]
+            group = groups[each.copies]
+            shares = ShardGroups(group) if turn is None else within[each.copies]
+            sharers = _sharers(each, chosen[0][0][1], ties)
+            is_gathered = shard == "parameters" and turn is not None
+            kept = _part(slice(0, plan.size), shares.shard if moves else None)
+            own = _part(kept, shares.across)
+            inside = slice(own.start - kept.start, own.stop - kept.start)
+            # A copy, before the next layer gets the same memory.
+            kept_parameters = parameters[kept].clone() if is_gathered else parameters[kept]
+            alone = not moves or (group is None and sharers is None)
+            kept_gradients = gradients if alone else torch.zeros_like(gradients[kept])
+            spans.append(
+                GradientBucket(
+                    members,
+                    parameters,
+                    gradients,
+                    group,
+                    own,
+                    kept_parameters[inside],
+                    kept_gradients
+                    if shares.across is None
+                    else torch.zeros_like(kept_gradients[inside]),
+                    each.decays,
+                    each.sharded,
+                    sharers,
+                    each.tied,
+                    shares,
+                    kept_parameters,
+                    kept_gradients,
+                    turn,
+                    is_gathered,
+                )
+            )
+    return spans
+
+
+def _sharers(
+    kind: _Kind, parameter: nn.Parameter, ties: Mapping[str, dist.ProcessGroup]
+) -> dist.ProcessGroup | None:
+    """As in `GradientBucket`. Raises ValueError where two kinds of ranks were to be summed over."""
+    if kind.shared and kind.tied is not None:
+        raise ValueError(
+            f"{kind.tied} is tied to another stage and copied over tensor parallel ranks: split "
+            "it, as packgraph.parallel.tensor.parallelize does with embedding and head"
+        )
+    if isinstance(parameter, DTensor) and kind.shared:
+        return parameter.device_mesh.get_group()
+    return None if kind.tied is None else ties[kind.tied]
+
+
+def _part(whole: slice, group: dist.ProcessGroup | None) -> slice:
+    """This rank's part of elements that the ranks of `group` share, all where there are none."""
+    if group is None:
+        return whole
+    size = (whole.stop - whole.start) // dist.get_world_size(group)
+    start = whole.start + size * dist.get_rank(group)
+    return slice(start, start + size)
+
+
+def _memory(
+    sizes: Sequence[int],
+    layers: Sequence[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Tensor]:
+    """Zeros [size] for every span: memory of its own where it has no layer, else a place in one of
+    two buffers, with which layers take turns in their order."""
+    order = sorted({layer for layer in layers if layer is not None})
+    ends, starts = dict.fromkeys(order, 0), list[int]()
+    for size, layer in zip(sizes, layers, strict=True):
+        starts.append(0 if layer is None else ends[layer])
+        if layer is not None:
+            ends[layer] += size
+    largest = [max((ends[layer] for layer in order[turn::2]), default=0) for turn in (0, 1)]
+    buffers = [torch.zeros(size, dtype=dtype, device=device) for size in largest]
+    own = [size if layer is None else 0 for size, layer in zip(sizes, layers, strict=True)]
+    whole = torch.zeros(sum(own), dtype=dtype, device=device).split(own)
+    return [
+        single if layer is None else buffers[order.index(layer) % 2][start : start + size]
+        for single, layer, start, size in zip(whole, layers, starts, sizes, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _place(
+    named: tuple[str, nn.Parameter], place: slice, parameters: Tensor, gradients: Tensor
+) -> Member:
+    """Let a parameter live in the buffers: the same object, with its present values and gradient.
+    Where there is none for it, its gradient alone, from its first backward on."""
+    name, parameter = named
+    local = local_tensor(parameter)
+    if parameters.numel():
+        home = parameters[place].view(local.shape)
+        home.copy_(local)
+        local.data = home
+    if not gradients.numel():  # it is frozen
+        return Member(name, parameter, place, gradients)
+    gradient = gradients[place].view(local.shape)
+    if isinstance(parameter, DTensor):
+        placements = (
+            parameter.placements
+            if _spread(parameter)[0]
+            else [Partial()] * parameter.device_mesh.ndim
+        )
+        gradient = DTensor.from_local(
+            gradient,
+            parameter.device_mesh,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    member = Member(name, parameter, place, gradient)
+    if parameters.numel() or parameter.grad is not None:
+        member.attach()
+    return member
+
+
+def _spread(parameter: Tensor) -> tuple[bool, bool]:
+    """Whether other ranks of a DTensor's mesh hold other elements; whether copies, and each a share
+    of the gradient.
+
+    Neither for a plain tensor: where there are copies, all ranks compute the same whole gradient.
+    """
+    if not isinstance(parameter, DTensor):
+        return False, False
+    copied = all(placement.is_replicate() for placement in parameter.placements)
+    return not copied, copied
