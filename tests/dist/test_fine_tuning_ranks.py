@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tuningkit import tiny_model, train, words
+import torch
+from tuningkit import logits, tiny_model, train, words
 
+from packgraph import cli
 from packgraph.train.metrics import METRICS, read_metrics
 
 pytestmark = pytest.mark.dist
@@ -20,8 +22,11 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(run / METRICS)]
 
 
+SHARD = ("--parallel.shard", "parameters")
+
+
 @pytest.mark.parametrize(
-    "given", [("--lora.rank", "4"), ("--parallel.shard", "parameters")], ids=lambda given: given[0]
+    "given", [("--lora.rank", "4"), SHARD, ("--lora.rank", "1", *SHARD)], ids=" ".join
 )
 def test_replicas_train_as_one_process_does(given: tuple[str, ...], tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
@@ -41,3 +46,9 @@ def test_replicas_train_as_one_process_does(given: tuple[str, ...], tmp_path: Pa
     assert losses(both) == pytest.approx(losses(alone)[:4], **CLOSE)
     train(tmp_path / "two", model, *given, "--resume")
     assert losses(both) == pytest.approx(losses(alone), **CLOSE)
+    if "--lora.rank" in given:
+        exported = [tmp_path / f"merged {run.parts[-3]}" for run in (alone, both)]
+        for run, folder in zip((alone, both), exported, strict=True):
+            assert cli.main(["export", str(run), str(folder)]) == 0
+        one, other = map(logits, exported)
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)

@@ -122,19 +122,25 @@ def test_what_was_saved_is_loaded_at_another_layout(first, second, dtype, tmp_pa
 
 @pytest.mark.dist
 def test_sharded_layers_are_saved_and_loaded_over_any_number_of_ranks(tmp_path):
-    """Two ranks that shard, four that do not, four that do, one."""
+    """Two ranks that shard, four that do not, four that do in pairs and all together, one."""
 
-    def settings(shard, ranks, steps):
+    def settings(shard, ranks, within, steps):
         made = config(Layout(dp=ranks), steps, dtype="bfloat16")
-        return dataclasses.replace(made, parallel=ParallelConfig(dp=ranks, shard=shard))
+        parallel = ParallelConfig(dp=ranks, shard=shard, shard_ranks=within)
+        return dataclasses.replace(made, parallel=parallel)
 
     folder, before = str(tmp_path / "run"), None
-    parts = [("parameters", 2), ("none", 4), ("gradients", 4), ("parameters", 1)]
-    for number, (shard, ranks) in enumerate(parts):
-        again = settings(shard, ranks, 2 * number + 2)
-        for loaded, ended, _ in run_ranks(
-            go, ranks, folder, again, number > 0, layout=Layout(ranks)
-        ):
+    parts = [
+        ("parameters", 2, 0),
+        ("none", 4, 0),
+        ("parameters", 4, 2),
+        ("gradients", 4, 0),
+        ("parameters", 1, 0),
+    ]
+    for number, (shard, ranks, within) in enumerate(parts):
+        again = settings(shard, ranks, within, 2 * number + 2)
+        layout = again.parallel.layout()
+        for loaded, ended, _ in run_ranks(go, ranks, folder, again, number > 0, layout=layout):
             if before is not None:
                 assert loaded.keys() == before.keys()
                 assert not [name for name in before if not torch.equal(loaded[name], before[name])]

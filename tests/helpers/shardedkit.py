@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from trainkit import CPU, RandomPacks, tiny
 
-from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.mesh import Mesh, make_mesh
 from packgraph.parallel.pieces import Pieces
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
 from packgraph.train.config.fine_tuning import LoraConfig
@@ -25,7 +25,7 @@ def settings(shard: str, *, graph: bool = False, **changes: Any) -> TrainConfig:
     model = {"num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "dropout": 0.1}
     sections: dict[str, Any] = {
         "model": dataclasses.replace(made.model, **(model | changes.pop("model", {}))),
-        "parallel": ParallelConfig(shard=shard),  # type: ignore[arg-type]
+        "parallel": ParallelConfig(shard=shard, **changes.pop("parallel", {})),  # type: ignore[arg-type]
         "optimizer": dataclasses.replace(
             made.optimizer, **({"clip_norm": 0.5} | changes.pop("optimizer", {}))
         ),
@@ -69,9 +69,12 @@ def train(
 ) -> dict[str, Any]:
     """Train; facts of every step, and counts.
 
-    freeze: parameters whose names begin so need no gradient. alike: share packs out as sharded
+    mesh: of all replicas, where `config.parallel` says no other. freeze: parameters whose names
+    begin so need no gradient. alike: share packs out as sharded
     runs do, whatever this one is. late: replays exchange as late as they may.
     """
+    if config.parallel.shard_ranks:
+        mesh = make_mesh(config.parallel.layout(), CPU)
     torch.manual_seed(3 + mesh.rank)
     model = build_chunks(config, CPU, mesh)
     for name, parameter in model.named_parameters():

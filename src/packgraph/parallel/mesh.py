@@ -11,6 +11,8 @@ layout names.
     cp      |0 1|           ranks that share every row of their replica
     copies  all ranks of dp x cp: they hold the same parameters and have their own tokens, so
             gradients are summed over all of them; expert_copies: of edp x cp
+            |0 1|2 3|       SHARD_RANKS = 2: consecutive copies that share layers, such as those of
+                            a host; 0 and 2, 1 and 3 keep the same parts
 
 dp: replicas that see different documents; pp: stages of the pipeline; cp: parts of a row of tokens;
 tp: parts of every matrix; ep: parts of the experts of every layer, within dp. Other axes lie
@@ -60,7 +62,8 @@ class Layout:
 
     contexts: how many ranks may share a row where that changes from microbatch to microbatch,
     divisors of cp; a group is a block of consecutive ranks of the `cp` axis. Empty: always cp.
-    more: further axes, from the outermost.
+    more: further axes, from the outermost. shard_ranks: how many consecutive copies share a layer
+    where layers are sharded, 0 = all.
     """
 
     dp: int | None = None
@@ -70,6 +73,7 @@ class Layout:
     ep: int = 1
     contexts: tuple[int, ...] = ()
     more: tuple[Axis, ...] = ()
+    shard_ranks: int = 0
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -139,7 +143,30 @@ class Layout:
                 f"consecutive replicas; start a multiple of {inner * self.ep} processes (torchrun "
                 "--nproc-per-node), or lower ep"
             )
+        elif self.shard_ranks and (self.dp is not None or world % inner == 0):
+            found += self._shard_problems(self.replicas(world) * self.cp)
         return found
+
+    def _shard_problems(self, copies: int) -> list[str]:
+        """What keeps blocks of `shard_ranks` of so many copies from sharing layers."""
+        size, cp = self.shard_ranks, self.cp
+        if copies % size:
+            return [
+                f"shard_ranks {size} does not divide the {copies} ranks (dp x cp) that hold the "
+                f"same layers; choose a divisor of {copies}, or 0 for all of them"
+            ]
+        if size % cp and cp % size:
+            return [
+                f"shard_ranks {size} and cp {cp}: one must divide the other, so that ranks that "
+                "share layers share whole rows, or parts of one"
+            ]
+        replicas = max(1, size // cp)
+        if replicas % self.ep and self.ep % replicas:
+            return [
+                f"shard_ranks {size} are {replicas} replicas, and ep {self.ep}: one must divide "
+                "the other, so that all ranks that share layers have as many experts in common"
+            ]
+        return []
 
     def resolved(self, world: int) -> "Layout":
         """The layout with dp filled in. Raises ValueError with all reasons."""
@@ -167,6 +194,23 @@ class Layout:
             found["copies"].setdefault(held, []).append(rank)
             found["expert_copies"].setdefault((place["dp"] % self.ep, *held), []).append(rank)
         return {axis: list(groups.values()) for axis, groups in found.items()}
+
+    def sharing_ranks(self) -> dict[str, list[list[int]]]:
+        """Where some copies share layers: the ranks of every group that shares the parts of them
+        (`copies shard`, `expert_copies shard`), and that keeps the same (`copies across`, ...)."""
+        found: dict[str, list[list[int]]] = {}
+        every = self.replica_ranks()
+        block = {r: at // self.shard_ranks for g in every["copies"] for at, r in enumerate(g)}
+        for axis, groups in every.items() if self.ep > 1 else [("copies", every["copies"])]:
+            shares = [
+                [list(within) for _, within in itertools.groupby(ranks, block.__getitem__)]
+                for ranks in groups
+            ]
+            found[f"{axis} shard"] = [within for blocks in shares for within in blocks]
+            found[f"{axis} across"] = [
+                list(alike) for blocks in shares for alike in zip(*blocks, strict=True)
+            ]
+        return found
 
     def context_ranks(self, size: int) -> list[list[int]]:
         """The ranks of every block of `size` consecutive ranks along `cp`; the layout must be
@@ -200,7 +244,8 @@ class Mesh:
     place: along each axis, `ep` and `edp` too. devices: torch's mesh, None when there is one
     process only. made: this rank's groups that are no axis of it: along `ep` and `edp` where
     experts are shared, along `copies` and `expert_copies` where more axes than dp have data of
-    their own; `context N`: the N ranks that share a row with this one where their number changes.
+    their own; those of `Layout.sharing_ranks`; `context N`: the N ranks that share a row with this
+    one where their number changes.
     host_group: of all processes, over which they exchange objects of the host; None: the default
     one. A thread beside the main one needs its own (`beside`).
     """
@@ -253,6 +298,14 @@ class Mesh:
         if axis in ("ep", "edp") and self.size("ep") > 1:
             return self.made[axis]
         return self.devices.get_group("dp" if axis == "edp" else axis)
+
+    def shard_groups(self, axis: str) -> ShardGroups:
+        """With whom this rank shares layers, and keeps the same parts: of `copies`, or of
+        `expert_copies`."""
+        if self.layout.shard_ranks in (0, self.size("copies")):
+            return ShardGroups(self.group(axis))
+        axis = axis if self.layout.ep > 1 else "copies"
+        return ShardGroups(*(self.made.get(f"{axis} {which}") for which in ShardGroups._fields))
 
     def context_group(self, size: int) -> dist.ProcessGroup:
         """The process group of the `size` ranks, of layout.contexts or cp, that share rows with
@@ -322,6 +375,8 @@ def _made_groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
     }
     wanted |= layout.expert_ranks() if layout.ep > 1 else {}
     wanted |= layout.replica_ranks() if any(a.own and a.size > 1 for a in layout.axes[1:]) else {}
+    if layout.shard_ranks not in (0, (layout.dp or 1) * layout.cp):
+        wanted |= layout.sharing_ranks()
     for axis, groups in wanted.items():
         for ranks in groups:
             # A communicator of their own even where ranks are those of dp or cp: reductions of

@@ -30,7 +30,7 @@ from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
-from packgraph.parallel.spans import GradientBucket, Shard
+from packgraph.parallel.spans import WHOLE, GradientBucket, Shard
 from packgraph.train.config.sections import OptimizerConfig, TrainConfig
 from packgraph.train.features.moe import ExpertBalance, Overflow
 from packgraph.train.spikes import Limits
@@ -130,6 +130,7 @@ class Optimizer:
             layers=layers,
             shard=shard,
             apart=matrices,
+            within={copies: self._mesh.shard_groups(copies) for copies in (WHOLE, *parts)},
         )
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device

@@ -130,6 +130,7 @@ FREE_ON_RESUME = (
     "parallel.expert_stash_page_rows",
     "parallel.expert_stash_resident",
     "parallel.shard",
+    "parallel.shard_ranks",
 )
 DECAY = "optimizer.decay_steps"
 # What may be changed on the way by saying so: a loss that is no number asks for it, or a document

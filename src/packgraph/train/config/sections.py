@@ -212,6 +212,9 @@ class ParallelConfig:
     shard: what of the layers' matrices each replica keeps a part of, instead of all: gradients; or
         parameters and gradients, which are then whole only while a layer runs. The optimizer's
         state is always in parts.
+    shard_ranks: how many consecutive replicas (ranks of dp x cp) share a layer, such as those of a
+        host, so that layers travel between them alone; what they keep is summed over the others
+        once a step. 0 = all replicas.
     ep: replicas, of dp, that share the experts of every layer; each keeps a part of them, and
         tokens travel.
     dispatcher: how tokens get to experts: padded = a fixed number of rows per pair of ranks, which
@@ -243,6 +246,7 @@ class ParallelConfig:
     chunks: int = 1
     sequence: bool = True
     shard: Literal["none", "gradients", "parameters"] = "none"
+    shard_ranks: int = 0
     ep: int = 1
     dispatcher: Literal["auto", "local", "host_splits", "padded", "symmetric"] = "auto"
     expert_room: float = 1.5
@@ -270,6 +274,13 @@ class ParallelConfig:
             "padded or "
             "host_splits"
         ] = self.dispatcher == "local" and self.ep > 1
+        ranks = self.shard_ranks
+        problems |= {
+            f"shard_ranks must be 0, for all replicas, or at least 2, got {ranks}": ranks < 0
+            or ranks == 1,
+            f"shard_ranks = {ranks} is how many replicas share a layer, but shard = none shares "
+            "none; give shard = parameters, or leave it out": ranks > 1 and self.shard == "none",
+        }
         problems |= self._stash_problems()
         _refuse(problems)
 
@@ -294,7 +305,15 @@ class ParallelConfig:
     def layout(self) -> Layout:
         """The ranks along each axis."""
         contexts = self.context_sizes if self.dynamic_cp else ()
-        return Layout(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, contexts=contexts)
+        return Layout(
+            dp=self.dp,
+            pp=self.pp,
+            cp=self.cp,
+            tp=self.tp,
+            ep=self.ep,
+            contexts=contexts,
+            shard_ranks=self.shard_ranks,
+        )
 
     @property
     def context_sizes(self) -> tuple[int, ...]:

@@ -1,0 +1,200 @@
+"""Layers that some of the replicas share, such as those of a host: two pairs of four processes."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distkit import CPU, run_ranks
+from shardedkit import differences, settings, train
+
+from packgraph.parallel import data
+from packgraph.parallel.mesh import Layout
+from packgraph.parallel.sharded_layers import ShardedLayer
+from packgraph.train.build import build_chunks, make_optimizer
+from packgraph.train.validate import validate
+from packgraph.verification.matrix import budget_over, config_for, random_packs
+from packgraph.verification.ranks import STATE, verify_ranks
+
+pytestmark = pytest.mark.dist
+PAIRS = {"shard_ranks": 2}
+
+
+def run_kinds(mesh, kinds, options, changes):
+    """kinds: (shard, ranks that share layers, graph)."""
+    return [
+        train(
+            mesh,
+            settings(
+                shard,
+                graph=graph,
+                parallel={"shard_ranks": ranks},
+                **{k: dict(v) for k, v in changes.items()},
+            ),
+            **options,
+        )
+        for shard, ranks, graph in kinds
+    ]
+
+
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_graphs_equal_eager_bitwise_and_replicas_within_rounding(shard):
+    """Sums of four gradients are added pair by pair."""
+    kinds = [("none", 0, False), (shard, 2, False), (shard, 2, True)]
+    options = {"packs": 5, "uneven": True, "alike": True}
+    for plain, eager, graph in run_ranks(run_kinds, 4, kinds, options, {}, seconds=200.0):
+        assert graph["replayed"] >= 3 and not differences(eager, graph)
+        for ours, theirs in zip(eager["trace"], plain["trace"], strict=True):
+            torch.testing.assert_close(ours["norm"], theirs["norm"], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"run": {"dtype": "bfloat16"}}], ids=["float32", "narrow"])
+def test_where_two_of_four_have_tokens_all_layouts_have_the_same_bits(changes):
+    """Sums of two numbers and zeros have one order. The norm has four numbers, so none is clipped,
+    and it is the same but for rounding."""
+    kinds = [("none", 0, False), ("parameters", 0, False), ("gradients", 2, False)]
+    kinds += [("parameters", 2, False), ("parameters", 2, True)]
+    options = {"packs": 2, "alike": True}
+    changes = {"optimizer": {"clip_norm": None}, **changes}
+    for runs in run_ranks(run_kinds, 4, kinds, options, changes, seconds=200.0):
+        plain, *others = runs
+        assert others[-1]["replayed"]
+        for other in others:
+            found = differences(plain, other)
+            assert not [text for text in found if not text.endswith(": norm")], found
+            for ours, theirs in zip(other["trace"], plain["trace"], strict=True):
+                torch.testing.assert_close(ours["norm"], theirs["norm"], rtol=1e-5, atol=0)
+
+
+def held(mesh, shard):
+    """Elements of a layer's matrices, and those of them that this rank keeps and updates."""
+    config = settings(shard, parallel=PAIRS)
+    model = build_chunks(config, CPU, mesh)
+    layer = sum(p.numel() for p in model.chunks[0].layers["0"].parameters() if p.ndim >= 2)
+    spans = make_optimizer(model, config, mesh).flat.spans
+    (span,) = [span for span in spans if span.sharded_layer == 0]
+    every = [None] * mesh.world
+    dist.all_gather_object(every, (span.own.start, span.own.stop))
+    return layer, span.kept_parameters.numel(), span.kept_gradients.numel(), span.own, every
+
+
+def test_a_rank_keeps_half_of_a_layer_and_updates_a_quarter():
+    results = run_ranks(held, 4, "parameters", layout=Layout(dp=4, **PAIRS))
+    for layer, parameters, gradients, own, every in results:
+        size = 4 * (own.stop - own.start)
+        assert layer <= size < layer + 4 * 128 and parameters == gradients == size // 2
+        assert [start * 4 // size for start, _ in every] == [0, 2, 1, 3]
+
+
+def without_waiting(self):
+    """`FlatParameters.reduce`, which does not sum over the pairs."""
+    groups = [span.within for span in self.spans]
+    for span in self.spans:
+        if span.within.across is not None:
+            half = span.own.start - span.own.start // span.kept_gradients.numel() * (
+                span.kept_gradients.numel()
+            )
+            span.own_gradients.copy_(span.kept_gradients[half:][: span.own_gradients.numel()])
+            span.within = data.ShardGroups(span.within.shard)
+    reduce(self)
+    for span, within in zip(self.spans, groups, strict=True):
+        span.within = within
+
+
+reduce = data.FlatParameters.reduce
+
+
+def without_gathering(self):
+    """`FlatParameters.gather`, which does not hand on what the other pair has updated."""
+    groups = [span.within for span in self.spans]
+    for span in self.spans:
+        span.within = data.ShardGroups(span.within.shard)
+    gather(self)
+    for span, within in zip(self.spans, groups, strict=True):
+        span.within = within
+
+
+gather = data.FlatParameters.gather
+WITHOUT = {
+    "a sum over pairs": (data.FlatParameters, "reduce", without_waiting),
+    "new parameters of the other pair": (data.FlatParameters, "gather", without_gathering),
+    "a gather that is waited for": (ShardedLayer, "wait_for", lambda self, gathers: None),
+    "gathers": (ShardedLayer, "gather", lambda self: []),
+}
+
+
+def run_broken(mesh, granularity):
+    """Eager, and graphs that exchange as late as they may: right ones, and some without a step that
+    keeps their numbers right."""
+    options = {"packs": 4, "steps": 4}
+    changes = {"graph_options": {"granularity": granularity}}
+    graph = settings("parameters", graph=True, parallel=PAIRS, **changes)
+    eager = train(mesh, settings("parameters", parallel=PAIRS), **options)
+    found = {"": differences(eager, train(mesh, graph, late=True, **options))}
+    for what, (owner, name, instead) in WITHOUT.items():
+        with mock.patch.object(owner, name, instead):
+            found[what] = differences(eager, train(mesh, graph, late=True, **options))
+    return found
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_late_exchanges_are_waited_for_and_what_is_left_out_is_found(granularity):
+    for found in run_ranks(run_broken, 4, granularity, seconds=250.0):
+        assert not found.pop("")
+        assert len(found) == len(WITHOUT) and all(found.values()), found
+
+
+CASES = {
+    "adapters": {"lora": {"rank": 1}, "model": {"hidden_size": 32, "intermediate_size": 64}},
+    "state on the host": {"optimizer": {"offload": True}},
+    "recomputed": {"run": {"recompute": "full"}},
+    "adafactor": {"optimizer": {"name": "adafactor"}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_combinations(case):
+    """Graphs equal eager."""
+    if case == "adapters":
+        pytest.importorskip("peft")
+    kinds = [("parameters", 2, False), ("parameters", 2, True)]
+    options = {"packs": 4, "steps": 4}
+    for eager, graph in run_ranks(run_kinds, 4, kinds, options, CASES[case], seconds=200.0):
+        assert graph["replayed"] and not differences(eager, graph)
+
+
+def verified(mesh, layout, granularity):
+    config = config_for(layout, granularity, 4)
+    config = dataclasses.replace(
+        config,
+        graph=dataclasses.replace(config.graph, strict=True),
+        parallel=dataclasses.replace(
+            config.parallel, shard="parameters", shard_ranks=layout.shard_ranks
+        ),
+    )
+    assert not validate(config, "cpu", world=mesh.world)
+    packs = functools.partial(random_packs, seed=1)
+    return verify_ranks("hybrid", config, packs, CPU, mesh, budget=budget_over(layout.dp))
+
+
+@pytest.mark.parametrize(
+    ("layout", "granularity"),
+    [
+        (Layout(dp=4, **PAIRS), "layer"),
+        (Layout(dp=2, cp=2, **PAIRS), "layer"),
+        (Layout(dp=4, ep=2, **PAIRS), "layer"),
+        pytest.param(Layout(dp=4, pp=2, **PAIRS), "chunk", marks=pytest.mark.slow),
+        pytest.param(Layout(dp=4, tp=2, **PAIRS), "layer", marks=pytest.mark.slow),
+        pytest.param(Layout(dp=4, ep=2, cp=2, shard_ranks=4), "layer", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_layouts_are_verified(layout, granularity):
+    """Graphs against eager bit by bit, and the run against one process."""
+    world = layout.dp * layout.inner
+    for report in run_ranks(verified, world, layout, granularity, layout=layout, seconds=250.0):
+        assert report.good and report.one_process.good, report
+        assert list(report.one_process.distances)[-1] == STATE and not report.silent_ranks()
