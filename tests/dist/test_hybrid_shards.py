@@ -10,7 +10,7 @@ import torch.distributed as dist
 from distkit import CPU, run_ranks
 from shardedkit import differences, settings, train
 
-from packgraph.parallel import data
+from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.sharded_layers import ShardedLayer
 from packgraph.train.build import build_chunks, make_optimizer
@@ -89,38 +89,9 @@ def test_a_rank_keeps_half_of_a_layer_and_updates_a_quarter():
         assert [start * 4 // size for start, _ in every] == [0, 2, 1, 3]
 
 
-def without_waiting(self):
-    """`FlatParameters.reduce`, which does not sum over the pairs."""
-    groups = [span.within for span in self.spans]
-    for span in self.spans:
-        if span.within.across is not None:
-            half = span.own.start - span.own.start // span.kept_gradients.numel() * (
-                span.kept_gradients.numel()
-            )
-            span.own_gradients.copy_(span.kept_gradients[half:][: span.own_gradients.numel()])
-            span.within = data.ShardGroups(span.within.shard)
-    reduce(self)
-    for span, within in zip(self.spans, groups, strict=True):
-        span.within = within
-
-
-reduce = data.FlatParameters.reduce
-
-
-def without_gathering(self):
-    """`FlatParameters.gather`, which does not hand on what the other pair has updated."""
-    groups = [span.within for span in self.spans]
-    for span in self.spans:
-        span.within = data.ShardGroups(span.within.shard)
-    gather(self)
-    for span, within in zip(self.spans, groups, strict=True):
-        span.within = within
-
-
-gather = data.FlatParameters.gather
 WITHOUT = {
-    "a sum over pairs": (data.FlatParameters, "reduce", without_waiting),
-    "new parameters of the other pair": (data.FlatParameters, "gather", without_gathering),
+    "sums over pairs": (FlatParameters, "_reduce_across", lambda self: []),
+    "new parameters of the other pair": (FlatParameters, "_gather_across", lambda self: []),
     "a gather that is waited for": (ShardedLayer, "wait_for", lambda self, gathers: None),
     "gathers": (ShardedLayer, "gather", lambda self: []),
 }

@@ -198,12 +198,7 @@ class FlatParameters:
         per step."""
         while self._launched < len(self.spans):
             self._launch()
-        self._works += [
-            reduce_scatter_flat(span.own_gradients, span.kept_gradients, group=group, async_op=True)
-            for span in self.spans
-            if (group := span.within.across) is not None
-        ]
-        for work in self._works:
+        for work in [*self._works, *self._reduce_across()]:
             work.wait()
         for span in self._shared:
             if span.group is None:
@@ -221,12 +216,7 @@ class FlatParameters:
     def gather(self) -> None:
         """Give every rank the parts that the others have updated. Work queued afterwards sees all
         of them."""
-        works = [
-            all_gather_flat(span.kept_parameters, span.own_parameters, group=group, async_op=True)
-            for span in self.spans
-            if (group := span.within.across) is not None
-        ]
-        for work in works:
+        for work in self._gather_across():
             work.wait()
         works = [
             all_gather_flat(span.parameters, span.kept_parameters, group=group, async_op=True)
@@ -256,6 +246,22 @@ class FlatParameters:
         gathered = {id(member.parameter) for span in spans for member in span.members}
         whole = [local_tensor(p.detach()) for p in parameters if id(p) not in gathered]
         return whole + [span.kept_parameters for span in spans]
+
+    def _reduce_across(self) -> list[Any]:
+        """Begin to sum what is kept over all that keep the same; what to wait for."""
+        return [
+            reduce_scatter_flat(span.own_gradients, span.kept_gradients, group=group, async_op=True)
+            for span in self.spans
+            if (group := span.within.across) is not None
+        ]
+
+    def _gather_across(self) -> list[Any]:
+        """Begin to give all that keep the same what each has updated; what to wait for."""
+        return [
+            all_gather_flat(span.kept_parameters, span.own_parameters, group=group, async_op=True)
+            for span in self.spans
+            if (group := span.within.across) is not None
+        ]
 
     @property
     def launched(self) -> int:
