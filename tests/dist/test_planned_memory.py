@@ -14,7 +14,9 @@ from packgraph.parallel.pieces import Pieces
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.memory import need_of
 
-LAYOUTS = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}, "cp": {"cp": 2}}
+ALSO = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}, "cp": {"cp": 2}}
+PAIRS = {"shard_ranks": 2}
+LAYOUTS = ALSO | {"pairs": PAIRS, "pairs of experts": PAIRS | {"ep": 2}}
 
 
 def held(mesh, shard, dtype, **parallel):
@@ -37,6 +39,7 @@ def held(mesh, shard, dtype, **parallel):
     tensors = [parameter for _, parameter in model.named_parameters()]
     tensors += [t for span in spans for t in (span.parameters, span.own_parameters)]
     tensors += [t for span in spans for t in (span.gradients, span.own_gradients)]
+    tensors += [span.kept_gradients for span in spans]
     tensors += [tensor for tensor in state if not isinstance(tensor, Pieces)]
     tensors += [part for tensor in pieces for _, part in tensor.pieces]
     tensors += [t for master in optimizer._masters for t in (master, master.grad)]
@@ -58,11 +61,21 @@ def beside(mesh, shard, way):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("way", LAYOUTS)
+@pytest.mark.parametrize("way", ALSO)
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_bytes_beside_other_parallelisms_are_predicted(shard, way):
     layout = Layout(dp=4 if way == "ep" else 2, **LAYOUTS[way])
     for measured, planned in run_ranks(beside, 4, shard, way, layout=layout):
+        assert planned == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ep", [1, 2])
+def test_bytes_of_layers_that_pairs_share_are_predicted(ep):
+    """With ep = 2 the ranks of a pair hold different experts, whole."""
+    way = "pairs" + " of experts" * (ep > 1)
+    layout = Layout(dp=4, **LAYOUTS[way])
+    for measured, planned in run_ranks(beside, 4, "parameters", way, layout=layout):
         assert planned == pytest.approx(measured, rel=0.05)
 
 

@@ -195,6 +195,15 @@ class Layout:
             found["expert_copies"].setdefault((place["dp"] % self.ep, *held), []).append(rank)
         return {axis: list(groups.values()) for axis, groups in found.items()}
 
+    def sharers(self, *, experts: bool = False) -> int:
+        """How many ranks share a layer where layers are sharded, or the `experts` of a layer; the
+        layout must be resolved."""
+        copies = (self.dp or 1) * self.cp
+        ranks = self.shard_ranks or copies
+        if not experts or ranks <= self.cp:
+            return ranks
+        return self.cp * max(1, ranks // (self.cp * self.ep))
+
     def sharing_ranks(self) -> dict[str, list[list[int]]]:
         """Where some copies share layers: the ranks of every group that shares the parts of them
         (`copies shard`, `expert_copies shard`), and that keeps the same (`copies across`, ...)."""

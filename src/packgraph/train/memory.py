@@ -362,12 +362,12 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     )  # the head is the last stage's
     held = (dense + experts + padding) * itemsize
     sharded = matrices if config.parallel.shards else []
-    parts = _kept(sharded, layout, replicas)
-    # Of sharded layers a rank keeps its part, and has two buffers for the largest.
-    spared = max(0, sum(map(sum, sharded)) - parts - 2 * max(map(sum, sharded), default=0))
+    spared = _spared(sharded, layout)
     spared = round(spared * itemsize) if replicas > 1 else 0
-    # Beside the gradients of its own microbatches a rank has its part of their sum.
-    sums = round((updated - parts) * itemsize) if replicas > 1 else 0
+    # Beside the gradients of its own microbatches a rank has its part of their sum; of layers that
+    # all replicas share that is what it keeps.
+    alone = 0 if layout.sharers() < replicas else _kept(sharded, layout, replicas)
+    sums = round((updated - alone) * itemsize) if replicas > 1 else 0
     hidden = sum(of_layer for of_layer, _ in plain)
     state = _state_bytes(config, dense + experts, updated, hidden)
     if config.optimizer.offload and device_type == "cuda":
@@ -392,6 +392,9 @@ def _need_of_frozen(config: TrainConfig, world: int) -> Need:
     itemsize = getattr(torch, config.run.dtype).itemsize
     trained = 0 if config.lora.enabled else elements
     state = _state_bytes(config, trained, trained / world)
+    if config.parallel.shard == "parameters" and config.hf.path is None and world > 1:
+        layout = config.parallel.layout().resolved(world)
+        elements -= round(_spared(_sharded(config, layout, 0), layout))
     return Need(elements * itemsize, trained * itemsize, state, 0, 0, _sure_capacity(config))
 
 
@@ -512,8 +515,17 @@ def _padded(matrices: tuple[float, float], layout: Layout, replicas: int) -> tup
 
 
 def _kept(sharded: list[tuple[float, float]], layout: Layout, replicas: int) -> float:
-    """Elements of sharded layers that one of so many replicas keeps."""
+    """Elements of sharded layers that one of so many replicas updates."""
     return sum(d / replicas + e / (replicas // layout.ep) for d, e in sharded)
+
+
+def _spared(sharded: list[tuple[float, float]], layout: Layout) -> float:
+    """Elements of sharded layers that a rank does not hold: it keeps its part, and has two buffers
+    for the largest."""
+    within, of_experts = layout.sharers(), layout.sharers(experts=True)
+    shared = [(d, e if of_experts > 1 else 0.0) for d, e in sharded]
+    parts = sum(d / within + e / of_experts for d, e in shared)
+    return max(0.0, sum(map(sum, shared)) - parts - 2 * max(map(sum, shared), default=0.0))
 
 
 def _sure_capacity(config: TrainConfig) -> Capacity:

@@ -252,7 +252,7 @@ def _plan_world(config: TrainConfig, asked: PlanMemoryArguments, world: int) -> 
         *(
             (
                 *(str(getattr(choice, axis)) for axis in ("dp", "pp", "cp", "tp", "ep")),
-                choice.shard,
+                choice.shard + (f"/{choice.shard_ranks}" if choice.shard_ranks else ""),
                 choice.recompute,
                 "yes" if choice.offload else "-",
                 f"{choice.device / 2**30:.1f}",

@@ -2,7 +2,7 @@
 a rank's memory, and how fast it should be. Nothing is run.
 
     layouts      dp x pp x cp x tp, ep of dp        those that `validate` has no reason against
-    shard        none, gradients, parameters
+    shard        none, gradients, parameters    over all replicas, or over those of a host
     activations  kept, recomputed, on the host      as `plan_memory.py`
          └────▶ bytes of the fullest rank ─▶ fits? ─▶ seconds of a step ─▶ the fastest first
 
@@ -16,6 +16,8 @@ over the slowest link that its ranks span. Ranks of one host are consecutive, an
     pp      one row forward, one back, between stages; and the pipeline's idle time
     dp      once a step: the gradients' sum behind the last backward, and new parameters
     shard   the matrices of all layers, gathered twice and reduced once, while other layers run
+    new     once a step, where gradients alone are sharded: what all matrices are now
+    across  once a step, where hosts share no layers: what is kept, summed and gathered anew
 
 Which way is faster is what these numbers are for. They know no contention, no latency and no
 kernel's efficiency at a small shape.
@@ -69,9 +71,10 @@ class RowWork:
 
 @dataclass(frozen=True)
 class WorldChoice:
-    """One way to run. device, host: bytes at the peak of the fullest rank. seconds: of a step.
-    sent: bytes that a rank sends in a step, by axis. waits: share of the step in which ranks wait
-    for links and stages. fits: None where the device's memory is not known."""
+    """One way to run. shard_ranks: that share a layer, 0 = all. device, host: bytes at the peak of
+    the fullest rank. seconds: of a step. sent: bytes that a rank sends in a step, by axis. waits:
+    share of the step in which ranks wait for links and stages. fits: None where the device's memory
+    is not known."""
 
     dp: int
     pp: int
@@ -79,6 +82,7 @@ class WorldChoice:
     tp: int
     ep: int
     shard: Shard
+    shard_ranks: int
     recompute: str
     offload: bool
     device: int
@@ -114,13 +118,14 @@ def world_choices(
     found: list[WorldChoice] = []
     for layout, replicas in _layouts(config, world):
         rows = -(-step_tokens // (tokens * replicas))
-        for shard in SHARDS if replicas > 1 else SHARDS[:1]:
-            plain = _spread(config, layout, shard, NONE, False, tokens)
+        for shard, within in _ways_to_shard(layout, speeds.per_host):
+            laid = replace(layout, shard_ranks=within)
+            plain = _spread(config, laid, shard, NONE, False, tokens)
             if validate(plain, "cuda", None, world):
                 continue
             need, held = _need(plain, world), _need(_whole(plain), world).weights
             for recompute, offload in activation_choices():
-                spread = _spread(config, layout, shard, recompute, offload, tokens)
+                spread = _spread(config, laid, shard, recompute, offload, tokens)
                 if not validate(spread, "cuda", None, world):
                     found.append(_choice(spread, need, held, rows, work, speeds, limit))
     return sorted(found, key=lambda choice: (choice.fits is False, choice.seconds, choice.device))
@@ -136,6 +141,25 @@ def _layouts(config: TrainConfig, world: int) -> Iterator[tuple[Layout, int]]:
                 replicas = world // (tp * cp * pp)
                 for ep in _sizes(replicas, experts):
                     yield Layout(dp=replicas, pp=pp, cp=cp, tp=tp, ep=ep), replicas
+
+
+def _ways_to_shard(layout: Layout, per_host: int) -> Iterator[tuple[Shard, int]]:
+    """What of layers is sharded, and over how many ranks, 0 = all: those of a host, too."""
+    copies = (layout.dp or 1) * layout.cp
+    on_host = sum(first // per_host == 0 for first in _copies(layout)) if copies > 1 else 1
+    for shard in SHARDS if copies > 1 else SHARDS[:1]:
+        yield shard, 0
+        if shard != "none" and 1 < on_host < copies:
+            yield shard, on_host
+
+
+def _copies(layout: Layout) -> list[int]:
+    """The ranks that hold the parameters that rank 0 holds."""
+    return [
+        dp * layout.inner + cp * layout.tp
+        for dp in range(layout.dp or 1)
+        for cp in range(layout.cp)
+    ]
 
 
 def _sizes(ranks: int, most: int) -> list[int]:
@@ -189,6 +213,7 @@ def _spread(
             tp=layout.tp,
             ep=layout.ep,
             shard=shard,
+            shard_ranks=layout.shard_ranks,
         ),
     )
 
@@ -224,6 +249,7 @@ def _choice(
         tp=layout.tp,
         ep=layout.ep,
         shard=parallel.shard,
+        shard_ranks=parallel.shard_ranks,
         recompute=recompute,
         offload=offload,
         device=device,
@@ -279,28 +305,33 @@ def _sent(
     matrices = (dense / layout.tp + of_experts / layout.ep) / layout.pp * itemsize
     matrices = round(matrices) if shard != "none" else 0
     whole = held - matrices  # of weights whose gradients are summed once a step
-    copies = (layout.dp or 1) * layout.cp
-    gathered = held if shard == "gradients" else whole  # once a step, when they are new
+    copies, within = (layout.dp or 1) * layout.cp, layout.sharers()
+    across = matrices / within * 2 * _others(copies // within)
     times = {"none": 0, "gradients": 1, "parameters": 3}[shard]
     sent = {
         "tp": rows * layers * 8 * again * row * _others(layout.tp),
         "cp": rows * layers * 2 * again * row / model.hidden_size * heads * _others(layout.cp),
         "ep": rows * 4 * again * row * chosen * _others(layout.ep),
         "pp": rows * 2.0 * row if layout.pp > 1 else 0.0,
-        "dp": (whole + gathered) * _others(copies),
-        "shard": rows * times * matrices * _others(copies),
+        "dp": 2 * whole * _others(copies),
+        "shard": rows * times * matrices * _others(within),
+        "new": matrices * _others(within) if shard == "gradients" else 0.0,
+        "across": across,
     }
-    inner = {"tp": 1, "cp": layout.tp, "pp": layout.tp * layout.cp}
-    inner["dp"] = inner["ep"] = inner["shard"] = layout.inner
-    size = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep}
-    waited = {
-        axis: bytes_ / speeds.link(inner[axis] * size.get(axis, layout.dp or 1))
-        for axis, bytes_ in sent.items()
+    every = layout.inner * (layout.dp or 1)
+    span = {
+        "tp": layout.tp,
+        "cp": layout.tp * layout.cp,
+        "pp": layout.tp * layout.cp * layout.pp,
+        "ep": layout.inner * layout.ep,
+        "dp": every,
+        "across": every,
     }
+    span["shard"] = span["new"] = _copies(layout)[within - 1] + 1
+    waited = {axis: bytes_ / speeds.link(span[axis]) for axis, bytes_ in sent.items()}
     # The sum of gradients is hidden behind the last backward, new parameters are waited for. Layers
     # that are sharded gather and reduce while another layer runs.
-    summed = waited["dp"] * whole / (whole + gathered)
-    waited["dp"] += max(0.0, summed - backward) - summed
+    waited["dp"] += max(0.0, waited["dp"] / 2 - backward) - waited["dp"] / 2
     waited["shard"] = max(0.0, waited["shard"] - rows * (forward + backward))
     return sent, waited
 
@@ -310,7 +341,7 @@ def _others(ranks: int) -> float:
 
 
 def _whole(config: TrainConfig) -> TrainConfig:
-    return replace(config, parallel=replace(config.parallel, shard="none"))
+    return replace(config, parallel=replace(config.parallel, shard="none", shard_ranks=0))
 
 
 def _need(config: TrainConfig, world: int) -> Need:

@@ -25,7 +25,8 @@ def found(world: int, limit: int | None = None, preset: str = "qwen3-0.6b", **sp
 def the(choices: list[WorldChoice], **fields: object) -> WorldChoice:
     """The one way with these fields; axes that are not named have one rank."""
     axes = {"pp": 1, "cp": 1, "tp": 1, "ep": 1}
-    asked = axes | {"shard": "none", "recompute": "none", "offload": False} | fields
+    asked = axes | {"shard": "none", "shard_ranks": 0, "recompute": "none", "offload": False}
+    asked |= fields
     (choice,) = [c for c in choices if all(getattr(c, k) == v for k, v in asked.items())]
     return choice
 
@@ -79,7 +80,8 @@ def test_what_ranks_send_is_what_the_axes_say():
     assert sharded.sent["dp"] == pytest.approx(2 * (weights - matrices) * 3 / 4)
     reduced = the(choices, shard="gradients")
     assert reduced.sent["shard"] == round(matrices * 3 / 4)
-    assert reduced.sent["dp"] == round((2 * weights - matrices) * 3 / 4), "gathers all weights"
+    assert reduced.sent["new"] == round(matrices * 3 / 4), "gathers all weights"
+    assert reduced.sent["dp"] == pytest.approx(2 * (weights - matrices) * 3 / 4)
     assert the(choices, tp=4).sent == {"tp": round(4 * model.num_layers * 8 * row * 3 / 4)}
     assert the(choices, pp=4).sent == {"pp": 4 * 2 * row}
 
@@ -100,6 +102,20 @@ def test_slow_links_favour_what_sends_less():
     assert the(slow).seconds > the(fast).seconds
     assert the(slow, tp=8).waits > the(fast, tp=8).waits, "replicas lie on two hosts"
     assert slow[0].sent.get("dp", 0) <= fast[0].sent.get("dp", 0)
+
+
+def test_layers_shared_within_a_host_travel_over_its_links_alone():
+    choices = found(16, net=0.5)
+    every, host = (the(choices, shard="parameters", shard_ranks=ranks) for ranks in (0, 8))
+    matrices = every.sent["shard"] * 16 / 15 / 3
+    assert host.sent["shard"] == pytest.approx(3 * matrices * 7 / 8)
+    assert host.sent["across"] == pytest.approx(2 * matrices / 8 / 2)
+    assert host.seconds < every.seconds and host.waits < every.waits
+    # A rank keeps an eighth of weights and gradients, and updates a sixteenth, as ever.
+    assert host.device - every.device == pytest.approx(2 * matrices / 16 + matrices / 16, rel=0.01)
+    assert not [c for c in found(8) if c.shard_ranks], "all ranks are of one host"
+    with_experts = found(16, preset="moonlight")
+    assert {c.ep for c in with_experts if c.shard_ranks == 8} >= {1, 8, 16}
 
 
 def test_the_fastest_that_fits_comes_first():
