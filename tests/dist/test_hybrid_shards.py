@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 import torch.distributed as dist
 from distkit import CPU, run_ranks
 from shardedkit import differences, settings, train
+from trainkit import RandomPacks
 
+from packgraph.parallel.consensus import stage_consensus
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.sharded_layers import ShardedLayer
 from packgraph.train.build import build_chunks, make_optimizer
+from packgraph.train.step import MicrobatchAssignment
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import budget_over, config_for, random_packs
 from packgraph.verification.ranks import STATE, verify_ranks
@@ -116,6 +120,33 @@ def test_late_exchanges_are_waited_for_and_what_is_left_out_is_found(granularity
     for found in run_ranks(run_broken, 4, granularity, seconds=250.0):
         assert not found.pop("")
         assert len(found) == len(WITHOUT) and all(found.values()), found
+
+
+def together(mesh):
+    votes = stage_consensus(mesh, sharded=True)
+    sharing = MicrobatchAssignment.of(mesh, in_step=True)
+    return votes._ranks, sharing.together, [len(s) for s in sharing.shares(list(steps_of(5)))]
+
+
+def steps_of(count):
+    return itertools.islice(RandomPacks(), count)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "replicas"),
+    [
+        (Layout(dp=4, **PAIRS), [2, 3], 2),
+        (Layout(dp=2, cp=2, **PAIRS), [2, 3], 1),
+        (Layout(dp=4, ep=4, **PAIRS), [0, 1, 2, 3], 4),
+        (Layout(dp=4), [0, 1, 2, 3], 4),
+    ],
+    ids=str,
+)
+def test_only_those_that_share_layers_are_in_step(layout, ranks, replicas):
+    voters, team, counts = run_ranks(together, 4, layout=layout)[3]
+    assert (voters, team) == (ranks, replicas)
+    teams = [set(counts[at : at + team]) for at in range(0, len(counts), team)]
+    assert all(len(each) == 1 for each in teams), counts
 
 
 CASES = {

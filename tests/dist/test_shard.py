@@ -5,9 +5,11 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from distkit import run_ranks
 from replicakit import CAPACITY, Tied, differences, microbatches
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import packgraph
 from packgraph.graphs.stages import Stage
@@ -48,15 +50,17 @@ def model_of(kind):
     return packed(LlamaForCausalLM(config))
 
 
-def train(mesh, kind, *, keep, eager=False, reduce="mean", microbatches_each=1, **options):
-    """keep: None replicates instead."""
+def train(mesh, kind, *, keep, eager=False, reduce="mean", microbatches_each=1, hosts=0, **options):
+    """keep: None replicates instead. hosts: that share no layers, 0 = one."""
     model = model_of(kind)
     if keep is None:
         graphed = packgraph.graph(model, capacities=[CAPACITY], warmup=1, **options)
         graphed = packgraph.replicate(graphed, reduce=reduce)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
     else:
-        shards = packgraph.shard(model, keep=keep, reduce=reduce)
+        sizes = (hosts, mesh.world // hosts) if hosts else (mesh.world,)
+        devices = init_device_mesh("cpu", sizes)
+        shards = packgraph.shard(model, keep=keep, reduce=reduce, mesh=devices)
         graphed = packgraph.graph(model, capacities=[CAPACITY], warmup=1, **options)
         optimizer = torch.optim.AdamW(shards.parameters(), lr=0.02, weight_decay=0.0)
     trace = []
@@ -121,6 +125,15 @@ def test_compiled_stages_equal_eager(keep):
         assert graph["replayed"] >= STEPS - 2 and not differences(eager, graph)
 
 
+@pytest.mark.parametrize("keep", ["parameters", "gradients"])
+def test_hosts_that_share_no_layers_sum_what_they_keep(keep):
+    options = {"hosts": 2, "granularity": "layer", "microbatches_each": SAME}
+    for replicas, eager, graph in run_ranks(run_all, 4, "own", keep, options, seconds=200.0):
+        assert graph["replayed"] >= STEPS - 2 and not differences(eager, graph)
+        for ours, theirs in zip(eager["trace"], replicas["trace"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def several(mesh):
     options = {"microbatches_each": SAME, "granularity": "layer"}
     return run_all(mesh, "own", "parameters", options)
@@ -167,6 +180,12 @@ def refused(mesh):
     says(lambda: packgraph.shard(packgraph.graph(Tied())))
     says(lambda: packgraph.shard(Tied(), keep="all"))
     says(lambda: packgraph.shard(Tied(), layers=[]))
+    devices = init_device_mesh("cpu", (mesh.world, 1, 1))
+    says(lambda: packgraph.shard(Tied(), mesh=devices))
+    says(lambda: packgraph.shard(Tied(), mesh=devices, group=dist.group.WORLD))
+    frozen = Tied()
+    frozen.layers.requires_grad_(False)
+    says(lambda: packgraph.shard(frozen, keep="gradients"))
     for order, keeps in (((1, 0), True), ((0, 1), False)):
         loose = Loose(order, keeps)
         packgraph.shard(loose)
@@ -187,6 +206,9 @@ def test_what_cannot_be_sharded_is_refused():
             "before packgraph.graph",
             "keep",
             "layers=",
+            "hosts",
+            "not both",
+            "keep='parameters'",
             "order",
             "drops",
             "replaced",

@@ -13,7 +13,7 @@ from packgraph.graphs.stages import Stage, run_stages
 
 VOCAB, WIDTH = 23, 8
 CAPACITY = packgraph.Capacity(tokens=24, documents=4)
-COUNTS = ((2, 1), (1, 3), (2, 2), (1, 1))  # microbatches of each rank, step by step
+COUNTS = ((2, 1), (1, 3), (2, 2), (1, 1))  # microbatches of even and odd ranks, step by step
 
 
 class Layer(nn.Module):
@@ -71,7 +71,7 @@ class Tied(nn.Module):
 def microbatches(step: int, rank: int) -> list[packgraph.PackedBatch]:
     """Those of one rank in a step, each of two documents."""
     made = []
-    for number in range(COUNTS[step % len(COUNTS)][rank]):
+    for number in range(COUNTS[step % len(COUNTS)][rank % 2]):
         draw = torch.Generator().manual_seed(100 * step + 10 * rank + number)
         sizes = torch.randint(3, 11, (2,), generator=draw).tolist()
         documents = [torch.randint(VOCAB, (size,), generator=draw).tolist() for size in sizes]

@@ -70,8 +70,8 @@ def train(
     """Train; facts of every step, and counts.
 
     mesh: of all replicas, where `config.parallel` says no other. freeze: parameters whose names
-    begin so need no gradient. alike: share packs out as sharded
-    runs do, whatever this one is. late: replays exchange as late as they may.
+    begin so need no gradient. alike: share packs out as runs do whose replicas share layers,
+    whatever this one is. late: replays exchange as late as they may.
     """
     if config.parallel.shard_ranks:
         mesh = make_mesh(config.parallel.layout(), CPU)
@@ -83,6 +83,8 @@ def train(
     optimizer = make_optimizer(model, config, mesh)
     executor = make_executor(model, config, CPU, mesh)
     sharing = MicrobatchAssignment.of(mesh, in_step=alike or config.parallel.shards)
+    if alike:
+        sharing = dataclasses.replace(sharing, together=sharing.replicas)
     if late:
         executor.copy_streams(0).queues.late.add("transfers")  # type: ignore[union-attr]
     trace = []

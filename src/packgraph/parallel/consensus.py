@@ -106,9 +106,9 @@ def _lost(what: str, failed: dict[int, str], waiting: Sequence[int], patience: f
 def stage_consensus(mesh: Mesh, patience: float = PATIENCE, *, sharded: bool = False) -> Consensus:
     """Among the ranks that this one exchanges data with while it runs its part of a model: those of
     its stage that share rows, matrices or experts with it, directly or through others. sharded: so
-    do all replicas, which share the parts of layers."""
-    place = mesh.place
-    ranks = range(mesh.world) if sharded else _replica(mesh)
+    do replicas that share the parts of layers."""
+    place, blocks = mesh.place, mesh.layout.shard_ranks > 0
+    ranks = _replica(mesh, blocks) if blocks or not sharded else range(mesh.world)
     return _vote(
         mesh,
         f"stage {place['pp']}",
@@ -126,12 +126,12 @@ def replica_consensus(
     return _vote(mesh, "replica", ranks, patience)
 
 
-def _replica(mesh: Mesh) -> list[int]:
-    """The ranks of this replica, and of those that share experts with it."""
+def _replica(mesh: Mesh, sharded: bool = False) -> list[int]:
+    """The ranks of this replica, and of those that share experts with it; or layers."""
 
     def block(place: Mapping[str, int]) -> list[int]:
         others = [place[axis.name] for axis in mesh.layout.more if axis.own == "packs"]
-        return [place["dp"] // mesh.size("ep"), *others]
+        return [place["dp"] // mesh.layout.teams(sharded=sharded), *others]
 
     mine, coordinates = block(mesh.place), mesh.layout.coordinates
     return [rank for rank in range(mesh.world) if block(coordinates(rank)) == mine]

@@ -150,6 +150,9 @@ class Layout:
     def _shard_problems(self, copies: int) -> list[str]:
         """What keeps blocks of `shard_ranks` of so many copies from sharing layers."""
         size, cp = self.shard_ranks, self.cp
+        if self.more:
+            named = ", ".join(axis.name for axis in self.more)
+            return [f"shard_ranks {size} is not there yet with further axes ({named})"]
         if copies % size:
             return [
                 f"shard_ranks {size} does not divide the {copies} ranks (dp x cp) that hold the "
@@ -198,11 +201,15 @@ class Layout:
     def sharers(self, *, experts: bool = False) -> int:
         """How many ranks share a layer where layers are sharded, or the `experts` of a layer; the
         layout must be resolved."""
-        copies = (self.dp or 1) * self.cp
-        ranks = self.shard_ranks or copies
+        ranks = self.shard_ranks or math.prod(axis.size for axis in self.axes if axis.own)
         if not experts or ranks <= self.cp:
             return ranks
         return self.cp * max(1, ranks // (self.cp * self.ep))
+
+    def teams(self, *, sharded: bool) -> int:
+        """How many consecutive replicas share experts or, where layers are sharded, layers; the
+        layout must be resolved."""
+        return max(self.ep, self.sharers() // self.cp) if sharded else self.ep
 
     def sharing_ranks(self) -> dict[str, list[list[int]]]:
         """Where some copies share layers: the ranks of every group that shares the parts of them

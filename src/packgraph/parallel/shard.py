@@ -12,15 +12,17 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from packgraph.graphs.errors import described
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.pieces import collect_over
 from packgraph.parallel.replicate import Reduce, broadcast_from_first, check_same_parameters
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
-from packgraph.parallel.spans import GradientBucket
+from packgraph.parallel.spans import WHOLE, GradientBucket
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 
@@ -38,14 +40,16 @@ def shard(
     keep: Literal["parameters", "gradients"] = "parameters",
     reduce: Reduce = "mean",
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> "Shards":
     """Shards the layers of a module over ranks, in place, before `packgraph.graph` is called.
 
     Each rank keeps its part of every matrix of a layer and of its gradient. Whole ones exist only
     while the layer runs; they are gathered and reduced by two stages that are put around those of
     each layer, inside graphs as in eager calls, while another layer runs. What is smaller than a
-    matrix or outside of layers stays whole. Parameters and buffers of the first rank are sent to
-    all others now.
+    matrix or outside of layers stays whole, and so do adapters (trained matrices that are small
+    beside the frozen ones of their layer). Frozen matrices are gathered as the others. Parameters
+    and buffers of the first rank are sent to all others now.
 
     Stages hand on entries of the state that they do not know (`{**state, ...}`). A parameter that
     gets no gradient counts as zeros, so weight decay applies to it.
@@ -63,6 +67,10 @@ def shard(
         reduce: `mean` divides the sum over the ranks by their number: right for losses that are
             means on each rank. `sum` is right for losses that are divided by what all ranks count.
         group: The process group of the ranks. None is that of all ranks.
+        mesh: Instead of `group`, a device mesh of one dimension, or of two: (hosts, ranks of a
+            host), such as `init_device_mesh("cuda", (2, 8))`. Then the ranks of a host share
+            layers, and hosts hold copies: layers travel within hosts, and what a rank keeps of
+            their gradients is summed over hosts once in a step.
 
     Returns:
         What the optimizer gets, and a step of it.
@@ -70,8 +78,8 @@ def shard(
     Raises:
         RuntimeError: If there is no process group.
         TypeError: If `module` has no stages, or is graphed already, or has distributed parameters.
-        ValueError: If an option is unknown, no layer has a matrix, nothing needs a gradient, or
-            ranks have other parameters.
+        ValueError: If an option is unknown, no layer has a matrix to share, nothing needs a
+            gradient, a mesh has more dimensions, or ranks have other parameters.
 
     Example:
         >>> import functools
@@ -121,17 +129,50 @@ def shard(
         )
     numbers = layers_of(module, layers)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    if not numbers.keys() & trained:
+    if not numbers or (keep == "gradients" and not numbers.keys() & trained):
         raise ValueError(
-            "packgraph.shard finds no matrix to train that a layer has to itself: give layers=[...]"
+            f"packgraph.shard finds no matrix with {keep} to share that a layer has to itself: "
+            "give layers=[...]" + (", or keep='parameters'" if numbers else "")
         )
-    group = dist.group.WORLD if group is None else group
-    assert group is not None
+    group, within = _groups(group, mesh)
     check_same_parameters(module, group, "shard")
     broadcast_from_first([*module.parameters(), *module.buffers()], group)
-    flat = FlatParameters(module.named_parameters(), group, layers=numbers, shard=keep)
+    flat = FlatParameters(
+        module.named_parameters(), group, layers=numbers, shard=keep, within={WHOLE: within}
+    )
     ShardedLayers(flat).put_into(module)
     return Shards(module, flat, reduce, group)
+
+
+def _groups(
+    group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> tuple[dist.ProcessGroup, ShardGroups]:
+    """The group of all ranks, and with whom this one shares layers. Collective over the ranks of
+    `mesh`."""
+    if mesh is None:
+        group = dist.group.WORLD if group is None else group
+        assert group is not None
+        return group, ShardGroups(group)
+    if group is not None or mesh.ndim > 2:
+        raise ValueError(
+            "packgraph.shard wants group or mesh, not both"
+            if group is not None
+            else f"packgraph.shard wants a mesh of (hosts, ranks of a host), not of {mesh.ndim} "
+            "dimensions: give it a part of yours, such as mesh['replicate', 'shard']"
+        )
+    shard, hosts = mesh.get_group(-1), mesh.size(0)
+    if mesh.ndim == 1 or hosts == 1:
+        return shard, ShardGroups(shard)
+    across, ranks = mesh.get_group(0), sorted(mesh.mesh.flatten().tolist())
+    if mesh.size(1) == 1:
+        return across, ShardGroups(across)
+    every = (
+        dist.group.WORLD
+        if len(ranks) == dist.get_world_size()
+        else dist.new_group(ranks, use_local_synchronization=True)
+    )
+    assert every is not None
+    return every, ShardGroups(shard, across)
 
 
 class Shards:

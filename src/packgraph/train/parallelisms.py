@@ -162,6 +162,12 @@ def _shard_problems(config: TrainConfig) -> list[str]:
         for name, asked in others.items()
         if asked
     ]
+    if graph.enabled and graph.optimizer and parallel.shard_ranks:
+        found.append(
+            f"parallel.shard_ranks = {parallel.shard_ranks} is not there yet with graph.optimizer: "
+            "ranks that share no layers run different microbatches, but all replicas launch the "
+            "graph of a step together; leave one of them out"
+        )
     if config.lora.enabled and parallel.shard == "gradients":
         found.append(
             "parallel.shard = gradients with lora.rank shards nothing: the model under adapters "

@@ -194,10 +194,13 @@ class MicrobatchAssignment:
     def of(
         mesh: Mesh, rank_tokens: int | None = None, *, in_step: bool = False
     ) -> "MicrobatchAssignment":
-        """That of a run over `mesh`. in_step: all replicas run microbatches at the same time."""
+        """That of a run over `mesh`. in_step: so do all replicas that share layers, if any do."""
         if rank_tokens is None:
             replicas = mesh.layout.replicas(mesh.world)
-            together = replicas if in_step else mesh.size("ep")
+            shares = in_step and mesh.layout.shard_ranks > 0
+            together = replicas if in_step else 1
+            if not in_step or shares:
+                together = mesh.layout.teams(sharded=shares)
             return MicrobatchAssignment(replicas, mesh.replica, together)
         ranks, place = mesh.size("cp"), mesh.replica * mesh.size("cp") + mesh.place["cp"]
         return MicrobatchAssignment(
