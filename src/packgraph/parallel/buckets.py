@@ -6,6 +6,8 @@ gradients.
     span 1        |layer 0 .. embed ..|pad|  every span divides by the number of ranks: each owns
                                              one equal part
 
+Norms of all layers share a span, which is complete when the first layer is: it is one of the last.
+
 A span holds parameters of one kind only (dtype, weight decay or not, whole on every tensor-parallel
 rank or a part), so that whatever is done to a span is one kernel. The matrices of a layer have a
 span to themselves, of any size, so one collective moves all of them; whether layers are sharded or
@@ -62,7 +64,8 @@ def plan_gradient_buckets(
             open_now[kinds[index]] = members
         members.append(Placed(index, start, start + sizes[index]))
     done += [_closed(kind, members, ranks) for kind, members in open_now.items()]
-    return sorted(done, key=lambda span: min(-member.index for member in span.members))
+    # A backward comes to the first parameters last.
+    return sorted(done, key=lambda span: max(-member.index for member in span.members))
 
 
 def _closed(kind: Hashable, members: list[Placed], ranks: int) -> GradientBucketPlan:
