@@ -73,6 +73,28 @@ def test_where_two_of_four_have_tokens_all_layouts_have_the_same_bits(changes):
                 torch.testing.assert_close(ours["norm"], theirs["norm"], rtol=1e-5, atol=0)
 
 
+def early(mesh, granularity):
+    """Spans of layers whose sums over pairs have begun before each step's backward ended."""
+    found, reduce = [], FlatParameters.reduce
+
+    def noting(self):
+        sent = self.spans[: self.launched]
+        found.append([span.sharded_layer for span in sent if span.sharded_layer is not None])
+        reduce(self)
+
+    changes = {"model": {"num_layers": 5}, "graph_options": {"granularity": granularity}}
+    with mock.patch.object(FlatParameters, "reduce", noting):
+        train(mesh, settings("parameters", graph=True, parallel=PAIRS, **changes), packs=4)
+    return found
+
+
+@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+def test_sums_over_pairs_begin_before_the_last_backward_ends(granularity):
+    """Those of a layer when the second one in front of it is done, eagerly and in graphs."""
+    for found in run_ranks(early, 4, granularity):
+        assert found == [[4, 3, 2]] * len(found)
+
+
 def held(mesh, shard):
     """Elements of a layer's matrices, and those of them that this rank keeps and updates."""
     config = settings(shard, parallel=PAIRS)
@@ -93,8 +115,14 @@ def test_a_rank_keeps_half_of_a_layer_and_updates_a_quarter():
         assert [start * 4 // size for start, _ in every] == [0, 2, 1, 3]
 
 
+def too_early(self, number):
+    """Whether the gradients of a span are complete, not whether others have been added to them."""
+    return not self._expected[number]
+
+
 WITHOUT = {
-    "sums over pairs": (FlatParameters, "_reduce_across", lambda self: []),
+    "sums over pairs": (FlatParameters, "_reduce_across", lambda self, span: None),
+    "a sum that waits for the layer in front": (FlatParameters, "_is_complete", too_early),
     "new parameters of the other pair": (FlatParameters, "_gather_across", lambda self: []),
     "a gather that is waited for": (ShardedLayer, "wait_for", lambda self, gathers: None),
     "gathers": (ShardedLayer, "gather", lambda self: []),

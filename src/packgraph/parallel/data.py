@@ -26,8 +26,8 @@ frozen matrices be, which have no gradients.
 
 Where some of the replicas share a layer (`parallel/spans.py`), each of them keeps a part that
 others keep, too, and updates a part of that. Once a step the kept gradients are reduce-scattered
-over those others, and updated parameters gathered from them: as many bytes as an all-reduce, and
-the optimizer's state is in as many parts as there are replicas.
+over those others, while the last backward runs, and updated parameters gathered from them: as many
+bytes as an all-reduce, and the optimizer's state is in as many parts as there are replicas.
 
 The flat buffers are made in `parallel/spans.py`.
 """
@@ -44,7 +44,14 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.mesh import ShardGroups
-from packgraph.parallel.spans import SPAN_BYTES, WHOLE, Member, Shard, make_spans
+from packgraph.parallel.spans import (
+    SPAN_BYTES,
+    WHOLE,
+    GradientBucket,
+    Member,
+    Shard,
+    make_spans,
+)
 
 Result = Literal["part", "sum", "mean"]
 
@@ -121,6 +128,7 @@ class FlatParameters:
             for member in span.members
         }
         self._expected: list[set[int]] = []
+        self._behind: list[set[int] | None] = []  # None: of spans that wait for the end
         self._launched = 0
         self._one_at_a_time = threading.Lock()
         self._works: list[Any] = []
@@ -170,12 +178,22 @@ class FlatParameters:
             self._expected = [
                 {id(member.parameter) for member in span.members} for span in self.spans
             ]
+            self._behind = [
+                {id(member.parameter) for member in span.behind} or None for span in self.spans
+            ]
         awaited = {id(parameter) for parameter in parameters}
         for parameter in (
             [member.parameter for member in self.members()] if settled is None else settled
         ):
             if id(parameter) not in awaited:
                 self._discard(parameter)
+
+    def _is_complete(self, number: int) -> bool:
+        """Whether nothing will be added to the gradients of a span. Those of a sharded layer are in
+        what is kept when the layer in front is done, hence when the one before that has begun."""
+        if self._expected[number]:
+            return False
+        return self.spans[number].within.across is None or self._behind[number] == set()
 
     def ready(self, parameters: Sequence[Tensor]) -> None:
         """Say that these gradients of the step are final; starts to reduce spans that are complete
@@ -188,9 +206,12 @@ class FlatParameters:
         with self._one_at_a_time:
             for parameter in parameters:
                 self._discard(parameter)
+            for waiting in self._behind:
+                if waiting is not None:
+                    waiting.difference_update(map(id, parameters))
             # In order, so that all ranks send the same span at the same time whatever each of them
             # finished first.
-            while self._launched < len(self.spans) and not self._expected[self._launched]:
+            while self._launched < len(self.spans) and self._is_complete(self._launched):
                 self._launch()
 
     def reduce(self) -> None:
@@ -198,7 +219,7 @@ class FlatParameters:
         per step."""
         while self._launched < len(self.spans):
             self._launch()
-        for work in [*self._works, *self._reduce_across()]:
+        for work in self._works:
             work.wait()
         for span in self._shared:
             if span.group is None:
@@ -210,7 +231,8 @@ class FlatParameters:
         """Expect nothing any more of what a backward was to finish."""
         for handle in self._handles:
             handle.remove()
-        self._expected, self._launched, self._works, self._handles = [], 0, [], []
+        self._expected, self._behind, self._launched = [], [], 0
+        self._works, self._handles = [], []
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -247,13 +269,11 @@ class FlatParameters:
         whole = [local_tensor(p.detach()) for p in parameters if id(p) not in gathered]
         return whole + [span.kept_parameters for span in spans]
 
-    def _reduce_across(self) -> list[Any]:
-        """Begin to sum what is kept over all that keep the same; what to wait for."""
-        return [
-            reduce_scatter_flat(span.own_gradients, span.kept_gradients, group=group, async_op=True)
-            for span in self.spans
-            if (group := span.within.across) is not None
-        ]
+    def _reduce_across(self, span: GradientBucket) -> None:
+        """Begin to sum what is kept over all that keep the same."""
+        if (group := span.within.across) is not None:
+            kept, own = span.kept_gradients, span.own_gradients
+            self._works.append(reduce_scatter_flat(own, kept, group=group, async_op=True))
 
     def _gather_across(self) -> list[Any]:
         """Begin to give all that keep the same what each has updated; what to wait for."""
@@ -276,6 +296,7 @@ class FlatParameters:
         span = self.spans[self._launched]
         self._launched += 1
         if span.sharded_layer is not None:  # sent as the layer's backwards ended
+            self._reduce_across(span)
             return
         for member in span.members:
             member.attach()

@@ -255,6 +255,9 @@ class ShardedLayers:
         ordered = list(self.layers.values())
         for before, after in itertools.pairwise(ordered):
             before.after, after.before = after, before
+        for behind, layer in zip(ordered, ordered[2:], strict=False):
+            for span in layer.trained:
+                span.behind = [member for found in behind.trained for member in found.members]
 
     def around(self, stages: Iterable[Stage]) -> list[Stage]:
         """All stages of the model, those of each sharded layer between its two."""

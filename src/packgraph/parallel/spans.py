@@ -75,10 +75,12 @@ class GradientBucket:
     no other. is_gathered: so are `parameters`, and kept_parameters are memory of their own.
     kept_parameters, kept_gradients: [size / ranks of `within.shard`], of a sharded layer: what
     this rank keeps of them, own_parameters are among it; the latter are sums over within.shard.
-    decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel ranks hold
-    other elements, not copies. sharers: the ranks over which gradients of copies are still to be
-    summed, None where every rank computes the whole gradient. tied: the name of the one parameter
-    here of which other pipeline stages (the sharers) have copies, None for all others.
+    behind: what has its gradient only after those of a sharded layer are in kept_gradients; empty
+    where that is not known before the backward ends. decays: weight decay applies (two or more
+    dimensions). sharded: other tensor-parallel ranks hold other elements, not copies. sharers: the
+    ranks over which gradients of copies are still to be summed, None where every rank computes the
+    whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
+    sharers) have copies, None for all others.
     """
 
     members: list[Member]
@@ -97,6 +99,7 @@ class GradientBucket:
     kept_gradients: Tensor
     sharded_layer: int | None = None
     is_gathered: bool = False
+    behind: Sequence[Member] = ()
 
     def part(self, member: Member, flat: Tensor) -> Tensor:
         """What `flat` (a value for each element of this rank's part) says about one parameter,
