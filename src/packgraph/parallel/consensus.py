@@ -131,7 +131,7 @@ def _replica(mesh: Mesh, sharded: bool = False) -> list[int]:
 
     def block(place: Mapping[str, int]) -> list[int]:
         others = [place[axis.name] for axis in mesh.layout.more if axis.own == "packs"]
-        return [place["dp"] // mesh.layout.teams(sharded=sharded), *others]
+        return [place["dp"] // mesh.layout.sharing_replicas(sharded=sharded), *others]
 
     mine, coordinates = block(mesh.place), mesh.layout.coordinates
     return [rank for rank in range(mesh.world) if block(coordinates(rank)) == mine]

@@ -24,12 +24,13 @@ gradients, and the whole ones exist only while the layer runs, in one of two buf
 take turns with (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole. So may
 frozen matrices be, which have no gradients.
 
-Where some of the replicas share a layer (`parallel/spans.py`), each of them keeps a part that
-others keep, too, and updates a part of that. Once a step the kept gradients are reduce-scattered
-over those others, while the last backward runs, and updated parameters gathered from them: as many
-bytes as an all-reduce, and the optimizer's state is in as many parts as there are replicas.
+Where some of the replicas share a layer (`parallel/flat_buffers.py`), each of them keeps a part
+that others keep, too, and updates a part of that. Once a step the kept gradients are reduce-
+scattered over those others, while the last backward runs, and updated parameters gathered from
+them: as many bytes as an all-reduce, and the optimizer's state is in as many parts as there are
+replicas.
 
-The flat buffers are made in `parallel/spans.py`.
+The flat buffers are made in `parallel/flat_buffers.py`.
 """
 
 import threading
@@ -43,8 +44,7 @@ from torch import Tensor, nn
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
-from packgraph.parallel.mesh import ShardGroups
-from packgraph.parallel.spans import (
+from packgraph.parallel.flat_buffers import (
     SPAN_BYTES,
     WHOLE,
     GradientBucket,
@@ -52,6 +52,7 @@ from packgraph.parallel.spans import (
     Shard,
     make_spans,
 )
+from packgraph.parallel.mesh import ShardGroups
 
 Result = Literal["part", "sum", "mean"]
 

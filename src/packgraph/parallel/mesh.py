@@ -206,7 +206,7 @@ class Layout:
             return ranks
         return self.cp * max(1, ranks // (self.cp * self.ep))
 
-    def teams(self, *, sharded: bool) -> int:
+    def sharing_replicas(self, *, sharded: bool) -> int:
         """How many consecutive replicas share experts or, where layers are sharded, layers; the
         layout must be resolved."""
         return max(self.ep, self.sharers() // self.cp) if sharded else self.ep

@@ -33,7 +33,7 @@ from packgraph.graphs.region import Region
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.data import FlatParameters, accumulating_nodes
-from packgraph.parallel.spans import Member
+from packgraph.parallel.flat_buffers import Member
 
 Reduce = Literal["mean", "sum"]
 

@@ -18,11 +18,11 @@ from packgraph.graphs.errors import described
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.flat_buffers import WHOLE, GradientBucket
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.pieces import collect_over
 from packgraph.parallel.replicate import Reduce, broadcast_from_first, check_same_parameters
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
-from packgraph.parallel.spans import WHOLE, GradientBucket
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
 

@@ -55,7 +55,7 @@ from packgraph.graphs.parameters import mark_sharded
 from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.spans import GradientBucket
+from packgraph.parallel.flat_buffers import GradientBucket
 
 ENTER, LEAVE = "shard_gather", "shard_leave"
 FROZEN_TIMES = 4  # adapters of rank 64 are a tenth of a layer of 1,024 numbers, and less of others

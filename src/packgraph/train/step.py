@@ -200,7 +200,7 @@ class MicrobatchAssignment:
             shares = in_step and mesh.layout.shard_ranks > 0
             together = replicas if in_step else 1
             if not in_step or shares:
-                together = mesh.layout.teams(sharded=shares)
+                together = mesh.layout.sharing_replicas(sharded=shares)
             return MicrobatchAssignment(replicas, mesh.replica, together)
         ranks, place = mesh.size("cp"), mesh.replica * mesh.size("cp") + mesh.place["cp"]
         return MicrobatchAssignment(

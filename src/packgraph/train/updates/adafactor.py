@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.graphs.parameters import local_tensor
+from packgraph.parallel.flat_buffers import Member
 from packgraph.parallel.pieces import Pieces, part_of, rectangles
-from packgraph.parallel.spans import Member
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.rule import Updated, slices_of
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from packgraph.graphs.copy_streams import Copy, CopyStreams, HostMemory
 from packgraph.graphs.cuda.copy_streams import pinned
-from packgraph.parallel.spans import GradientBucket
+from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.adamw import MEANS, fused_adamw
 from packgraph.train.updates.rule import slices_of

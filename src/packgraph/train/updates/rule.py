@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from packgraph.parallel.spans import GradientBucket
+from packgraph.parallel.flat_buffers import GradientBucket
 
 PIECE = 2**23  # elements that rules with temporaries update at a time: 32 MiB of float32
 
