@@ -51,7 +51,8 @@ WAVES = (3, 4, 1, 6, 2)  # of the steps, in turn
 VOCABULARY = 64
 CAPACITIES = (Capacity(32, 4), Capacity(64, 6), Capacity(128, 12))
 BUDGETS = (200, 60, 330, 120, 20)
-SHARDS: tuple[Shard, ...] = ("none", "parameters")
+# What of layers is sharded, and over blocks of how many ranks, 0 = all.
+SHARDS: tuple[tuple[Shard, int], ...] = (("none", 0), ("parameters", 0), ("parameters", 2))
 FEWEST = 5  # steps, of which two are warm-up: enough for all budgets
 EXPERTS = 4
 # Each ends a region of experts at another stage; granularity layer without a scope captures all of
@@ -313,13 +314,15 @@ def ranks_matrix(
 ) -> Iterator[RanksReport]:
     """Verify every layout of `world` connected processes, at granularity layer and chunk;
     collective."""
-    for layout, granularity, shard in itertools.product(
+    for layout, granularity, (shard, ranks) in itertools.product(
         layouts_of(world), ("layer", "chunk"), SHARDS
     ):
         config = config_for(layout, granularity, steps)
         if shard != "none":
-            config = replace(config, parallel=replace(config.parallel, shard=shard))
-            if validate(config, "cpu", world=world):
+            parallel = replace(config.parallel, shard=shard, shard_ranks=ranks)
+            config = replace(config, parallel=parallel)
+            is_one_block = ranks == (layout.dp or 1) * layout.cp
+            if is_one_block or validate(config, "cpu", world=world):
                 continue
         chunks = f" x {config.parallel.chunks} chunks" if config.parallel.chunks > 1 else ""
         shared = f", ep={layout.ep}" if layout.ep > 1 else ""
@@ -327,14 +330,16 @@ def ranks_matrix(
         title = (
             f"dp={layout.dp}, pp={layout.pp}{chunks}{rows}, tp={layout.tp}{shared}, granularity "
             f"{granularity}, "
-            "dropout 0.1" + (f", shard {shard}" if shard != "none" else "")
+            "dropout 0.1"
+            + (f", shard {shard}" if shard != "none" else "")
+            + (f" in blocks of {ranks}" if ranks else "")
         )
         yield verify_ranks(
             title,
             config,
             lambda: random_packs(seed=1),
             device,
-            make_mesh(layout, device),
+            make_mesh(config.parallel.layout(), device),
             one_process=one_process,
             budget=budget_over(layout.dp or 1),
         )
