@@ -47,7 +47,11 @@ def model_of(kind):
         num_attention_heads=2,
         attn_implementation="sdpa",
     )
-    return packed(LlamaForCausalLM(config))
+    model = LlamaForCausalLM(config)
+    if kind == "adapters":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules="all-linear"))
+    return packed(model)
 
 
 def train(mesh, kind, *, keep, eager=False, reduce="mean", microbatches_each=1, hosts=0, **options):
@@ -108,6 +112,7 @@ def run_all(mesh, kind, keep, options):
         ("stopped", "parameters", {"granularity": "layer"}),
         ("stopped", "parameters", {"granularity": "chunk"}),
         ("live", "parameters", {"granularity": "layer"}),
+        ("adapters", "parameters", {"granularity": "layer", "microbatches_each": SAME}),
         ("live", "parameters", {"reduce": "sum", "scope": ["layer"]}),
     ],
 )

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from distkit import CPU, run_ranks
-from shardedkit import differences, settings, train
+from shardedkit import LAYERS, differences, settings, train
 from torch import nn
 
 from packgraph.graphs.stages import Stage, run_stages
@@ -131,6 +131,35 @@ def test_late_exchanges_are_waited_for_and_what_is_left_out_is_found(granularity
     for found in run_ranks(run_broken, 2, granularity, seconds=200.0):
         assert not found.pop("")
         assert len(found) == len(WITHOUT) and all(found.values()), found
+
+
+def incomplete_when_sent(mesh):
+    """In each step, of spans of whole layers in the order in which they are sent: how many spans
+    the last backward had still to complete."""
+    steps, launch, reduce = [[]], FlatParameters._launch, FlatParameters.reduce
+
+    def launching(self):
+        if self.spans[self.launched].members[0].name.startswith("layers.") and self._expected:
+            steps[-1].append(sum(map(bool, self._expected)))
+        launch(self)
+
+    def reducing(self):
+        reduce(self)
+        steps.append([])
+
+    with (
+        mock.patch.object(FlatParameters, "_launch", launching),
+        mock.patch.object(FlatParameters, "reduce", reducing),
+    ):
+        found = train(mesh, settings("none", graph=True), packs=2, alike=True, steps=4)
+    return steps[:-1], found["replayed"]
+
+
+@pytest.mark.dist
+def test_whole_layers_are_sent_while_others_are_incomplete():
+    """Norms of all layers are one span, which waits for the first layer; so does the embedding."""
+    for steps, replayed in run_ranks(incomplete_when_sent, 2):
+        assert replayed and [each[: LAYERS - 1] for each in steps] == [[4, 3]] * len(steps), steps
 
 
 def held_bytes(mesh, shard):
