@@ -10,6 +10,7 @@ from distkit import run_ranks
 from replicakit import CAPACITY, Tied, differences, microbatches
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import packgraph
 from packgraph.graphs.stages import Stage
@@ -201,6 +202,9 @@ def refused(mesh):
     model.layers[1].up.weight.grad = torch.ones_like(model.layers[1].up.weight)
     loss = model(batch, torch.tensor(3))
     says(loss.backward)
+    model = Tied()
+    packgraph.shard(model)
+    says(checkpoint(model, batch, torch.tensor(3), use_reentrant=False).backward)
     return found
 
 
@@ -217,6 +221,7 @@ def test_what_cannot_be_sharded_is_refused():
             "order",
             "drops",
             "replaced",
+            "within a backward",
         ]
         assert len(found) == len(words)
         assert all(word in text for word, text in zip(words, found, strict=True)), found

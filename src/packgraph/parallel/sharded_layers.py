@@ -140,7 +140,13 @@ class ShardedLayer:
 
     def enter(self, state: State) -> State:
         """Stage `shard_gather`: the layer's parameters are whole. Raises RuntimeError where layers
-        run in another order."""
+        run in another order, or again for their backward."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"sharded layer {self.number} runs again within a backward, where parameters of "
+                "other layers are whole: recompute within layers only, and call loss.backward() on "
+                "the outputs that warm-up has used"
+            )
         state = dict(state)
         left = state.pop(_LEFT, None)
         if self.before is None:
