@@ -46,7 +46,7 @@ Show time against memory of one row: activations kept, recomputed, on the host, 
 shape of the model; nothing is run, no GPU is needed.
 
     packgraph plan memory qwen3-0.6b --tokens 65536 --memory 139GiB
-    packgraph plan memory qwen3-8b --world 1024 --tokens 8192 --memory 139GiB
+    packgraph plan memory moonlight --world 1024 --tokens 8192 --memory 139GiB
 """  # noqa: E501
 WITH_WORLD = ("step_tokens", "per_host", "link_gb_s", "net_gb_s", "top")
 
