@@ -21,14 +21,14 @@ over tokens, and the tokens of all ranks that share the experts have been to the
 
 Layers may be sharded (ZeRO stages 2 and 3): each rank keeps its own part of a layer's matrices and
 gradients, and the whole ones exist only while the layer runs, in one of two buffers that layers
-take turns with (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole. So may
-frozen matrices be, which have no gradients.
+take turns with (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole. Frozen
+matrices may be sharded as well; they have no gradients.
 
 Where some of the replicas share a layer (`parallel/flat_buffers.py`), each of them keeps a part
-that others keep, too, and updates a part of that. Once a step the kept gradients are reduce-
-scattered over those others, while the last backward runs, and updated parameters gathered from
-them: as many bytes as an all-reduce, and the optimizer's state is in as many parts as there are
-replicas.
+that others keep, too, and updates a part of that. Once a step the kept gradients are summed over
+those others (reduce-scatter) while the last backward runs, and updated parameters are gathered from
+them. That is as many bytes as an all-reduce, and the optimizer's state is in as many parts as there
+are replicas.
 
 The flat buffers are made in `parallel/flat_buffers.py`.
 """
@@ -116,8 +116,8 @@ class FlatParameters:
             apart,
             {copies: ShardGroups(found) for copies, found in groups.items()} | dict(within or {}),
         )
-        self.spans = [span for span in made if span.gradients.numel()]
-        self.frozen = [span for span in made if not span.gradients.numel()]
+        self.spans = [span for span in made if not span.is_frozen]
+        self.frozen = [span for span in made if span.is_frozen]
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
         self._shared = sorted(

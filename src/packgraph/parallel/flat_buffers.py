@@ -101,6 +101,11 @@ class GradientBucket:
     is_gathered: bool = False
     behind: Sequence[Member] = ()
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its parameters are gathered only: there is no memory for gradients."""
+        return not self.gradients.numel() and self.parameters.numel() > 0
+
     def part(self, member: Member, flat: Tensor) -> Tensor:
         """What `flat` (a value for each element of this rank's part) says about one parameter,
         without a copy.

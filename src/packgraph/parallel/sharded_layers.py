@@ -121,7 +121,7 @@ class ShardedLayer:
 
     def __init__(self, number: int, spans: Sequence[GradientBucket]) -> None:
         self.number, self.spans = number, list(spans)
-        self.trained = [span for span in spans if span.gradients.numel()]
+        self.trained = [span for span in spans if not span.is_frozen]
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
         self._gathers = list[Any]()  # of a neighbour, empty but between `enter` and `leave`
