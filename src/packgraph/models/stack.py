@@ -45,6 +45,7 @@ from packgraph.ops.attention.zigzag import rank_rows, zigzag_tables
 from packgraph.ops.log_probabilities import Output, check_output
 from packgraph.ops.loss import IGNORED, token_count
 from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.deferred import values_of
 from packgraph.parallel.vocabulary import (
     all_rows,
     embed,
@@ -292,18 +293,20 @@ class DecoderStack(nn.Module):
             loss = loss + (further - further.detach())
         return {"output": loss if rows is None else loss + rows.excess}
 
+    def normal_parameters(self) -> dict[str, nn.Parameter]:
+        """The matrices, and stacks of them, whose first values are normal, by name."""
+        return {
+            name: parameter
+            for name, parameter in self.named_parameters()
+            if parameter.dim() >= 2 and ".conv1d." not in name
+        }
+
     def reset_parameters(self, seed: int) -> None:
         """Normal matrices, norms of one, biases of zero; the same for a seed on every device
-        (`models/initial.py`)."""
-        draw_normal(
-            (
-                (name, parameter)
-                for name, parameter in self.named_parameters()
-                if parameter.dim() >= 2 and ".conv1d." not in name
-            ),
-            seed,
-            self.config.initializer_range,
-        )
+        (`models/initial.py`). Deferred parameters stay so."""
+        matrices = self.normal_parameters().items()
+        here = [(name, matrix) for name, matrix in matrices if values_of(matrix) is None]
+        draw_normal(here, seed, self.config.initializer_range)
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, RMSNorm):

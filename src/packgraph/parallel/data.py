@@ -51,6 +51,7 @@ from torch.distributed.tensor import DTensor, Partial
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
+from packgraph.parallel.deferred import fill_deferred, values_of
 from packgraph.parallel.pieces import Pieces, part_of
 
 ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like
@@ -225,9 +226,8 @@ class FlatParameters:
         ValueError when there is nothing to train, or a tied parameter is copied over tensor
         parallel ranks as well."""
         self.group, self.result = group, result
-        named = [
-            (name, parameter) for name, parameter in named_parameters if parameter.requires_grad
-        ]
+        every = list(named_parameters)
+        named = [(name, parameter) for name, parameter in every if parameter.requires_grad]
         if not named:
             raise ValueError(
                 "there is no parameter that needs a gradient, so there is nothing to train"
@@ -242,6 +242,7 @@ class FlatParameters:
             "none" if group is None else shard,
             apart,
         )
+        fill_deferred(every, self.spans)
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
         self._shared = sorted(
@@ -559,7 +560,8 @@ def _place(
     local = local_tensor(parameter)
     if parameters.numel():
         home = parameters[place].view(local.shape)
-        home.copy_(local)
+        if values_of(parameter) is None:
+            home.copy_(local)
         local.data = home
     gradient = gradients[place].view(local.shape)
     if isinstance(parameter, DTensor):

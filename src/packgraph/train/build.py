@@ -55,7 +55,8 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
         ExpertAssignment.over(config.model.experts.count, mesh.group("ep")) if shared else None
     )
     mine = None if sharing is None else range(sharing.first, sharing.first + sharing.count)
-    models = _build(config, device, stages, ranks * chunks, mine)
+    parts = config.parallel.shard == "parameters" and mesh.group("copies") is not None
+    models = _build(config, device, stages, ranks * chunks, mine, deferred=parts)
     for parallelism in PARALLELISMS:
         parallelism.apply(models, mesh, config)
     apply_recompute(config, models)
@@ -135,10 +136,11 @@ def _build(
     stages: Sequence[int],
     of: int,
     experts: range | None = None,
+    deferred: bool = False,
 ) -> list[DecoderModel]:
     """Made where they will be, in the dtype of the run, with these experts; values come from the
     host matrix by matrix, so that they do not depend on the device and the host needs no room for a
-    model."""
+    model. deferred: matrices get memory and values with the optimizer, which knows the parts."""
     models = [
         DecoderModel(
             config.model,
@@ -149,6 +151,7 @@ def _build(
             stages=of,
             tokens=stage_tokens(config),
             experts=experts,
+            deferred=deferred,
         )
         for stage in stages
     ]
