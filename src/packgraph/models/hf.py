@@ -44,6 +44,8 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
 from packgraph.models.hf_families import DEEPSEEK_V3, Family, cut, family_of
+from packgraph.models.stored_values import StoredBox, StoredValues, box_of
+from packgraph.parallel.deferred import set_values, values_of, whole_shape
 from packgraph.parallel.pieces import part_of
 
 _LAYER = re.compile(r"(.*\.)?layers\.(?P<index>\d+)\..*")
@@ -55,6 +57,7 @@ EMBEDDING, HEAD, SHARED_HEAD = "embed_tokens.weight", "lm_head.weight", "shared_
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 LONGEST_NAME = 255  # characters of a file's name
+ROWS = 4096  # of two tensors that are compared at a time
 MAX_NAMED = 5  # tensors named in one error message
 
 
@@ -133,8 +136,8 @@ def fill_pretrained(models: Sequence[DecoderModel], path: str | Path) -> None:
     """Copy the weights of the checkpoint folder `path` into `models`, a whole decoder of that
     config or pipeline stages of it, with all experts or some, on any device and in any dtype.
 
-    One stored tensor is in memory at a time (two where a tied matrix is stored twice). A checkpoint
-    must be whole, whatever part of it is here. Errors as in `load_pretrained`.
+    One stored tensor is in memory at a time. Deferred
+    parameters are not filled now, but where their part is known. A checkpoint must be whole, whatever part of it is here. Errors as in `load_pretrained`.
     """
     _fill(models, _tensor_files(Path(path)), Path(path))
 
@@ -296,7 +299,9 @@ def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Pat
         raise WeightsError(
             f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for."
         )
+    deferred = {name for model in models for name in _defer(model, files, prefix)}
     targets = [stored_tensors(model, prefix) for model in models]
+    targets = [{n: held for n, held in each.items() if n not in deferred} for each in targets]
     for file in sorted(set(files.values())):
         names = [name for name, where in files.items() if where == file]
         with _open(file) as stored:
@@ -309,6 +314,25 @@ def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Pat
     _check_copies(files, copies)
 
 
+def _defer(model: DecoderModel, files: Mapping[str, Path], prefix: str | None) -> set[str]:
+    """Say of deferred parameters that they are filled from `files`; the stored names of all that
+    are deferred."""
+    family, names = family_of(model.config), set[str]()
+    for name, parameter in model.named_parameters():
+        if values_of(parameter) is None:
+            continue
+        whole = torch.empty(whole_shape(parameter), device="meta")
+        views = split_experts({family.tensor_name(name, prefix): whole})
+        names |= views.keys()
+        if views.keys() <= files.keys():  # else a layer that stays fresh
+            boxes = [
+                StoredBox(stored, files[stored], box_of(view, whole.shape))
+                for stored, view in views.items()
+            ]
+            set_values(parameter, StoredValues(boxes, _open))
+    return names
+
+
 def _copies_of(config: DecoderConfig, family: Family, prefix: str | None) -> dict[str, str]:
     """Tensors that a checkpoint may hold a second time, by their names, and which they are."""
     tied = {HEAD: family.tensor_name(EMBEDDING, prefix)} if config.tie_embeddings else {}
@@ -318,7 +342,7 @@ def _copies_of(config: DecoderConfig, family: Family, prefix: str | None) -> dic
 def _check_copies(files: Mapping[str, Path], copies: Mapping[str, str]) -> None:
     """Refuse tensors that are stored twice and differ."""
     for name, original in copies.items():
-        if name not in files or torch.equal(_read(files, name), _read(files, original)):
+        if name not in files or _are_equal(files, name, original):
             continue
         told = f"{files[name]}: {name} differs from {original}, but "
         if name == HEAD:
@@ -329,10 +353,12 @@ def _check_copies(files: Mapping[str, Path], copies: Mapping[str, str]) -> None:
         raise WeightsError(f"{told}multi-token prediction shares it here. Drop the tensor.")
 
 
-def _read(files: Mapping[str, Path], name: str) -> Tensor:
-    with _open(files[name]) as stored:
-        tensor: Tensor = stored.get_tensor(name)
-    return tensor
+def _are_equal(files: Mapping[str, Path], one: str, other: str) -> bool:
+    """Whether two stored tensors of the same shape are equal, some rows in memory at a time."""
+    with _open(files[one]) as first, _open(files[other]) as second:
+        slices = first.get_slice(one), second.get_slice(other)
+        starts = range(0, slices[0].get_shape()[0], ROWS)
+        return all(torch.equal(*(each[at : at + ROWS] for each in slices)) for at in starts)
 
 
 def _copy(stored: Any, targets: Sequence[Tensor], asked: Tensor, name: str, file: Path) -> None:
