@@ -1,15 +1,18 @@
 """Sharded weights: each rank makes, or reads, its own part alone, with the bits of the whole."""
 
+import contextlib
 import dataclasses
 import functools
 from unittest import mock
 
+import packed_families
 import pytest
 import torch
 from distkit import CPU, run_ranks
 from memorykit import counting
 from shardedkit import settings
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.models import stored_values
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
@@ -19,6 +22,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.sharded_layers import layers_of
 from packgraph.train import build
 from packgraph.train.build import build_chunks, make_optimizer
+from packgraph.train.features.live import build_live
 
 EXPERTS = ExpertConfig(count=4, per_token=2, intermediate_size=48)
 LAYOUTS = [
@@ -73,6 +77,55 @@ def test_parts_have_the_bits_of_the_whole(layout, model, stored, tmp_path):
     for whole, parts in run_ranks(both, world, layout, model, folder, layout=layout):
         assert len(whole) == len(parts) > 4
         assert all(torch.equal(*two) for two in zip(whole, parts, strict=True))
+
+
+def live(folder, change):
+    config = settings("parameters")
+    hf = dataclasses.replace(config.hf, path=str(folder), **change.get("hf", {}))
+    return dataclasses.replace(config, hf=hf)
+
+
+def both_live(mesh, folder, change):
+    """The same of a model of transformers; change: of sections."""
+    config, found = live(folder, change), []
+    for deferred in (False, True):
+        make = functools.partial(_live, deferred)
+        with mock.patch.object(build, "build_live", make), counting() as held:
+            chunks = build_chunks(config, CPU, mesh)
+            built_at = held.peak
+        flat = make_optimizer(chunks, config, mesh).flat
+        buffers = [buffer for chunk in chunks.chunks for buffer in chunk.buffers()]
+        kept = [*flat.kept(chunks.parameters()), *buffers]
+        whole = sum(parameter.numel() for parameter in chunks.parameters()) * 4
+        found.append(([value.detach().clone() for value in kept], built_at, whole))
+    return found
+
+
+def _live(parts, config, device, weights, deferred):
+    return build_live(config, device, weights, parts and deferred)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt2"])
+def test_live_models_read_their_parts_alone(family, tmp_path):
+    packed_families.build(family).save_pretrained(tmp_path)
+    for whole, parts in run_ranks(both_live, 2, str(tmp_path), {}):
+        assert len(whole[0]) == len(parts[0]) > 3
+        assert all(torch.equal(*two) for two in zip(whole[0], parts[0], strict=True))
+        assert parts[1] < parts[2] / 2 and whole[2] == parts[2]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_live_values_that_cannot_be_had_by_parts_are_made_on_the_host(family, tmp_path):
+    """Drawn ones, and what transformers converts, which is told."""
+    packed_families.build(family).save_pretrained(tmp_path)
+    change = {} if family == "mixtral" else {"hf": {"random": True}}
+    warns = pytest.warns(PackgraphWarning, match="host memory")
+    with warns if family == "mixtral" else contextlib.nullcontext():
+        build_live(live(tmp_path, change), CPU, True, True)
+    for whole, parts in run_ranks(both_live, 2, str(tmp_path), change):
+        assert all(torch.equal(*two) for two in zip(whole[0], parts[0], strict=True))
 
 
 DEEP = {"num_layers": 10, "hidden_size": 64, "intermediate_size": 192}

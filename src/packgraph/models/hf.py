@@ -125,7 +125,7 @@ def pretrained_config(path: str | Path) -> tuple[DecoderConfig, torch.dtype]:
         config, dtype = config_from_json(description), stored_dtype(description)
     except ValueError as error:
         raise WeightsError(f"{file}: {error}") from error
-    if config.mtp_layers and not _further_layers(_tensor_files(file.parent), config):
+    if config.mtp_layers and not _further_layers(tensor_files(file.parent), config):
         # transformers hands the key on and writes no such layers: no part of the model is missing.
         config = replace(config, mtp_layers=0)
     return config, dtype
@@ -136,10 +136,11 @@ def fill_pretrained(models: Sequence[DecoderModel], path: str | Path) -> None:
     """Copy the weights of the checkpoint folder `path` into `models`, a whole decoder of that
     config or pipeline stages of it, with all experts or some, on any device and in any dtype.
 
-    One stored tensor is in memory at a time. Deferred
-    parameters are not filled now, but where their part is known. A checkpoint must be whole, whatever part of it is here. Errors as in `load_pretrained`.
+    One stored tensor is in memory at a time. Deferred parameters are filled later, where their part
+    is known. A checkpoint must be whole, whatever part of it is here. Errors as in
+    `load_pretrained`.
     """
-    _fill(models, _tensor_files(Path(path)), Path(path))
+    _fill(models, tensor_files(Path(path)), Path(path))
 
 
 def save_pretrained(
@@ -231,10 +232,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """File of each stored tensor, by the tensor's name."""
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """File of each stored tensor, by the tensor's name. Raises FileNotFoundError and
+    WeightsError."""
     if (folder / WEIGHTS).is_file():
-        with _open(folder / WEIGHTS) as stored:
+        with open_tensors(folder / WEIGHTS) as stored:
             return dict.fromkeys(stored.keys(), folder / WEIGHTS)
     if (folder / INDEX).is_file():
         return _indexed_files(folder)
@@ -304,7 +306,7 @@ def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Pat
     targets = [{n: held for n, held in each.items() if n not in deferred} for each in targets]
     for file in sorted(set(files.values())):
         names = [name for name, where in files.items() if where == file]
-        with _open(file) as stored:
+        with open_tensors(file) as stored:
             absent = sorted(set(names) - set(stored.keys()))
             if absent:
                 raise WeightsError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
@@ -329,7 +331,7 @@ def _defer(model: DecoderModel, files: Mapping[str, Path], prefix: str | None) -
                 StoredBox(stored, files[stored], box_of(view, whole.shape))
                 for stored, view in views.items()
             ]
-            set_values(parameter, StoredValues(boxes, _open))
+            set_values(parameter, StoredValues(boxes, open_tensors))
     return names
 
 
@@ -355,7 +357,7 @@ def _check_copies(files: Mapping[str, Path], copies: Mapping[str, str]) -> None:
 
 def _are_equal(files: Mapping[str, Path], one: str, other: str) -> bool:
     """Whether two stored tensors of the same shape are equal, some rows in memory at a time."""
-    with _open(files[one]) as first, _open(files[other]) as second:
+    with open_tensors(files[one]) as first, open_tensors(files[other]) as second:
         slices = first.get_slice(one), second.get_slice(other)
         starts = range(0, slices[0].get_shape()[0], ROWS)
         return all(torch.equal(*(each[at : at + ROWS] for each in slices)) for at in starts)
@@ -380,7 +382,8 @@ def _copy(stored: Any, targets: Sequence[Tensor], asked: Tensor, name: str, file
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def open_tensors(file: Path) -> Iterator[Any]:
+    """The open file of safetensors. Raises WeightsError."""
     try:
         with safe_open(file, framework="pt", device="cpu") as stored:
             yield stored
