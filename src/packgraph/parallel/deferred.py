@@ -8,7 +8,9 @@ nobody may read them. The invariant: each element gets the value that it has whe
 parameter is made at once, so weights do not depend on what a rank keeps.
 """
 
+import itertools
 import math
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +29,8 @@ _MARK = "packgraph_values"
 Argument = TypeVar("Argument")
 Piece = tuple[tuple[int, ...], Tensor]
 Fill = Callable[[Sequence[Piece]], None]
-"""Fills rectangles of one parameter: offsets in the whole, and the live memory."""
+"""Fills rectangles of one parameter: offsets in the whole, and the live memory. In any thread, but
+for those with an attribute `in_turn` that is true: they are called in the order of parameters."""
 
 
 def values_of(parameter: Tensor) -> Fill | None:
@@ -105,7 +108,10 @@ def fill_deferred(named: Iterable[tuple[str, Tensor]], spans: Iterable[Any]) -> 
                 local = local_tensor(parameter)
                 local.data = torch.empty_like(local, memory_format=torch.contiguous_format)
             kept.append((parameter, local_pieces(parameter)))
-    in_threads(_fill, kept)
+    in_turn = [getattr(values_of(parameter), "in_turn", False) for parameter, _ in kept]
+    in_threads(_fill, itertools.compress(kept, map(operator.not_, in_turn)))
+    for target in itertools.compress(kept, in_turn):
+        _fill(target)
     for parameter, _ in kept:
         delattr(parameter, _MARK)
 

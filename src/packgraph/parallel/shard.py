@@ -6,7 +6,7 @@ What lies where is said in `parallel/sharded_layers.py`, as for packgraph's trai
 is any that works on single elements: it gets flat parts, not matrices.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from packgraph.graphs.errors import described
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.parallel.data import FlatParameters, GradientBucket
+from packgraph.parallel.deferred import Piece, defer, region, values_of
 from packgraph.parallel.pieces import collect_over
 from packgraph.parallel.replicate import Reduce, broadcast_from_first, check_same_parameters
 from packgraph.parallel.sharded_layers import ShardedLayers, layers_of
@@ -37,6 +38,8 @@ def shard(
     keep: Literal["parameters", "gradients"] = "parameters",
     reduce: Reduce = "mean",
     group: dist.ProcessGroup | None = None,
+    values: Callable[[str, Tensor], None] | None = None,
+    device: torch.device | str | None = None,
 ) -> "Shards":
     """Shards the layers of a module over ranks, in place, before `packgraph.graph` is called.
 
@@ -62,6 +65,12 @@ def shard(
         reduce: `mean` divides the sum over the ranks by their number: right for losses that are
             means on each rank. `sum` is right for losses that are divided by what all ranks count.
         group: The process group of the ranks. None is that of all ranks.
+        values: Fills parameters that are on the meta device. It is called on the first rank with
+            each one's name and a whole tensor, one after another; that is sent to all ranks, each
+            of which keeps its part. So no rank ever holds the whole module. Parameters that
+            `packgraph.integrations.transformers.load_deferred` has made need no such function:
+            each rank reads its part of them.
+        device: Where those parameters are from now on. None is torch's default device.
 
     Returns:
         What the optimizer gets, and a step of it.
@@ -69,8 +78,8 @@ def shard(
     Raises:
         RuntimeError: If there is no process group.
         TypeError: If `module` has no stages, or is graphed already, or has distributed parameters.
-        ValueError: If an option is unknown, no layer has a matrix, nothing needs a gradient, or
-            ranks have other parameters.
+        ValueError: If an option is unknown, no layer has a matrix, nothing needs a gradient,
+            ranks have other parameters, or something on the meta device has no values.
 
     Example:
         >>> import functools
@@ -127,10 +136,62 @@ def shard(
     group = dist.group.WORLD if group is None else group
     assert group is not None
     check_same_parameters(module, group, "shard")
-    broadcast_from_first([*module.parameters(), *module.buffers()], group)
+    _defer_meta(module, values, device, group)
+    here = [parameter for parameter in module.parameters() if values_of(parameter) is None]
+    broadcast_from_first([*here, *module.buffers()], group)
     flat = FlatParameters(module.named_parameters(), group, layers=numbers, shard=keep)
     ShardedLayers(flat).put_into(module)
     return Shards(module, flat, reduce, group)
+
+
+def _defer_meta(
+    module: nn.Module,
+    values: Callable[[str, Tensor], None] | None,
+    device: torch.device | str | None,
+    group: dist.ProcessGroup,
+) -> None:
+    """Let parameters on the meta device be filled by `values` when their parts are known. Raises
+    ValueError for what has no values."""
+    waiting = {name: found for name, found in module.named_parameters() if found.is_meta}
+    empty = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    empty += [] if values is not None else waiting
+    if empty:
+        raise ValueError(
+            f"{empty[0]} is on the meta device and has no values: give values=function for "
+            "parameters, and make buffers elsewhere"
+        )
+    target = torch.get_default_device() if device is None else torch.device(device)
+    fills = {
+        name: _FromFirst(name, parameter, values, target, group)
+        for name, parameter in waiting.items()
+        if values is not None
+    }
+    defer(module, fills, target)
+
+
+class _FromFirst:
+    """Fills any part of a parameter with what the first rank is given of the whole. Collective."""
+
+    in_turn = True
+
+    def __init__(
+        self,
+        name: str,
+        parameter: Tensor,
+        values: Callable[[str, Tensor], None],
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._name, self._values, self._group = name, values, group
+        self._shape, self._dtype, self._device = parameter.shape, parameter.dtype, device
+
+    def __call__(self, pieces: Sequence[Piece]) -> None:
+        whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        if dist.get_rank(self._group) == 0:
+            self._values(self._name, whole)
+        dist.broadcast(whole, src=dist.get_global_rank(self._group, 0), group=self._group)
+        for offsets, target in pieces:
+            target.copy_(whole[region(offsets, target.shape, (0,) * whole.ndim)])
 
 
 class Shards:
@@ -193,6 +254,12 @@ class Shards:
         ranks must call it."""
         held = self._module.state_dict() | self._flat.gathered()
         return dict(collect_over(self._group, held))
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers as `torch.distributed.checkpoint` saves and loads them, in place:
+        of sharded parameters this rank's parts alone. Any number of ranks, sharded or not, loads
+        what another saved."""
+        return self._module.state_dict() | self._flat.gathered()
 
     def _both(self) -> Iterable[tuple[nn.Parameter, GradientBucket]]:
         return zip(self._parts, self._flat.spans, strict=True)

@@ -9,6 +9,7 @@ where each stored tensor is a parameter, or an expert of a stack, as it is. What
 converts in another way as it loads is refused here.
 """
 
+import importlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,60 @@ FLOAT32 = {
     torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
     torch.bfloat16: ("_keep_in_fp32_modules_strict",),
 }
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 MOST_NAMED = 5
 
 
 class ConvertedWeightsError(ValueError):
     """Weights that only transformers itself can read, all of them at once."""
+
+
+def load_deferred(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> Any:
+    """Makes the causal language model of a folder, without memory for matrices.
+
+    `packgraph.shard(packed(model))` gives memory to the part that a rank keeps, and reads it from
+    the safetensors in the folder; no rank ever holds the whole model. Until then the model cannot
+    be called.
+
+    Args:
+        path: A folder with `config.json` and safetensors. No code in it is run.
+        dtype: Of the parameters.
+        device: Where they will be. None is torch's default device.
+
+    Returns:
+        The `PreTrainedModel`, in training mode.
+
+    Raises:
+        ValueError: If the weights are damaged, or transformers converts them as it loads: then use
+            `from_pretrained`.
+        FileNotFoundError: If a file is missing.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from packgraph.integrations.transformers import load_deferred
+        >>> config = LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        ...     num_attention_heads=2,
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     LlamaForCausalLM(config).save_pretrained(folder)
+        ...     model = load_deferred(folder)
+        >>> model.lm_head.weight.shape, model.lm_head.weight.untyped_storage().nbytes()
+        (torch.Size([16, 8]), 2)
+    """
+    library = importlib.import_module("transformers")
+    folder = Path(path).expanduser()
+    config = library.AutoConfig.from_pretrained(folder, **LOCAL)
+    model = skeleton(library.AutoModelForCausalLM, config, dtype)
+    target = torch.get_default_device() if device is None else torch.device(device)
+    defer_stored(model, folder, target)
+    return model.train()
 
 
 def skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
