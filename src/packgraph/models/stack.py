@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.graphs.parameters import is_sharded
 from packgraph.graphs.stages import Stage, State, run_in_order, run_stages
 from packgraph.mamba.conv import live_document_ids
 from packgraph.models.branches import head_sizes, rotary_width
@@ -103,6 +104,15 @@ class DecoderStack(nn.Module):
     def head_weight(self) -> Tensor:
         """The [V, H] matrix of the head."""
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
+
+    @property
+    def ends(self) -> dict[int, nn.Module]:
+        """Embedding and head by the numbers of their stages, where one stage alone reads them."""
+        several = self.config.mtp_layers > 0  # depths read both, each in stages of its own
+        if self.config.tie_embeddings or several:
+            return {}
+        first = {-1: self.embed_tokens} if self.first else {}
+        return first | ({self.config.depth: self.lm_head} if self.last else {})
 
     def begin(
         self,
@@ -184,9 +194,11 @@ class DecoderStack(nn.Module):
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] of all rows (of this rank's, where rows are spread); those of padding mean
-        nothing but are finite."""
+        nothing but are finite. Raises RuntimeError where the head is sharded."""
         layers = self.config.num_layers
         stages = [stage for stage in self.stages() if stage.layer < layers]
+        if is_sharded(self.head_weight):
+            raise RuntimeError("logits of a model whose head is sharded: nobody has all of it here")
         state = run_in_order(stages, self.begin(batch))
         return F.linear(self.norm(state["hidden"]), self.head_weight)
 

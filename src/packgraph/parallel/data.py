@@ -20,8 +20,8 @@ own: only replicas that hold the same ones (`edp`) add up. That is the whole sum
 over tokens, and the tokens of all ranks that share the experts have been to them.
 
 Layers may be sharded (ZeRO stages 2 and 3): each rank keeps its own part of a layer's matrices and
-gradients, and the whole ones exist only while the layer runs, in one of two buffers that layers
-take turns with (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole.
+gradients, and the whole ones exist only while the layer runs, in a buffer in which layers take
+turns (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole.
 
 `plan_gradient_buckets` says where every parameter lies in the flat buffers: spans in the order in
 which a backward finishes gradients.
@@ -53,6 +53,7 @@ from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.deferred import fill_deferred, values_of
 from packgraph.parallel.pieces import Pieces, part_of
+from packgraph.parallel.turns import take_turns
 
 ALIGNMENT = 128  # elements: 256 bytes in bfloat16, which is what kernels like
 Result = Literal["part", "sum", "mean"]
@@ -532,20 +533,21 @@ def _memory(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Zeros [size] for every span: memory of its own where it has no layer, else a place in one of
-    two buffers, with which layers take turns in their order."""
+    """Zeros [size] for every span: memory of its own where it has no layer, else a place in the
+    buffer in which layers take turns in their order."""
     order = sorted({layer for layer in layers if layer is not None})
     ends, starts = dict.fromkeys(order, 0), list[int]()
     for size, layer in zip(sizes, layers, strict=True):
         starts.append(0 if layer is None else ends[layer])
         if layer is not None:
             ends[layer] += size
-    largest = [max((ends[layer] for layer in order[turn::2]), default=0) for turn in (0, 1)]
-    buffers = [torch.zeros(size, dtype=dtype, device=device) for size in largest]
+    places, count = take_turns([ends[layer] for layer in order])
+    begin = dict(zip(order, places, strict=True))
+    buffer = torch.zeros(count, dtype=dtype, device=device)
     own = [size if layer is None else 0 for size, layer in zip(sizes, layers, strict=True)]
     whole = torch.zeros(sum(own), dtype=dtype, device=device).split(own)
     return [
-        single if layer is None else buffers[order.index(layer) % 2][start : start + size]
+        single if layer is None else buffer[begin[layer] + start :][:size]
         for single, layer, start, size in zip(whole, layers, starts, sizes, strict=True)
     ]
 

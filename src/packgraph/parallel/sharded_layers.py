@@ -38,7 +38,9 @@ that are not sharded.
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +67,15 @@ def layers_of(
     """The number of the layer by the name of each parameter that is a matrix of that layer alone.
 
     layers: By the numbers that their stages have; None = `module.layers`, which may be a ModuleDict
-    by numbers. Empty where there are none.
+    by numbers, and `module.ends`, such as the embedding and the head, by numbers. Empty where there
+    are none.
     """
     found: Any = getattr(module, "layers", ()) if layers is None else layers
     if isinstance(found, nn.ModuleDict):
         found = {int(number): layer for number, layer in found.items()}
-    numbered = found.items() if isinstance(found, Mapping) else enumerate(found)
+    numbered = list(found.items() if isinstance(found, Mapping) else enumerate(found))
+    if layers is None:
+        numbered += getattr(module, "ends", {}).items()
     inside: dict[int, set[int | None]] = {}
     for number, layer in numbered:
         for owner in layer.modules():
@@ -116,9 +121,11 @@ class ShardedLayer:
 
     def around(self, stages: Sequence[Stage]) -> list[Stage]:
         """The stages of the layer between those that shard it."""
+        last = stages[-1]  # of the last layer it may leave nothing but the output
         return [
             Stage(ENTER, self.number, self.enter, opaque=True),
-            *stages,
+            *stages[:-1],
+            last if self.after is not None else replace(last, run=partial(_keeps_within, last.run)),
             Stage(LEAVE, self.number, self.leave, opaque=True),
         ]
 
@@ -270,6 +277,12 @@ class _WithShards:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("a sharded module has no whole parameters to copy; copy it before")
+
+
+def _keeps_within(run: Callable[[State], State], state: State) -> State:
+    """What `run` makes of the state, and what `leave` has to know."""
+    found = run(state)
+    return found if _WITHIN in found else {**found, _WITHIN: state[_WITHIN]}
 
 
 def _through(function: Any, arguments: tuple[Any, ...], state: State) -> tuple[State, bool]:
