@@ -15,11 +15,15 @@ from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.memory import need_of
 
 LAYOUTS = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}, "cp": {"cp": 2}}
+ENDS = {"untied": {"untied": True}, "untied pp": {"untied": True, "pp": 2}}
 
 
 def held(mesh, shard, dtype, **parallel):
     """Bytes of what a run holds for good on this rank, measured and planned."""
-    made = settings(shard, model={"num_layers": 12, "hidden_size": 64, "intermediate_size": 192})
+    sizes = {"num_layers": 12, "hidden_size": 64, "intermediate_size": 192}
+    if parallel.pop("untied", False):
+        sizes |= {"tie_embeddings": False, "vocab_size": 2000}
+    made = settings(shard, model=sizes)
     config = dataclasses.replace(
         made,
         run=dataclasses.replace(made.run, dtype=dtype),
@@ -54,7 +58,7 @@ def test_bytes_are_predicted_within_five_percent(shard, dtype):
 
 
 def beside(mesh, shard, way):
-    return held(mesh, shard, "bfloat16", **LAYOUTS[way])
+    return held(mesh, shard, "bfloat16", **(LAYOUTS | ENDS)[way])
 
 
 @pytest.mark.dist
@@ -62,6 +66,15 @@ def beside(mesh, shard, way):
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_bytes_beside_other_parallelisms_are_predicted(shard, way):
     layout = Layout(dp=4 if way == "ep" else 2, **LAYOUTS[way])
+    for measured, planned in run_ranks(beside, 4, shard, way, layout=layout):
+        assert planned == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_bytes_of_embedding_and_head_are_predicted(shard, way):
+    layout = Layout(dp=2 if "pp" in way else 4, pp=2 if "pp" in way else 1)
     for measured, planned in run_ranks(beside, 4, shard, way, layout=layout):
         assert planned == pytest.approx(measured, rel=0.05)
 

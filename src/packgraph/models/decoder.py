@@ -148,6 +148,13 @@ def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
     return [sizes[layer_kind(config, index)] for index in range(config.depth)]
 
 
+def end_units(config: DecoderConfig) -> int:
+    """How many of embedding and head are sharded as layers are: none where several stages read one
+    matrix."""
+    with torch.device("meta"):
+        return len(DecoderStack(config, {}).ends)
+
+
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:
     """Every stage name that a decoder of `config` has, without its weights: those of one layer of
     each kind."""

@@ -49,10 +49,11 @@ from packgraph.graphs.key import CapturedCapacities
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
-from packgraph.models.decoder import layer_matrices, stage_layers, stage_weights
+from packgraph.models.decoder import end_units, layer_matrices, stage_layers, stage_weights
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.data import ALIGNMENT
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.turns import take_turns
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
@@ -363,12 +364,13 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     held = (dense + experts + padding) * itemsize
     sharded = matrices if config.parallel.shards else []
     parts = _kept(sharded, layout, replicas)
-    # Of sharded layers a rank keeps its part, and has two buffers for the largest.
-    spared = max(0, sum(map(sum, sharded)) - parts - 2 * max(map(sum, sharded), default=0))
+    # Of sharded layers a rank keeps its part, and has a buffer in which they take turns.
+    _, turns = take_turns([round(sum(each)) for each in sharded])
+    spared = max(0, sum(map(sum, sharded)) - parts - turns)
     spared = round(spared * itemsize) if replicas > 1 else 0
     # Beside the gradients of its own microbatches a rank has its part of their sum.
     sums = round((updated - parts) * itemsize) if replicas > 1 else 0
-    hidden = sum(of_layer for of_layer, _ in plain)
+    hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
     if config.optimizer.offload and device_type == "cuda":
         state = 2 * HELD * min(PIECE, round(updated))
@@ -491,6 +493,16 @@ def _elements(config: TrainConfig, layout: Layout, rank: int) -> tuple[int, int,
 
 
 def _sharded(config: TrainConfig, layout: Layout, rank: int) -> list[tuple[float, float]]:
+    """The same of all that may be sharded: embedding and head, where one stage alone reads them."""
+    model, place = config.model, layout.coordinates(rank)["pp"]
+    end = [(model.vocab_size * model.hidden_size / layout.tp, 0.0)]
+    alone = end_units(model) > 0
+    first = end if alone and place == 0 else []
+    last = end if alone and place == layout.pp - 1 else []
+    return [*first, *_of_layers(config, layout, rank), *last]
+
+
+def _of_layers(config: TrainConfig, layout: Layout, rank: int) -> list[tuple[float, float]]:
     """Elements of the matrices of each of this rank's layers, those of experts apart, as if no
     replica shared them."""
     chunks, place = config.parallel.chunks, layout.coordinates(rank)
