@@ -46,7 +46,7 @@ def shard(
     Each rank keeps its part of every matrix of a layer and of its gradient. Whole ones exist only
     while the layer runs; they are gathered and reduced by two stages that are put around those of
     each layer, inside graphs as in eager calls, while another layer runs. What is smaller than a
-    matrix or outside of layers stays whole. Parameters and buffers of the first rank are sent to
+    matrix, outside of layers or in two of them stays whole. Parameters and buffers of the first rank are sent to
     all others now.
 
     Stages hand on entries of the state that they do not know (`{**state, ...}`). A parameter that
@@ -60,7 +60,9 @@ def shard(
     Args:
         module: A module with stages (see `packgraph.Stage`); `packed(...)` makes one of a model of
             transformers. What needs a gradient now is trained.
-        layers: Its layers, by the numbers that their stages have. None is `module.layers`.
+        layers: Its layers, by the numbers that their stages have; the embedding may be one (-1),
+            and the head. None is `module.layers`, and `module.ends` (both, by numbers) if there
+            are any, as in models of this package and of transformers.
         keep: What each rank keeps its part of alone: `parameters` and gradients, or `gradients`.
         reduce: `mean` divides the sum over the ranks by their number: right for losses that are
             means on each rank. `sum` is right for losses that are divided by what all ranks count.

@@ -2,8 +2,9 @@
 and 3, Rajbhandari et al. 2020, arXiv:1910.02054).
 
 Every rank keeps its own part of a layer's matrices, of their gradients and of the optimizer's
-state. The whole ones lie in one of two buffers, with which layers take turns, so addresses are
-static and captured graphs may hold them. What is exchanged is on its way while another layer runs:
+state. The whole ones lie in a buffer in which layers take turns (A, B), so addresses are static and
+captured graphs may hold them. Embedding and head may be the first and the last of the layers. What
+is exchanged is on its way while another layer runs:
 
     forward     layer 0    layer 1    layer 2    ...    layer 2    layer 1    layer 0    backward
     buffer      A          B          A                 A          B          A

@@ -1,5 +1,6 @@
 """Neighbours never share elements, and no more are taken than they need."""
 
+import itertools
 import random
 
 import pytest
@@ -26,5 +27,5 @@ def test_neighbours_never_overlap():
         sizes = [draw.randrange(1, 9) for _ in range(draw.randrange(1, 9))]
         starts, count = take_turns(sizes)
         places = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        assert all(not {*one} & {*two} for one, two in zip(places, places[1:], strict=False))
+        assert all(not {*one} & {*two} for one, two in itertools.pairwise(places))
         assert count == max(place.stop for place in places) <= sum(sizes)
