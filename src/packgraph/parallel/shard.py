@@ -46,8 +46,8 @@ def shard(
     Each rank keeps its part of every matrix of a layer and of its gradient. Whole ones exist only
     while the layer runs; they are gathered and reduced by two stages that are put around those of
     each layer, inside graphs as in eager calls, while another layer runs. What is smaller than a
-    matrix, outside of layers or in two of them stays whole. Parameters and buffers of the first rank are sent to
-    all others now.
+    matrix, outside of layers or in two of them stays whole. Parameters and
+    buffers of the first rank are sent to all others now.
 
     Stages hand on entries of the state that they do not know (`{**state, ...}`). A parameter that
     gets no gradient counts as zeros, so weight decay applies to it.
