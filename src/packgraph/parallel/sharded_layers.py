@@ -75,8 +75,9 @@ def layers_of(
     if isinstance(found, nn.ModuleDict):
         found = {int(number): layer for number, layer in found.items()}
     numbered = list(found.items() if isinstance(found, Mapping) else enumerate(found))
-    if layers is None:
-        numbered += getattr(module, "ends", {}).items()
+    ends = getattr(module, "ends", None)
+    if layers is None and isinstance(ends, Mapping):
+        numbered += ends.items()
     inside: dict[int, set[int | None]] = {}
     for number, layer in numbered:
         for owner in layer.modules():
