@@ -17,11 +17,15 @@ from packgraph.train.memory import need_of
 ALSO = {"tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}, "cp": {"cp": 2}}
 PAIRS = {"shard_ranks": 2}
 LAYOUTS = ALSO | {"pairs": PAIRS, "pairs of experts": PAIRS | {"ep": 2}}
+ENDS = {"untied": {"untied": True}, "untied pp": {"untied": True, "pp": 2}}
 
 
 def held(mesh, shard, dtype, **parallel):
     """Bytes of what a run holds for good on this rank, measured and planned."""
-    made = settings(shard, model={"num_layers": 12, "hidden_size": 64, "intermediate_size": 192})
+    sizes = {"num_layers": 12, "hidden_size": 64, "intermediate_size": 192}
+    if parallel.pop("untied", False):
+        sizes |= {"tie_embeddings": False, "vocab_size": 2000}
+    made = settings(shard, model=sizes)
     config = dataclasses.replace(
         made,
         run=dataclasses.replace(made.run, dtype=dtype),
@@ -57,7 +61,7 @@ def test_bytes_are_predicted_within_five_percent(shard, dtype):
 
 
 def beside(mesh, shard, way):
-    return held(mesh, shard, "bfloat16", **LAYOUTS[way])
+    return held(mesh, shard, "bfloat16", **(LAYOUTS | ENDS)[way])
 
 
 @pytest.mark.dist
@@ -76,6 +80,15 @@ def test_bytes_of_layers_that_pairs_share_are_predicted(ep):
     way = "pairs" + " of experts" * (ep > 1)
     layout = Layout(dp=4, **LAYOUTS[way])
     for measured, planned in run_ranks(beside, 4, "parameters", way, layout=layout):
+        assert planned == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_bytes_of_embedding_and_head_are_predicted(shard, way):
+    layout = Layout(dp=2 if "pp" in way else 4, pp=2 if "pp" in way else 1)
+    for measured, planned in run_ranks(beside, 4, shard, way, layout=layout):
         assert planned == pytest.approx(measured, rel=0.05)
 
 

@@ -34,6 +34,7 @@ CASES = {
     "chunks": ({"packs": 2}, {"lora": SMALL, "graph_options": {"granularity": "chunk"}}),
     "large adapters": ({"packs": 2}, {"lora": LARGE}),
     "magnitudes": ({"packs": 2}, {"lora": SMALL | {"dora": True}}),
+    "ends": ({"packs": 2}, {"lora": SMALL, "model": WIDE | {"tie_embeddings": False}}),
     "some": ({"packs": 2}, {"lora": SMALL | {"targets": ("up_proj",)}}),
     "recomputed": ({"packs": 2}, {"lora": SMALL, "run": {"recompute": "full"}}),
     "narrow": ({"packs": 2}, {"lora": SMALL, "run": {"dtype": "bfloat16"}}),

@@ -61,6 +61,19 @@ HELD: dict[str, Held] = {
             "test_fully_sharded_modules_are_refused",
         ],
     },
+    "With `--parallel.shard parameters` no rank holds the whole": {
+        "tests/dist/test_sharded_weights.py": [
+            "test_no_rank_ever_holds_the_whole_model",
+            "test_live_models_read_their_parts_alone",
+            "test_live_values_that_cannot_be_had_by_parts_are_made_on_the_host",
+        ],
+        "tests/cpu/integrations/test_deferred.py": [
+            "test_values_and_buffers_are_those_of_from_pretrained"
+        ],
+    },
+    "Tied embeddings, and those of multi-token": {
+        "tests/dist/test_sharded_ends.py": ["test_what_one_stage_alone_reads_is_shared"],
+    },
     "Experts were measured in bfloat16": MEASURED,
     "Newer GPUs take torch's grouped product": {
         HERE: [

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from packgraph.graphs.stages import Stage, in_scope
 from packgraph.models.branches import head_cost, layer_cost
 from packgraph.models.config import DecoderConfig
+from packgraph.models.initial import NormalValues
 from packgraph.models.layers.prediction import make_layer
 from packgraph.models.stack import DecoderStack
+from packgraph.parallel.deferred import defer, set_aside
 from packgraph.parallel.expert import keep_experts
 from packgraph.parallel.pieces import mark_part, part_of, stored
 from packgraph.parallel.pipeline.chunks import split_layers
@@ -45,7 +47,8 @@ class DecoderModel(DecoderStack):
     which it is cut, see `stage_layers`. experts: those of every layer that have memory here,
     default all; `split_experts` must follow with the same. seed: of the fresh parameters; torch's
     own generators are not touched. device: torch's default one when None. dtype: of the parameters,
-    default float32.
+    default float32. deferred: matrices have no memory until flat buffers give them some
+    (`parallel/deferred.py`).
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class DecoderModel(DecoderStack):
         stages: int = 1,
         tokens: int = TOKENS,
         experts: range | None = None,
+        deferred: bool = False,
     ) -> None:
         target = torch.get_default_device() if device is None else torch.device(device)
         with torch.device(
@@ -69,11 +73,25 @@ class DecoderModel(DecoderStack):
             super().__init__(config, layers, first=stage == 0, last=stage == stages - 1)
             if experts is not None:
                 keep_experts(self, experts)
-        parts = [(name, part_of(parameter)) for name, parameter in self.named_parameters()]
-        self.to(dtype).to_empty(device=target)
-        for name, part in parts:
-            if part is not None:
-                mark_part(self.get_parameter(name), part)
+        parts = {
+            name: part
+            for name, parameter in self.named_parameters()
+            if (part := part_of(parameter)) is not None
+        }
+        self.to(dtype)
+        matrices = self.normal_parameters() if deferred else {}
+        with set_aside(self, matrices):
+            self.to_empty(device=target)
+        scale = config.initializer_range
+        values = {
+            name: NormalValues(
+                name, parts[name].shape if name in parts else matrix.shape, seed, scale
+            )
+            for name, matrix in matrices.items()
+        }
+        defer(self, values, target)
+        for name, part in parts.items():
+            mark_part(self.get_parameter(name), part)
         self.reset_parameters(seed)
 
 
@@ -128,6 +146,13 @@ def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
             whole = sum(value.numel() for value in matrices)
             sizes[layer_kind(config, index)] = (whole - experts, experts)
     return [sizes[layer_kind(config, index)] for index in range(config.depth)]
+
+
+def end_units(config: DecoderConfig) -> int:
+    """How many of embedding and head are sharded as layers are: none where several stages read one
+    matrix."""
+    with torch.device("meta"):
+        return len(DecoderStack(config, {}).ends)
 
 
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:

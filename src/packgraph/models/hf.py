@@ -44,6 +44,8 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
 from packgraph.models.hf_families import DEEPSEEK_V3, Family, cut, family_of
+from packgraph.models.stored_values import StoredBox, StoredValues, box_of
+from packgraph.parallel.deferred import set_values, values_of, whole_shape
 from packgraph.parallel.pieces import part_of
 
 _LAYER = re.compile(r"(.*\.)?layers\.(?P<index>\d+)\..*")
@@ -55,6 +57,7 @@ EMBEDDING, HEAD, SHARED_HEAD = "embed_tokens.weight", "lm_head.weight", "shared_
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 LONGEST_NAME = 255  # characters of a file's name
+ROWS = 4096  # of two tensors that are compared at a time
 MAX_NAMED = 5  # tensors named in one error message
 
 
@@ -122,7 +125,7 @@ def pretrained_config(path: str | Path) -> tuple[DecoderConfig, torch.dtype]:
         config, dtype = config_from_json(description), stored_dtype(description)
     except ValueError as error:
         raise WeightsError(f"{file}: {error}") from error
-    if config.mtp_layers and not _further_layers(_tensor_files(file.parent), config):
+    if config.mtp_layers and not _further_layers(tensor_files(file.parent), config):
         # transformers hands the key on and writes no such layers: no part of the model is missing.
         config = replace(config, mtp_layers=0)
     return config, dtype
@@ -133,10 +136,11 @@ def fill_pretrained(models: Sequence[DecoderModel], path: str | Path) -> None:
     """Copy the weights of the checkpoint folder `path` into `models`, a whole decoder of that
     config or pipeline stages of it, with all experts or some, on any device and in any dtype.
 
-    One stored tensor is in memory at a time (two where a tied matrix is stored twice). A checkpoint
-    must be whole, whatever part of it is here. Errors as in `load_pretrained`.
+    One stored tensor is in memory at a time. Deferred parameters are filled later, where their part
+    is known. A checkpoint must be whole, whatever part of it is here. Errors as in
+    `load_pretrained`.
     """
-    _fill(models, _tensor_files(Path(path)), Path(path))
+    _fill(models, tensor_files(Path(path)), Path(path))
 
 
 def save_pretrained(
@@ -228,10 +232,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """File of each stored tensor, by the tensor's name."""
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """File of each stored tensor, by the tensor's name. Raises FileNotFoundError and
+    WeightsError."""
     if (folder / WEIGHTS).is_file():
-        with _open(folder / WEIGHTS) as stored:
+        with open_tensors(folder / WEIGHTS) as stored:
             return dict.fromkeys(stored.keys(), folder / WEIGHTS)
     if (folder / INDEX).is_file():
         return _indexed_files(folder)
@@ -296,10 +301,12 @@ def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Pat
         raise WeightsError(
             f"{folder} holds {_named(unexpected)}, which its {CONFIG} has no place for."
         )
+    deferred = {name for model in models for name in _defer(model, files, prefix)}
     targets = [stored_tensors(model, prefix) for model in models]
+    targets = [{n: held for n, held in each.items() if n not in deferred} for each in targets]
     for file in sorted(set(files.values())):
         names = [name for name, where in files.items() if where == file]
-        with _open(file) as stored:
+        with open_tensors(file) as stored:
             absent = sorted(set(names) - set(stored.keys()))
             if absent:
                 raise WeightsError(f"{file} lacks {_named(absent)}, which {INDEX} puts there.")
@@ -307,6 +314,25 @@ def _fill(models: Sequence[DecoderModel], files: Mapping[str, Path], folder: Pat
                 held = [tensors[name] for tensors in targets if name in tensors]
                 _copy(stored, held, whole[copies.get(name, name)], name, file)
     _check_copies(files, copies)
+
+
+def _defer(model: DecoderModel, files: Mapping[str, Path], prefix: str | None) -> set[str]:
+    """Say of deferred parameters that they are filled from `files`; the stored names of all that
+    are deferred."""
+    family, names = family_of(model.config), set[str]()
+    for name, parameter in model.named_parameters():
+        if values_of(parameter) is None:
+            continue
+        whole = torch.empty(whole_shape(parameter), device="meta")
+        views = split_experts({family.tensor_name(name, prefix): whole})
+        names |= views.keys()
+        if views.keys() <= files.keys():  # else a layer that stays fresh
+            boxes = [
+                StoredBox(stored, files[stored], box_of(view, whole.shape))
+                for stored, view in views.items()
+            ]
+            set_values(parameter, StoredValues(boxes, open_tensors))
+    return names
 
 
 def _copies_of(config: DecoderConfig, family: Family, prefix: str | None) -> dict[str, str]:
@@ -318,7 +344,7 @@ def _copies_of(config: DecoderConfig, family: Family, prefix: str | None) -> dic
 def _check_copies(files: Mapping[str, Path], copies: Mapping[str, str]) -> None:
     """Refuse tensors that are stored twice and differ."""
     for name, original in copies.items():
-        if name not in files or torch.equal(_read(files, name), _read(files, original)):
+        if name not in files or _are_equal(files, name, original):
             continue
         told = f"{files[name]}: {name} differs from {original}, but "
         if name == HEAD:
@@ -329,10 +355,12 @@ def _check_copies(files: Mapping[str, Path], copies: Mapping[str, str]) -> None:
         raise WeightsError(f"{told}multi-token prediction shares it here. Drop the tensor.")
 
 
-def _read(files: Mapping[str, Path], name: str) -> Tensor:
-    with _open(files[name]) as stored:
-        tensor: Tensor = stored.get_tensor(name)
-    return tensor
+def _are_equal(files: Mapping[str, Path], one: str, other: str) -> bool:
+    """Whether two stored tensors of the same shape are equal, some rows in memory at a time."""
+    with open_tensors(files[one]) as first, open_tensors(files[other]) as second:
+        slices = first.get_slice(one), second.get_slice(other)
+        starts = range(0, slices[0].get_shape()[0], ROWS)
+        return all(torch.equal(*(each[at : at + ROWS] for each in slices)) for at in starts)
 
 
 def _copy(stored: Any, targets: Sequence[Tensor], asked: Tensor, name: str, file: Path) -> None:
@@ -354,7 +382,8 @@ def _copy(stored: Any, targets: Sequence[Tensor], asked: Tensor, name: str, file
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def open_tensors(file: Path) -> Iterator[Any]:
+    """The open file of safetensors. Raises WeightsError."""
     try:
         with safe_open(file, framework="pt", device="cpu") as stored:
             yield stored

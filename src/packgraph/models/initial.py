@@ -11,15 +11,14 @@ host, because generators of devices give other values: ten seconds for a billion
 core, as many times less as there are cores.
 """
 
-import os
 import zlib
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from packgraph.parallel.deferred import Piece, in_threads, region
 from packgraph.parallel.pieces import part_of
 
 
@@ -29,9 +28,6 @@ class DrawsParameters(Protocol):
 
     def draw_parameters(self, generator: torch.Generator) -> None:
         """Fill those parameters, with values drawn on the generator's device."""
-
-
-MOST_THREADS = 16  # each holds one matrix of float32 numbers
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
@@ -49,12 +45,43 @@ def draw_normal(parameters: Iterable[tuple[str, Tensor]], seed: int, scale: floa
 
     def draw(entry: tuple[str, Tensor]) -> None:
         name, matrix = entry
-        fresh = torch.empty(matrix.shape, dtype=torch.float32, device="cpu")
-        matrix.copy_(fresh.normal_(0.0, scale, generator=generator_of(seed, name)))
+        matrix.copy_(_drawn(matrix.shape, seed, name, scale))
 
-    with ThreadPoolExecutor(min(MOST_THREADS, _cores())) as threads:
-        for _ in threads.map(draw, _matrices(parameters)):
-            pass  # errors are raised here
+    in_threads(draw, _matrices(parameters))
+
+
+class NormalValues:
+    """Fills any part of a parameter with the values that `draw_normal` gives it.
+
+    A matrix is drawn whole, on the host, and what is kept of it is copied.
+    """
+
+    def __init__(self, name: str, shape: torch.Size, seed: int, scale: float) -> None:
+        """shape: of the whole parameter."""
+        self._name, self._shape, self._seed, self._scale = name, shape, seed, scale
+
+    def __call__(self, pieces: Sequence[Piece]) -> None:
+        if len(self._shape) < 3:
+            self._fill(self._name, self._shape, pieces)
+            return
+        entries: dict[int, list[Piece]] = {}
+        for (first, *offsets), target in pieces:
+            for place, entry in enumerate(target.unbind(0), start=first):
+                entries.setdefault(place, []).append((tuple(offsets), entry))
+        for place, found in entries.items():
+            self._fill(f"{self._name} {place}", self._shape[1:], found)
+
+    def _fill(self, name: str, shape: torch.Size, pieces: Sequence[Piece]) -> None:
+        if not any(target.numel() for _, target in pieces):
+            return
+        matrix = _drawn(shape, self._seed, name, self._scale)
+        for offsets, target in pieces:
+            target.copy_(matrix[region(offsets, target.shape, (0,) * len(shape))])
+
+
+def _drawn(shape: torch.Size, seed: int, name: str, scale: float) -> Tensor:
+    fresh = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return fresh.normal_(0.0, scale, generator=generator_of(seed, name))
 
 
 def _matrices(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -71,8 +98,3 @@ def _matrices(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
                 (f"{name} {place}", entry)
                 for place, entry in enumerate(values.unbind(0), start=first)
             )
-
-
-def _cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.graphs.parameters import is_sharded
 from packgraph.graphs.stages import Stage, State, run_in_order, run_stages
 from packgraph.mamba.conv import live_document_ids
 from packgraph.models.branches import head_sizes, rotary_width
@@ -45,6 +46,7 @@ from packgraph.ops.attention.zigzag import rank_rows, zigzag_tables
 from packgraph.ops.log_probabilities import Output, check_output
 from packgraph.ops.loss import IGNORED, token_count
 from packgraph.packing.batch import PackedBatch
+from packgraph.parallel.deferred import values_of
 from packgraph.parallel.vocabulary import (
     all_rows,
     embed,
@@ -102,6 +104,15 @@ class DecoderStack(nn.Module):
     def head_weight(self) -> Tensor:
         """The [V, H] matrix of the head."""
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
+
+    @property
+    def ends(self) -> dict[int, nn.Module]:
+        """Embedding and head by the numbers of their stages, where one stage alone reads them."""
+        several = self.config.mtp_layers > 0  # depths read both, each in stages of its own
+        if self.config.tie_embeddings or several:
+            return {}
+        first = {-1: self.embed_tokens} if self.first else {}
+        return first | ({self.config.depth: self.lm_head} if self.last else {})
 
     def begin(
         self,
@@ -183,9 +194,11 @@ class DecoderStack(nn.Module):
 
     def logits(self, batch: PackedBatch) -> Tensor:
         """Logits [T, V] of all rows (of this rank's, where rows are spread); those of padding mean
-        nothing but are finite."""
+        nothing but are finite. Raises RuntimeError where the head is sharded."""
         layers = self.config.num_layers
         stages = [stage for stage in self.stages() if stage.layer < layers]
+        if is_sharded(self.head_weight):
+            raise RuntimeError("logits of a model whose head is sharded: nobody has all of it here")
         state = run_in_order(stages, self.begin(batch))
         return F.linear(self.norm(state["hidden"]), self.head_weight)
 
@@ -292,18 +305,20 @@ class DecoderStack(nn.Module):
             loss = loss + (further - further.detach())
         return {"output": loss if rows is None else loss + rows.excess}
 
+    def normal_parameters(self) -> dict[str, nn.Parameter]:
+        """The matrices, and stacks of them, whose first values are normal, by name."""
+        return {
+            name: parameter
+            for name, parameter in self.named_parameters()
+            if parameter.dim() >= 2 and ".conv1d." not in name
+        }
+
     def reset_parameters(self, seed: int) -> None:
         """Normal matrices, norms of one, biases of zero; the same for a seed on every device
-        (`models/initial.py`)."""
-        draw_normal(
-            (
-                (name, parameter)
-                for name, parameter in self.named_parameters()
-                if parameter.dim() >= 2 and ".conv1d." not in name
-            ),
-            seed,
-            self.config.initializer_range,
-        )
+        (`models/initial.py`). Deferred parameters stay so."""
+        matrices = self.normal_parameters().items()
+        here = [(name, matrix) for name, matrix in matrices if values_of(matrix) is None]
+        draw_normal(here, seed, self.config.initializer_range)
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, RMSNorm):

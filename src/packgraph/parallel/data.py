@@ -20,9 +20,9 @@ own: only replicas that hold the same ones (`edp`) add up. That is the whole sum
 over tokens, and the tokens of all ranks that share the experts have been to them.
 
 Layers may be sharded (ZeRO stages 2 and 3): each rank keeps its own part of a layer's matrices and
-gradients, and the whole ones exist only while the layer runs, in one of two buffers that layers
-take turns with (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole. Frozen
-matrices may be sharded as well; they have no gradients.
+gradients, and the whole ones exist only while the layer runs, in a buffer in which layers take
+turns (`parallel/sharded_layers.py`). What is smaller than a matrix stays whole. Frozen matrices may
+be sharded as well; they have no gradients.
 
 Where some of the replicas share a layer (`parallel/flat_buffers.py`), each of them keeps a part
 that others keep, too, and updates a part of that. Once a step the kept gradients are summed over
@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
+from packgraph.parallel.deferred import fill_deferred
 from packgraph.parallel.flat_buffers import (
     SPAN_BYTES,
     WHOLE,
@@ -94,10 +95,10 @@ class FlatParameters:
         parallel ranks as well."""
         self.group, self.result = group, result
         layers, shard = ({}, "none") if group is None else (layers or {}, shard)
-        gathers = shard == "parameters"
+        every, gathers = list(named_parameters), shard == "parameters"
         named = [
             (name, parameter)
-            for name, parameter in named_parameters
+            for name, parameter in every
             if parameter.requires_grad or (gathers and name in layers)
         ]
         if not any(parameter.requires_grad for _, parameter in named):
@@ -118,6 +119,7 @@ class FlatParameters:
         )
         self.spans = [span for span in made if not span.is_frozen]
         self.frozen = [span for span in made if span.is_frozen]
+        fill_deferred(every, made)
         # Tensor parallel ranks first, then stages: an order that all of them share, so nobody waits
         # in a circle.
         self._shared = sorted(

@@ -25,8 +25,10 @@ from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.buckets import plan_gradient_buckets
+from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.pieces import Pieces, part_of
+from packgraph.parallel.turns import take_turns
 
 Shard = Literal["none", "gradients", "parameters"]
 # Large enough for full bandwidth, small enough that most of a model overlaps with the backward.
@@ -112,8 +114,17 @@ class GradientBucket:
 
         A tensor of the parameter's shape where every rank has all of it, else `Pieces`.
         """
-        start, stop = max(member.place.start, self.own.start), min(member.place.stop, self.own.stop)
-        held = flat[start - self.own.start : max(start, stop) - self.own.start]
+        return self._part(member, flat, self.own)
+
+    def kept_part(self, member: Member) -> Tensor:
+        """The same of kept_parameters."""
+        size = self.kept_parameters.numel()
+        start = self.own.start // size * size
+        return self._part(member, self.kept_parameters, slice(start, start + size))
+
+    def _part(self, member: Member, flat: Tensor, place: slice) -> Tensor:
+        start, stop = max(member.place.start, place.start), min(member.place.stop, place.stop)
+        held = flat[start - place.start : max(start, stop) - place.start]
         local, part = local_tensor(member.parameter), part_of(member.parameter)
         shape, offsets = member.parameter.shape, (0,) * local.ndim
         if part is not None:
@@ -121,7 +132,7 @@ class GradientBucket:
         elif isinstance(member.parameter, DTensor):
             (chunk,) = member.parameter.__create_chunk_list__()
             offsets = chunk.offsets
-        elif self.own == slice(0, self.gradients.numel()):
+        elif place == slice(0, self.gradients.numel()):
             return held.view(local.shape)
         return Pieces.of_flat(held, start - member.place.start, local.shape, shape, offsets)
 
@@ -207,11 +218,13 @@ def make_spans(
         )
         for plan, each, turn, (parameters, gradients) in zip(plans, of, turns, flats, strict=True):
             chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
+            is_gathered = shard == "parameters" and turn is not None
+            if is_gathered:
+                parameters.zero_()  # what another layer has left between the members
             members = [_place(named, at, parameters, gradients) for named, at in chosen]
             group = groups[each.copies]
             shares = ShardGroups(group) if turn is None else within[each.copies]
             sharers = _sharers(each, chosen[0][0][1], ties)
-            is_gathered = shard == "parameters" and turn is not None
             kept = _part(slice(0, plan.size), shares.shard if moves else None)
             own = _part(kept, shares.across)
             inside = slice(own.start - kept.start, own.stop - kept.start)
@@ -273,20 +286,21 @@ def _memory(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Zeros [size] for every span: memory of its own where it has no layer, else a place in one of
-    two buffers, with which layers take turns in their order."""
+    """Zeros [size] for every span: memory of its own where it has no layer, else a place in the
+    buffer in which layers take turns in their order."""
     order = sorted({layer for layer in layers if layer is not None})
     ends, starts = dict.fromkeys(order, 0), list[int]()
     for size, layer in zip(sizes, layers, strict=True):
         starts.append(0 if layer is None else ends[layer])
         if layer is not None:
             ends[layer] += size
-    largest = [max((ends[layer] for layer in order[turn::2]), default=0) for turn in (0, 1)]
-    buffers = [torch.zeros(size, dtype=dtype, device=device) for size in largest]
+    places, count = take_turns([ends[layer] for layer in order])
+    begin = dict(zip(order, places, strict=True))
+    buffer = torch.zeros(count, dtype=dtype, device=device)
     own = [size if layer is None else 0 for size, layer in zip(sizes, layers, strict=True)]
     whole = torch.zeros(sum(own), dtype=dtype, device=device).split(own)
     return [
-        single if layer is None else buffers[order.index(layer) % 2][start : start + size]
+        single if layer is None else buffer[begin[layer] + start :][:size]
         for single, layer, start, size in zip(whole, layers, starts, sizes, strict=True)
     ]
 
@@ -301,7 +315,8 @@ def _place(
     local = local_tensor(parameter)
     if parameters.numel():
         home = parameters[place].view(local.shape)
-        home.copy_(local)
+        if values_of(parameter) is None:
+            home.copy_(local)
         local.data = home
     if not gradients.numel():  # it is frozen
         return Member(name, parameter, place, gradients)

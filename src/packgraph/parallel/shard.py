@@ -6,7 +6,7 @@ What lies where is said in `parallel/sharded_layers.py`, as for packgraph's trai
 is any that works on single elements: it gets flat parts, not matrices.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from packgraph.graphs.errors import described
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.parallel.data import FlatParameters
+from packgraph.parallel.deferred import Piece, defer, region, values_of
 from packgraph.parallel.flat_buffers import WHOLE, GradientBucket
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.pieces import collect_over
@@ -41,15 +42,17 @@ def shard(
     reduce: Reduce = "mean",
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    values: Callable[[str, Tensor], None] | None = None,
+    device: torch.device | str | None = None,
 ) -> "Shards":
     """Shards the layers of a module over ranks, in place, before `packgraph.graph` is called.
 
     Each rank keeps its part of every matrix of a layer and of its gradient. Whole ones exist only
     while the layer runs; they are gathered and reduced by two stages that are put around those of
     each layer, inside graphs as in eager calls, while another layer runs. What is smaller than a
-    matrix or outside of layers stays whole, and so do adapters (trained matrices that are small
-    beside the frozen ones of their layer). Frozen matrices are gathered as the others. Parameters
-    and buffers of the first rank are sent to all others now.
+    matrix, outside of layers or in two of them stays whole, and so do adapters (trained matrices
+    that are small beside the frozen ones of their layer). Frozen matrices are gathered as the
+    others. Parameters and buffers of the first rank are sent to all others now.
 
     Stages hand on entries of the state that they do not know (`{**state, ...}`). A parameter that
     gets no gradient counts as zeros, so weight decay applies to it.
@@ -62,7 +65,9 @@ def shard(
     Args:
         module: A module with stages (see `packgraph.Stage`); `packed(...)` makes one of a model of
             transformers. What needs a gradient now is trained.
-        layers: Its layers, by the numbers that their stages have. None is `module.layers`.
+        layers: Its layers, by the numbers that their stages have; the embedding may be one (-1),
+            and the head. None is `module.layers`, and `module.ends` (both, by numbers) if there
+            are any, as in models of this package and of transformers.
         keep: What each rank keeps its part of alone: `parameters` and gradients, or `gradients`.
         reduce: `mean` divides the sum over the ranks by their number: right for losses that are
             means on each rank. `sum` is right for losses that are divided by what all ranks count.
@@ -71,6 +76,12 @@ def shard(
             host), such as `init_device_mesh("cuda", (2, 8))`. Then the ranks of a host share
             layers, and hosts hold copies: layers travel within hosts, and what a rank keeps of
             their gradients is summed over hosts once in a step.
+        values: Fills parameters that are on the meta device. It is called on the first rank with
+            each one's name and a whole tensor, one after another; that is sent to all ranks, each
+            of which keeps its part. So no rank ever holds the whole module. Parameters that
+            `packgraph.integrations.transformers.load_deferred` has made need no such function:
+            each rank reads its part of them.
+        device: Where those parameters are from now on. None is torch's default device.
 
     Returns:
         What the optimizer gets, and a step of it.
@@ -79,7 +90,8 @@ def shard(
         RuntimeError: If there is no process group.
         TypeError: If `module` has no stages, or is graphed already, or has distributed parameters.
         ValueError: If an option is unknown, no layer has a matrix to share, nothing needs a
-            gradient, a mesh has more dimensions, or ranks have other parameters.
+            gradient, a mesh has more dimensions, ranks have other parameters, or something on the
+            meta device has no values.
 
     Example:
         >>> import functools
@@ -136,7 +148,9 @@ def shard(
         )
     group, within = _groups(group, mesh)
     check_same_parameters(module, group, "shard")
-    broadcast_from_first([*module.parameters(), *module.buffers()], group)
+    _defer_meta(module, values, device, group)
+    here = [parameter for parameter in module.parameters() if values_of(parameter) is None]
+    broadcast_from_first([*here, *module.buffers()], group)
     flat = FlatParameters(
         module.named_parameters(), group, layers=numbers, shard=keep, within={WHOLE: within}
     )
@@ -173,6 +187,56 @@ def _groups(
     )
     assert every is not None
     return every, ShardGroups(shard, across)
+
+
+def _defer_meta(
+    module: nn.Module,
+    values: Callable[[str, Tensor], None] | None,
+    device: torch.device | str | None,
+    group: dist.ProcessGroup,
+) -> None:
+    """Let parameters on the meta device be filled by `values` when their parts are known. Raises
+    ValueError for what has no values."""
+    waiting = {name: found for name, found in module.named_parameters() if found.is_meta}
+    empty = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    empty += [] if values is not None else waiting
+    if empty:
+        raise ValueError(
+            f"{empty[0]} is on the meta device and has no values: give values=function for "
+            "parameters, and make buffers elsewhere"
+        )
+    target = torch.get_default_device() if device is None else torch.device(device)
+    fills = {
+        name: _FromFirst(name, parameter, values, target, group)
+        for name, parameter in waiting.items()
+        if values is not None
+    }
+    defer(module, fills, target)
+
+
+class _FromFirst:
+    """Fills any part of a parameter with what the first rank is given of the whole. Collective."""
+
+    in_turn = True
+
+    def __init__(
+        self,
+        name: str,
+        parameter: Tensor,
+        values: Callable[[str, Tensor], None],
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._name, self._values, self._group = name, values, group
+        self._shape, self._dtype, self._device = parameter.shape, parameter.dtype, device
+
+    def __call__(self, pieces: Sequence[Piece]) -> None:
+        whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        if dist.get_rank(self._group) == 0:
+            self._values(self._name, whole)
+        dist.broadcast(whole, src=dist.get_global_rank(self._group, 0), group=self._group)
+        for offsets, target in pieces:
+            target.copy_(whole[region(offsets, target.shape, (0,) * whole.ndim)])
 
 
 class Shards:
@@ -235,6 +299,12 @@ class Shards:
         ranks must call it."""
         held = self._module.state_dict() | self._flat.gathered()
         return dict(collect_over(self._group, held))
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers as `torch.distributed.checkpoint` saves and loads them, in place:
+        of sharded parameters this rank's parts alone. Any number of ranks, sharded or not, loads
+        what another saved."""
+        return self._module.state_dict() | self._flat.gathered()
 
     def _both(self) -> Iterable[tuple[nn.Parameter, GradientBucket]]:
         return zip(self._parts, self._flat.spans, strict=True)

@@ -2,8 +2,9 @@
 and 3, Rajbhandari et al. 2020, arXiv:1910.02054).
 
 Every rank keeps its own part of a layer's matrices, of their gradients and of the optimizer's
-state. The whole ones lie in one of two buffers, with which layers take turns, so addresses are
-static and captured graphs may hold them. What is exchanged is on its way while another layer runs:
+state. The whole ones lie in a buffer in which layers take turns (A, B), so addresses are static and
+captured graphs may hold them. Embedding and head may be the first and the last of the layers. What
+is exchanged is on its way while another layer runs:
 
     forward     layer 0    layer 1    layer 2    ...    layer 2    layer 1    layer 0    backward
     buffer      A          B          A                 A          B          A
@@ -42,7 +43,9 @@ that are not sharded.
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,13 +74,17 @@ def layers_of(
     """The number of the layer by the name of each parameter that is a matrix of that layer alone.
 
     layers: By the numbers that their stages have; None = `module.layers`, which may be a ModuleDict
-    by numbers. Empty where there are none. Trained matrices are left out of a layer whose frozen
-    ones are `FROZEN_TIMES` as large.
+    by numbers, and `module.ends`, such as the embedding and the head, by numbers. Empty where there
+    are none. Trained matrices are left out of a layer whose frozen ones are `FROZEN_TIMES` as
+    large.
     """
     found: Any = getattr(module, "layers", ()) if layers is None else layers
     if isinstance(found, nn.ModuleDict):
         found = {int(number): layer for number, layer in found.items()}
-    numbered = found.items() if isinstance(found, Mapping) else enumerate(found)
+    numbered = list(found.items() if isinstance(found, Mapping) else enumerate(found))
+    ends = getattr(module, "ends", None)
+    if layers is None and isinstance(ends, Mapping):
+        numbered += ends.items()
     inside: dict[int, set[int | None]] = {}
     for number, layer in numbered:
         for owner in layer.modules():
@@ -132,9 +139,11 @@ class ShardedLayer:
 
     def around(self, stages: Sequence[Stage]) -> list[Stage]:
         """The stages of the layer between those that shard it."""
+        last = stages[-1]  # of the last layer it may leave nothing but the output
         return [
             Stage(ENTER, self.number, self.enter, opaque=True),
-            *stages,
+            *stages[:-1],
+            last if self.after is not None else replace(last, run=partial(_keeps_within, last.run)),
             Stage(LEAVE, self.number, self.leave, opaque=True),
         ]
 
@@ -297,6 +306,12 @@ class _WithShards:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("a sharded module has no whole parameters to copy; copy it before")
+
+
+def _keeps_within(run: Callable[[State], State], state: State) -> State:
+    """What `run` makes of the state, and what `leave` has to know."""
+    found = run(state)
+    return found if _WITHIN in found else {**found, _WITHIN: state[_WITHIN]}
 
 
 def _through(function: Any, arguments: tuple[Any, ...], state: State) -> tuple[State, bool]:

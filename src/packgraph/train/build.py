@@ -31,13 +31,16 @@ from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner, St
 from packgraph.train.step import MicrobatchAssignment
 
 
-def build_model(config: TrainConfig, device: torch.device) -> DecoderModel | PackedModel:
-    """The whole model of a run, in training mode, with its adapters."""
+def build_model(
+    config: TrainConfig, device: torch.device, *, deferred: bool = False
+) -> DecoderModel | PackedModel:
+    """The whole model of a run, in training mode, with its adapters. deferred: as in
+    `parallel/deferred.py`."""
     model: DecoderModel | PackedModel
     if config.hf.path is not None:
-        model = build_live(config, device, _reads_weights(config))
+        model = build_live(config, device, _reads_weights(config), deferred)
     else:
-        (model,) = _build(config, device, [0], 1)
+        (model,) = _build(config, device, [0], 1, deferred=deferred)
     if config.lora.enabled:
         add_adapters(model, config)
     return model.train()
@@ -46,8 +49,10 @@ def build_model(config: TrainConfig, device: torch.device) -> DecoderModel | Pac
 def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> ModelChunks:
     """This rank's chunks of the model of a run, in training mode, spread over the ranks of
     `mesh`."""
+    parts = config.parallel.shard == "parameters" and mesh.group("copies") is not None
     if config.hf.path is not None or config.lora.enabled:
-        return ModelChunks([build_model(config, device)], adapters_only=config.lora.enabled)
+        model = build_model(config, device, deferred=parts and not config.lora.enabled)
+        return ModelChunks([model], adapters_only=config.lora.enabled)
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]
     shared = config.model.experts.enabled and mesh.size("ep") > 1
@@ -55,7 +60,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
         ExpertAssignment.over(config.model.experts.count, mesh.group("ep")) if shared else None
     )
     mine = None if sharing is None else range(sharing.first, sharing.first + sharing.count)
-    models = _build(config, device, stages, ranks * chunks, mine)
+    models = _build(config, device, stages, ranks * chunks, mine, deferred=parts)
     for parallelism in PARALLELISMS:
         parallelism.apply(models, mesh, config)
     apply_recompute(config, models)
@@ -135,10 +140,11 @@ def _build(
     stages: Sequence[int],
     of: int,
     experts: range | None = None,
+    deferred: bool = False,
 ) -> list[DecoderModel]:
     """Made where they will be, in the dtype of the run, with these experts; values come from the
     host matrix by matrix, so that they do not depend on the device and the host needs no room for a
-    model."""
+    model. deferred: matrices get memory and values with the optimizer, which knows the parts."""
     models = [
         DecoderModel(
             config.model,
@@ -149,6 +155,7 @@ def _build(
             stages=of,
             tokens=stage_tokens(config),
             experts=experts,
+            deferred=deferred,
         )
         for stage in stages
     ]

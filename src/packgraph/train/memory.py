@@ -49,10 +49,11 @@ from packgraph.graphs.key import CapturedCapacities
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
-from packgraph.models.decoder import layer_matrices, stage_layers, stage_weights
+from packgraph.models.decoder import end_units, layer_matrices, stage_layers, stage_weights
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.buckets import ALIGNMENT
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.turns import take_turns
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
@@ -368,7 +369,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     # all replicas share that is what it keeps.
     alone = 0 if layout.sharers() < replicas else _kept(sharded, layout, replicas)
     sums = round((updated - alone) * itemsize) if replicas > 1 else 0
-    hidden = sum(of_layer for of_layer, _ in plain)
+    hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
     if config.optimizer.offload and device_type == "cuda":
         state = 2 * HELD * min(PIECE, round(updated))
@@ -494,6 +495,16 @@ def _elements(config: TrainConfig, layout: Layout, rank: int) -> tuple[int, int,
 
 
 def _sharded(config: TrainConfig, layout: Layout, rank: int) -> list[tuple[float, float]]:
+    """The same of all that may be sharded: embedding and head, where one stage alone reads them."""
+    model, place = config.model, layout.coordinates(rank)["pp"]
+    end = [(model.vocab_size * model.hidden_size / layout.tp, 0.0)]
+    alone = end_units(model) > 0
+    first = end if alone and place == 0 else []
+    last = end if alone and place == layout.pp - 1 else []
+    return [*first, *_of_layers(config, layout, rank), *last]
+
+
+def _of_layers(config: TrainConfig, layout: Layout, rank: int) -> list[tuple[float, float]]:
     """Elements of the matrices of each of this rank's layers, those of experts apart, as if no
     replica shared them."""
     chunks, place = config.parallel.chunks, layout.coordinates(rank)
@@ -520,12 +531,13 @@ def _kept(sharded: list[tuple[float, float]], layout: Layout, replicas: int) -> 
 
 
 def _spared(sharded: list[tuple[float, float]], layout: Layout) -> float:
-    """Elements of sharded layers that a rank does not hold: it keeps its part, and has two buffers
-    for the largest."""
+    """Elements of sharded layers that a rank does not hold: it keeps its part, and has a buffer in
+    which they take turns."""
     within, of_experts = layout.sharers(), layout.sharers(experts=True)
     shared = [(d, e if of_experts > 1 else 0.0) for d, e in sharded]
     parts = sum(d / within + e / of_experts for d, e in shared)
-    return max(0.0, sum(map(sum, shared)) - parts - 2 * max(map(sum, shared), default=0.0))
+    _, turns = take_turns([round(sum(each)) for each in shared])
+    return max(0.0, sum(map(sum, shared)) - parts - turns)
 
 
 def _sure_capacity(config: TrainConfig) -> Capacity:

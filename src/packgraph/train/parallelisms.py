@@ -14,6 +14,7 @@ from packgraph.models.decoder import named_stages, parts_without
 from packgraph.moe.dispatch.choose import make_dispatcher
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.rows import context_problems, spread_context
+from packgraph.parallel.deferred import on_meta
 from packgraph.parallel.expert import split_experts
 from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.parallel.parallelism import Parallelism
@@ -82,7 +83,8 @@ class TensorParallelism(Parallelism):
 
     def apply(self, models: Sequence[nn.Module], mesh: Mesh, config: TrainConfig) -> None:
         for model in models if mesh.size("tp") > 1 else ():
-            parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
+            with on_meta(model):
+                parallelize(model, mesh["tp"], sequence=config.parallel.sequence)
 
 
 class ExpertParallelism(Parallelism):

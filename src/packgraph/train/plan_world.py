@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from packgraph.models.decoder import layer_matrices
+from packgraph.models.decoder import end_units, layer_matrices
 from packgraph.models.recompute import FULL, KINDS, NONE
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
@@ -302,7 +302,9 @@ def _sent(
     experts = model.experts
     chosen = experts.per_token * model.count("moe") / layout.pp if experts.enabled else 0.0
     dense, of_experts = (sum(sizes) for sizes in zip(*layer_matrices(model), strict=True))
-    matrices = (dense / layout.tp + of_experts / layout.ep) / layout.pp * itemsize
+    ends = end_units(model) // min(2, layout.pp) * model.vocab_size * model.hidden_size
+    matrices = (dense / layout.tp + of_experts / layout.ep) / layout.pp + ends / layout.tp
+    matrices *= itemsize
     matrices = round(matrices) if shard != "none" else 0
     whole = held - matrices  # of weights whose gradients are summed once a step
     copies, within = (layout.dp or 1) * layout.cp, layout.sharers()

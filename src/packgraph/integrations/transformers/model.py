@@ -243,6 +243,13 @@ class PackedModel(nn.Module):
         return list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
 
     @property
+    def ends(self) -> dict[int, nn.Module]:
+        """Embedding and head by the numbers of their stages, for `packgraph.shard`. (A matrix that
+        is both stays whole.)"""
+        head = self.causal.get_output_embeddings()
+        return {-1: getattr(self.decoder, self.family.embedding), len(self.layers): head}
+
+    @property
     def _logits(self) -> tuple[float, float]:
         """Scale and soft cap that make logits of the product with the head."""
         config, family = self.config, self.family

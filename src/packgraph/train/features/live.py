@@ -10,6 +10,7 @@ or left over are refused, pickles are not read, and no code beside the model is 
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,15 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.stages import Stage
+from packgraph.integrations.transformers.deferred import (
+    ConvertedWeightsError,
+    defer_arbitrary,
+    defer_copies,
+    defer_stored,
+    skeleton,
+)
 from packgraph.integrations.transformers.model import PackedModel, packed
 from packgraph.integrations.transformers.precision import precision_problems
 from packgraph.models.hf import WeightsError
@@ -165,21 +174,57 @@ def live_problems(config: TrainConfig) -> list[str]:
     return [text for text, wrong in problems.items() if wrong]
 
 
-def build_live(config: TrainConfig, device: torch.device, weights: bool) -> PackedModel:
+def build_live(
+    config: TrainConfig, device: torch.device, weights: bool, deferred: bool = False
+) -> PackedModel:
     """The packed model of a run. weights: read them (or draw them, with `hf.random`); else they
-    are about to be loaded and arbitrary. Raises ConfigError and WeightsError."""
+    are about to be loaded and arbitrary. deferred: matrices get memory and values with the
+    optimizer, which knows the parts. Raises ConfigError and WeightsError."""
     path = config.hf.path
     assert path is not None
     library, dtype = transformers_module(), getattr(torch, config.run.dtype)
-    if not weights or config.hf.random:
-        # Values are drawn on the host, so that they do not depend on the device.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.run.seed)
-            model = library.AutoModelForCausalLM.from_config(live_config(path), dtype=dtype)
-    else:
-        model = _pretrained(library, Path(path).expanduser(), dtype)
     shape = config.model
-    return packed(model.to(device), precision=shape.precision, bf16_ends=shape.bf16_ends)
+    made = _deferred(library, path, dtype, device, weights, config.hf.random) if deferred else None
+    if made is None:
+        made = _whole(library, path, dtype, weights and not config.hf.random, config.run.seed)
+        if deferred:
+            defer_copies(made, device)
+        else:
+            made = made.to(device)
+    return packed(made, precision=shape.precision, bf16_ends=shape.bf16_ends)
+
+
+def _whole(library: Any, path: str, dtype: torch.dtype, reads: bool, seed: int) -> Any:
+    """The model with all its values, on the host."""
+    if reads:
+        return _pretrained(library, Path(path).expanduser(), dtype)
+    # Values are drawn on the host, so that they do not depend on the device.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return library.AutoModelForCausalLM.from_config(live_config(path), dtype=dtype)
+
+
+def _deferred(
+    library: Any, path: str, dtype: torch.dtype, device: torch.device, weights: bool, random: bool
+) -> Any:
+    """The model without memory for matrices; None where it must be whole on the host first."""
+    if weights and random:  # one stream of random numbers for all of it
+        return None
+    made = skeleton(library.AutoModelForCausalLM, live_config(path), dtype)
+    if not weights:
+        defer_arbitrary(made, device)
+        return made
+    try:
+        defer_stored(made, Path(path).expanduser(), device)
+    except (ConvertedWeightsError, FileNotFoundError, WeightsError) as error:
+        warnings.warn(
+            f"hf:{path}: each rank holds all weights in host memory as it starts, since "
+            f"transformers converts them: {error}",
+            PackgraphWarning,
+            stacklevel=2,
+        )
+        return None
+    return made
 
 
 def _pretrained(library: Any, folder: Path, dtype: torch.dtype) -> Any:
