@@ -162,7 +162,9 @@ def settings(options, device):
             strict=True,
             capacities=CAPACITIES[options.model],
         ),
-        parallel=ParallelConfig(tp=options.tp, pp=options.pp, chunks=options.chunks),
+        parallel=ParallelConfig(
+            tp=options.tp, pp=options.pp, chunks=options.chunks, shard=options.shard
+        ),
         run=RunConfig(
             steps=options.steps,
             checkpoint_every=10**6,
@@ -184,6 +186,7 @@ def main():
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--optimizer", action="store_true")
     parser.add_argument("--granularity", default="chunk")
+    parser.add_argument("--shard", default="none")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--packs", type=int, default=4, help="about as many microbatches a step")
     options = parser.parse_args()

@@ -342,7 +342,7 @@ class StepRunner:
             CaptureError: With `strict`, if the step cannot be captured.
         """
         by_microbatch = partial(
-            self._microbatches.train_step, batches, loss_tokens, optimizer, learning_rate
+            self._by_microbatch, batches, loss_tokens, optimizer, learning_rate
         )
         if not self.replays or not batches:
             return by_microbatch()
@@ -364,10 +364,28 @@ class StepRunner:
             reason = self._reason_against(whole, tokens_in_step, uploaded)
             if reason is not None:
                 whole.stats.fallbacks[reason] += 1
-                return by_microbatch()
+                return by_microbatch(reason)
             optimizer.set_learning_rate(learning_rate)
             loss, norm = whole(tokens_in_step, *uploaded).unbind()
             return loss, norm
+
+    def _by_microbatch(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+        reason: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The step microbatch by microbatch. reason: why it is no replay, where graphs replay."""
+        if reason is None or not optimizer.flat.shards_layers:
+            return self._microbatches.train_step(batches, loss_tokens, optimizer, learning_rate)
+        # Other ranks may replay this step: it exchanges parts of layers as that does, and before
+        # anything else. No graph is captured for it, which would exchange more.
+        with eager(reason):
+            optimizer.zero_grad()
+            loss = self._microbatches.run_step(batches, loss_tokens)
+            return loss, optimizer.step(learning_rate, loss)
 
     def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
         """As `Runner.evaluate`: by graphs of microbatches."""
@@ -397,15 +415,18 @@ class StepRunner:
         # Nothing of ours: that would be a cycle, with the model in it.
         (graphed,), device = self.graphed, self._device
 
-        # Microbatch by microbatch, as by their graphs. No reduction begins before all ranks have
-        # been through their backwards: one that cannot be captured is told by a vote, not waited
-        # for.
-        def run(tokens_in_step: Tensor, *batches: PackedBatch) -> Tensor:
+        # Between exchanges of sharded layers ranks would reduce other spans at different times.
+        overlaps = optimizer.flat.group is not None and not optimizer.flat.shards_layers
+
+        # Microbatch by microbatch, as by their graphs.
+        def run(tokens_in_step: Tensor, *batches: PackedBatch, early: bool) -> Tensor:
             optimizer.zero_grad()
             total = torch.zeros((), dtype=torch.float32, device=device)
-            for batch in batches:
+            for number, batch in enumerate(batches):
                 loss = graphed.run_eagerly(batch, tokens_in_step)
                 total += loss.detach()
+                if early and overlaps and number == len(batches) - 1:
+                    optimizer.flat.overlap(loss)
                 loss.backward()
             return total
 
