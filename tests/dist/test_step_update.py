@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distkit import run_ranks
+from distkit import RankFailed, run_ranks
 from trainkit import RandomPacks, tiny, trainer
 
 from packgraph.graphs.errors import PackgraphWarning
@@ -93,7 +93,7 @@ def equal_runs(tmp_path, one, other, replayed, layout=DP2):
     results, rows = [], []
     for name, settings in (("one", one), ("other", other)):
         found = run_ranks(
-            train, layout.dp * layout.tp, str(tmp_path / name), settings, layout=layout
+            train, layout.dp * layout.inner, str(tmp_path / name), settings, layout=layout
         )
         results.append(found)
         rows.append(read_metrics(tmp_path / name / METRICS))
@@ -101,7 +101,9 @@ def equal_runs(tmp_path, one, other, replayed, layout=DP2):
     assert len(figures[0]) == one.run.steps and figures[0] == figures[1]
     for (expected, _), (found, totals) in zip(*results, strict=True):
         assert not [name for name in expected if not torch.equal(expected[name], found[name])]
-        assert totals["replayed"] == replayed, totals
+        assert totals["replayed"] == replayed or (replayed is None and totals["replayed"] > 3)
+            totals
+        )
     return results[1]
 
 
@@ -133,6 +135,29 @@ def test_replicas_of_tensor_parallel_ranks_equal_eager_ones_bitwise(tmp_path, sh
         for on in (False, True)
     )
     equal_runs(tmp_path, eager, graph, 4, Layout(dp=2, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (Layout(dp=1, cp=2), {"shard": "parameters"}),
+        (Layout(dp=2, ep=2), {}),
+        (Layout(dp=2, ep=2), {"shard": "parameters"}),
+        pytest.param(Layout(dp=2, cp=2), {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_contexts_and_shared_experts_equal_eager_ones_bitwise(tmp_path, layout, options):
+    """With experts an update without room changes nothing, and its step is made again."""
+    parallel = ParallelConfig(dp=layout.dp, cp=layout.cp, ep=layout.ep, **options)
+    eager, graph = (
+        dataclasses.replace(
+            config(graph={"enabled": on}, steps=6, experts=layout.ep > 1), parallel=parallel
+        )
+        for on in (False, True)
+    )
+    assert not validate(graph, "cpu", world=layout.dp * layout.cp)
+    equal_runs(tmp_path, eager, graph, None, layout)
 
 
 def one_capacity(settings):
@@ -270,6 +295,13 @@ def test_a_hook_on_one_rank_runs_at_every_step_and_no_other_rank_waits(tmp_path)
     assert any("has changed since all ranks captured" in text for text in told)
 
 
+def test_a_rank_that_cannot_exchange_what_others_do_says_so(tmp_path):
+    """Negative control: it would capture other graphs, and exchange parts of layers by itself."""
+    graph = one_capacity(config(graph={"strict": False}, shard="parameters"))
+    with pytest.raises(RankFailed, match="the model has changed on this rank since all ranks"):
+        run_ranks(train_spoilt, 2, str(tmp_path / "graph"), graph, "hook", layout=DP2)
+
+
 def test_what_replicas_cannot_have_in_a_graph_is_said_at_once():
     made = config()
     experts = dataclasses.replace(
@@ -282,7 +314,7 @@ def test_what_replicas_cannot_have_in_a_graph_is_said_at_once():
         optimizer=dataclasses.replace(made.optimizer, name="muon", offload=True),
     )
     text = "\n".join(validate(asked, "cpu", world=4))
-    for name in ("parallel.pp = 2", "parallel.ep = 2", "optimizer.offload with graph.optimizer"):
+    for name in ("parallel.pp = 2", "optimizer.offload with graph.optimizer"):
         assert name in text
     assert "with graph.optimizer is not there yet" in text and "muon cannot serve" in text
     assert not validate(config(), "cpu", world=2)
@@ -290,4 +322,8 @@ def test_what_replicas_cannot_have_in_a_graph_is_said_at_once():
     whole = config(shard="gradients", graph={"optimizer": False})
     assert "without graph.optimizer; leave" in "\n".join(validate(whole, "cpu", world=2))
     contexts = dataclasses.replace(made, parallel=ParallelConfig(dp=2, cp=2))
-    assert "with parallel.cp = 2: leave" in "\n".join(validate(contexts, "cpu", world=4))
+    assert not validate(contexts, "cpu", world=4)
+    shared = ParallelConfig(ep=2, expert_stash=4, dispatcher="symmetric")
+    other = dataclasses.replace(made, model=experts, parallel=shared)
+    text = "parallel.expert_stash and parallel.dispatcher = symmetric: leave one of them out"
+    assert text in "\n".join(validate(other, "cpu", world=2))

@@ -104,6 +104,9 @@ class GraphedStep:
     finish: makes the result of a step of what `run` returned, by collectives of all ranks that
     vote; None = that is the result. Where it is given, `run` takes `early`: whether it may begin
     those collectives itself.
+
+    Attributes:
+        is_apart: Whether the modules have changed since other ranks captured steps with this one.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class GraphedStep:
         self._buffers = GradientBuffers()
         self._state: ModuleState | None = None
         self._stale: set[Hashable] = set()
+        self.is_apart = False
         self.stats = Stats()
         self._cache = GraphCache(self.stats, device)
         self.stats.measure_pools(lambda: slot.pool.nbytes())
@@ -213,10 +217,16 @@ class GraphedStep:
         self._stale.discard(call.key)
         return True
 
+    def others_replay(self, *args: Any) -> bool:
+        """Whether other ranks replay this step, which this one runs eagerly."""
+        call = signature(args, {}, self._device)
+        return call is not None and call.key in self._stale
+
     def close(self) -> None:
         """Free all graphs."""
         self._slot.clear()
         self._stale.clear()
+        self.is_apart = False
 
     def _forget_captured(self) -> None:
         """The modules have changed: what was captured is not replayed any more.
@@ -224,9 +234,9 @@ class GraphedStep:
         Ranks that captured together may not have seen a change. They would not capture again with
         this one, so it keeps its graphs, as they do theirs, and runs these steps eagerly.
         """
-        if self._finish is not None and self.consensus is not alone:
+        if self._meets:
             self._stale.update(self._slot.variants)
-            self._state = None
+            self._state, self.is_apart = None, True
             return
         self.stats.dropped("module changed", self._slot.clear())
         self._state, self._buffers = None, GradientBuffers()
@@ -239,6 +249,11 @@ class GraphedStep:
         if rehearses:
             self._meet()
         return self._finish(result)
+
+    @property
+    def _meets(self) -> bool:
+        """Whether a step ends in work with ranks that capture it, too."""
+        return self._finish is not None and self.consensus is not alone
 
     def _meet(self) -> None:
         """Wait for all ranks. Raises FailedTogetherError if one of them has failed."""
@@ -253,6 +268,8 @@ class GraphedStep:
         refused = state.refused or find_unsupported(self.modules)
         if refused is not None:
             raise CaptureError(refused.what, user_line(), refused.remedy)
+        if self._meets:  # before exchanges within the step, too, in which others would wait
+            self._meet()
         return self._capture(args)
 
     def _capture(self, args: tuple[Any, ...]) -> StepVariant:
@@ -309,7 +326,6 @@ class GraphedStep:
                 self._all(shown, rehearses=True)
             read.extend(tensor.detach() for tensor in watch.external.values())
 
-        meets = self._finish is not None and self.consensus is not alone
-        if self.compiled or self._backend.guard_device is not None or meets:
+        if self.compiled or self._backend.guard_device is not None or self._meets:
             self._backend.warm_up(watched)
         return read
