@@ -102,8 +102,6 @@ def equal_runs(tmp_path, one, other, replayed, layout=DP2):
     for (expected, _), (found, totals) in zip(*results, strict=True):
         assert not [name for name in expected if not torch.equal(expected[name], found[name])]
         assert totals["replayed"] == replayed or (replayed is None and totals["replayed"] > 3)
-            totals
-        )
     return results[1]
 
 
