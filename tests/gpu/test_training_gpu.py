@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
         (2, "--granularity step --optimizer"),
         (2, "--granularity step --optimizer --shard gradients"),
         (2, "--granularity step --optimizer --shard parameters"),
+        (2, "--cp 2 --granularity step --optimizer --shard parameters"),
+        (2, "--ep 2 --granularity step --optimizer --shard parameters"),
         (4, "--tp 2 --pp 2 --tied"),
         (4, "--tp 2 --pp 2 --granularity layer"),
         (4, "--tp 2 --granularity step --optimizer --shard parameters"),
