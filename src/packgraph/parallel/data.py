@@ -264,8 +264,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
-        """Zero all gradients in place and make every `.grad` a view of the buffer. A step that has
-        failed is forgotten."""
+        """Zero all gradients in place, make every `.grad` a view of the buffer, and `forget`."""
         self.forget()
         torch._foreach_zero_(
             [

@@ -134,7 +134,6 @@ def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
     replicas = parallel.layout().replicas(world)
     untested = {
         "parallel.expert_stash": parallel.expert_stash > 0,
-        "parallel.dynamic_cp": parallel.dynamic_cp,
         "parallel.dispatcher = symmetric": parallel.dispatcher_name == "symmetric",
         "hf.path": config.hf.path is not None,
         "lora.rank": config.lora.enabled,
