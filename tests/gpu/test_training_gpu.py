@@ -18,8 +18,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
         (2, "--pp 2 --chunks 2 --tied"),
         (2, "--tp 2 --granularity step --optimizer"),
         (2, "--granularity step --optimizer"),
+        (2, "--granularity step --optimizer --shard gradients"),
+        (2, "--granularity step --optimizer --shard parameters"),
+        (2, "--cp 2 --granularity step --optimizer --shard parameters"),
+        (2, "--ep 2 --granularity step --optimizer --shard parameters"),
         (4, "--tp 2 --pp 2 --tied"),
         (4, "--tp 2 --pp 2 --granularity layer"),
+        (4, "--tp 2 --granularity step --optimizer --shard parameters"),
         (4, "--pp 2 --chunks 2 --tied"),
     ],
 )

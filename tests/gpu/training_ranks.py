@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from packgraph.graphs.parameters import local_tensor
+from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import PackReport, pack
@@ -152,6 +153,10 @@ def settings(options, device):
     """The run that was asked for."""
     shape = SHAPES[options.model]
     changes = {"tie_embeddings": options.tied, "num_layers": options.layers or shape.num_layers}
+    if options.ep > 1:
+        changes["experts"] = ExpertConfig(
+            count=8, per_token=2, intermediate_size=shape.intermediate_size // 8
+        )
     return TrainConfig(
         preset="ranks",
         model=DecoderConfig(**(vars(shape) | changes)),
@@ -162,7 +167,14 @@ def settings(options, device):
             strict=True,
             capacities=CAPACITIES[options.model],
         ),
-        parallel=ParallelConfig(tp=options.tp, pp=options.pp, chunks=options.chunks),
+        parallel=ParallelConfig(
+            tp=options.tp,
+            pp=options.pp,
+            cp=options.cp,
+            ep=options.ep,
+            chunks=options.chunks,
+            shard=options.shard,
+        ),
         run=RunConfig(
             steps=options.steps,
             checkpoint_every=10**6,
@@ -177,13 +189,14 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("tp", "pp", "chunks"):
+    for name in ("tp", "pp", "cp", "ep", "chunks"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--model", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--optimizer", action="store_true")
     parser.add_argument("--granularity", default="chunk")
+    parser.add_argument("--shard", default="none")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--packs", type=int, default=4, help="about as many microbatches a step")
     options = parser.parse_args()

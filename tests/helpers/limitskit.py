@@ -43,10 +43,19 @@ HELD: dict[str, Held] = {
         "tests/dist/test_step_update.py": [
             "test_tensor_parallel_steps_with_the_update_inside_equal_eager_ones_bitwise",
             "test_steps_of_replicas_equal_eager_ones_bitwise",
+            "test_contexts_and_shared_experts_equal_eager_ones_bitwise",
             "test_what_replicas_cannot_have_in_a_graph_is_said_at_once",
         ],
+        "tests/dist/test_step_exchanges.py": ["test_steps_equal_eager_ones_bitwise"],
     },
-    "The reduction begins after the last backward": {
+    "Where ranks exchange data within the model": {
+        "tests/dist/test_step_update.py": [
+            "test_a_rank_whose_module_changes_runs_eagerly_beside_replays",
+            "test_a_rank_that_cannot_exchange_what_others_do_says_so",
+        ],
+    },
+    "The reduction hides in the last backward": {
+        "tests/dist/test_step_exchanges.py": ["test_what_is_left_out_of_exchanges_is_found"],
         "tests/dist/test_step_update.py": [
             "test_the_reduction_in_the_graph_has_the_bits_of_one_behind_graphs",
             "test_a_rank_that_cannot_capture_makes_all_run_eagerly",

@@ -43,7 +43,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-_SHARDED = "packgraph_sharded"
+_SHARDED, _STANDS_FOR = "packgraph_sharded", "packgraph_stands_for"
 
 
 def mark_sharded(parameter: torch.nn.Parameter) -> None:
@@ -55,6 +55,12 @@ def mark_sharded(parameter: torch.nn.Parameter) -> None:
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether `mark_sharded` has said so of `parameter`."""
     return getattr(parameter, _SHARDED, False)
+
+
+def unaliased(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter that `parameter` stands for where it is an alias, else itself."""
+    found: torch.Tensor = getattr(parameter, _STANDS_FOR, parameter)
+    return found
 
 
 class Aliases:
@@ -76,6 +82,7 @@ class Aliases:
         if id(parameter) not in self.alias_of:
             made = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             made.__dict__.update(parameter.__dict__)
+            setattr(made, _STANDS_FOR, parameter)
             if made.requires_grad:
                 made.register_hook(self._use.check)
             self.numbers[id(made)] = len(self.alias_of)

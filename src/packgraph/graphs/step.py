@@ -12,9 +12,10 @@ summed exactly as in eager. The price is that the number of microbatches and the
 part of the key.
 
 A step may end in work that ranks do together: the reduction of gradients and the update. It is
-given as `finish`, and a capture does not begin it before every rank has come so far:
+given as `finish`. A rehearsal does not begin it before every rank has come so far; the capture
+behind that may begin it early, so that reductions run beside the last backward:
 
-    rank 0   F0 B0 F1 B1 ─▶ meet ─┐
+    rank 0   F0 B0 F1 B1 ─▶ meet ─┬─▶ finish ─▶ capture F0 B0 F1 B1 + finish ─▶ vote
     rank 1   F0 FAILS ───▶ vote ──┴─▶ nobody reduces, all run this step eagerly
 
 A replay and an eager step send the same collectives in the same order. So a rank whose module has
@@ -101,7 +102,11 @@ class GraphedStep:
     them steps run eagerly. compiled: whether `run` calls compiled stages, by
     `GraphedModule.run_eagerly`. copy_streams: of eager work of `run`, None = the backend's.
     finish: makes the result of a step of what `run` returned, by collectives of all ranks that
-    vote; None = that is the result.
+    vote; None = that is the result. Where it is given, `run` takes `early`: whether it may begin
+    those collectives itself.
+
+    Attributes:
+        is_apart: Whether the modules have changed since other ranks captured steps with this one.
     """
 
     def __init__(
@@ -130,6 +135,7 @@ class GraphedStep:
         self._buffers = GradientBuffers()
         self._state: ModuleState | None = None
         self._stale: set[Hashable] = set()
+        self.is_apart = False
         self.stats = Stats()
         self._cache = GraphCache(self.stats, device)
         self.stats.measure_pools(lambda: slot.pool.nbytes())
@@ -211,10 +217,16 @@ class GraphedStep:
         self._stale.discard(call.key)
         return True
 
+    def others_replay(self, *args: Any) -> bool:
+        """Whether other ranks replay this step, which this one runs eagerly."""
+        call = signature(args, {}, self._device)
+        return call is not None and call.key in self._stale
+
     def close(self) -> None:
         """Free all graphs."""
         self._slot.clear()
         self._stale.clear()
+        self.is_apart = False
 
     def _forget_captured(self) -> None:
         """The modules have changed: what was captured is not replayed any more.
@@ -222,21 +234,26 @@ class GraphedStep:
         Ranks that captured together may not have seen a change. They would not capture again with
         this one, so it keeps its graphs, as they do theirs, and runs these steps eagerly.
         """
-        if self._finish is not None and self.consensus is not alone:
+        if self._meets:
             self._stale.update(self._slot.variants)
-            self._state = None
+            self._state, self.is_apart = None, True
             return
         self.stats.dropped("module changed", self._slot.clear())
         self._state, self._buffers = None, GradientBuffers()
 
-    def _all(self, args: Sequence[Any], *, captures: bool = False) -> torch.Tensor:
-        """The whole step. captures: other ranks capture it, too."""
-        result = self.run(*args)
+    def _all(self, args: Sequence[Any], *, rehearses: bool = False) -> torch.Tensor:
+        """The whole step. rehearses: whether all ranks get to its end is not known."""
         if self._finish is None:
-            return result
-        if captures:
+            return self.run(*args)
+        result = self.run(*args, early=not rehearses)
+        if rehearses:
             self._meet()
         return self._finish(result)
+
+    @property
+    def _meets(self) -> bool:
+        """Whether a step ends in work with ranks that capture it, too."""
+        return self._finish is not None and self.consensus is not alone
 
     def _meet(self) -> None:
         """Wait for all ranks. Raises FailedTogetherError if one of them has failed."""
@@ -251,6 +268,8 @@ class GraphedStep:
         refused = state.refused or find_unsupported(self.modules)
         if refused is not None:
             raise CaptureError(refused.what, user_line(), refused.remedy)
+        if self._meets:  # before exchanges within the step, too, in which others would wait
+            self._meet()
         return self._capture(args)
 
     def _capture(self, args: tuple[Any, ...]) -> StepVariant:
@@ -279,7 +298,7 @@ class GraphedStep:
             for copy_streams in self._eager_copy_streams:
                 copy_streams.memories.let_go()
             with self._backend.window(self._slot.pool, self._slot.pool, journal) as window:
-                graph, result = window.capture(lambda: self._all(shown, captures=True).detach())
+                graph, result = window.capture(lambda: self._all(shown).detach())
                 static = window.static(result)
                 del result
             name = range_name("step", f"slot {self._slot.index}", sizes_in_short(args))
@@ -304,11 +323,9 @@ class GraphedStep:
                 HostSyncCheck(device),
                 CaptureChecker(journal, refuse=True, device=device) as watch,
             ):
-                self._all(shown, captures=True)
+                self._all(shown, rehearses=True)
             read.extend(tensor.detach() for tensor in watch.external.values())
 
-        if (
-            self.compiled or self._backend.guard_device is not None
-        ):  # else nothing has to be there before a capture
+        if self.compiled or self._backend.guard_device is not None or self._meets:
             self._backend.warm_up(watched)
         return read

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.parameters import local_tensor, unaliased
 from packgraph.graphs.region import Region
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.deferred import fill_deferred
@@ -143,7 +143,8 @@ class FlatParameters:
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
-        """Zero all gradients in place and make every `.grad` a view of the buffer."""
+        """Zero all gradients in place, make every `.grad` a view of the buffer, and `forget`."""
+        self.forget()
         torch._foreach_zero_(
             [
                 span.gradients if span.sharded_layer is None else span.kept_gradients
@@ -287,6 +288,11 @@ class FlatParameters:
         ]
 
     @property
+    def shards_layers(self) -> bool:
+        """Whether layers are sharded, so that exchanges of theirs are among those of the spans."""
+        return any(s.sharded_layer is not None for s in (*self.spans, *self.frozen))
+
+    @property
     def launched(self) -> int:
         """Spans of this step that are on their way already."""
         return self._launched
@@ -325,7 +331,7 @@ def accumulating_nodes(
     roots: Iterable[Any], walked: set[Any] | None = None
 ) -> Iterable[tuple[Any, list[Tensor]]]:
     """The autograd nodes behind `roots` that add to parameters' gradients: captured regions, and
-    accumulators. walked: gets all nodes."""
+    accumulators, in a capture those of aliases. walked: gets all nodes."""
     seen: set[Any] = set() if walked is None else walked
     stack = list(roots)
     while stack:
@@ -338,5 +344,5 @@ def accumulating_nodes(
             yield node, list(region.parameters.parameters)
             seen.add(region.parameters.tensor.grad_fn)  # the same parameters
         elif type(node).__name__ == "AccumulateGrad":
-            yield node, [node.variable]  # type: ignore[attr-defined]
+            yield node, [unaliased(node.variable)]  # type: ignore[attr-defined]
         stack.extend(parent for parent, _ in node.next_functions)

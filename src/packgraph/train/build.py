@@ -27,8 +27,9 @@ from packgraph.train.features.offload import make_offloading
 from packgraph.train.features.recompute import AUTO, apply_recompute
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.parallelisms import PARALLELISMS
-from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner, StepRunner
+from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner
 from packgraph.train.step import MicrobatchAssignment
+from packgraph.train.step_runner import StepRunner
 
 
 def build_model(

@@ -154,8 +154,9 @@ def _shard_problems(config: TrainConfig) -> list[str]:
     others = {
         "parallel.dynamic_cp": parallel.dynamic_cp,
         f"parallel.expert_stash = {parallel.expert_stash}": parallel.expert_stash > 0,
-        "graph.granularity = step": graph.enabled and graph.granularity == "step",
-        "graph.optimizer": graph.enabled and graph.optimizer,
+        "graph.granularity = step, without graph.optimizer": graph.enabled
+        and graph.granularity == "step"
+        and not graph.optimizer,
         "offload.modules": bool(config.offload.modules),
         "run.recompute = auto": config.run.recompute == "auto",
     }

@@ -134,7 +134,7 @@ def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
     replicas = parallel.layout().replicas(world)
     untested = {
         "parallel.expert_stash": parallel.expert_stash > 0,
-        f"parallel.cp = {parallel.cp}": parallel.cp > 1,
+        "parallel.dispatcher = symmetric": parallel.dispatcher_name == "symmetric",
         "hf.path": config.hf.path is not None,
         "lora.rank": config.lora.enabled,
     }
@@ -145,8 +145,6 @@ def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
         f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet: the graph of a "
         "pipeline's step ends with "
         "its last transfer; leave one of them out": parallel.pp > 1,
-        f"graph.optimizer with parallel.ep = {parallel.ep} is not there yet: exchanges of experts "
-        "inside the graph of a step are not tested; leave one of them out": parallel.ep > 1,
         f"graph.optimizer with {replicas} replicas (parallel.dp) is not there yet with "
         f"{' and '.join(others)}: leave one of them out": replicas > 1 and bool(others),
     }

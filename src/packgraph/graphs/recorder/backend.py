@@ -272,7 +272,10 @@ class _LateTransfer:
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._called_with = function, args, kwargs
-        args[0].fill_(float("nan"))
+        target, source = args[:2]
+        mine = source.clone()  # may be a part of the target
+        target.fill_(float("nan"))
+        source.copy_(mine)
 
     def wait(self) -> None:
         """Run it."""
