@@ -70,7 +70,7 @@ def test_combinations(case):
 
 def add_at_once(self, reductions):
     for reduction in reductions:
-        reduction.own.add_(reduction.part)
+        reduction.kept.add_(reduction.part)
 
 
 def begin_early(self, parameters, settled=None, expect=FlatParameters.expect):
