@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.bench import integrations, memory, offload, pipeline, step
+from packgraph.bench import integrations, memory, offload, pipeline, shard, step
 from packgraph.bench.golden import Golden
 from packgraph.bench.moe_variants import with_memory
 from packgraph.bench.options import BenchArguments
@@ -69,6 +69,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "pipeline": Benchmark(
             pipeline.PipelineArguments, pipeline.bench_pipeline, pipeline.COLUMNS
         ),
+        "shard": Benchmark(shard.ShardArguments, shard.bench_shard, shard.COLUMNS),
         "memory": Benchmark(memory.MemoryArguments, memory.bench_memory, memory.COLUMNS),
         "offload": Benchmark(offload.OffloadArguments, offload.bench_offload, offload.COLUMNS),
     }

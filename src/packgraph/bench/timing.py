@@ -209,6 +209,39 @@ def device_intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 
 @dataclass(frozen=True)
+class ExchangeTimes:
+    """Milliseconds of some calls in which the device runs collectives, and those of them in which it
+    runs nothing else."""
+
+    whole_ms: float
+    exposed_ms: float
+
+
+def exchange_times(
+    device: torch.device, run: Callable[[], object], lead: Callable[[], object]
+) -> ExchangeTimes | None:
+    """How long NCCL's kernels run while `run` runs, right after `lead`; None on a CPU.
+
+    Raises RuntimeError where the profiler sees nothing of the device.
+    """
+    if device.type != "cuda":
+        return None
+    lead()
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize(device)
+    events = profiler.events() or ()
+    everything = device_intervals(events)
+    others = device_intervals(event for event in events if "nccl" not in event.name.lower())
+    exchanges = device_intervals(event for event in events if "nccl" in event.name.lower())
+    if not everything:
+        raise RuntimeError("torch.profiler recorded no kernel: CUPTI does not work here")
+    exposed = union_length(everything) - union_length(others)
+    return ExchangeTimes(union_length(exchanges) / 1000, exposed / 1000)
+
+
+@dataclass(frozen=True)
 class Busy:
     """Milliseconds of some calls: of all kernels, each moment counted once, and of the calls
     without a profiler."""
