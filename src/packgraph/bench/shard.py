@@ -125,6 +125,7 @@ class ShardComparison(Comparison[ShardWay]):
     """All ways at one number of tokens a row, on this rank."""
 
     fails_together = True
+    least_rounds, preparing = 1, 0.8
 
     def __init__(
         self,

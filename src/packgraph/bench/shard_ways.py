@@ -53,8 +53,8 @@ FSDP, KEEP = "fsdp", "fsdp-keep"
 KINDS = (*OURS, FSDP, KEEP)
 GRANULARITIES = ("layer", "step")  # beside chunk, which goes without saying
 COMPILE, OFFLOAD = "compile", "offload"
-WARMUP = 2  # eager steps
-AHEAD = WARMUP + 2  # steps before anything is checked or timed, by every way
+WARMUP = 1  # eager steps
+AHEAD = WARMUP + 1  # steps before anything is checked or timed, by every way
 LEARNING_RATE = 1e-5
 
 
