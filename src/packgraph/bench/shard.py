@@ -7,8 +7,11 @@ A step's time is that of the slowest rank, on the device from the end of one ste
 next. Tokens are the real ones of a rank, the mean of all. Each way has its own model and optimizer,
 so `--together 1` measures large shapes one way after the other.
 
-    without_ms         the step without exchanges, where the way `alone` with the same words is
-                       measured before
+    without_ms         the step of the way `alone` with the same words, for packgraph's ways where
+                       that is measured too (with
+                       `--together`: before): without exchanges, with the update of all parameters
+    of_alone           without_ms over the step: the speed of several ranks over that of so many
+                       single ones
     communication_ms   with --exchanges: the time in which the device runs collectives, waiting for
                        the other rank included, of a step under a profiler
     exposed_ms         of it the time in which it runs nothing else
@@ -29,7 +32,7 @@ from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, ag
 from packgraph.bench.models import draw_batches, dtype_on, shape
 from packgraph.bench.options import FIRST, KILO, ComparedArguments
 from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, gibibytes, median, value, why
-from packgraph.bench.shard_ways import ALONE, RankStep, ShardWay, WayName, make_way
+from packgraph.bench.shard_ways import ALONE, OURS, RankStep, ShardWay, WayName, make_way
 from packgraph.bench.timing import Deadline, exchange_times, time_calls
 from packgraph.models.branches import head_sizes
 from packgraph.models.decoder import DecoderConfig
@@ -53,7 +56,7 @@ COLUMNS: list[Column] = [
     ("ratio", value("ratio", ".3f")),
     ("host ms", median("host_ms", 1)),
     ("most peak GiB", gibibytes("peak_bytes")),
-    ("without exchanges ms", value("without_ms", ".1f")),
+    ("of alone", value("of_alone", ".3f")),
     ("exchanges ms", value("communication_ms", ".1f")),
     ("exposed ms", value("exposed_ms", ".1f")),
     ("hidden", value("hidden_share", ".1%")),
@@ -152,7 +155,7 @@ class ShardComparison(Comparison[ShardWay]):
             )
             for start in range(0, len(packs), together)
         ]
-        self.step_ms: dict[str, float] = {}  # of ways that are measured
+        self.alone: dict[str, list[Sample]] = {}  # of ways that were measured
 
     def make(self, name: str) -> ShardWay:
         """The way called `name`."""
@@ -241,14 +244,20 @@ class ShardComparison(Comparison[ShardWay]):
         """The row of one way, with real tokens a second and rank, and the step without
         exchanges."""
         row, samples = super().row(name), self.results.samples[name]
-        row |= {"tokens_per_second": None, "without_ms": None}
+        row |= {"tokens_per_second": None, "without_ms": None, "of_alone": None}
         if row["reason"] is not None:
             return row
         rates = figures([1000 * one.tokens / one.times["step_ms"] for one in samples])
         row["figures"]["tokens_per_second"], row["tokens_per_second"] = rates, rates["median"]
-        self.step_ms[name] = row["figures"]["step_ms"]["median"]
         kind, *words = name.split("+")
-        if kind == ALONE:  # it has gradients of its own tokens alone
-            return row | {"loss_difference": None, "gradient_difference": None, "agrees": None}
-        row["without_ms"] = self.step_ms.get("+".join((ALONE, *words)))
+        if kind == ALONE:
+            self.alone[name] = samples
+        if ALONE in (kind, row["against"].partition("+")[0]):  # it has gradients of its own
+            row |= {"loss_difference": None, "gradient_difference": None, "agrees": None}
+        single = "+".join((ALONE, *words))
+        alone = self.results.samples.get(single) or self.alone.get(single)
+        if alone and kind in OURS and kind != ALONE:
+            without = figures([one.times["step_ms"] for one in alone])["median"]
+            share = without / row["figures"]["step_ms"]["median"]
+            row |= {"without_ms": without, "of_alone": round(share, 5)}
         return row

@@ -18,7 +18,7 @@ the share is then 1. Profile after everything that is timed: the profiler's libr
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from packgraph.graphs.timer import Stopwatch, synchronize
 Result = TypeVar("Result")
 CUDA_DEFAULT_POOL = (0, 0)
 WALL_RUNS = 3
+NCCL = "nccl"  # in the names of its kernels
 
 
 class Deadline:
@@ -198,6 +199,13 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def exposed_length(
+    exchanges: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> float:
+    """Length of the part of `exchanges` in which none of `others` runs; intervals (begin, end)."""
+    return union_length([*exchanges, *others]) - union_length(others)
+
+
 def device_intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
     """(begin, end) in microseconds of the kernels, copies and fills among a profiler's events, on
     any stream."""
@@ -232,13 +240,11 @@ def exchange_times(
         run()
         torch.cuda.synchronize(device)
     events = profiler.events() or ()
-    everything = device_intervals(events)
-    others = device_intervals(event for event in events if "nccl" not in event.name.lower())
-    exchanges = device_intervals(event for event in events if "nccl" in event.name.lower())
-    if not everything:
+    others = device_intervals(event for event in events if NCCL not in event.name)
+    exchanges = device_intervals(event for event in events if NCCL in event.name)
+    if not others:
         raise RuntimeError("torch.profiler recorded no kernel: CUPTI does not work here")
-    exposed = union_length(everything) - union_length(others)
-    return ExchangeTimes(union_length(exchanges) / 1000, exposed / 1000)
+    return ExchangeTimes(union_length(exchanges) / 1000, exposed_length(exchanges, others) / 1000)
 
 
 @dataclass(frozen=True)

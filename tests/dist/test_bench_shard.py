@@ -1,0 +1,116 @@
+"""The benchmark of sharded training: every way trains the same, all ranks know the same rows, and a
+way that fails leaves its reason."""
+
+import dataclasses
+import json
+from unittest import mock
+
+import pytest
+import torch
+from distkit import CPU, run_ranks
+
+from packgraph.bench import shard as bench_shard
+from packgraph.bench.models import shape
+from packgraph.bench.rows import Rows, facts
+from packgraph.bench.shard import ShardArguments, measure_shard
+from packgraph.bench.shard_ways import FsdpWay, WayName
+from packgraph.bench.timing import Deadline
+from packgraph.parallel.mesh import Layout, single_process
+
+SECONDS = 240.0
+
+
+def options(*ways, **changes):
+    given = {
+        "model": "tiny",
+        "layers": 2,
+        "tokens": (32,),
+        "step_tokens": 64,
+        "documents": 4,
+        "ways": ways,
+        "rounds": 1,
+        "steps": 2,
+        "mean": 10.0,
+        "sigma": 0.5,
+        "seed": 0,
+    }
+    return ShardArguments(**given | changes)
+
+
+def measured(mesh, chosen, tied=True, fails=0):
+    """All rows of one rank. fails: the number of the step of FSDP2 that runs out of memory."""
+    rows, steps, step = Rows(facts(CPU, "abc123"), write=False), [], FsdpWay.step
+
+    def runs_out(way, given):
+        steps.append(given)
+        if len(steps) == fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(way, given)
+
+    def shaped(name, layers):
+        return dataclasses.replace(shape(name, layers), tie_embeddings=tied)
+
+    with (
+        mock.patch.object(bench_shard, "shape", shaped),
+        mock.patch.object(FsdpWay, "step", runs_out),
+    ):
+        measure_shard(chosen, CPU, mesh, rows, Deadline(None))
+    return rows.all
+
+
+@pytest.mark.parametrize(
+    ("ways", "tied", "together"),
+    [
+        (("none", "fsdp-keep", "alone"), True, None),
+        (("parameters", "gradients+layer", "fsdp"), False, 1),
+    ],
+)
+def test_every_way_trains_the_same(ways, tied, together):
+    chosen = options(*ways, together=together)
+    one, two = run_ranks(measured, 2, chosen, tied, layout=Layout(), seconds=SECONDS)
+    assert one == two, "all ranks know the same"
+    assert [row["way"] for row in one] == list(ways)
+    for row in one:
+        json.dumps(row)
+        assert row["reason"] is None and row["figures"]["step_ms"]["n"] == 2
+        assert row["tokens_per_second"] > 0 and row["microbatches"] == row["ranks"] == 2
+        assert (row["pool_bytes"] is None) == row["way"].startswith("fsdp")
+        if row["way"] == "alone":
+            assert row["agrees"] is row["of_alone"] is None
+        else:
+            assert row["agrees"] and row["loss_difference"] < 1e-6
+    if "alone" in ways:
+        none, fsdp, alone = one
+        step_ms = [row["figures"]["step_ms"]["median"] for row in (none, alone)]
+        assert none["of_alone"] == pytest.approx(step_ms[1] / step_ms[0], abs=1e-4)
+        assert fsdp["of_alone"] is None
+
+
+@pytest.mark.parametrize("fails", [1, 3, 5])
+def test_a_way_that_runs_out_of_memory_leaves_its_reason_on_all_ranks(fails):
+    """While it gets ready, in the step that is checked, and in a round."""
+    chosen = options("none", "fsdp", "parameters")
+    for rows in run_ranks(measured, 2, chosen, True, fails, layout=Layout(), seconds=SECONDS):
+        assert [row["reason"] is None for row in rows] == [True, False, True]
+        assert rows[1]["reason"] == "rank 0: OutOfMemoryError: CUDA out of memory"
+        assert rows[1]["tokens_per_second"] is None and rows[2]["agrees"]
+
+
+def test_a_single_process_trains_with_the_state_on_the_host_and_knows_no_fsdp():
+    none, host, fsdp = measured(single_process(), options("none", "none+offload", "fsdp"))
+    assert none["reason"] is None and host["loss_difference"] == host["gradient_difference"] == 0.0
+    assert fsdp["reason"].startswith("ValueError: FSDP2 shards over several ranks")
+
+
+def test_names_of_ways_are_read_or_refused():
+    assert WayName.read("fsdp-keep+compile") == WayName("fsdp-keep", compile=True)
+    found = WayName("parameters", "step", compile=True, offload=True)
+    assert WayName.read("parameters+step+compile+offload") == found
+    for wrong, text in (
+        ("zero3", "'zero3' is none of alone, none,"),
+        ("fsdp+layer", "fsdp knows compile, not layer"),
+        ("none+layer+step", "two granularities"),
+        ("none+compile+compile", "a word twice"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            options(wrong)
