@@ -3,6 +3,11 @@ way that fails leaves its reason."""
 
 import dataclasses
 import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,6 +15,7 @@ import torch
 from distkit import CPU, run_ranks
 
 from packgraph.bench import shard as bench_shard
+from packgraph.bench.command import read_bench
 from packgraph.bench.models import shape
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.shard import ShardArguments, measure_shard
@@ -18,6 +24,7 @@ from packgraph.bench.timing import Deadline
 from packgraph.parallel.mesh import Layout, single_process
 
 SECONDS = 240.0
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "h200x2.sh"
 
 
 def options(*ways, **changes):
@@ -114,3 +121,21 @@ def test_names_of_ways_are_read_or_refused():
     ):
         with pytest.raises(ValueError, match=text):
             options(wrong)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script for bash")
+def test_the_script_for_two_gpus_runs_cases_that_there_are(tmp_path):
+    found = subprocess.run(
+        ["bash", str(SCRIPT), *map(str, range(1, 9))],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OUT": str(tmp_path), "DRY": "1", "COMMIT": "abc123"},
+    )
+    cases = []
+    for line in found.stdout.splitlines():
+        words = shlex.split(line)
+        asked = read_bench(words[words.index("bench") + 1 :])
+        assert asked.device == "cuda" and asked.seconds and asked.commit == "abc123"
+        cases.append((asked.model, asked.tokens, asked.ways[0]))
+    assert len(cases) == 8 and cases[2] == ("qwen3-8b", (4096,), "parameters+compile")

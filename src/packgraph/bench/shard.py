@@ -1,20 +1,20 @@
-"""`packgraph bench shard`: whole training steps on several ranks, packgraph's sharding beside FSDP2.
+"""`packgraph bench shard`: whole training steps on several ranks, sharded or not, beside FSDP2.
 
     block of a round    a step ahead, then `--steps` steps (forward and backward of all
                         microbatches, reduction, clipping, AdamW), then a wait
 
 A step's time is that of the slowest rank, on the device from the end of one step to the end of the
 next. Tokens are the real ones of a rank, the mean of all. Each way has its own model and optimizer,
-so `--together 1` measures large shapes one way after the other.
+so `--together 1` measures large shapes one way after the other. All run rows of one static shape,
+with places for as many documents as the fullest row has, so nothing is compiled twice.
 
-    without_ms         the step of the way `alone` with the same words, for packgraph's ways where
-                       that is measured too (with
-                       `--together`: before): without exchanges, with the update of all parameters
+    without_ms         of packgraph's ways: the step of the way `alone` with the same words, where
+                       that is measured, too. It exchanges nothing, and updates all parameters
     of_alone           without_ms over the step: the speed of several ranks over that of so many
                        single ones
     communication_ms   with --exchanges: the time in which the device runs collectives, waiting for
-                       the other rank included, of a step under a profiler
-    exposed_ms         of it the time in which it runs nothing else
+                       other ranks included, of a step under a profiler
+    exposed_ms         of it the time in which it runs nothing else; hidden_share is the rest
 
 A way that fails, such as for want of memory, has to do so on all ranks at the same place: their
 work has the same shapes. A rank that fails alone leaves the others in a collective, whose time
@@ -29,7 +29,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, agreement
-from packgraph.bench.models import draw_batches, dtype_on, shape
+from packgraph.bench.models import draw_batches, dtype_on, refit, shape
 from packgraph.bench.options import FIRST, KILO, ComparedArguments
 from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, gibibytes, median, value, why
 from packgraph.bench.shard_ways import ALONE, OURS, RankStep, ShardWay, WayName, make_way
@@ -75,8 +75,8 @@ class ShardArguments(ComparedArguments):
     steps: Count = option(2, "steps in a row without a wait, after one that is not timed")
     ways: tuple[str, ...] = option(
         WAYS,
-        f"alone, none, gradients, parameters (each with +layer or +step, +compile, +offload), fsdp, "
-        f"fsdp-keep (each with +compile); {FIRST}",
+        "alone, none, gradients, parameters (each with +layer or +step, +compile, +offload), "
+        f"fsdp, fsdp-keep (each with +compile); {FIRST}",
         metavar="WAY ...",
     )
     documents: Count = option(64, "at most in one microbatch", metavar="N")
@@ -141,12 +141,16 @@ class ShardComparison(Comparison[ShardWay]):
     ) -> None:
         super().__init__(options.ways, options.rounds, device, deadline, ranks)
         self.options, self.mesh, self.tokens = options, mesh, tokens
-        self.capacity = Capacity(tokens, options.documents)
         self.per_step = max(1, options.step_tokens // tokens)
         together = self.per_step * ranks.size
-        packs = draw_batches(
-            self.capacity, STEPS * together, options.config.vocab_size, **options.drawn
+        drawn = draw_batches(
+            Capacity(tokens, options.documents),
+            STEPS * together,
+            options.config.vocab_size,
+            **options.drawn,
         )
+        self.capacity = Capacity(tokens, max(pack.num_documents for pack in drawn))
+        packs = [refit(pack, self.capacity) for pack in drawn]
         self.steps = [
             RankStep(
                 packs[start + ranks.rank : start + together : ranks.size],
@@ -231,7 +235,7 @@ class ShardComparison(Comparison[ShardWay]):
             "dtype": str(dtype).removeprefix("torch."),
             "ranks": self.ranks.size,
             "tokens": self.tokens,
-            "documents": options.documents,
+            "documents": self.capacity.documents,
             "microbatches": self.per_step,
             "attention": choice if options.attention == "auto" else options.attention,
             "attention_asked": options.attention,

@@ -212,11 +212,12 @@ class FsdpWay:
                 reshard_after_forward=False if self.keeps or part is self.module.head else None,
                 mp_policy=policy,
             )
-        for part in self.module.parts():
             assert isinstance(part, FSDPModule)
             # Sums, not means: losses are shares of that of all ranks.
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
+        assert isinstance(self.module, FSDPModule)
+        self._root: FSDPModule = self.module
         groups = [
             {"params": [p for p in self.module.parameters() if (p.ndim >= 2) == decays]}
             | {"weight_decay": adamw.weight_decay if decays else 0.0}
@@ -242,8 +243,8 @@ class FsdpWay:
         for number, batch in enumerate(step.batches):
             if self.keeps:
                 is_last = number == len(step.batches) - 1
-                self.module.set_requires_gradient_sync(is_last)
-                self.module.set_reshard_after_backward(is_last)
+                self._root.set_requires_gradient_sync(is_last)
+                self._root.set_reshard_after_backward(is_last)
             loss = self.module(batch.to(self.device), counted)
             total += loss.detach()
             loss.backward()
@@ -273,7 +274,7 @@ class FsdpWay:
 
     def close(self) -> None:
         """As `ShardWay.close`."""
-        del self.module, self.optimizer
+        del self.module, self._root, self.optimizer
 
 
 class FsdpDecoder(nn.Module):

@@ -218,8 +218,8 @@ def device_intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """Milliseconds of some calls in which the device runs collectives, and those of them in which it
-    runs nothing else."""
+    """Milliseconds of some calls in which the device runs collectives, and those of them in which
+    it runs nothing else."""
 
     whole_ms: float
     exposed_ms: float
