@@ -16,11 +16,12 @@ from distkit import CPU, run_ranks
 
 from packgraph.bench import shard as bench_shard
 from packgraph.bench.command import read_bench
-from packgraph.bench.models import shape
+from packgraph.bench.models import draw_batches, shape
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.shard import ShardArguments, measure_shard
-from packgraph.bench.shard_ways import FsdpWay, WayName
+from packgraph.bench.shard_ways import FsdpWay, RankStep, WayName, make_way
 from packgraph.bench.timing import Deadline
+from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, single_process
 
 SECONDS = 240.0
@@ -68,8 +69,8 @@ def measured(mesh, chosen, tied=True, fails=0):
 @pytest.mark.parametrize(
     ("ways", "tied", "together"),
     [
-        (("none", "fsdp-keep", "alone"), True, None),
-        (("parameters", "gradients+layer", "fsdp"), False, 1),
+        (("none", "fsdp-keep", "alone", "none+quiet"), True, None),
+        (("gradients+layer", "parameters+quiet", "fsdp", "parameters"), False, 1),
     ],
 )
 def test_every_way_trains_the_same(ways, tied, together):
@@ -82,15 +83,43 @@ def test_every_way_trains_the_same(ways, tied, together):
         assert row["reason"] is None and row["figures"]["step_ms"]["n"] == 2
         assert row["tokens_per_second"] > 0 and row["microbatches"] == row["ranks"] == 2
         assert (row["pool_bytes"] is None) == row["way"].startswith("fsdp")
-        if row["way"] == "alone":
-            assert row["agrees"] is row["of_alone"] is None
+        if row["way"] == "alone" or "quiet" in row["way"]:
+            assert row["agrees"] is row["of_alone"] is row["without_ms"] is None
         else:
             assert row["agrees"] and row["loss_difference"] < 1e-6
     if "alone" in ways:
-        none, fsdp, alone = one
+        none, fsdp, alone, quiet = one
         step_ms = [row["figures"]["step_ms"]["median"] for row in (none, alone)]
         assert none["of_alone"] == pytest.approx(step_ms[1] / step_ms[0], abs=1e-4)
-        assert fsdp["of_alone"] is None
+        assert none["without_ms"] == quiet["figures"]["step_ms"]["median"]
+        assert fsdp["of_alone"] is fsdp["without_ms"] is None
+    else:
+        assert one[3]["without_ms"] == one[1]["figures"]["step_ms"]["median"]
+        assert one[0]["without_ms"] is None
+
+
+def trained(mesh, name):
+    """Norm of the gradient, and which elements of matrices have changed: own ones, and others'."""
+    chosen, capacity = options(name), Capacity(32, 4)
+    packs = draw_batches(capacity, 2, chosen.config.vocab_size, **chosen.drawn)
+    step = RankStep(packs, 2 * sum(pack.num_loss_tokens for pack in packs), 60.0)
+    way = make_way(name, chosen.config, capacity, mesh, CPU)
+    spans = [span for span in way.optimizer.flat.spans if span.decays]
+    before = [span.parameters.clone() for span in spans]
+    way.prepare([step])
+    loss, norm = map(float, way.step(step))
+    assert way.complaint() is None and 2.5 < loss < 3.3, "half of the tokens' loss"
+    changed = [span.parameters != old for span, old in zip(spans, before, strict=True)]
+    own = any(bool(new[span.own].any()) for span, new in zip(spans, changed, strict=True))
+    others = sum(int(new.sum() - new[s.own].sum()) for s, new in zip(spans, changed, strict=True))
+    way.close()
+    return norm, own, others > 0
+
+
+@pytest.mark.parametrize(("name", "exchanges"), [("none+quiet", False), ("none", True)])
+def test_a_quiet_way_neither_gathers_nor_reduces(name, exchanges):
+    for norm, own, others in run_ranks(trained, 2, name, layout=Layout(), seconds=SECONDS):
+        assert own and others == exchanges and (norm > 0) == exchanges
 
 
 @pytest.mark.parametrize("fails", [1, 3, 5])

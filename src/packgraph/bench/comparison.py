@@ -39,6 +39,7 @@ from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.timer import synchronize
 
 Result = TypeVar("Result")
+OUTSIDE = 2 * 2**30  # bytes for what allocates by itself: NCCL, graphs, libraries
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,22 @@ class BenchRanks:
             if other is not None:
                 return other if self.size == 1 else f"rank {rank}: {other}"
         return None
+
+
+@contextlib.contextmanager
+def limited_alike(device: torch.device, ranks: BenchRanks) -> Iterator[None]:
+    """Within the block the allocators of all ranks give out as much as that of the one with least
+    memory, so that ranks of the same work run out of it at the same place. Collective."""
+    if device.type != "cuda":
+        yield
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    mine = free + torch.cuda.memory_reserved(device) - OUTSIDE
+    torch.cuda.set_per_process_memory_fraction(min(ranks.gather(mine)) / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 class Runs(Protocol):

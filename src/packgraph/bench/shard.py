@@ -8,17 +8,20 @@ next. Tokens are the real ones of a rank, the mean of all. Each way has its own 
 so `--together 1` measures large shapes one way after the other. All run rows of one static shape,
 with places for as many documents as the fullest row has, so nothing is compiled twice.
 
-    without_ms         of packgraph's ways: the step of the way `alone` with the same words, where
-                       that is measured, too. It exchanges nothing, and updates all parameters
-    of_alone           without_ms over the step: the speed of several ranks over that of so many
-                       single ones
+    of_alone           of packgraph's ways, where the way `alone` with the same words is measured:
+                       the speed of several ranks over that of so many single ones, which update
+                       all parameters each
+    without_ms         where the way with `+quiet` is measured: the step without gathers and
+                       reductions
     communication_ms   with --exchanges: the time in which the device runs collectives, waiting for
                        other ranks included, of a step under a profiler
-    exposed_ms         of it the time in which it runs nothing else; hidden_share is the rest
+    exposed_ms         of it the time in which it runs nothing else
+    hidden_share       the rest of it; hidden_time_share: what the step is not longer than
+                       without_ms
 
 A way that fails, such as for want of memory, has to do so on all ranks at the same place: their
-work has the same shapes. A rank that fails alone leaves the others in a collective, whose time
-limit then ends the run.
+work has the same shapes, and all get as much memory as the one that has least. A rank that fails
+alone leaves the others in a collective, whose time limit then ends the run.
 """
 
 import datetime
@@ -28,11 +31,18 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from packgraph.bench.comparison import BenchRanks, Check, Comparison, Sample, agreement
+from packgraph.bench.comparison import (
+    BenchRanks,
+    Check,
+    Comparison,
+    Sample,
+    agreement,
+    limited_alike,
+)
 from packgraph.bench.models import draw_batches, dtype_on, refit, shape
 from packgraph.bench.options import FIRST, KILO, ComparedArguments
 from packgraph.bench.rows import FAILURES, Column, Row, Rows, figures, gibibytes, median, value, why
-from packgraph.bench.shard_ways import ALONE, OURS, RankStep, ShardWay, WayName, make_way
+from packgraph.bench.shard_ways import OURS, QUIET, RankStep, ShardWay, WayName, make_way
 from packgraph.bench.timing import Deadline, exchange_times, time_calls
 from packgraph.models.branches import head_sizes
 from packgraph.models.decoder import DecoderConfig
@@ -57,9 +67,11 @@ COLUMNS: list[Column] = [
     ("host ms", median("host_ms", 1)),
     ("most peak GiB", gibibytes("peak_bytes")),
     ("of alone", value("of_alone", ".3f")),
+    ("without exchanges ms", value("without_ms", ".1f")),
     ("exchanges ms", value("communication_ms", ".1f")),
     ("exposed ms", value("exposed_ms", ".1f")),
     ("hidden", value("hidden_share", ".1%")),
+    ("hidden time", value("hidden_time_share", ".1%")),
     ("prepare s", value("prepare_seconds", ".1f")),
     ("result", agreement),
 ]
@@ -72,11 +84,13 @@ class ShardArguments(ComparedArguments):
     usual_tokens: ClassVar[tuple[int, ...]] = (KILO, 4 * KILO)
 
     rounds: Count = option(4, "how often all ways take turns", metavar="N")
-    steps: Count = option(2, "steps in a row without a wait, after one that is not timed")
+    steps: Count = option(
+        2, "steps in a row without a wait, after one that is not timed", metavar="N"
+    )
     ways: tuple[str, ...] = option(
         WAYS,
-        "alone, none, gradients, parameters (each with +layer or +step, +compile, +offload), "
-        f"fsdp, fsdp-keep (each with +compile); {FIRST}",
+        "alone, none, gradients, parameters (each with +layer or +step, +compile, +offload, +quiet "
+        f"without exchanges), fsdp, fsdp-keep (each with +compile); {FIRST}",
         metavar="WAY ...",
     )
     documents: Count = option(64, "at most in one microbatch", metavar="N")
@@ -118,10 +132,11 @@ def measure_shard(
 ) -> None:
     """Measures everything in `options`; one row per number of tokens and way. Collective."""
     ranks = BenchRanks()
-    for tokens in options.tokens:
-        ShardComparison(options, tokens, device, mesh, ranks, deadline).measure(
-            rows, options.together
-        )
+    with limited_alike(device, ranks):
+        for tokens in options.tokens:
+            ShardComparison(options, tokens, device, mesh, ranks, deadline).measure(
+                rows, options.together
+            )
 
 
 class ShardComparison(Comparison[ShardWay]):
@@ -159,7 +174,7 @@ class ShardComparison(Comparison[ShardWay]):
             )
             for start in range(0, len(packs), together)
         ]
-        self.alone: dict[str, list[Sample]] = {}  # of ways that were measured
+        self.step_ms: dict[str, float] = {}  # of ways that were measured
 
     def make(self, name: str) -> ShardWay:
         """The way called `name`."""
@@ -245,23 +260,28 @@ class ShardComparison(Comparison[ShardWay]):
         }
 
     def row(self, name: str) -> Row:
-        """The row of one way, with real tokens a second and rank, and the step without
-        exchanges."""
-        row, samples = super().row(name), self.results.samples[name]
-        row |= {"tokens_per_second": None, "without_ms": None, "of_alone": None}
+        """The row of one way: real tokens a second and rank, and how it compares with the same way
+        alone, and without exchanges."""
+        row, samples, said = super().row(name), self.results.samples[name], WayName.read(name)
+        row |= dict.fromkeys(("tokens_per_second", "of_alone", "without_ms", "hidden_time_share"))
         if row["reason"] is not None:
             return row
         rates = figures([1000 * one.tokens / one.times["step_ms"] for one in samples])
         row["figures"]["tokens_per_second"], row["tokens_per_second"] = rates, rates["median"]
-        kind, *words = name.split("+")
-        if kind == ALONE:
-            self.alone[name] = samples
-        if ALONE in (kind, row["against"].partition("+")[0]):  # it has gradients of its own
+        self.step_ms[name] = step_ms = row["figures"]["step_ms"]["median"]
+        if not (said.sums and WayName.read(row["against"]).sums):
             row |= {"loss_difference": None, "gradient_difference": None, "agrees": None}
-        single = "+".join((ALONE, *words))
-        alone = self.results.samples.get(single) or self.alone.get(single)
-        if alone and kind in OURS and kind != ALONE:
-            without = figures([one.times["step_ms"] for one in alone])["median"]
-            share = without / row["figures"]["step_ms"]["median"]
-            row |= {"without_ms": without, "of_alone": round(share, 5)}
+        if said.kind not in OURS or not said.sums:
+            return row
+        alone, without = self._median(said.alone(name)), self._median(f"{name}+{QUIET}")
+        row |= {"without_ms": without, "of_alone": alone and round(alone / step_ms, 5)}
+        if without is not None and (communication := row.get("communication_ms")):
+            row["hidden_time_share"] = round(1 - (step_ms - without) / communication, 5)
         return row
+
+    def _median(self, name: str) -> float | None:
+        """Milliseconds of a step of another way of this group, or of an earlier one."""
+        samples = self.results.samples.get(name)
+        if not samples or name in self.results.reasons:
+            return self.step_ms.get(name)
+        return figures([one.times["step_ms"] for one in samples])["median"]

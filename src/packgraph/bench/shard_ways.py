@@ -10,8 +10,9 @@ model.
                               off), and gradients are reduced with the last microbatch alone
 
 Further words stand behind a plus: `layer` or `step`, graphs of layers or of whole steps with their
-update instead of chunks; `compile`; `offload`, the optimizer's state in host memory. FSDP2 knows
-`compile` alone: every layer through torch.compile.
+update instead of chunks; `compile`; `offload`, the optimizer's state in host memory; `quiet`, the
+same work without gathers and reductions, whose gradients are zeros. FSDP2 knows `compile` alone:
+every layer through torch.compile.
 
 All train the same decoder with the same kernels, in the same arithmetic: weights, activations,
 gradients and their sums in bfloat16, float32 masters and running means, the norm clipped, fused
@@ -20,8 +21,9 @@ MixedPrecisionPolicy), so it has no bfloat16 parts beside them. Gathers of the n
 own, in the order that it chooses.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -38,6 +40,7 @@ from packgraph.graphs.stages import State
 from packgraph.models.decoder import DecoderConfig, ModelChunks
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel import data, sharded_layers
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.train.build import make_executor, make_optimizer
 from packgraph.train.config.sections import (
@@ -52,10 +55,11 @@ OURS = (ALONE, "none", "gradients", "parameters")
 FSDP, KEEP = "fsdp", "fsdp-keep"
 KINDS = (*OURS, FSDP, KEEP)
 GRANULARITIES = ("layer", "step")  # beside chunk, which goes without saying
-COMPILE, OFFLOAD = "compile", "offload"
+COMPILE, OFFLOAD, QUIET = "compile", "offload", "quiet"
 WARMUP = 1  # eager steps
 AHEAD = WARMUP + 1  # steps before anything is checked or timed, by every way
 LEARNING_RATE = 1e-5
+EXCHANGING = (data, sharded_layers)  # modules that gather parameters and reduce gradients
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,17 @@ class WayName:
     granularity: str = "chunk"
     compile: bool = False
     offload: bool = False
+    quiet: bool = False
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are summed over all ranks."""
+        return self.kind != ALONE and not self.quiet
+
+    @staticmethod
+    def alone(name: str) -> str:
+        """The way called `name`, by each rank for itself."""
+        return "+".join((ALONE, *name.split("+")[1:]))
 
     @staticmethod
     def read(name: str) -> "WayName":
@@ -73,13 +88,19 @@ class WayName:
         kind, *words = name.split("+")
         if kind not in KINDS:
             raise ValueError(f"{name}: {kind!r} is none of {', '.join(KINDS)}")
-        known = (*GRANULARITIES, COMPILE, OFFLOAD) if kind in OURS else (COMPILE,)
+        known = (*GRANULARITIES, COMPILE, OFFLOAD, QUIET) if kind in OURS else (COMPILE,)
         if wrong := [word for word in words if word not in known]:
             raise ValueError(f"{name}: {kind} knows {', '.join(known)}, not {', '.join(wrong)}")
         cut = [word for word in words if word in GRANULARITIES]
         if len(set(words)) < len(words) or len(cut) > 1:
             raise ValueError(f"{name}: a word twice, or two granularities")
-        return WayName(kind, cut[0] if cut else "chunk", COMPILE in words, OFFLOAD in words)
+        return WayName(
+            kind,
+            cut[0] if cut else "chunk",
+            compile=COMPILE in words,
+            offload=OFFLOAD in words,
+            quiet=QUIET in words,
+        )
 
 
 class RankStep(NamedTuple):
@@ -151,6 +172,7 @@ class TrainerWay:
             ),
         )
         ours = single_process() if said.kind == ALONE else mesh
+        self._around = without_exchanges if said.quiet else contextlib.nullcontext
         made = FreshModel(config, device=device, dtype=dtype_on(device))
         self.model = ModelChunks([made.train()])
         self.optimizer = make_optimizer(self.model, run, ours)
@@ -160,15 +182,17 @@ class TrainerWay:
     def prepare(self, steps: Sequence[RankStep]) -> None:
         """As `ShardWay.prepare`."""
         for number in range(AHEAD):
-            self.executor.before_step(number)
+            with self._around():
+                self.executor.before_step(number)
             self.step(steps[number % len(steps)])
         self._eager = Counter(self.executor.totals()["fallbacks"])
 
     def step(self, step: RankStep) -> tuple[Tensor, Tensor]:
         """As `ShardWay.step`."""
-        return self.executor.train_step(
-            step.batches, step.loss_tokens, self.optimizer, LEARNING_RATE
-        )
+        with self._around():
+            return self.executor.train_step(
+                step.batches, step.loss_tokens, self.optimizer, LEARNING_RATE
+            )
 
     def facts(self) -> Row:
         """Seconds of capture, bytes of pools."""
@@ -186,6 +210,40 @@ class TrainerWay:
         """As `ShardWay.close`."""
         self.executor.close()
         del self.executor, self.optimizer, self.model
+
+
+@contextlib.contextmanager
+def without_exchanges() -> Iterator[None]:
+    """Within the block, gathers of parameters leave them as they are, and reductions give zeros:
+    the same work, finite, that waits for nobody but for the norm. For the whole process, so nothing
+    else may run; what is captured within stays so."""
+
+    def gather(out: Tensor, mine: Tensor, **_: Any) -> "_Done":
+        return _Done()
+
+    def reduce(out: Tensor, whole: Tensor, **_: Any) -> "_Done":
+        out.zero_()
+        return _Done()
+
+    quiet: dict[str, Callable[..., Any]] = {
+        "all_gather_flat": gather,
+        "reduce_scatter_flat": reduce,
+    }
+    before = [(module, name, getattr(module, name)) for module in EXCHANGING for name in quiet]
+    for module, name, _ in before:
+        setattr(module, name, quiet[name])
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+class _Done:
+    """What was exchanged at once."""
+
+    def wait(self) -> None:
+        return
 
 
 class FsdpWay:
