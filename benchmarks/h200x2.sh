@@ -40,14 +40,14 @@ for case in "$@"; do
     1) bench 2 80 --model qwen3-0.6b --tokens 1024 --step-tokens 16384 --rounds 3 --steps 1 \
         --ways fsdp+compile parameters+compile none+compile fsdp-keep+compile alone+compile none+step+compile ;;
     2) bench 2 80 --model qwen3-0.6b --tokens 4096 --step-tokens 32768 --rounds 3 --steps 2 --exchanges \
-        --ways none+compile alone+compile parameters+compile fsdp+compile fsdp-keep+compile parameters+compile+quiet \
-        none+compile+quiet ;;
+        --ways none+compile none+layer+compile alone+compile parameters+compile fsdp+compile fsdp-keep+compile \
+        parameters+compile+quiet none+compile+quiet ;;
     3) bench 2 85 --model qwen3-8b --tokens 4096 --step-tokens 8192 --rounds 2 --steps 2 --together 1 --exchanges \
         --ways parameters+compile fsdp+compile ;;
     4) bench 2 70 --model qwen3-4b --tokens 16384 --step-tokens 16384 --rounds 3 --steps 2 --together 3 --exchanges \
         --ways parameters+compile parameters+compile+quiet none+compile fsdp+compile fsdp-keep+compile ;;
     5) bench 2 55 --model qwen3-4b --tokens 16384 --step-tokens 32768 --rounds 3 --steps 2 \
-        --ways none+compile alone+compile ;;
+        --ways none+compile none+layer+compile alone+compile ;;
     6) bench 1 85 --model qwen3-8b --layers 14 --tokens 8192 --step-tokens 65536 --rounds 1 --steps 2 --together 1 \
         --ways none+compile none+offload+compile ;;
     7) bench 1 120 --model qwen3-8b --tokens 8192 --step-tokens 65536 --rounds 1 --steps 1 \

@@ -107,6 +107,7 @@ def trained(mesh, name):
     spans = [span for span in way.optimizer.flat.spans if span.decays]
     before = [span.parameters.clone() for span in spans]
     way.prepare([step])
+    way.watch()
     loss, norm = map(float, way.step(step))
     assert way.complaint() is None and 2.5 < loss < 3.3, "half of the tokens' loss"
     changed = [span.parameters != old for span, old in zip(spans, before, strict=True)]

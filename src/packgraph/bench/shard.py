@@ -199,6 +199,8 @@ class ShardComparison(Comparison[ShardWay]):
 
     def time(self, way: ShardWay, number: int) -> list[Sample]:
         """The steps of a round, in a row. Collective."""
+        if number == 0:
+            way.watch()
         first = number * self.options.steps
         steps = [self.steps[(first + n) % STEPS] for n in range(self.options.steps)]
 
@@ -208,7 +210,7 @@ class ShardComparison(Comparison[ShardWay]):
                 mark()
 
         self.ranks.gather(None)
-        laps, host = time_calls(self.device, run, lambda: way.step(self.steps[first - 1]))
+        laps, host = time_calls(self.device, run, lambda: way.step(self.steps[(first - 1) % STEPS]))
         every = self.ranks.gather((laps, host / len(steps)))
         host = max(host for _, host in every)
         return [

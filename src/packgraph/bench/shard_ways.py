@@ -113,7 +113,7 @@ class RankStep(NamedTuple):
 
 
 class ShardWay(Protocol):
-    """Trains steps. All methods but `facts` and `complaint` are collective."""
+    """Trains steps. `prepare`, `step` and `close` are collective."""
 
     def prepare(self, steps: Sequence[RankStep]) -> None:
         """Run AHEAD steps, compile and capture."""
@@ -121,6 +121,9 @@ class ShardWay(Protocol):
     def step(self, step: RankStep) -> tuple[Tensor, Tensor]:
         """The loss of this rank's tokens over those of the whole step, and the norm of the whole
         gradient before it is clipped."""
+
+    def watch(self) -> None:
+        """From here on steps are timed."""
 
     def facts(self) -> Row:
         """What it has cost to get ready."""
@@ -185,6 +188,9 @@ class TrainerWay:
             with self._around():
                 self.executor.before_step(number)
             self.step(steps[number % len(steps)])
+
+    def watch(self) -> None:
+        """As `ShardWay.watch`."""
         self._eager = Counter(self.executor.totals()["fallbacks"])
 
     def step(self, step: RankStep) -> tuple[Tensor, Tensor]:
@@ -291,6 +297,9 @@ class FsdpWay:
         """As `ShardWay.prepare`."""
         for number in range(AHEAD):
             self.step(steps[number % len(steps)])
+
+    def watch(self) -> None:
+        """As `ShardWay.watch`."""
         self._compiled = 0
 
     def step(self, step: RankStep) -> tuple[Tensor, Tensor]:
