@@ -38,7 +38,7 @@ bench() { # PROCESSES SECONDS OPTIONS...: a case that prepares no way after four
 for case in "$@"; do
     case $case in
     1) bench 2 80 --model qwen3-0.6b --tokens 1024 --step-tokens 16384 --rounds 3 --steps 1 \
-        --ways fsdp+compile parameters+compile none+compile fsdp-keep+compile alone+compile none+step+compile ;;
+        --ways fsdp+compile parameters+compile none+compile fsdp-keep+compile fsdp+compile+prefetch none+step+compile ;;
     2) bench 2 80 --model qwen3-0.6b --tokens 4096 --step-tokens 32768 --rounds 3 --steps 2 --exchanges \
         --ways none+compile none+layer+compile alone+compile parameters+compile fsdp+compile fsdp-keep+compile \
         parameters+compile+quiet none+compile+quiet ;;

@@ -70,7 +70,7 @@ def measured(mesh, chosen, tied=True, fails=0):
     ("ways", "tied", "together"),
     [
         (("none", "fsdp-keep", "alone", "none+quiet"), True, None),
-        (("gradients+layer", "parameters+quiet", "fsdp", "parameters"), False, 1),
+        (("gradients+layer", "parameters+quiet", "fsdp+prefetch", "parameters"), False, 1),
     ],
 )
 def test_every_way_trains_the_same(ways, tied, together):
@@ -145,7 +145,7 @@ def test_names_of_ways_are_read_or_refused():
     assert WayName.read("parameters+step+compile+offload") == found
     for wrong, text in (
         ("zero3", "'zero3' is none of alone, none,"),
-        ("fsdp+layer", "fsdp knows compile, not layer"),
+        ("fsdp+layer", "fsdp knows compile, prefetch, not layer"),
         ("none+layer+step", "two granularities"),
         ("none+compile+compile", "a word twice"),
     ):

@@ -11,17 +11,18 @@ model.
 
 Further words stand behind a plus: `layer` or `step`, graphs of layers or of whole steps with their
 update instead of chunks; `compile`; `offload`, the optimizer's state in host memory; `quiet`, the
-same work without gathers and reductions, whose gradients are zeros. FSDP2 knows `compile` alone:
-every layer through torch.compile.
+same work without gathers and reductions, whose gradients are zeros. FSDP2 knows `compile`, every
+layer through torch.compile, and `prefetch`: a layer's forward begins to gather the next one, beside
+what FSDP2 does by itself.
 
 All train the same decoder with the same kernels, in the same arithmetic: weights, activations,
 gradients and their sums in bfloat16, float32 masters and running means, the norm clipped, fused
 AdamW. FSDP2 keeps the masters as its sharded parameters and casts what it gathers (its
-MixedPrecisionPolicy), so it has no bfloat16 parts beside them. Gathers of the next layer are its
-own, in the order that it chooses.
+MixedPrecisionPolicy), so it has no bfloat16 parts beside them.
 """
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ OURS = (ALONE, "none", "gradients", "parameters")
 FSDP, KEEP = "fsdp", "fsdp-keep"
 KINDS = (*OURS, FSDP, KEEP)
 GRANULARITIES = ("layer", "step")  # beside chunk, which goes without saying
-COMPILE, OFFLOAD, QUIET = "compile", "offload", "quiet"
+COMPILE, OFFLOAD, QUIET, PREFETCH = "compile", "offload", "quiet", "prefetch"
 WARMUP = 1  # eager steps
 AHEAD = WARMUP + 1  # steps before anything is checked or timed, by every way
 LEARNING_RATE = 1e-5
@@ -71,6 +72,7 @@ class WayName:
     compile: bool = False
     offload: bool = False
     quiet: bool = False
+    prefetch: bool = False
 
     @property
     def sums(self) -> bool:
@@ -88,7 +90,7 @@ class WayName:
         kind, *words = name.split("+")
         if kind not in KINDS:
             raise ValueError(f"{name}: {kind!r} is none of {', '.join(KINDS)}")
-        known = (*GRANULARITIES, COMPILE, OFFLOAD, QUIET) if kind in OURS else (COMPILE,)
+        known = (*GRANULARITIES, COMPILE, OFFLOAD, QUIET) if kind in OURS else (COMPILE, PREFETCH)
         if wrong := [word for word in words if word not in known]:
             raise ValueError(f"{name}: {kind} knows {', '.join(known)}, not {', '.join(wrong)}")
         cut = [word for word in words if word in GRANULARITIES]
@@ -100,6 +102,7 @@ class WayName:
             compile=COMPILE in words,
             offload=OFFLOAD in words,
             quiet=QUIET in words,
+            prefetch=PREFETCH in words,
         )
 
 
@@ -280,6 +283,9 @@ class FsdpWay:
             # Sums, not means: losses are shares of that of all ranks.
             part.set_force_sum_reduction_for_comms(True)
             part.set_gradient_divide_factor(1.0)
+        for layer, following in itertools.pairwise(self.module.layers):
+            if said.prefetch and isinstance(layer, FSDPModule):
+                layer.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
         assert isinstance(self.module, FSDPModule)
         self._root: FSDPModule = self.module
         groups = [
