@@ -19,7 +19,7 @@ from packgraph.bench.command import read_bench
 from packgraph.bench.models import draw_batches, shape
 from packgraph.bench.rows import Rows, facts
 from packgraph.bench.shard import ShardArguments, measure_shard
-from packgraph.bench.shard_ways import FsdpWay, RankStep, WayName, make_way
+from packgraph.bench.shard_ways import FsdpWay, RankStep, TrainerWay, WayName, make_way
 from packgraph.bench.timing import Deadline
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, single_process
@@ -45,13 +45,14 @@ def options(*ways, **changes):
     return ShardArguments(**given | changes)
 
 
-def measured(mesh, chosen, tied=True, fails=0):
-    """All rows of one rank. fails: the number of the step of FSDP2 that runs out of memory."""
-    rows, steps, step = Rows(facts(CPU, "abc123"), write=False), [], FsdpWay.step
+def measured(mesh, chosen, tied=True, fails=0, kind=FsdpWay, on=(0, 1)):
+    """All rows of one rank. fails: the number of the step of a kind of way that runs out of memory.
+    on: ranks where it does."""
+    rows, steps, step = Rows(facts(CPU, "abc123"), write=False), [], kind.step
 
     def runs_out(way, given):
         steps.append(given)
-        if len(steps) == fails:
+        if len(steps) == fails and mesh.rank in on:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step(way, given)
 
@@ -60,7 +61,7 @@ def measured(mesh, chosen, tied=True, fails=0):
 
     with (
         mock.patch.object(bench_shard, "shape", shaped),
-        mock.patch.object(FsdpWay, "step", runs_out),
+        mock.patch.object(kind, "step", runs_out),
     ):
         measure_shard(chosen, CPU, mesh, rows, Deadline(None))
     return rows.all
@@ -131,6 +132,16 @@ def test_a_way_that_runs_out_of_memory_leaves_its_reason_on_all_ranks(fails):
         assert [row["reason"] is None for row in rows] == [True, False, True]
         assert rows[1]["reason"] == "rank 0: OutOfMemoryError: CUDA out of memory"
         assert rows[1]["tokens_per_second"] is None and rows[2]["agrees"]
+
+
+@pytest.mark.parametrize("fails", [1, 3, 4, 5])
+def test_a_way_that_exchanges_nothing_may_fail_on_one_rank(fails):
+    """While it gets ready, in the steps that are checked and whose memory is measured, and in a
+    round."""
+    chosen, more = options("alone", "fsdp"), (True, fails, TrainerWay, (1,))
+    for rows in run_ranks(measured, 2, chosen, *more, layout=Layout(), seconds=SECONDS):
+        assert rows[0]["reason"] == "rank 1: OutOfMemoryError: CUDA out of memory"
+        assert rows[1]["reason"] is None and rows[1]["tokens_per_second"] > 0
 
 
 def test_a_single_process_trains_with_the_state_on_the_host_and_knows_no_fsdp():

@@ -190,6 +190,10 @@ def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
     return [[first, *others[start : start + size]] for start in range(0, max(1, len(others)), size)]
 
 
+class WayFailedError(RuntimeError):
+    """A way has failed, and all ranks know why."""
+
+
 class BenchRanks:
     """The ranks of a benchmark: all processes of the default group. Collective to make."""
 
@@ -217,6 +221,14 @@ class BenchRanks:
         except FAILURES as error:
             reason = why(error)
         return result, self.first_reason(reason)
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns here. It may communicate where it fails on all ranks at the same
+        place. Raises WayFailedError on all ranks where it fails on any."""
+        result, reason = self.attempt(work)
+        if reason is not None:
+            raise WayFailedError(reason)
+        return result  # type: ignore[return-value]
 
     def first_reason(self, reason: str | None) -> str | None:
         """The first rank's reason that there is, with the rank's name; None when no rank has
@@ -291,16 +303,13 @@ class Comparison(Generic[W]):
     Attributes:
         main: Figure that ratios and the price per token are made of.
         communicates: Whether ways do: a failure of one rank within a step then ends the run, after
-            its rows are written. Otherwise it drops the way.
-        fails_together: Whether ways that communicate fail on all ranks at the same place, so that a
-            failure drops the way.
+            its rows are written, unless it is a `WayFailedError`. Otherwise it drops the way.
         least_rounds: Of ways that are ready when the time is up.
         preparing: Share of the time after which nothing else is prepared.
     """
 
     main: ClassVar[str] = "step_ms"
     communicates: ClassVar[bool] = True
-    fails_together: ClassVar[bool] = False
     least_rounds: ClassVar[int] = 0
     preparing: ClassVar[float] = 1.0
 
@@ -401,11 +410,11 @@ class Comparison(Generic[W]):
     def _attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
         if not self.communicates:
             return self.results.attempt(name, work)
-        if not self.fails_together:
+        try:
             return work()
-        found, reason = self.ranks.attempt(work)
-        self.results.drop(name, reason)
-        return found
+        except WayFailedError as error:
+            self.results.drop(name, str(error))
+            return None
 
     @contextlib.contextmanager
     def _leaving(self, rows: Rows) -> Iterator[None]:

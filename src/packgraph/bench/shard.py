@@ -142,7 +142,6 @@ def measure_shard(
 class ShardComparison(Comparison[ShardWay]):
     """All ways at one number of tokens a row, on this rank."""
 
-    fails_together = True
     least_rounds, preparing = 1, 0.8
 
     def __init__(
@@ -190,12 +189,12 @@ class ShardComparison(Comparison[ShardWay]):
 
     def check(self, way: ShardWay) -> Check:
         """What the first step after that computes. Collective."""
-        loss, norm = way.step(self.steps[0])
-        return Check(sum(self.ranks.gather(float(loss))), float(norm))
+        loss, norm = self.ranks.together(lambda: [float(part) for part in way.step(self.steps[0])])
+        return Check(sum(self.ranks.gather(loss)), norm)
 
     def heaviest(self, way: ShardWay) -> object:
         """Run a step. Collective."""
-        return way.step(self.steps[0])
+        return self.ranks.together(lambda: way.step(self.steps[0]))
 
     def time(self, way: ShardWay, number: int) -> list[Sample]:
         """The steps of a round, in a row. Collective."""
@@ -209,8 +208,11 @@ class ShardComparison(Comparison[ShardWay]):
                 way.step(step)
                 mark()
 
+        def lead() -> object:
+            return way.step(self.steps[(first - 1) % STEPS])
+
         self.ranks.gather(None)
-        laps, host = time_calls(self.device, run, lambda: way.step(self.steps[(first - 1) % STEPS]))
+        laps, host = self.ranks.together(lambda: time_calls(self.device, run, lead))
         every = self.ranks.gather((laps, host / len(steps)))
         host = max(host for _, host in every)
         return [
