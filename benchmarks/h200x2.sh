@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sharded training beside FSDP2 on two H200s of one host, the most important cases first, in about eight minutes.
+# Sharded training beside FSDP2 on two H200s of one host, the most important cases first, in about twelve minutes.
 #
 #   OUT=benchmarks/results bash benchmarks/h200x2.sh           cases 1 to 6
 #   OUT=... bash benchmarks/h200x2.sh 3 7                      these cases
@@ -37,18 +37,18 @@ bench() { # PROCESSES SECONDS OPTIONS...: a case that prepares no way after four
 [ $# != 0 ] || set -- 1 2 3 4 5 6
 for case in "$@"; do
     case $case in
-    1) bench 2 80 --model qwen3-0.6b --tokens 1024 --step-tokens 16384 --rounds 3 --steps 1 \
-        --ways fsdp+compile parameters+compile none+compile fsdp-keep+compile fsdp+compile+prefetch none+step+compile ;;
-    2) bench 2 80 --model qwen3-0.6b --tokens 4096 --step-tokens 32768 --rounds 3 --steps 2 --exchanges \
-        --ways none+compile none+layer+compile alone+compile parameters+compile fsdp+compile fsdp-keep+compile \
-        parameters+compile+quiet none+compile+quiet ;;
+    1) bench 2 140 --model qwen3-0.6b --tokens 1024 --step-tokens 16384 --rounds 2 --steps 1 \
+        --ways fsdp+compile fsdp-keep+compile parameters+compile none+compile none+step+compile alone+compile ;;
+    2) bench 2 130 --model qwen3-0.6b --tokens 4096 --step-tokens 32768 --rounds 3 --steps 1 --exchanges \
+        --ways none+compile alone+compile parameters+compile parameters+compile+quiet fsdp-keep+compile fsdp+compile \
+        none+layer+compile none+compile+quiet ;;
     3) bench 2 85 --model qwen3-8b --tokens 4096 --step-tokens 8192 --rounds 2 --steps 2 --together 1 --exchanges \
         --ways parameters+compile fsdp+compile ;;
-    4) bench 2 70 --model qwen3-4b --tokens 16384 --step-tokens 16384 --rounds 3 --steps 2 --together 3 --exchanges \
-        --ways parameters+compile parameters+compile+quiet none+compile fsdp+compile fsdp-keep+compile ;;
-    5) bench 2 55 --model qwen3-4b --tokens 16384 --step-tokens 32768 --rounds 3 --steps 2 \
-        --ways none+compile none+layer+compile alone+compile ;;
-    6) bench 1 85 --model qwen3-8b --layers 14 --tokens 8192 --step-tokens 65536 --rounds 1 --steps 2 --together 1 \
+    4) bench 2 110 --model qwen3-4b --tokens 16384 --step-tokens 16384 --rounds 3 --steps 2 --together 1 --exchanges \
+        --ways fsdp+compile parameters+compile+quiet parameters+compile alone+compile none+compile fsdp-keep+compile ;;
+    5) bench 2 70 --model qwen3-4b --tokens 16384 --step-tokens 32768 --rounds 3 --steps 2 --together 2 \
+        --ways none+compile alone+compile none+layer+compile ;;
+    6) bench 1 130 --model qwen3-8b --layers 14 --tokens 8192 --step-tokens 65536 --rounds 1 --steps 2 --together 1 \
         --ways none+compile none+offload+compile ;;
     7) bench 1 120 --model qwen3-8b --tokens 8192 --step-tokens 65536 --rounds 1 --steps 1 \
         --ways none+offload+compile ;;

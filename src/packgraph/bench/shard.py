@@ -11,13 +11,13 @@ with places for as many documents as the fullest row has, so nothing is compiled
     of_alone           of packgraph's ways, where the way `alone` with the same words is measured:
                        the speed of several ranks over that of so many single ones, which update
                        all parameters each
-    without_ms         where the way with `+quiet` is measured: the step without gathers and
+    quiet_ms           where the way with `+quiet` is measured: the step without gathers and
                        reductions
     communication_ms   with --exchanges: the time in which the device runs collectives, waiting for
                        other ranks included, of a step under a profiler
     exposed_ms         of it the time in which it runs nothing else
     hidden_share       the rest of it; hidden_time_share: what the step is not longer than
-                       without_ms
+                       quiet_ms
 
 A way that fails, such as for want of memory, has to do so on all ranks at the same place: their
 work has the same shapes, and all get as much memory as the one that has least. A rank that fails
@@ -67,7 +67,7 @@ COLUMNS: list[Column] = [
     ("host ms", median("host_ms", 1)),
     ("most peak GiB", gibibytes("peak_bytes")),
     ("of alone", value("of_alone", ".3f")),
-    ("without exchanges ms", value("without_ms", ".1f")),
+    ("without exchanges ms", value("quiet_ms", ".1f")),
     ("exchanges ms", value("communication_ms", ".1f")),
     ("exposed ms", value("exposed_ms", ".1f")),
     ("hidden", value("hidden_share", ".1%")),
@@ -267,7 +267,7 @@ class ShardComparison(Comparison[ShardWay]):
         """The row of one way: real tokens a second and rank, and how it compares with the same way
         alone, and without exchanges."""
         row, samples, said = super().row(name), self.results.samples[name], WayName.read(name)
-        row |= dict.fromkeys(("tokens_per_second", "of_alone", "without_ms", "hidden_time_share"))
+        row |= dict.fromkeys(("tokens_per_second", "of_alone", "quiet_ms", "hidden_time_share"))
         if row["reason"] is not None:
             return row
         rates = figures([1000 * one.tokens / one.times["step_ms"] for one in samples])
@@ -278,7 +278,7 @@ class ShardComparison(Comparison[ShardWay]):
         if said.kind not in OURS or not said.sums:
             return row
         alone, without = self._median(said.alone(name)), self._median(f"{name}+{QUIET}")
-        row |= {"without_ms": without, "of_alone": alone and round(alone / step_ms, 5)}
+        row |= {"quiet_ms": without, "of_alone": alone and round(alone / step_ms, 5)}
         if without is not None and (communication := row.get("communication_ms")):
             row["hidden_time_share"] = round(1 - (step_ms - without) / communication, 5)
         return row
