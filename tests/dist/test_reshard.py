@@ -122,11 +122,15 @@ def test_what_was_saved_is_loaded_at_another_layout(first, second, dtype, tmp_pa
 
 @pytest.mark.dist
 def test_sharded_layers_are_saved_and_loaded_over_any_number_of_ranks(tmp_path):
-    """Two ranks that shard, four that do not, four that do, one."""
+    """Two ranks that shard, four that do not, four that do, one; embedding and head, too."""
 
     def settings(shard, ranks, steps):
         made = config(Layout(dp=ranks), steps, dtype="bfloat16")
-        return dataclasses.replace(made, parallel=ParallelConfig(dp=ranks, shard=shard))
+        return dataclasses.replace(
+            made,
+            parallel=ParallelConfig(dp=ranks, shard=shard),
+            model=dataclasses.replace(made.model, tie_embeddings=False),
+        )
 
     folder, before = str(tmp_path / "run"), None
     parts = [("parameters", 2), ("none", 4), ("gradients", 4), ("parameters", 1)]
