@@ -490,6 +490,9 @@ def _make_spans(
                 else (1, 0)
             )
             own = slice(rank * plan.size // ranks, (rank + 1) * plan.size // ranks)
+            gathered = shard == "parameters" and layer is not None
+            if gathered:
+                parameters.zero_()  # of other layers, in the padding, too
             members = [
                 _place(ours[place.index], slice(place.start, place.stop), parameters, gradients)
                 for place in plan.members
@@ -505,7 +508,6 @@ def _make_spans(
                 sharers = ours[plan.members[0].index][1].device_mesh.get_group()  # type: ignore[attr-defined]
             alone = group is None and sharers is None
             reduced = gradients if alone or not moves else torch.zeros_like(gradients[own])
-            gathered = shard == "parameters" and layer is not None
             spans.append(
                 GradientBucket(
                     members,
