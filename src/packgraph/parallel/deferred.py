@@ -3,8 +3,8 @@
     parameter [I, J], no memory ─▶ flat buffers: this rank's part ─▶ values of that part alone
 
 A model that is too large for one rank is made with such parameters. They have a shape, a dtype and
-a device, and the memory of one element; `FlatParameters` gives them memory and fills it. Until then
-nobody may read them. The invariant: each element gets the value that it has where the whole
+a device, and the memory of one element; `FlatParameters` gives them memory and fills it. Whoever
+reads them before gets NaN. The invariant: each element gets the value that it has where the whole
 parameter is made at once, so weights do not depend on what a rank keeps.
 """
 
@@ -163,9 +163,9 @@ def region(start: Sequence[int], sizes: Sequence[int], origin: Sequence[int]) ->
 
 
 def _without_memory(parameter: Tensor, device: torch.device) -> Tensor:
-    """A tensor of that shape on `device`, all of whose elements are one."""
+    """A tensor of that shape on `device`, all of whose elements are one, not a number."""
     local = local_tensor(parameter)
-    single = torch.zeros((), dtype=local.dtype, device=device).expand(local.shape)
+    single = torch.full((), torch.nan, dtype=local.dtype, device=device).expand(local.shape)
     if not isinstance(parameter, DTensor):
         return single
     return DTensor.from_local(

@@ -36,6 +36,7 @@ def test_values_and_buffers_are_those_of_from_pretrained(family, dtype, tmp_path
             deferred(tmp_path, dtype)
         return
     found = deferred(tmp_path, dtype)
+    assert found.get_input_embeddings().weight.isnan().all()
     waiting = {name for name, p in found.named_parameters() if values_of(p) is not None}
     matrices = {name for name, p in expected.named_parameters() if p.ndim >= 2}
     assert waiting and all("gate" in name or "router" in name for name in matrices - waiting)
@@ -63,8 +64,14 @@ def rewritten(folder, change):
             lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}),
             "model.norm.weight",
         ),
+        (
+            lambda tensors: tensors.update(
+                {"model.norm.weight": torch.zeros(16, dtype=torch.int32)}
+            ),
+            "model.norm.weight",
+        ),
     ],
-    ids=["missing", "unexpected", "misshapen"],
+    ids=["missing", "unexpected", "misshapen", "integers"],
 )
 def test_what_is_not_stored_as_it_is_here_is_refused(change, named, tmp_path):
     build("llama").save_pretrained(tmp_path)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from packgraph.models.hf import open_tensors, split_experts, tensor_files
+from packgraph.models.hf import FLOATS, open_tensors, split_experts, tensor_files
 from packgraph.models.stored_values import StoredBox, StoredValues, box_of
 from packgraph.parallel.deferred import (
     Piece,
@@ -53,8 +53,8 @@ def load_deferred(
     """Makes the causal language model of a folder, without memory for matrices.
 
     `packgraph.shard(packed(model))` gives memory to the part that a rank keeps, and reads it from
-    the safetensors in the folder; no rank ever holds the whole model. Until then the model cannot
-    be called.
+    the safetensors in the folder; no rank ever holds the whole model. Until then its matrices are
+    NaN.
 
     Args:
         path: A folder with `config.json` and safetensors. No code in it is run.
@@ -105,6 +105,8 @@ def defer_stored(model: Any, folder: Path, device: torch.device) -> None:
     """Move a `skeleton` to `device`; its matrices are filled from the safetensors in `folder`, the
     rest now. Raises ConvertedWeightsError."""
     files = tensor_files(folder)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ConvertedWeightsError("they are quantized")
     _keep_float32(model)
     boxes = _boxes(model, files)
     _check(boxes, files, model)
@@ -215,7 +217,7 @@ def _check(
 
 
 def _misshapen(boxes: Mapping[str, list[StoredBox]]) -> list[str]:
-    """Stored tensors that have another shape than their box."""
+    """Stored tensors that have another shape than their box, or are no floating-point numbers."""
     by_file: dict[Path, list[StoredBox]] = {}
     for found in boxes.values():
         for box in found:
@@ -224,8 +226,10 @@ def _misshapen(boxes: Mapping[str, list[StoredBox]]) -> list[str]:
     for file, those in by_file.items():
         with open_tensors(file) as stored:
             for name, _, (_, sizes) in those:
-                shape = tuple(stored.get_slice(name).get_shape())
-                if sizes != (1,) * (len(sizes) - len(shape)) + shape:
+                part = stored.get_slice(name)
+                shape = tuple(part.get_shape())
+                fits = sizes == (1,) * (len(sizes) - len(shape)) + shape
+                if not fits or part.get_dtype() not in FLOATS:
                     wrong.append(name)
     return wrong
 
