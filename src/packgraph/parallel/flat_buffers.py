@@ -207,11 +207,13 @@ def make_spans(
         )
         for plan, each, turn, (parameters, gradients) in zip(plans, of, turns, flats, strict=True):
             chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
+            is_gathered = shard == "parameters" and turn is not None
+            if is_gathered:
+                parameters.zero_()  # what another layer has left between the members
             members = [_place(named, at, parameters, gradients) for named, at in chosen]
             group = groups[each.copies]
             shares = ShardGroups(group) if turn is None else within[each.copies]
             sharers = _sharers(each, chosen[0][0][1], ties)
-            is_gathered = shard == "parameters" and turn is not None
             kept = _part(slice(0, plan.size), shares.shard if moves else None)
             own = _part(kept, shares.across)
             inside = slice(own.start - kept.start, own.stop - kept.start)
