@@ -122,8 +122,8 @@ def test_what_was_saved_is_loaded_at_another_layout(first, second, dtype, tmp_pa
 
 @pytest.mark.dist
 def test_sharded_layers_are_saved_and_loaded_over_any_number_of_ranks(tmp_path):
-    """Two ranks that shard, four that do not, four that do in pairs and together, one; with embedding
-    and head."""
+    """Two ranks that shard, four that do not, four that do in pairs and together, one; with
+    embedding and head."""
 
     def settings(shard, ranks, within, steps):
         made = config(Layout(dp=ranks), steps, dtype="bfloat16")
