@@ -15,6 +15,7 @@ model: a captured graph reads it, so it must live as long as the graph.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,40 @@ def naive_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise; shapes and dtype of the inputs."""
-    return F.silu(gate) * up
+    """silu(gate) * up, elementwise; shapes and dtype of the inputs.
+
+    Of its operands alone the backward is computed: silu(gate) is neither kept, which takes a fifth
+    off what a feed-forward block keeps, nor there at once with all three gradients. The bits are
+    those of autograd. In compiled code the compiler decides what to keep.
+    """
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    result: Tensor = _SwiGLU.apply(gate, up)
+    return result
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate, up = ctx.saved_tensors
+        gate_wanted, up_wanted = ctx.needs_input_grad
+        of_gate = _silu_backward(grad * up, gate) if gate_wanted else None
+        return of_gate, grad * F.silu(gate) if up_wanted else None
+
+
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    if torch.is_grad_enabled():  # asked for gradients of gradients: torch's kernel has none
+        share = torch.sigmoid(x)
+        return grad * share * (1 + x * (1 - share))
+    return torch.ops.aten.silu_backward(grad, x)
 
 
 def naive_swiglu(gate: Tensor, up: Tensor) -> Tensor:

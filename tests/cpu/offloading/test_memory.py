@@ -186,12 +186,12 @@ def test_where_nobody_looks_who_holds_memory_more_is_promised(everything, monkey
     plans = []
 
     def policy(trace):
-        plans.append(planned(trace, 0.3))
+        plans.append(planned(trace, 0.0))
         return plans[-1]
 
     for modules, parts in HELD:
         kept, trace = run(shared_experts(), modules, parts)
-        plan = planned(trace, 0.3)
+        plan = planned(trace, 0.0)
         peak = run(shared_experts(), modules, parts, (trace, plan))[0]
         if everything:
             peak = run(shared_experts(), modules, parts, policy=policy)[0]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,6 +77,26 @@ def test_rms_norm_keeps_the_dtype_of_its_input(weight_dtype):
 def test_swiglu_equals_naive(rows, width, seed):
     torch.manual_seed(seed)
     compare(swiglu, naive_swiglu, torch.randn(rows, width), torch.randn(rows, width), **TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_keeps_its_operands_alone_and_has_the_bits_of_autograd(dtype):
+    torch.manual_seed(0)
+    gate, up = torch.randn(2, 33, 17).to(dtype)
+    compare(swiglu, lambda a, b: F.silu(a) * b, gate, up, rtol=0, atol=0)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        swiglu(gate.requires_grad_(), up.requires_grad_())
+    assert [t.data_ptr() for t in kept] == [gate.data_ptr(), up.data_ptr()]
+
+
+def test_swiglu_has_gradients_of_one_operand_and_of_gradients():
+    torch.manual_seed(0)
+    gate, up = torch.randn(2, 3, 5, dtype=torch.float64)
+    (of_gate,) = torch.autograd.grad(swiglu(gate.requires_grad_(), up).sum(), gate)
+    (of_up,) = torch.autograd.grad(swiglu(gate.detach(), up.requires_grad_()).sum(), up)
+    assert of_gate.isfinite().all() and of_up.isfinite().all()
+    torch.autograd.gradgradcheck(swiglu, (gate, up))
 
 
 @settings(max_examples=15, deadline=None)
