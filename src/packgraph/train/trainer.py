@@ -562,7 +562,7 @@ class Trainer:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Checkpoint the current step once, where the run has checkpoints, after all its numbers and
+        """Checkpoint the current step once, where there are checkpoints, after all its numbers and
         all weights were found finite.
 
         position: of the data after this step, None for where they are now. goes_on: training does;
