@@ -273,7 +273,7 @@ def _their_figure(row: Row) -> str:
 def _differs(row: Row) -> str:
     """What is not as in their setting."""
     found = [SETTINGS[row["way"]].differs] if SETTINGS[row["way"]].differs else []
-    if row["layers"] != row["of_layers"] and "layers" not in "".join(found):
+    if row["layers"] != row["of_layers"]:
         found.insert(0, f"{row['layers']} of {row['of_layers']} layers")
     return "; ".join(found) or "-"
 

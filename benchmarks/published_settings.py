@@ -198,7 +198,8 @@ def _llama3_rows(figure: float, how: str, *, compile: bool = True, fp8: bool = F
     return Setting(
         model=LLAMA3_8B,
         documents=_full(8192),
-        capacities=(Capacity(2 * 8192, 2),),
+        capacities=(Capacity(8192, 1),),
+        microbatches=2,
         gpus=MappingProxyType({2: 0, 8: 0}),
         recompute="selective",
         precision="fp8_weight_gradients" if fp8 else "bf16",
@@ -206,7 +207,7 @@ def _llama3_rows(figure: float, how: str, *, compile: bool = True, fp8: bool = F
         compile=compile,
         timed=6,
         theirs=theirs,
-        differs="random tokens; float8 with a scale for each row" if fp8 else "random tokens",
+        differs="rows one after another" + ("; float8 with a scale for each row" if fp8 else ""),
     )
 
 
@@ -234,7 +235,7 @@ def _unsloth(capacities: tuple[Capacity, ...], **more: object) -> Setting:
         step_tokens=4 * 8 * INSTRUCTIONS.mean,
         gpus=MappingProxyType({1: 8}),
         lora_rank=16,
-        differs="8 of 32 layers; lengths of short instructions, theirs are not given",
+        differs="lengths of short instructions, theirs are not given",
     )
     return replace(setting, **more)  # type: ignore[arg-type]
 
@@ -267,11 +268,11 @@ def _halo(capacities: tuple[Capacity, ...], figure: float | None, **more: object
         documents=Documents(mean=1024, sigma=0.6, longest=4096),
         capacities=capacities,
         step_tokens=15_000,
-        gpus=MappingProxyType({1: 8, 2: 8}),
+        gpus=MappingProxyType({1: 4, 2: 8}),
         shares_experts=True,
         theirs=theirs,
         over=None if figure is None else "halo-padded",
-        differs="8 of 48 layers; nothing recomputed; lognormal lengths",
+        differs="nothing recomputed; lognormal lengths",
     )
     return replace(setting, **more)  # type: ignore[arg-type]
 
