@@ -220,6 +220,7 @@ def tiny(setting: Setting) -> Setting:
         capacities=capacities,
         step_tokens=setting.step_tokens and setting.step_tokens // TINY,
         gpus=dict.fromkeys(setting.gpus, 0),
+        dispatcher="auto",
         compile=False,
         dtype="float32",
         timed=2,

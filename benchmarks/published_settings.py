@@ -74,6 +74,7 @@ class Setting:
         lora_rank: Of adapters; 0 = all weights are trained.
         shard: As `parallel.shard`, on several GPUs.
         shares_experts: Ranks share the experts (`parallel.ep`), on several GPUs.
+        dispatcher: As `parallel.dispatcher`, where they do.
         compile: As `graph.compile`.
         one_graph: A whole step with its update is one graph.
         dtype: As `run.dtype`.
@@ -95,6 +96,7 @@ class Setting:
     lora_rank: int = 0
     shard: Literal["none", "gradients", "parameters"] = "none"
     shares_experts: bool = False
+    dispatcher: Literal["auto", "symmetric"] = "symmetric"
     compile: bool = True
     one_graph: bool = False
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -120,7 +122,9 @@ class Setting:
         """How the run is spread over that many GPUs."""
         if world == 1:
             return ParallelConfig()
-        return ParallelConfig(shard=self.shard, ep=world if self.shares_experts else 1)
+        if self.shares_experts:
+            return ParallelConfig(ep=world, dispatcher=self.dispatcher)
+        return ParallelConfig(shard=self.shard)
 
     def on(self, world: int) -> "Setting":
         """With the layers that are kept on that many GPUs. Raises KeyError for another number."""
