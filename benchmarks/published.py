@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
@@ -183,6 +183,7 @@ def row_of(name: str, launch: Launch) -> Row:
         "precision": setting.precision,
         "lora": setting.lora_rank,
         "compile": setting.compile,
+        "theirs": None if setting.theirs is None else asdict(setting.theirs),
         "reason": None,
     }
 
@@ -244,7 +245,7 @@ def line_of(row: Row, rows: Sequence[Row]) -> str:
     name, setting = row["way"], SETTINGS[row["way"]]
     if row["reason"]:
         return f"{name}: {row['reason']}"
-    text = f"{name}, {row['ranks']} GPU: {row['tokens_per_second']:,.0f} tokens/s and GPU, "
+    text = f"{name}, {row['ranks']} × {row['device']}: {row['tokens_per_second']:,.0f} tokens/s and GPU, "
     text += f"{row['tflops']:.0f} TFLOP/s, {row['step_ms']:.1f} ms"
     if (peak := row.get("peak_bytes")) is not None:
         text += f", {peak / 2**30:.1f} GiB"
@@ -253,7 +254,9 @@ def line_of(row: Row, rows: Sequence[Row]) -> str:
     theirs = setting.theirs
     if theirs is None:
         return text
-    return f"{text} | theirs {theirs.figure:,g} {theirs.unit}, {theirs.chip}, {theirs.date}"
+    where = theirs.source.partition(",")[0]
+    text += f" | theirs {theirs.figure:,g} {theirs.unit}, {theirs.chip}"
+    return f"{text} ({where}, {theirs.date})"
 
 
 def _theirs(name: str) -> Callable[[Row], str]:
@@ -271,17 +274,22 @@ def _their_figure(row: Row) -> str:
     return "-" if theirs is None else f"{theirs.figure:,g} {theirs.unit.split(' and ')[0]}"
 
 
-def _differs(row: Row) -> str:
-    """What is not as in their setting."""
-    found = [SETTINGS[row["way"]].differs] if SETTINGS[row["way"]].differs else []
-    if row["layers"] != row["of_layers"]:
-        found.insert(0, f"{row['layers']} of {row['of_layers']} layers")
-    return "; ".join(found) or "-"
+def _to_theirs(row: Row) -> str:
+    """Ours over theirs, where all layers are there or both are ratios."""
+    theirs = SETTINGS[row["way"]].theirs
+    if theirs is None:
+        return "-"
+    if theirs.unit == "times padded":
+        times = row["times_padded"]
+        return "-" if times is None else f"{times / theirs.figure:.2f}"
+    whole = row["layers"] == row["of_layers"]
+    return f"{row['tokens_per_second'] / theirs.figure:.2f}" if whole else "-"
 
 
 COLUMNS: list[Column] = [
     ("setting", value("way")),
     ("GPUs", value("ranks")),
+    ("layers", lambda row: f"{row['layers']} of {row['of_layers']}"),
     ("tokens/s and GPU", value("tokens_per_second", ",.0f")),
     ("times padded", value("times_padded", ".2f")),
     ("TFLOP/s", value("tflops", ".0f")),
@@ -291,12 +299,22 @@ COLUMNS: list[Column] = [
     ("theirs", _their_figure),
     ("their TFLOP/s", _theirs("tflops")),
     ("their GPUs", _theirs("chip")),
-    ("date", _theirs("date")),
-    ("source", _theirs("source")),
-    ("their setting", _theirs("settings")),
-    ("what differs", _differs),
+    ("ours to theirs", _to_theirs),
     ("commit", value("commit")),
 ]
+SOURCES: list[Column] = [
+    ("setting", value("way")),
+    ("source", _theirs("source")),
+    ("date", _theirs("date")),
+    ("their setting", _theirs("settings")),
+    ("what differs here", lambda row: SETTINGS[row["way"]].differs or "-"),
+]
+
+
+def sources(rows: Sequence[Row]) -> list[Row]:
+    """One row for each setting that has a figure of others."""
+    found = {row["way"]: row for row in rows if SETTINGS[row["way"]].theirs is not None}
+    return list(found.values())
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
