@@ -1,14 +1,14 @@
 """Losses of training in float8 beside those in bfloat16, at the same seeds and on the same text.
 
     PYTHONPATH=src python benchmarks/fp8_loss.py --out rows.jsonl                # one H200, < 400 s
-    python benchmarks/fp8_loss.py --precision fp8_weight_gradients --out rows.jsonl
+    python benchmarks/fp8_loss.py --precision fp8 fp8_weight_gradients --seeds 1 --out rows.jsonl
     python benchmarks/fp8_loss.py --picture docs/fp8_loss.svg rows.jsonl
 
 Trained is the shape of Qwen3-0.6B (with an embedding of bytes) on the sources of Python's own
 library, which every machine has, by the trainer's own step: graphs, compiled layers, AdamW with
 float32 masters. One JSON row for each run, with the loss of every step and their mean over the last
-ones; one for each seed with the relative difference of these means; one that says whether all of
-them are within the limit. Exits with 1 where they are not.
+ones; one for each seed and precision with the relative difference of these means; one that says
+whether all of them are within the limit. Exits with 1 where they are not.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from packgraph.verification.compared_run import ComparedRun
 VOCABULARY = 320  # bytes, and what ends a document
 LAST = 50  # steps that a run is judged by
 LIMIT = 0.005  # relative difference of their mean losses
+STYLES = dict(zip(LAYERS, ("-", "--", ":"), strict=True))  # lines of the picture
 
 
 def run_config(options: argparse.Namespace, precision: str, seed: int) -> TrainConfig:
@@ -77,9 +78,9 @@ def train(config: TrainConfig) -> list[float]:
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of all runs, of all seeds, and of all together."""
     differences = []
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         means = {}
-        for precision in (NATIVE, options.precision):
+        for precision in (NATIVE, *options.precision):
             config, begun = run_config(options, precision, seed), time.perf_counter()
             losses = train(config)
             means[precision] = sum(losses[-LAST:]) / len(losses[-LAST:])
@@ -100,8 +101,14 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "torch": torch.__version__,
                 "commit": options.commit,
             }
-        differences.append(means[options.precision] / means[NATIVE] - 1)
-        yield {"benchmark": "fp8_loss", "seed": seed, "difference": differences[-1]}
+        for precision in options.precision:
+            differences.append(means[precision] / means[NATIVE] - 1)
+            yield {
+                "benchmark": "fp8_loss",
+                "precision": precision,
+                "seed": seed,
+                "difference": differences[-1],
+            }
     within = all(abs(difference) <= LIMIT for difference in differences)
     yield {"benchmark": "fp8_loss", "differences": differences, "limit": LIMIT, "within": within}
 
@@ -116,7 +123,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         if "losses" in row:
             losses = torch.tensor(row["losses"])
             means = losses[: len(losses) // 10 * 10].view(-1, 10).mean(1)
-            style = "-" if row["precision"] == NATIVE else "--"
+            style = STYLES[row["precision"]]
             label = f"{row['precision']}, seed {row['seed']}"
             axes.plot(
                 range(10, 10 * len(means) + 1, 10),
@@ -136,8 +143,8 @@ def main() -> int:
     parser.add_argument("rows", nargs="?", type=Path, help="rows to draw")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--precision", choices=[*LAYERS][1:], default=FLOAT8)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--precision", choices=[*LAYERS][1:], default=[FLOAT8], nargs="+")
+    parser.add_argument("--seeds", type=int, default=[0, 1, 2], nargs="+")
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--tokens", type=int, default=4096, help="of a row")
     parser.add_argument("--step-tokens", type=int, default=8000)

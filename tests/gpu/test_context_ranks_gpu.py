@@ -25,8 +25,9 @@ def test_graphs_of_every_number_of_ranks_equal_eager_bitwise(ranks, options):
         "--nproc-per-node",
         str(ranks),
     ]
-    helpers = script.parents[1] / "helpers"
-    environment = os.environ | {"PYTHONPATH": f"{script.parents[2] / 'src'}{os.pathsep}{helpers}"}
+    project = script.parents[2]
+    places = (project / "src", project / "tests" / "helpers", project / "benchmarks")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
     done = subprocess.run(
         [*torchrun, str(script), *options.split()],
         check=False,
