@@ -246,7 +246,8 @@ def line_of(row: Row, rows: Sequence[Row]) -> str:
     if row["reason"]:
         return f"{name}: {row['reason']}"
     text = f"{name}, {row['ranks']} × {row['device']}: "
-    text += f"{row['tokens_per_second']:,.0f} tokens/s and GPU, {row['tflops']:.0f} TFLOP/s, {row['step_ms']:.1f} ms"
+    text += f"{row['tokens_per_second']:,.0f} tokens/s and GPU, "
+    text += f"{row['tflops']:.0f} TFLOP/s, {row['step_ms']:.1f} ms"
     if (peak := row.get("peak_bytes")) is not None:
         text += f", {peak / 2**30:.1f} GiB"
     if (ratio := ratio_to(row, rows)) is not None:
