@@ -29,6 +29,7 @@ from statistics import median
 import numpy as np
 import torch
 from published_settings import SETTINGS, Setting
+from result_rows import read_rows
 
 from packgraph.bench.models import model_flops
 from packgraph.bench.rows import FAILURES, Column, Row, facts, gibibytes, value, why
@@ -121,7 +122,7 @@ def operations_per_token(setting: Setting, lengths: Sequence[int]) -> float:
     return found / tokens
 
 
-def measure(name: str, setting: Setting, launch: Launch, device: torch.device) -> Row:
+def measure(setting: Setting, launch: Launch, device: torch.device) -> Row:
     """Train, and read the figures off the run's own files. setting: as it is on these GPUs."""
     lengths = lengths_of(setting)
     with _shared_folder(launch) as folder:
@@ -159,14 +160,16 @@ def measure(name: str, setting: Setting, launch: Launch, device: torch.device) -
 def _shared_folder(launch: Launch) -> Iterator[Path]:
     """A temporary folder, one for all ranks of a host."""
     if launch.world == 1:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
+        with tempfile.TemporaryDirectory() as name:
+            yield Path(name)
         return
     folder = Path(tempfile.gettempdir(), f"packgraph-published-{os.environ['MASTER_PORT']}")
     folder.mkdir(exist_ok=True)
-    yield folder
-    if launch.rank == 0:
-        shutil.rmtree(folder)
+    try:
+        yield folder
+    finally:
+        if launch.rank == 0:
+            shutil.rmtree(folder)
 
 
 def row_of(name: str, launch: Launch) -> Row:
@@ -365,14 +368,15 @@ def main(words: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(str(error))
     device = choose_device("cpu" if asked.tiny else "auto", launch)
-    shared, rows, failed = facts(device, asked.commit), [], False
+    shared, failed = facts(device, asked.commit), False
+    before = read_rows([asked.out]) if asked.out is not None and asked.out.exists() else []
+    rows = [row for row in before if row["benchmark"] == "published"]  # for ratios
     for name in names:
         setting = SETTINGS[name]
         row = row_of(name, launch) | shared | {"tiny": asked.tiny}
         try:
-            row |= measure(
-                name, (tiny(setting) if asked.tiny else setting).on(launch.world), launch, device
-            )
+            made = tiny(setting) if asked.tiny else setting
+            row |= measure(made.on(launch.world), launch, device)
         except FAILURES as error:
             row["reason"] = why(error)
             failed = True

@@ -72,7 +72,8 @@ def test_a_padded_and_a_packed_run_of_toys(
 ) -> None:
     out = tmp_path / "rows.jsonl"
     names = ["halo-padded", "halo-packed"]
-    assert main(["--tiny", "--only", *names, "--out", str(out), "--commit", "abc"]) == 0
+    for name in names:  # in calls of their own, as each setting has a process
+        assert main(["--tiny", "--only", name, "--out", str(out), "--commit", "abc"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["way"] for row in rows] == names and all(row["replayed"] > 0 for row in rows)
