@@ -2,13 +2,9 @@
 
 A `Setting` is one run: a model, the documents it trains on, the rows they are packed into, and what
 the trainer is told beside its defaults. `theirs` is the figure that others give, as its source has
-it. What is not like theirs stands in `differs`.
-
-    full       rows of one document each, as data without padding are made for such figures
-    lognormal  documents of lognormal length, mean and sigma given
-
-Models have random weights. A setting with `over` is told as a ratio over the setting of that name,
-which trains on the same documents.
+it. What is not like theirs stands in `differs`. Documents fill a row each, as most such figures
+have them, or are of lognormal length. Models have random weights. A setting with `over` is told as
+a ratio over the setting of that name, which trains on the same documents.
 """
 
 from collections.abc import Mapping
@@ -287,9 +283,10 @@ def _experts(model: DecoderConfig, **more: object) -> Setting:
         model=model,
         documents=_full(4096),
         capacities=(Capacity(4096, 1),),
-        microbatches=4,
+        microbatches=16,
         gpus=MappingProxyType({1: 8, 2: 8, 8: 0}),
         shares_experts=True,
+        timed=6,
     )
     return replace(setting, **more)  # type: ignore[arg-type]
 
@@ -347,7 +344,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
                 date="2026-06-12",
                 settings="mock data, 16 microbatches of 4 rows, EP 8, balanced by force, DeepEP",
             ),
-            differs="4 microbatches of a row a step; the router's own choice; no recompute",
+            differs="16 microbatches of a row a step; the router's own choice; no recompute",
         ),
         "llama3.1-8b": _llama3_rows(5762, TITAN_HOW, compile=False),
         "llama3.1-8b-compile": _llama3_rows(6667, f"{TITAN_HOW}, compile"),
