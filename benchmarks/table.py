@@ -42,6 +42,13 @@ FLAT: dict[str, list[Column]] = {
         ("attention", lambda row: row["attention"].split(" ", 1)[0]),
         COMMIT,
     ],
+    "shard": [
+        MODEL,
+        ("layers", value("layers")),
+        *ALL["shard"].columns,
+        ("attention", value("attention")),
+        COMMIT,
+    ],
     "offload": [
         MODEL,
         COMPILED,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.bench import integrations, memory, offload, pipeline, step
+from packgraph.bench import integrations, memory, offload, pipeline, shard, step
 from packgraph.bench.golden import Golden
 from packgraph.bench.moe_variants import with_memory
 from packgraph.bench.options import BenchArguments
@@ -34,6 +34,7 @@ Time the ways of running the same packed documents, side by side in one process.
     packgraph bench step --model qwen3-0.6b --part layers --tokens 1024 4096
     packgraph bench moe
     torchrun --nproc-per-node 4 -m packgraph.cli bench pipeline --model qwen3-8b --chunks 2
+    torchrun --nproc-per-node 2 -m packgraph.cli bench shard --model qwen3-0.6b --tokens 4096
 
 One JSON line per row goes to stdout (and to the end of FILE with --out), a table to stderr. What
 cannot be measured gets a row with the reason. --golden FILE compares with the rows of an earlier
@@ -69,6 +70,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "pipeline": Benchmark(
             pipeline.PipelineArguments, pipeline.bench_pipeline, pipeline.COLUMNS
         ),
+        "shard": Benchmark(shard.ShardArguments, shard.bench_shard, shard.COLUMNS),
         "memory": Benchmark(memory.MemoryArguments, memory.bench_memory, memory.COLUMNS),
         "offload": Benchmark(offload.OffloadArguments, offload.bench_offload, offload.COLUMNS),
     }

@@ -39,6 +39,7 @@ from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.timer import synchronize
 
 Result = TypeVar("Result")
+OUTSIDE = 2 * 2**30  # bytes for what allocates by itself: NCCL, graphs, libraries
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ class Check:
 
 
 class Results:
-    """What is known of each way of one group."""
+    """What is known of each way of one group. against: the group of the first way, which others are
+    compared with; None = this one."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = list(names)
+    def __init__(self, names: Sequence[str], against: "Results | None" = None) -> None:
+        self.names, self.against = list(names), self if against is None else against
         self.samples: dict[str, list[Sample]] = {name: [] for name in names}
         self.checks: dict[str, Check] = {}
         self.extras: dict[str, Row] = {name: {} for name in names}
@@ -96,8 +98,9 @@ class Results:
         tolerance: largest relative difference of losses that is rounding, and for gradient norms
         ten times that.
         """
-        samples, first = self.samples[name], self.samples[self.names[0]]
-        row: Row = {"figures": {}, "ratio": None, "against": self.names[0], "rounds": len(samples)}
+        samples, against = self.samples[name], self.against.names[0]
+        first = self.against.samples[against]
+        row: Row = {"figures": {}, "ratio": None, "against": against, "rounds": len(samples)}
         row |= self.extras[name] | self._agreement(name, tolerance)
         reason = self.reasons.get(name)
         if reason is None and not samples:
@@ -118,7 +121,7 @@ class Results:
     def _agreement(self, name: str, tolerance: float) -> Row:
         """Loss and gradient norm of the first microbatches, and how far they are from those of the
         first way."""
-        mine, first = self.checks.get(name), self.checks.get(self.names[0])
+        mine, first = self.checks.get(name), self.against.checks.get(self.against.names[0])
         if mine is None:
             return {
                 "loss": None,
@@ -175,17 +178,20 @@ def agreement(row: Row) -> str:
 
 def groups(names: Sequence[str], together: int | None) -> list[list[str]]:
     """Which ways are measured side by side: all, or `together` at a time, the first one always
-    among them.
+    among them; or each by itself, which the machine's slow changes may touch.
 
-    Fewer at a time need less memory and more time. Raises ValueError when fewer than two are to be
-    compared.
+    Fewer at a time need less memory and more time. Raises ValueError for less than one.
     """
-    if together is not None and together < 2:
-        raise ValueError(
-            f"ways are compared with the first one: at least 2 at a time, not {together}"
-        )
+    if together is not None and together < 1:
+        raise ValueError(f"at least 1 way at a time, not {together}")
+    if together == 1:
+        return [[name] for name in names]
     first, others, size = names[0], list(names[1:]), (together or len(names) + 1) - 1
     return [[first, *others[start : start + size]] for start in range(0, max(1, len(others)), size)]
+
+
+class WayFailedError(RuntimeError):
+    """A way has failed, and all ranks know why."""
 
 
 class BenchRanks:
@@ -216,6 +222,14 @@ class BenchRanks:
             reason = why(error)
         return result, self.first_reason(reason)
 
+    def together(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns here. It may communicate where it fails on all ranks at the same
+        place. Raises WayFailedError on all ranks where it fails on any."""
+        result, reason = self.attempt(work)
+        if reason is not None:
+            raise WayFailedError(reason)
+        return result  # type: ignore[return-value]
+
     def first_reason(self, reason: str | None) -> str | None:
         """The first rank's reason that there is, with the rank's name; None when no rank has
         one."""
@@ -223,6 +237,22 @@ class BenchRanks:
             if other is not None:
                 return other if self.size == 1 else f"rank {rank}: {other}"
         return None
+
+
+@contextlib.contextmanager
+def limited_alike(device: torch.device, ranks: BenchRanks) -> Iterator[None]:
+    """Within the block the allocators of all ranks give out as much as that of the one with least
+    memory, so that ranks of the same work run out of it at the same place. Collective."""
+    if device.type != "cuda":
+        yield
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    mine = free + torch.cuda.memory_reserved(device) - OUTSIDE
+    torch.cuda.set_per_process_memory_fraction(min(ranks.gather(mine)) / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 class Runs(Protocol):
@@ -273,7 +303,7 @@ class Comparison(Generic[W]):
     Attributes:
         main: Figure that ratios and the price per token are made of.
         communicates: Whether ways do: a failure of one rank within a step then ends the run, after
-            its rows are written. Otherwise it drops the way.
+            its rows are written, unless it is a `WayFailedError`. Otherwise it drops the way.
         least_rounds: Of ways that are ready when the time is up.
         preparing: Share of the time after which nothing else is prepared.
     """
@@ -341,13 +371,15 @@ class Comparison(Generic[W]):
 
     def measure(self, rows: Rows, together: int | None = None) -> None:
         """Measure all ways, `together` at a time; write their rows."""
+        first: Results | None = None
         for number, names in enumerate(groups(self.names, together)):
-            self.results, self.ways, self.doing = Results(names), {}, names[0]
+            self.results, self.ways, self.doing = Results(names, first), {}, names[0]
+            first = first or self.results
             try:
                 with room_for_code(), self._leaving(rows):
                     self._measure()
             finally:  # what was measured before an interruption is a result, too
-                for name in names[1:] if number else names:
+                for name in names[1:] if number and names[0] == self.names[0] else names:
                     rows.add(self.row(name))
             start_anew(self.device)
 
@@ -376,7 +408,13 @@ class Comparison(Generic[W]):
         return {"step_ms": whole, "host_ms": host}
 
     def _attempt(self, name: str, work: Callable[[], Result]) -> Result | None:
-        return work() if self.communicates else self.results.attempt(name, work)
+        if not self.communicates:
+            return self.results.attempt(name, work)
+        try:
+            return work()
+        except WayFailedError as error:
+            self.results.drop(name, str(error))
+            return None
 
     @contextlib.contextmanager
     def _leaving(self, rows: Rows) -> Iterator[None]:

@@ -133,11 +133,6 @@ class ComparedArguments(WorkArguments):
     together: Count | None = option(
         None,
         "measure so many ways side by side, the first always among them, and free them before the "
-        "next: less memory (default: all)",
+        "next: less memory; 1 = each by itself (default: all)",
         metavar="N",
     )
-
-    def problems(self) -> list[str]:
-        """What is wrong with further options."""
-        alone = "--together must be at least 2: every way is compared with the first one"
-        return super().problems() + ([alone] if self.together == 1 else [])

@@ -18,7 +18,7 @@ the share is then 1. Profile after everything that is timed: the profiler's libr
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from packgraph.graphs.timer import Stopwatch, synchronize
 Result = TypeVar("Result")
 CUDA_DEFAULT_POOL = (0, 0)
 WALL_RUNS = 3
+NCCL = "nccl"  # in the names of its kernels
 
 
 class Deadline:
@@ -198,6 +199,13 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def exposed_length(
+    exchanges: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> float:
+    """Length of the part of `exchanges` in which none of `others` runs; intervals (begin, end)."""
+    return union_length([*exchanges, *others]) - union_length(others)
+
+
 def device_intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
     """(begin, end) in microseconds of the kernels, copies and fills among a profiler's events, on
     any stream."""
@@ -206,6 +214,37 @@ def device_intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
         for event in events
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
+
+
+@dataclass(frozen=True)
+class ExchangeTimes:
+    """Milliseconds of some calls in which the device runs collectives, and those of them in which
+    it runs nothing else."""
+
+    whole_ms: float
+    exposed_ms: float
+
+
+def exchange_times(
+    device: torch.device, run: Callable[[], object], lead: Callable[[], object]
+) -> ExchangeTimes | None:
+    """How long NCCL's kernels run while `run` runs, right after `lead`; None on a CPU.
+
+    Raises RuntimeError where the profiler sees nothing of the device.
+    """
+    if device.type != "cuda":
+        return None
+    lead()
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize(device)
+    events = profiler.events() or ()
+    others = device_intervals(event for event in events if NCCL not in event.name)
+    exchanges = device_intervals(event for event in events if NCCL in event.name)
+    if not others:
+        raise RuntimeError("torch.profiler recorded no kernel: CUPTI does not work here")
+    return ExchangeTimes(union_length(exchanges) / 1000, exposed_length(exchanges, others) / 1000)
 
 
 @dataclass(frozen=True)

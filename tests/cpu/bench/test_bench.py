@@ -98,8 +98,19 @@ def test_ways_are_grouped_with_the_first() -> None:
     assert groups(ways, 3) == [["eager", "layer", "chunk"], ["eager", "auto"]] and groups(
         ["eager"], 2
     ) == [["eager"]]
-    with pytest.raises(ValueError, match="at least 2 at a time"):
-        groups(ways, 1)
+    assert groups(ways, 1) == [[way] for way in ways]
+    with pytest.raises(ValueError, match="at least 1 way at a time"):
+        groups(ways, 0)
+
+
+def test_ways_by_themselves_are_compared_with_the_first_one_that_was() -> None:
+    first = Results(["eager"])
+    first.samples["eager"] = [Sample({"ms": 30.0}, 100.0)]
+    first.checks["eager"] = Check(1.0, 2.0)
+    then = Results(["chunk"], first)
+    then.samples["chunk"], then.checks["chunk"] = [Sample({"ms": 10.0}, 100.0)], Check(1.0, 2.0)
+    row = then.row("chunk", "ms", 1e-5)
+    assert row["ratio"] == 3.0 and row["against"] == "eager" and row["agrees"]
 
 
 def test_rows_compare_with_the_first_way_and_keep_reasons() -> None:
@@ -271,7 +282,7 @@ def test_time_limits_leave_reasons(capsys: pytest.CaptureFixture[str]) -> None:
         (["step", "--seconds", "-1"], "--seconds must be positive"),
         (["step", "--out", "/no/such/folder/x"], "does not exist"),
         (["step", "--ways", "eager", "eager"], "names a way twice"),
-        (["step", "--together", "1"], "--together must be at least 2"),
+        (["step", "--together", "0"], "expected a whole number of at least 1"),
         (["step", "--attention", "naive"], "--attention: expected own | sdpa"),
         (["step", "--tokens", "0"], "expected a whole number of at least 1"),
         (["pipeline", "--pp", "2", "--device", "cpu"], "but 1 were started"),

@@ -35,6 +35,7 @@ from packgraph.bench.timing import (
     Deadline,
     busy_time,
     device_intervals,
+    exposed_length,
     start_anew,
     union_length,
 )
@@ -90,6 +91,17 @@ def test_share_of_the_peak() -> None:
 def test_the_union_of_intervals_counts_every_moment_once(spans: list[tuple[int, int]]) -> None:
     covered = {moment for begin, end in spans for moment in range(begin, end)}
     assert union_length(spans) == len(covered)
+
+
+@given(SPANS, SPANS)
+def test_exchanges_are_exposed_while_nothing_else_runs(
+    exchanges: list[tuple[int, int]], others: list[tuple[int, int]]
+) -> None:
+    moments = [
+        {moment for begin, end in spans for moment in range(begin, end)}
+        for spans in (exchanges, others)
+    ]
+    assert exposed_length(exchanges, others) == len(moments[0] - moments[1])
 
 
 def test_only_work_of_the_device_is_busy_time() -> None:
