@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import ALL
+from published import COLUMNS as PUBLISHED
+from published import SOURCES, sources, with_ratios
 from result_rows import markdown, newest, read_rows, step_kinds
 
 from packgraph.bench import step
@@ -55,6 +57,7 @@ FLAT: dict[str, list[Column]] = {
         *ALL["offload"].columns,
         COMMIT,
     ],
+    "published": PUBLISHED,
 }
 SORTED = {
     "offload": ("model", "compile", "connections", "tokens")
@@ -70,13 +73,17 @@ def tables(rows: Sequence[Row], benchmark: str) -> str:
         return ""
     if benchmark == "step":
         return step_tables(found)
+    more = ""
+    if benchmark == "published":
+        found = with_ratios(found)
+        more = f"{markdown(sources(found), SOURCES)}\n"
     devices = measured_on(found)
     picture = f"![{benchmark}](bench_{benchmark}.svg)\n\n" if benchmark in DRAWN else ""
     if benchmark in SORTED:
         found.sort(
             key=lambda row: [str(row.get(name)).rjust(9) for name in SORTED[benchmark]]
         )  # else as they came
-    return f"{picture}{markdown(found, FLAT[benchmark])}\n{wrapped(devices)}\n"
+    return f"{picture}{markdown(found, FLAT[benchmark])}\n{more}{wrapped(devices)}\n"
 
 
 def step_tables(rows: Sequence[Row]) -> str:

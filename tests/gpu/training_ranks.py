@@ -130,9 +130,6 @@ def train(config, folder, device, mesh):
     run = Trainer(
         config, folder, Packs(config.model.vocab_size, config.graph.capacities), device, view, mesh
     )
-    run._save = lambda log: run._report(
-        log, leave=0
-    )  # a checkpoint of gigabytes would say nothing here
     started = time.monotonic()
     run.run(StopRequest())
     states = run.tensors() | {
@@ -177,7 +174,7 @@ def settings(options, device):
         ),
         run=RunConfig(
             steps=options.steps,
-            checkpoint_every=10**6,
+            checkpoint_every=0,  # of gigabytes, which would say nothing here
             deterministic=True,
             tokens_per_step=options.packs * CAPACITIES[options.model][-1].tokens // 2,
             dtype="bfloat16" if device.type == "cuda" else "float32",

@@ -311,7 +311,8 @@ class Trainer:
                 due = self.evaluation.is_due(self.step)
                 self._report(log, leave=0 if due else 1)
                 is_best = due and self.evaluation.best.step == self.step
-                if is_best or self.step % self.config.run.checkpoint_every == 0:
+                every = self.config.run.checkpoint_every
+                if is_best or (every and self.step % every == 0):
                     self._save(log, goes_on=self.step < self.config.run.steps)
             self._save(log)
         except GoBack as found:
@@ -322,6 +323,8 @@ class Trainer:
     def _saves_on_the_way(self) -> bool:
         """Whether a checkpoint may be due before the last step."""
         run = self.config.run
+        if not run.checkpoint_every:
+            return False
         due = (self.step // run.checkpoint_every + 1) * run.checkpoint_every
         return due < run.steps or self.evaluation.enabled  # the best one is saved
 
@@ -559,8 +562,8 @@ class Trainer:
         *,
         goes_on: bool = False,
     ) -> None:
-        """Checkpoint the current step once, after all its numbers and all weights were found
-        finite.
+        """Checkpoint the current step once, where there are checkpoints, after all its numbers and
+        all weights were found finite.
 
         position: of the data after this step, None for where they are now. goes_on: training does;
         otherwise all checkpoints are whole when this returns.
@@ -569,7 +572,8 @@ class Trainer:
         began = time.perf_counter()
         if self._saved_at != self.step:
             self._check_weights()
-            self._write_checkpoint(log, position, in_background=goes_on)
+            if self.config.run.checkpoint_every:
+                self._write_checkpoint(log, position, in_background=goes_on)
         if not goes_on:
             self._saves.wait()
         self._pause += time.perf_counter() - began

@@ -1,5 +1,6 @@
 """Whole runs: going on bitwise, stopping, failing without losing anything."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -100,6 +101,23 @@ def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
         "step-00000008",
     ]
     assert len({row["microbatches"] for row in read_metrics(folder / METRICS)}) > 1
+
+
+@pytest.mark.parametrize("stop", [StopRequest(), StopAfter(3)], ids=["to the end", "stopped"])
+def test_a_run_without_checkpoints_writes_all_but_these(tmp_path: Path, stop: StopRequest) -> None:
+    folders = {every: tmp_path / f"run-{every}" for every in (0, 2)}
+    for every, folder in folders.items():
+        trainer(folder, tiny(graph=True, checkpoint_every=every)).run(copy.copy(stop))
+        assert read_json(folder / "summary.json")["replayed"] > 0
+    assert figures(folders[0]) == figures(folders[2])
+    assert (folders[2] / CHECKPOINTS).exists() and not (folders[0] / CHECKPOINTS).exists()
+
+
+def test_a_run_without_checkpoints_cannot_go_back_to_one() -> None:
+    with pytest.raises(ValueError, match="on_spike = rollback goes back to a checkpoint"):
+        tiny(on_spike="rollback", checkpoint_every=0)
+    with pytest.raises(ValueError, match="checkpoint_every must not be negative, got -1"):
+        tiny(checkpoint_every=-1)
 
 
 def test_going_on_with_a_finished_run_changes_nothing(tmp_path: Path) -> None:

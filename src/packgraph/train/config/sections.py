@@ -355,7 +355,8 @@ class RunConfig:
     tokens_per_step: real tokens of an optimizer step; packs are taken until they are reached, so
         their number varies.
     log_every: steps between two lines of a log that is no terminal.
-    checkpoint_every: steps between two checkpoints; there is always one at the end.
+    checkpoint_every: steps between two checkpoints, and one at the end; 0 = none at all, so that
+        nothing can go on.
     keep_checkpoints: newest checkpoints that are kept; the one of the lowest loss stays besides.
     async_checkpoints: steps go on while a checkpoint is written, from copies in host memory; if
         there is room for them.
@@ -407,7 +408,7 @@ class RunConfig:
     recompute: str = "none"
 
     def __post_init__(self) -> None:
-        counts = ("steps", "tokens_per_step", "log_every", "checkpoint_every", "keep_checkpoints")
+        counts = ("steps", "tokens_per_step", "log_every", "keep_checkpoints")
         problems = {
             f"{name} must be at least 1, got {getattr(self, name)}": getattr(self, name) < 1
             for name in counts
@@ -416,6 +417,12 @@ class RunConfig:
             self.max_minutes is not None and self.max_minutes <= 0
         )
         problems[f"timeout must be at least 5 seconds, got {self.timeout}"] = self.timeout < 5
+        problems[f"checkpoint_every must not be negative, got {self.checkpoint_every}"] = (
+            self.checkpoint_every < 0
+        )
+        problems[
+            "on_spike = rollback goes back to a checkpoint, and checkpoint_every = 0 writes none"
+        ] = self.on_spike == "rollback" and self.checkpoint_every == 0
         bad_name = self.name is not None and (
             self.name.strip() in ("", ".", "..") or "/" in self.name or "\\" in self.name
         )
