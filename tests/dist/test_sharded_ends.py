@@ -87,7 +87,7 @@ def exchanged(mesh):
 
     def early(self, reductions):
         for each in reductions if self.number == 2 else ():  # of the head
-            each.own.add_(each.part)
+            each.kept.add_(each.part)
         if self.number != 2:
             add(self, reductions)
 

@@ -40,11 +40,11 @@ def naive_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise; shapes and dtype of the inputs.
 
-    Of its operands alone the backward is computed: silu(gate) is neither kept, which takes a fifth
-    off what a feed-forward block keeps, nor there at once with all three gradients. The bits are
-    those of autograd. In compiled code the compiler decides what to keep.
+    Of its operands alone the backward is computed: silu(gate) is not kept, and beside the operands
+    and the gradient it is given the backward holds the two that it returns. The bits are those of
+    autograd. In compiled code the compiler decides what to keep.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or gate.dtype != up.dtype:
         return F.silu(gate) * up
     result: Tensor = _SwiGLU.apply(gate, up)
     return result
@@ -53,7 +53,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -63,15 +63,14 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate, up = ctx.saved_tensors
         gate_wanted, up_wanted = ctx.needs_input_grad
-        of_gate = _silu_backward(grad * up, gate) if gate_wanted else None
-        return of_gate, grad * F.silu(gate) if up_wanted else None
-
-
-def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    if torch.is_grad_enabled():  # asked for gradients of gradients: torch's kernel has none
-        share = torch.sigmoid(x)
-        return grad * share * (1 + x * (1 - share))
-    return torch.ops.aten.silu_backward(grad, x)
+        if torch.is_grad_enabled():  # for gradients of gradients, of which torch's kernel has none
+            share = torch.sigmoid(gate)
+            of_gate = grad * up * share * (1 + gate * (1 - share)) if gate_wanted else None
+            return of_gate, grad * F.silu(gate) if up_wanted else None
+        of_gate = grad * up if gate_wanted else None
+        if of_gate is not None:
+            torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        return of_gate, F.silu(gate).mul_(grad) if up_wanted else None
 
 
 def naive_swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memorykit import LiveBytes
 
 from packgraph.ops.elementwise import (
     apply_rotary,
@@ -88,6 +89,17 @@ def test_swiglu_keeps_its_operands_alone_and_has_the_bits_of_autograd(dtype):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         swiglu(gate.requires_grad_(), up.requires_grad_())
     assert [t.data_ptr() for t in kept] == [gate.data_ptr(), up.data_ptr()]
+
+
+def test_swiglu_holds_five_tensors_at_most():
+    gate, up, grad = torch.randn(3, 64, 32)
+    result = swiglu(gate.requires_grad_(), up.requires_grad_())
+    with LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
+        result.backward(grad)
+    assert live.peak == 2 * gate.nbytes  # the gradients that are returned
+    with LiveBytes() as live:
+        swiglu(gate, up)
+    assert live.peak == gate.nbytes
 
 
 def test_swiglu_has_gradients_of_one_operand_and_of_gradients():
