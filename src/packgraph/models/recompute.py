@@ -176,7 +176,12 @@ def _checkpoint_live(module: nn.Module, what: What) -> None:
     if what == NONE:
         getattr(model, f"{name}_disable")()
     elif what == FULL:
+        asked = bool(getattr(model, "_require_grads_hooks", ()))
         getattr(model, f"{name}_enable")({"use_reentrant": False})
+        if not asked and hasattr(model, "disable_input_require_grads"):
+            # With adapters transformers lets frozen embeddings have gradients, which only reentrant
+            # checkpoints need, and which nothing takes.
+            model.disable_input_require_grads()
     else:
         raise ValueError(
             f"a transformers model recomputes whole layers or nothing: {FULL!r} or {NONE!r}, not "

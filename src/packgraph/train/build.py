@@ -53,6 +53,7 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     parts = config.parallel.shard == "parameters" and mesh.group("copies") is not None
     if config.hf.path is not None or config.lora.enabled:
         model = build_model(config, device, deferred=parts and not config.lora.enabled)
+        apply_recompute(config, [model])
         return ModelChunks([model], adapters_only=config.lora.enabled)
     ranks, chunks = mesh.size("pp"), config.parallel.chunks
     stages = [chunk * ranks + mesh.place["pp"] for chunk in range(chunks)]

@@ -11,11 +11,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from tuningkit import VOCAB, logits, tiny_model, train, words
 
 from packgraph import cli
+from packgraph.models.layers.decoder import DecoderLayer
+from packgraph.parallel.mesh import single_process
+from packgraph.train.build import build_chunks
 from packgraph.train.checkpoint.reader import tensor_entries
 from packgraph.train.checkpoint.writer import latest_checkpoint, load_tensors
+from packgraph.train.export import config_of
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.run_files import read_json
 
@@ -144,6 +149,35 @@ def test_adapters_of_a_model_of_packgraph(tmp_path: Path) -> None:
     assert cli.main(["export", str(straight), str(tmp_path / "x"), "--adapter"]) == 2
 
 
+def recomputed(run: Path) -> list[bool]:
+    """Of each layer of the model of a run, whether the backward computes it again."""
+    (model,) = build_chunks(config_of(run), torch.device("cpu"), single_process()).chunks
+    own = [bool(part.recompute) for part in model.modules() if isinstance(part, DecoderLayer)]
+    live = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    return own or [part.gradient_checkpointing for part in live]
+
+
+@pytest.mark.parametrize("more", [(), LORA], ids=["all", "lora"])
+@pytest.mark.parametrize("own", [True, False], ids=["own", "live"])
+def test_layers_are_recomputed_with_the_bits_of_those_that_are_kept(
+    tmp_path: Path, model: Path, own: bool, more: tuple[str, ...]
+) -> None:
+    def run(what: str) -> Path:
+        folder = tmp_path / what
+        options = words(folder, model, *more, "--run.recompute", what, steps=4)
+        if own:
+            options[1] = "qwen3-tiny"
+            options += ["--model.num-layers", "2", "--model.hidden-size", "32"]
+        assert cli.main(options) == 0
+        return folder / "runs" / "mine"
+
+    kept, again = run("none"), run("full")
+    assert_same(kept, again)
+    assert set(read_json(again / "summary.json")["fallbacks"]) == {"warm-up"}
+    assert recomputed(kept) == [False, False]
+    assert recomputed(again) == [True, True]
+
+
 def test_random_values_depend_on_the_seed_alone(tmp_path: Path, model: Path) -> None:
     (tmp_path / "shape").mkdir()
     shutil.copyfile(model / "config.json", tmp_path / "shape" / "config.json")
@@ -179,6 +213,7 @@ def test_what_cannot_be_is_named(
     assert "offload.modules" in refused("--offload.modules", "mlp_act")
     assert "model.hidden_size is 16" in refused("--model.hidden-size", "32")
     assert "needs graph.optimizer" in refused("--graph.granularity", "step")
+    assert "whole layers or nothing" in refused("--run.recompute", "selective")
     assert "no linear layer is called qq" in refused(*LORA, "--lora.targets", "qq,q_proj")
     assert "need a rank" in refused("--lora.dora")
     assert "needs a path" in _refused(capsys, ["train", "qwen3-tiny", "--hf.random"])

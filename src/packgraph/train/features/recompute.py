@@ -20,12 +20,14 @@ from torch import nn
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.memory.budget import shown
 from packgraph.graphs.stages import in_scope
+from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import named_stages
 from packgraph.models.layers.decoder import COMPILED_ROUTER, DecoderLayer
 from packgraph.models.recompute import (
     EXCHANGES,
     FULL,
     KINDS,
+    NONE,
     SHARED,
     STASHED,
     kind_of,
@@ -35,6 +37,9 @@ from packgraph.models.recompute import (
 from packgraph.train.config.sections import TrainConfig
 
 AUTO = "auto"
+LIVE_LAYERS = (
+    "models of transformers (hf:PATH) recompute whole layers or nothing: choose full or none"
+)
 
 
 def recomputed_stages(config: TrainConfig) -> dict[str, str]:
@@ -47,6 +52,9 @@ def recomputed_stages(config: TrainConfig) -> dict[str, str]:
 def problems_of_recompute(config: TrainConfig) -> list[str]:
     """All reasons why what `run.recompute` asks for cannot be."""
     what, graph, parallel = config.run.recompute, config.graph, config.parallel
+    if config.hf.path is not None:
+        known = what in (NONE, FULL)
+        return [] if known else [f"run.recompute = {what}: {LIVE_LAYERS}"]
     found = recompute_problems(_at_first(config), [s.name for s in named_stages(config.model)])
     stages = recomputed_stages(config)
     experts = any(in_scope(name, ["moe"]) for name in stages)
@@ -78,7 +86,8 @@ def set_recompute(chunks: Sequence[nn.Module], what: str) -> None:
     """Let the layers of these chunks be recomputed; a chunk may have none."""
     for chunk in chunks:
         module = control(chunk).module if isinstance(chunk, GraphedModule) else chunk
-        if any(isinstance(part, DecoderLayer) for part in module.modules()):
+        decoder = any(isinstance(part, DecoderLayer) for part in module.modules())
+        if decoder or isinstance(module, PackedModel):
             recompute(module, what)
 
 
