@@ -178,10 +178,11 @@ def _checkpoint_live(module: nn.Module, what: What) -> None:
     elif what == FULL:
         asked = bool(getattr(model, "_require_grads_hooks", ()))
         getattr(model, f"{name}_enable")({"use_reentrant": False})
-        if not asked and hasattr(model, "disable_input_require_grads"):
+        forget: Callable[[], None] | None = getattr(model, "disable_input_require_grads", None)
+        if not asked and forget is not None:
             # With adapters transformers lets frozen embeddings have gradients, which only reentrant
             # checkpoints need, and which nothing takes.
-            model.disable_input_require_grads()
+            forget()
     else:
         raise ValueError(
             f"a transformers model recomputes whole layers or nothing: {FULL!r} or {NONE!r}, not "
