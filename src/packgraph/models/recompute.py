@@ -12,7 +12,7 @@ are never recomputed: the loss keeps one chunk of logits at a time anyway.
 """  # noqa: E501
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
