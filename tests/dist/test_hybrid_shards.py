@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distkit import CPU, run_ranks
-from shardedkit import differences, settings, train
+from shardedkit import broken, differences, settings, train
 from trainkit import RandomPacks
 
 from packgraph.parallel.consensus import stage_consensus
@@ -130,17 +130,10 @@ WITHOUT = {
 
 
 def run_broken(mesh, granularity):
-    """Eager, and graphs that exchange as late as they may: right ones, and some without a step that
-    keeps their numbers right."""
-    options = {"packs": 4, "steps": 4}
+    eager = settings("parameters", parallel=PAIRS)
     changes = {"graph_options": {"granularity": granularity}}
     graph = settings("parameters", graph=True, parallel=PAIRS, **changes)
-    eager = train(mesh, settings("parameters", parallel=PAIRS), **options)
-    found = {"": differences(eager, train(mesh, graph, late=True, **options))}
-    for what, (owner, name, instead) in WITHOUT.items():
-        with mock.patch.object(owner, name, instead):
-            found[what] = differences(eager, train(mesh, graph, late=True, **options))
-    return found
+    return broken(mesh, eager, graph, WITHOUT, packs=4, steps=4)
 
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])

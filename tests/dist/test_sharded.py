@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from distkit import CPU, run_ranks
-from shardedkit import LAYERS, differences, settings, train
+from shardedkit import LAYERS, broken, differences, settings, train
 from torch import nn
 
 from packgraph.graphs.stages import Stage, run_stages
@@ -91,11 +91,15 @@ def test_combinations(case):
 
 
 WITHOUT = {
-    "a gather that is waited for": ("wait_for", lambda self, gathers: None),
-    "a reduction that is waited for": ("add", lambda self, found: add_at_once(found)),
-    "gathers": ("gather", lambda self: []),
-    "zeroed gradients": ("begin_backward", lambda self, late: begin_on_what_is_there(self, late)),
-    "a reduction of what was added last": ("", lambda: None),
+    "a gather that is waited for": (ShardedLayer, "wait_for", lambda self, gathers: None),
+    "a reduction that is waited for": (ShardedLayer, "add", lambda self, found: add_at_once(found)),
+    "gathers": (ShardedLayer, "gather", lambda self: []),
+    "zeroed gradients": (
+        ShardedLayer,
+        "begin_backward",
+        lambda self, late: begin_on_what_is_there(self, late),
+    ),
+    "a reduction of what was added last": (sharded_layers, "add_waiting_gradients", lambda: None),
 }
 
 
@@ -112,17 +116,9 @@ def begin_on_what_is_there(self, late, begin=ShardedLayer.begin_backward):
 
 
 def run_broken(mesh, granularity):
-    """Eager, and graphs that exchange as late as they may: right ones, and some without a step that
-    keeps their numbers right."""
-    options = {"packs": 2, "steps": 4}
+    eager = settings("parameters")
     graph = settings("parameters", graph=True, graph_options={"granularity": granularity})
-    eager = train(mesh, settings("parameters"), **options)
-    found = {"": differences(eager, train(mesh, graph, late=True, **options))}
-    for what, (name, instead) in WITHOUT.items():
-        owner, name = (ShardedLayer, name) if name else (sharded_layers, "add_waiting_gradients")
-        with mock.patch.object(owner, name, instead):
-            found[what] = differences(eager, train(mesh, graph, late=True, **options))
-    return found
+    return broken(mesh, eager, graph, WITHOUT, packs=2, steps=4)
 
 
 @pytest.mark.dist

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 from distkit import CPU, run_ranks
-from shardedkit import differences, settings, train
+from shardedkit import broken, differences, settings, train
 
 from packgraph.parallel import sharded_layers
 from packgraph.parallel.sharded_layers import ShardedLayer
@@ -120,22 +120,16 @@ def test_frozen_weights_are_gathered_twice_and_never_reduced():
 
 
 WITHOUT = {
-    "a gather that is waited for": ("wait_for", lambda self, gathers: None),
-    "gathers": ("gather", lambda self: []),
+    "a gather that is waited for": (ShardedLayer, "wait_for", lambda self, gathers: None),
+    "gathers": (ShardedLayer, "gather", lambda self: []),
 }
 
 
 def run_broken(mesh, granularity):
-    options = {"packs": 2, "steps": 4}
-    changes = {"model": WIDE, "lora": SMALL}
-    eager = train(mesh, settings("parameters", **changes), **options)
-    changes["graph_options"] = {"granularity": granularity}
-    graph = settings("parameters", graph=True, **{k: dict(v) for k, v in changes.items()})
-    found = {"": differences(eager, train(mesh, graph, late=True, **options))}
-    for what, (name, instead) in WITHOUT.items():
-        with mock.patch.object(ShardedLayer, name, instead):
-            found[what] = differences(eager, train(mesh, graph, late=True, **options))
-    return found
+    eager = settings("parameters", model=dict(WIDE), lora=dict(SMALL))
+    changes = {"graph_options": {"granularity": granularity}}
+    graph = settings("parameters", graph=True, model=dict(WIDE), lora=dict(SMALL), **changes)
+    return broken(mesh, eager, graph, WITHOUT, packs=2, steps=4)
 
 
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])

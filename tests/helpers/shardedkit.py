@@ -1,8 +1,10 @@
 """A small decoder whose layers are sharded over replicas, and what runs of it must agree on."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -106,6 +108,27 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     for step, (one, other) in enumerate(zip(left["trace"], right["trace"], strict=True)):
         assert one.keys() == other.keys()
         found += [f"step {step}: {n}" for n, v in one.items() if not torch.equal(v, other[n])]
+    return found
+
+
+def broken(
+    mesh: Mesh,
+    eager: TrainConfig,
+    graph: TrainConfig,
+    without: Mapping[str, tuple[Any, str, Any]],
+    **options: Any,
+) -> dict[str, list[str]]:
+    """How graphs that exchange as late as they may differ from eager: right ones, by the name "",
+    and each with a step replaced that keeps their numbers right.
+
+    without: By what is missing, the owner of a function, its name, and what stands for it.
+    options: Of `train`.
+    """
+    expected = train(mesh, eager, **options)
+    found = {"": differences(expected, train(mesh, graph, late=True, **options))}
+    for what, (owner, name, instead) in without.items():
+        with mock.patch.object(owner, name, instead):
+            found[what] = differences(expected, train(mesh, graph, late=True, **options))
     return found
 
 

@@ -198,9 +198,8 @@ class MicrobatchAssignment:
         if rank_tokens is None:
             replicas = mesh.layout.replicas(mesh.world)
             shares = in_step and mesh.layout.shard_ranks > 0
-            together = replicas if in_step else 1
-            if not in_step or shares:
-                together = mesh.layout.sharing_replicas(sharded=shares)
+            alike = in_step and not shares
+            together = replicas if alike else mesh.layout.sharing_replicas(sharded=shares)
             return MicrobatchAssignment(replicas, mesh.replica, together)
         ranks, place = mesh.size("cp"), mesh.replica * mesh.size("cp") + mesh.place["cp"]
         return MicrobatchAssignment(

@@ -115,18 +115,15 @@ class StepRunner:
             return by_microbatch()
         if self._whole is None:
             self._whole = self._graphed_step(optimizer)
-        whole, tokens_in_step = (
-            self._whole,
-            torch.full((), loss_tokens, dtype=torch.int64, device=self._device),
-        )
+        whole = self._whole
+        tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
         with ways.step(batches):
             if fallback.bypass_reason() is not None:
                 return by_microbatch()
             uploaded = [batch.to(self._device) for batch in batches]
             if isinstance(self._model, Staged):
-                for (
-                    batch
-                ) in uploaded:  # may refuse what the host alone knows, and a graph would not
+                # May refuse what the host alone knows, and a graph would not.
+                for batch in uploaded:
                     self._model.begin(batch, tokens_in_step)
             reason = self._reason_against(whole, tokens_in_step, uploaded)
             if reason is not None:

@@ -10,6 +10,7 @@ converts in another way as it loads is refused here.
 """
 
 import importlib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def _check(
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     read = {box.name for found in boxes.values() for box in found}
     covered = {
-        name: sum(_count(box.box[1]) for box in found) == held[name].numel()
+        name: sum(math.prod(box.box[1]) for box in found) == held[name].numel()
         for name, found in boxes.items()
     }
     wrong = [name for name, right in covered.items() if not right]
@@ -232,10 +233,3 @@ def _misshapen(boxes: Mapping[str, list[StoredBox]]) -> list[str]:
                 if not fits or part.get_dtype() not in FLOATS:
                     wrong.append(name)
     return wrong
-
-
-def _count(sizes: Iterable[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
