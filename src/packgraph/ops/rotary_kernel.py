@@ -1,0 +1,210 @@
+"""RMSNorm of the heads of queries and keys and their rotation in one pass by Triton, forward and
+backward: what `ops/norm.py` specifies.
+
+    forward     a program has all heads of a token: queries, then keys; cosines and sines are read
+                once
+    backward    a program goes over some tokens; what their heads add to the gradients of the two
+                weights stays in registers and leaves as one partial sum [2 D] in float32
+    then        partial sums of all programs are added in their order, rounded once
+
+A head is held in halves, since column i turns with column i + D/2. Its mean of squares is computed
+again in the backward. Which program has which tokens follows from shapes alone, and nothing is
+atomic, so results repeat bitwise.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from packgraph.ops.grouped_gemm.configs import aligned
+from packgraph.ops.norm_configs import Turned
+from packgraph.ops.norm_kernel import add_parts, by_rows
+
+
+@triton.jit
+def _halves(start, mask, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two halves of what begins at `start`, in float32; 0 where masked."""
+    first = tl.load(start, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(start + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _scale(first, second, real, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / root of the mean of squares of each head [WIDE, 1], 0 where there is none."""
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    return tl.where(real, tl.rsqrt(squares / (2 * HALF) + eps)[:, None], 0.0)
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]
+    x, weight, cos, sin, out, token, stride, eps,
+    HEADS: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate the HEADS heads of a token."""
+    column = tl.arange(0, HALF)[None, :]
+    head = tl.arange(0, WIDE)[:, None]
+    mask = (head < HEADS) & (column < HALF)
+    first, second = _halves(x + token * stride + head * (2 * HALF) + column, mask, HALF)
+    scale = _scale(first, second, head < HEADS, eps, HALF)
+    own = column < HALF
+    weight_1, weight_2 = _halves(weight + column, own, HALF)
+    cos_1, cos_2 = _halves(cos + token * (2 * HALF) + column, own, HALF)
+    sin_1, sin_2 = _halves(sin + token * (2 * HALF) + column, own, HALF)
+    first, second = first * scale * weight_1, second * scale * weight_2
+    there = out + token * (HEADS * 2 * HALF) + head * (2 * HALF) + column
+    kind = out.dtype.element_ty
+    tl.store(there, (first * cos_1 - second * sin_1).to(kind), mask=mask)
+    tl.store(there + HALF, (second * cos_2 + first * sin_2).to(kind), mask=mask)
+
+
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    q, k, q_weight, k_weight, cos, sin, q_out, k_out, q_stride, k_stride, eps,
+    Q_HEADS: tl.constexpr, Q_WIDE: tl.constexpr, K_HEADS: tl.constexpr, K_WIDE: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    _turn(q, q_weight, cos, sin, q_out, token, q_stride, eps, Q_HEADS, Q_WIDE, HALF)
+    _turn(k, k_weight, cos, sin, k_out, token, k_stride, eps, K_HEADS, K_WIDE, HALF)
+
+
+@triton.jit
+def _turn_back(  # type: ignore[no-untyped-def]
+    grad, x, weight, cos, sin, of_x, token, live, grad_stride, stride, eps, sums_1, sums_2,
+    HEADS: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a token's heads; returns the sums [WIDE, HALF] with what these add."""
+    column = tl.arange(0, HALF)[None, :]
+    head = tl.arange(0, WIDE)[:, None]
+    mask = (head < HEADS) & (column < HALF) & live
+    first, second = _halves(x + token * stride + head * (2 * HALF) + column, mask, HALF)
+    scale = _scale(first, second, (head < HEADS) & live, eps, HALF)
+    unit_1, unit_2 = first * scale, second * scale
+    own = (column < HALF) & live
+    weight_1, weight_2 = _halves(weight + column, column < HALF, HALF)
+    cos_1, cos_2 = _halves(cos + token * (2 * HALF) + column, own, HALF)
+    sin_1, sin_2 = _halves(sin + token * (2 * HALF) + column, own, HALF)
+    in_1, in_2 = _halves(grad + token * grad_stride + head * (2 * HALF) + column, mask, HALF)
+    back_1, back_2 = in_1 * cos_1 + in_2 * sin_2, in_2 * cos_2 - in_1 * sin_1
+    sums_1 += back_1 * unit_1
+    sums_2 += back_2 * unit_2
+    back_1, back_2 = back_1 * weight_1, back_2 * weight_2
+    mean = (tl.sum(back_1 * unit_1, 1) + tl.sum(back_2 * unit_2, 1))[:, None] / (2 * HALF)
+    there = of_x + token * (HEADS * 2 * HALF) + head * (2 * HALF) + column
+    kind = of_x.dtype.element_ty
+    tl.store(there, (scale * (back_1 - unit_1 * mean)).to(kind), mask=mask)
+    tl.store(there + HALF, (scale * (back_2 - unit_2 * mean)).to(kind), mask=mask)
+    return sums_1, sums_2
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    q_grad, k_grad, q, k, q_weight, k_weight, cos, sin, of_q, of_k, partial, rows, steps,
+    q_grad_stride, k_grad_stride, q_stride, k_stride, eps,
+    Q_HEADS: tl.constexpr, Q_WIDE: tl.constexpr, K_HEADS: tl.constexpr, K_WIDE: tl.constexpr,
+    HALF: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    q_1 = tl.zeros([Q_WIDE, HALF], tl.float32)
+    q_2 = tl.zeros([Q_WIDE, HALF], tl.float32)
+    k_1 = tl.zeros([K_WIDE, HALF], tl.float32)
+    k_2 = tl.zeros([K_WIDE, HALF], tl.float32)
+    for step in range(0, steps):
+        token = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+        live = token < rows
+        q_1, q_2 = _turn_back(
+            q_grad, q, q_weight, cos, sin, of_q, token, live, q_grad_stride, q_stride, eps,
+            q_1, q_2, Q_HEADS, Q_WIDE, HALF,
+        )  # fmt: skip
+        k_1, k_2 = _turn_back(
+            k_grad, k, k_weight, cos, sin, of_k, token, live, k_grad_stride, k_stride, eps,
+            k_1, k_2, K_HEADS, K_WIDE, HALF,
+        )  # fmt: skip
+    if WEIGHTS:
+        here = partial + tl.program_id(0).to(tl.int64) * (4 * HALF) + tl.arange(0, HALF)
+        tl.store(here, tl.sum(q_1, 0))
+        tl.store(here + HALF, tl.sum(q_2, 0))
+        tl.store(here + 2 * HALF, tl.sum(k_1, 0))
+        tl.store(here + 3 * HALF, tl.sum(k_2, 0))
+
+
+def turn(
+    q: Tensor,
+    k: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    tables: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+    way: Turned,
+) -> None:
+    """Fill outputs, contiguous, of the shapes of q [T, Hq, D] and k [T, Hkv, D]. weights: [D] of q
+    and k. tables: cosines and sines [T, D]."""
+    q, k = by_rows(q), by_rows(k)
+    if q.shape[0]:
+        _forward[(q.shape[0],)](
+            q,
+            k,
+            *map(_whole, (*weights, *tables)),
+            *outputs,
+            q.stride(0),
+            k.stride(0),
+            eps,
+            **_sizes(q, k),
+            num_warps=way.warps,
+        )
+
+
+def turn_backward(
+    grads: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    weights: tuple[Tensor, Tensor],
+    eps: float,
+    tables: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+    of_weights: tuple[Tensor, Tensor] | None,
+    way: Turned,
+) -> None:
+    """Fill outputs, contiguous, of the shapes of q and k, and of_weights [D]. T > 0."""
+    q, k, q_grad, k_grad = (by_rows(x) for x in (q, k, *grads))
+    rows = q.shape[0]
+    steps = triton.cdiv(rows, way.programs)
+    programs = triton.cdiv(rows, steps)
+    parts = 0 if of_weights is None else programs
+    partial = q.new_empty(parts, 2 * q.shape[2], dtype=torch.float32)
+    _backward[(programs,)](
+        q_grad,
+        k_grad,
+        q,
+        k,
+        *map(_whole, (*weights, *tables)),
+        *outputs,
+        partial,
+        rows,
+        steps,
+        q_grad.stride(0),
+        k_grad.stride(0),
+        q.stride(0),
+        k.stride(0),
+        eps,
+        **_sizes(q, k),
+        WEIGHTS=of_weights is not None,
+        num_warps=way.warps,
+    )
+    if of_weights is not None:
+        add_parts(partial, *of_weights)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return aligned(x.contiguous())
+
+
+def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
+    return {
+        "Q_HEADS": q.shape[1],
+        "Q_WIDE": triton.next_power_of_2(q.shape[1]),
+        "K_HEADS": k.shape[1],
+        "K_WIDE": triton.next_power_of_2(k.shape[1]),
+        "HALF": q.shape[2] // 2,
+    }
