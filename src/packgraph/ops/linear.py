@@ -136,6 +136,18 @@ class ProductLinear(nn.Linear):
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
 
+def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of `layer` is the forward of `kind` and nothing else: no adapter around it, no
+    hooks."""
+    return (
+        type(layer) is kind
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not layer._backward_hooks
+        and not layer._backward_pre_hooks
+    )
+
+
 def linear_layer(by: str, inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     """A plain layer [R, inputs] -> [R, outputs] of the product called `by`."""
     return PRODUCTS[by].layer(inputs, outputs, bias)

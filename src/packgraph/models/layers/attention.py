@@ -32,7 +32,8 @@ from packgraph.ops.elementwise import (
     rotary_tables,
     stretched_frequencies,
 )
-from packgraph.ops.linear import linear_layer, merged
+from packgraph.ops.linear import is_plain, linear_layer, merged
+from packgraph.ops.norm import fuses_turn, normed_and_turned
 
 LATENT_EPS = 1e-6  # of both norms inside, whatever rms_norm_eps is: so the models were trained
 
@@ -104,11 +105,21 @@ class GroupedQueryAttention(nn.Module):
         with self.offload("qkv_linear", leave=rotary):
             parts = merged(x, self.q_proj, self.k_proj, self.v_proj)
             q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-            q, k = apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
+            q, k = self._turned(q, k, rotary)
         with self.offload("core_attn", leave=metadata):
             out = attention(q, k, v, metadata).flatten(1)
         with self.offload("attn_proj"):
             return self.o_proj(out)
+
+    def _turned(self, q: Tensor, k: Tensor, rotary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Heads of queries and keys, normalised and rotated: by one operation of `ops/norm.py`
+        where it is chosen."""
+        norms = self.q_norm, self.k_norm
+        if rotary and all(is_plain(norm, RMSNorm) for norm in norms):
+            weights = self.q_norm.weight, self.k_norm.weight
+            if self.q_norm.eps == self.k_norm.eps and fuses_turn(q, k, weights, rotary[0]):
+                return normed_and_turned(q, k, weights, self.q_norm.eps, *rotary)
+        return apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
 
 
 class LatentAttention(nn.Module):

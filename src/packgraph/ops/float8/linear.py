@@ -43,7 +43,7 @@ from packgraph.ops.float8.cast import (
     rows_to_float8,
 )
 from packgraph.ops.grouped_gemm import products as grouped
-from packgraph.ops.linear import NATIVE, PRODUCTS, NativeProduct, autocast
+from packgraph.ops.linear import NATIVE, PRODUCTS, NativeProduct, autocast, is_plain
 
 FLOAT8 = "fp8"
 FLOAT8_GRADIENTS = "fp8_weight_gradients"
@@ -277,17 +277,6 @@ def is_float8(precision: str) -> bool:
     return precision in (FLOAT8, FLOAT8_GRADIENTS)
 
 
-def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of `layer` is its product and nothing else: no adapter around it, no hooks."""
-    return (
-        type(layer) is kind
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-        and not layer._backward_hooks
-        and not layer._backward_pre_hooks
-    )
-
-
 class Float8Product(NativeProduct):
     """Products in float8 but for the gradient of stacks of matrices, which is that of `native`."""
 
@@ -304,7 +293,7 @@ class Float8Product(NativeProduct):
         return self.kind(inputs, outputs, bias=bias)
 
     def merged(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
-        if all(_is_plain(layer, self.kind) for layer in layers):
+        if all(is_plain(layer, self.kind) for layer in layers):
             return float8_linear(x, layers, self.kind.gradients)
         return super().merged(x, layers)
 
