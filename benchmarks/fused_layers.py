@@ -52,21 +52,22 @@ CHUNKS = tuple(2**power for power in range(27, 31))
 
 
 class Case(NamedTuple):
-    """A shape. ways: what is measured at it, plain first."""
+    """A shape. ways: what is measured at it, plain first. rounds: turns of each."""
 
     model: str
     tokens: int
     ways: tuple[str, ...]
+    rounds: int = ROUNDS
 
 
 ALL = ("plain", "norms", "heads", "norms+heads")
 CASES = (
     Case("qwen3-0.6b", 4096, ALL),
-    Case("qwen3-4b", 16384, ("plain", "norms+heads")),
+    Case("qwen3-4b", 16384, ("plain", "norms+heads"), 5),
     Case("qwen3-0.6b", 1024, ALL),
-    Case("qwen3-4b", 4096, ("plain", "norms+heads")),
+    Case("qwen3-4b", 4096, ("plain", "norms+heads"), 9),
 )
-TINY = (Case("tiny", 64, ALL),)
+TINY = (Case("tiny", 64, ALL, 2),)
 
 
 @contextlib.contextmanager
@@ -115,6 +116,7 @@ class Layers:
             )
             made.prepare(self.batches)
             self.ways[way] = made
+            fuses = self._fuses()
             first, second = (self._results(made.run) for _ in range(2))
             eager = self._results(partial(self._eagerly, made))
         plain = self.found.setdefault("plain", first) if way == "plain" else self.found["plain"]
@@ -125,7 +127,10 @@ class Layers:
             "norm_gradient_distance": max(
                 part for part, value in zip(far[1:], plain[1:], strict=True) if value.dim() == 1
             ),
-            "ok": max(far) <= RELATIVE and made.complaint() is None,
+            "fuses": fuses,
+            "ok": max(far) <= RELATIVE
+            and made.complaint() is None
+            and fuses == ("norms" in way, "heads" in way),
             "complaint": made.complaint(),
             "same_bits": {
                 "replay": all(map(torch.equal, first, second)),
@@ -133,6 +138,18 @@ class Layers:
             },
             "pool_bytes": made.facts()["pool_bytes"],
         }
+
+    def _fuses(self) -> tuple[bool, bool]:
+        """Whether tables and device have fused norms, and fused heads, in these layers."""
+        config, rows = self.model.config, self.case.tokens
+        where, heads = (
+            (self.session.device, self.session.dtype),
+            (config.num_heads, config.num_kv_heads),
+        )
+        return (
+            norm_configs.norms_fuse(*where, rows, config.hidden_size),
+            norm_configs.heads_fuse(*where, rows, heads, config.head_dim),
+        )
 
     def time(self) -> dict[str, Row]:
         """Medians of all ways that were prepared, in turns."""
@@ -148,13 +165,15 @@ class Layers:
                     way.run(batch)
                     mark()
 
-            laps, _ = time_calls(device, calls, lambda: way.run(batches[-1]))
+            zero_gradients([self.model])
+            with way.frozen():
+                laps, _ = time_calls(device, calls, lambda: way.run(batches[-1]))
+                one, _ = time_block(device, lambda: way.run(batches[number % CALLS]))
             several[name].append(statistics.mean(laps))
-            one, _ = time_block(device, lambda: way.run(batches[number % CALLS]))
             single[name].append(one)
 
         runs = {name: partial(turn, name) for name in self.ways}
-        rounds_in_turn(runs, ROUNDS, lambda: False)
+        rounds_in_turn(runs, self.case.rounds, lambda: False)
         rows: dict[str, Row] = {}
         for name in self.ways:
             ms, plain = statistics.median(several[name]), statistics.median(several["plain"])
@@ -194,17 +213,14 @@ def layers(session: Session) -> None:
     for case in CASES if session.cuda else TINY:
         start_anew(session.device)
         what: Row = {"section": "layers", "model": case.model, "tokens": case.tokens}
-        made: list[Layers] = []
-        session.attempt(lambda c=case, m=made: m.append(Layers(session, c)) or {}, **what)
-        if not made:
-            continue
+        made = Layers(session, case)
         for way in case.ways:
-            if way == "plain" or "plain" in made[0].ways:
-                session.attempt(partial(made[0].prepare, way), **what, way=way)
-        for name, row in made[0].time().items() if made[0].ways else ():
+            if way == "plain" or "plain" in made.ways:
+                session.attempt(partial(made.prepare, way), **what, way=way)
+        for name, row in made.time().items() if made.ways else ():
             session.write(**what, way=name, **row)
             lines.append([case.model, case.tokens, name, *row.values()])
-        made[0].close()
+        made.close()
     table(("model", "tokens", "way", "ms", "one ms", "us/layer", "over plain", "spread"), lines)
 
 
@@ -267,7 +283,6 @@ def kernels(session: Session) -> None:
     if not session.cuda:
         session.write(section="kernels", reason="kernels are there on CUDA only")
         return
-    lines: list[list[object]] = []
     for model, tokens in (("qwen3-0.6b", 4096), ("qwen3-4b", 16384), ("qwen3-0.6b", 1024)):
         for name, how, moved, work in kernel_work(session, model, tokens):
             what: Row = {"section": "kernels", "model": model, "tokens": tokens}

@@ -43,9 +43,7 @@ def _forward(  # type: ignore[no-untyped-def]
     scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     found = value * scale * factor
-    tl.store(
-        normed + place * WIDTH + column, found.to(normed.dtype.element_ty), mask=inside
-    )
+    tl.store(normed + place * WIDTH + column, found.to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -59,7 +57,7 @@ def _backward(  # type: ignore[no-untyped-def]
     real = column < WIDTH
     factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    for step in range(0, steps):
+    for step in range(steps):
         tile = step * tl.num_programs(0) + tl.program_id(0)
         row = tile * ROWS + tl.arange(0, ROWS)
         there = (row < rows)[:, None]

@@ -110,7 +110,7 @@ def _backward(  # type: ignore[no-untyped-def]
     q_2 = tl.zeros([Q_WIDE, HALF], tl.float32)
     k_1 = tl.zeros([K_WIDE, HALF], tl.float32)
     k_2 = tl.zeros([K_WIDE, HALF], tl.float32)
-    for step in range(0, steps):
+    for step in range(steps):
         token = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
         live = token < rows
         q_1, q_2 = _turn_back(

@@ -86,8 +86,7 @@ def test_frozen_weights_get_no_gradient_and_change_no_other(name):
     whole = differentiated(function, leaves, grads)[len(grads) :]
     trained = [leaf.dim() > 1 for leaf in leaves]
     tensors = [
-        leaf.clone().requires_grad_(wanted)
-        for leaf, wanted in zip(leaves, trained, strict=True)
+        leaf.clone().requires_grad_(wanted) for leaf, wanted in zip(leaves, trained, strict=True)
     ]
     torch.autograd.backward(function(*tensors), grads)
     for leaf, expected, wanted in zip(tensors, whole, trained, strict=True):

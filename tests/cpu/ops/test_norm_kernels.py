@@ -78,9 +78,7 @@ def test_rows_may_be_strided_and_repeat_bitwise():
     way = Normed("rows", elements=64, programs=3)
     strided = by_kernel(x, branch, weight, (grad, residual), way)
     dense = [value.contiguous() for value in (x, branch, grad, residual)]
-    for ours, theirs in zip(
-        strided, by_kernel(*dense[:2], weight, dense[2:], way), strict=True
-    ):
+    for ours, theirs in zip(strided, by_kernel(*dense[:2], weight, dense[2:], way), strict=True):
         assert torch.equal(ours, theirs)
 
 
