@@ -47,6 +47,8 @@ def test_norms(rows, width, dtype):
     found = differentiated(lambda x, b, w: added_and_normed(x, b, w, EPS), leaves, grads)
     total = x + branch
     assert torch.equal(found[1], total)
+    alone = differentiated(lambda x, w: normed_and_kept(x, w, EPS), [total, weight], grads)
+    assert torch.equal(found[0], alone[0]), "the sum is normalised as it is returned"
     expected = exact(kept_reference, [total, weight], grads)
     assert_near([found[0], found[2], found[4]], [expected[0], *expected[2:]])
     again = differentiated(lambda x, b, w: added_and_normed(x, b, w, EPS), leaves, grads)

@@ -21,13 +21,14 @@ this sense.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from packgraph.ops.grouped_gemm import products as grouped
 
+Kind = TypeVar("Kind", bound=nn.Module)
 NATIVE = "bf16"  # in the dtype of the operands, whatever it is
 
 
@@ -136,7 +137,7 @@ class ProductLinear(nn.Linear):
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
 
-def is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain(layer: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     """Whether a call of `layer` is the forward of `kind` and nothing else: no adapter around it, no
     hooks."""
     return (

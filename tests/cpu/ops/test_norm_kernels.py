@@ -64,6 +64,8 @@ def test_added_and_normed(dtype):
     way = Normed("rows", elements=128, programs=2)
     normed, total, of_x, of_weight = by_kernel(x, branch, weight, (grad, residual), way)
     assert torch.equal(total, x + branch)
+    alone = by_kernel(total, None, weight, (grad, residual), way)
+    assert torch.equal(normed, alone[0]), "the sum is normalised as it is returned"
     expected = exact(kept_reference, [total, weight], [grad, residual])
     assert_near([normed, of_x, of_weight], [expected[0], *expected[2:]])
     whole = exact(added_reference, [x, branch, weight], [grad, residual])

@@ -114,12 +114,12 @@ class GroupedQueryAttention(nn.Module):
     def _turned(self, q: Tensor, k: Tensor, rotary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Heads of queries and keys, normalised and rotated: by one operation of `ops/norm.py`
         where it is chosen."""
-        norms = self.q_norm, self.k_norm
-        if rotary and all(is_plain(norm, RMSNorm) for norm in norms):
-            weights = self.q_norm.weight, self.k_norm.weight
-            if self.q_norm.eps == self.k_norm.eps and fuses_turn(q, k, weights, rotary[0]):
-                return normed_and_turned(q, k, weights, self.q_norm.eps, *rotary)
-        return apply_rotary(self.q_norm(q), self.k_norm(k), *rotary)
+        of_q, of_k = self.q_norm, self.k_norm
+        if rotary and is_plain(of_q, RMSNorm) and is_plain(of_k, RMSNorm):
+            weights = of_q.weight, of_k.weight
+            if of_q.eps == of_k.eps and fuses_turn(q, k, weights, rotary[0]):
+                return normed_and_turned(q, k, weights, of_q.eps, *rotary)
+        return apply_rotary(of_q(q), of_k(k), *rotary)
 
 
 class LatentAttention(nn.Module):
