@@ -17,9 +17,9 @@ kernels  Every kernel of `ops/norm.py` by itself with other tiles, as the median
          graph that holds it several times, beside what its bytes take at 4.3 TB/s. Operands may lie
          in the second-level cache.
 
-One JSON row for each finding, tables of layers and of the loss on stderr. What does not fit into --seconds is left out and
-says so, the shapes named first come first. Without CUDA everything is tiny and traced only, which
-shows that the script works and nothing else.
+One JSON row for each finding, tables of layers and of the loss on stderr. What does not fit into
+--seconds is left out and says so, the shapes named first come first. Without CUDA everything is
+tiny and traced only, which shows that the script works and nothing else.
 """
 
 import argparse

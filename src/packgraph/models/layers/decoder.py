@@ -157,10 +157,10 @@ class DecoderLayer(nn.Module):
             return False
         following = "moe_router" if self.branches[-1] == "moe" else self.branches[-1]
         return (
-            self.offload is offload_block
+            self.post_attention_layernorm.fuses(hidden)
+            and self.offload is offload_block
             and self.recompute.get(self.mixer, "") == self.recompute.get(following, "")
             and hidden.dtype == branch.dtype
-            and self.post_attention_layernorm.fuses(hidden)
         )
 
     @property
