@@ -85,7 +85,9 @@ class Naive:
         self.masters = [copied(span.own_parameters) for span in self.spans]
         kinds = [{"params": [m], "weight_decay": 0.25 * s.decays} for m, s in self.pairs()]
         betas = OptimizerConfig().betas
-        self.adamw = torch.optim.AdamW(kinds, torch.tensor(1.0), betas, OptimizerConfig().eps, fused=True)
+        self.adamw = torch.optim.AdamW(
+            kinds, torch.tensor(1.0), betas, OptimizerConfig().eps, fused=True
+        )
 
     def pairs(self) -> Iterator[tuple[Tensor, Any]]:
         return zip(self.masters, self.spans, strict=True)
@@ -108,7 +110,7 @@ class Naive:
 def test_adamw_has_the_bits_of_a_naive_twin(
     dtype: torch.dtype, clip: float | None, group: int
 ) -> None:
-    model, update = made(dtype, clip_norm=clip)
+    _, update = made(dtype, clip_norm=clip)
     naive = Naive(update, clip)
     for seed, rate in enumerate(RATES):
         draw(update, seed)

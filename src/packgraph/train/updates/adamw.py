@@ -86,7 +86,7 @@ def fused_adamw(
     *,
     decays: bool,
 ) -> None:
-    """Update float32 `values` once, in place. ordinal: of this update, the first is 1; float32 []."""
+    """Update float32 `values` once, in place. ordinal: of this update, from 1, float32 []."""
     torch._fused_adamw_(
         values,
         gradients,
