@@ -10,7 +10,7 @@ from packgraph.train.updates.rule import Updated, slices_of
 
 MEANS = ("exp_avg", "exp_avg_sq")
 BYTES = 8  # of state, of an element
-PASSES = 2  # over state and masters, counted: with its gradients and weights an update is as long
+PASSES = 2  # over state and masters, as many bytes as an update moves in all, counted
 GROUP = 2**24  # elements of a group: 64 MiB of float32, enough to fill a device
 
 
