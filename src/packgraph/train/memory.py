@@ -232,10 +232,10 @@ ROOT = Path("/")
 UNLIMITED = 2**60  # control groups of version 1 write a number near 2**63 where there is no limit
 SURE = 0.7  # of the estimate of a microbatch
 LEFT = 1.5  # of a microbatch: what malloc keeps of freed activations counts as taken
-MASTERS = 8  # bytes of an element under bfloat16: a float32 copy and its gradient
+MASTERS = 4  # bytes of an element under bfloat16: a float32 copy
 
 FLOAT = torch.float32.itemsize
-HELD = 16  # bytes of an element of a piece of the state, and its gradient
+HELD = 12  # bytes of an element of a piece of the state
 
 
 def available_memory(
