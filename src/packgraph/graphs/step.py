@@ -15,7 +15,7 @@ A step may end in work that ranks do together: the reduction of gradients and th
 given as `finish`. A rehearsal does not begin it before every rank has come so far; the capture
 behind that may begin it early, so that reductions run beside the last backward:
 
-    rank 0   F0 B0 F1 B1 ─▶ meet ─┬─▶ finish ─▶ capture F0 B0 F1 B1 + finish ─▶ vote
+    rank 0   F0 B0 F1 B1 ─▶ meet ─┬─▶ finish ─▶ meet ─▶ capture F0 B0 F1 B1 + finish ─▶ vote
     rank 1   F0 FAILS ───▶ vote ──┴─▶ nobody reduces, all run this step eagerly
 
 A replay and an eager step send the same collectives in the same order. So a rank whose module has
@@ -335,6 +335,8 @@ class GraphedStep:
                 parameter.grad = owned[-1].tensor
             with compiled_code(self.compiled):
                 read = self._rehearse(shown, journal)
+            if self._meets:  # a capture may exchange, too
+                self._meet()
             stack.enter_context(compiled_code(self.compiled, fixed=True))
             for copy_streams in self._eager_copy_streams:
                 copy_streams.memories.let_go()
