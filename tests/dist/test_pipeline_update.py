@@ -16,7 +16,8 @@ from distkit import RankFailed, run_ranks
 from trainkit import CPU, RandomPacks, tiny, trainer
 
 import packgraph
-from packgraph.graphs.errors import PackgraphWarning
+from packgraph.graphs import capture as capture_module
+from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.step import own
 from packgraph.models.config import ExpertConfig
@@ -265,6 +266,11 @@ def train_spoilt(mesh, folder, settings, what, silenced=True):
     steps_of(run, change)
     run.executor.agree_by(stage_consensus(mesh, 3.0), replica_consensus(mesh, 3.0, updates=True))
     with contextlib.ExitStack() as stack:
+        if mesh.rank == 1 and what == "chunk":
+            failed = CaptureError("out of room", "model.py:1 in forward", "give it some")
+            stack.enter_context(
+                mock.patch.object(capture_module, "capture_variant", side_effect=failed)
+            )
         if not silenced:
             stack.enter_context(mock.patch.object(Links, "silenced", contextlib.nullcontext))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
@@ -291,6 +297,14 @@ def test_a_rank_that_cannot_capture_makes_all_run_by_their_chunks(tmp_path, what
     (zero, others), (one, own) = spoilt(tmp_path, what)
     assert zero == one == (0, {"capture failed": STEPS - 2})
     assert any("on rank 1" in text for text in others) and any("float" in text for text in own)
+
+
+def test_a_rank_whose_chunk_cannot_be_captured_makes_all_run_eagerly(tmp_path):
+    """No step is rehearsed, then."""
+    (zero, others), (one, own) = spoilt(tmp_path, "chunk")
+    assert zero == one == (0, {"capture failed": STEPS - 2})
+    assert any("out of room" in text for text in own)
+    assert not any("cannot be one graph" in text for text in (*others, *own))
 
 
 def test_rehearsals_with_transfers_would_wait_for_the_rank_that_failed(tmp_path):
