@@ -190,7 +190,9 @@ class Pipeline:
         self._reason: str | None = None
         self._update: StepUpdate | None = None
         self._updates = updates
-        self._whole = self._graphed_step(agreement or self._agreed) if whole_steps else None
+        self._whole = (
+            self._graphed_step(agreement or _agreement_over(links)) if whole_steps else None
+        )
 
     def _graphed_step(self, agreement: Agreement) -> GraphedStep:
         this = weakref.ref(self)  # which has the step: else a cycle, with all chunks in it
@@ -403,11 +405,6 @@ class Pipeline:
         if reason is not None and asked is None:
             whole.stats.fallbacks[reason] += 1
         return reason is None
-
-    def _agreed(self, standing: Standing) -> Standing:
-        """What a step is to all ranks of the pipeline, if it is the same to each of them."""
-        every = self.links.gather_facts([standing])
-        return standing if all(facts == [standing] for facts in every) else Standing.EAGER
 
     def _run_plainly(
         self, tokens: torch.Tensor, *batches: PackedBatch, rehearses: bool
@@ -653,6 +650,16 @@ class Pipeline:
         for leaving in self._leaving.values():
             while leaving:
                 leaving.popleft().finish()
+
+
+def _agreement_over(links: Links) -> Agreement:
+    """Among the ranks of a pipeline: what a step is to them, if it is the same to each."""
+
+    def agreed(standing: Standing) -> Standing:
+        every = links.gather_facts([standing])
+        return standing if all(facts == [standing] for facts in every) else Standing.EAGER
+
+    return agreed
 
 
 def _without_company(chunks: Sequence[Control]) -> list[Control]:
