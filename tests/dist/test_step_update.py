@@ -308,13 +308,12 @@ def test_what_replicas_cannot_have_in_a_graph_is_said_at_once():
     asked = dataclasses.replace(
         made,
         model=experts,
-        parallel=ParallelConfig(pp=2, ep=2, dp=2),
+        parallel=ParallelConfig(ep=2, dp=2),
         optimizer=dataclasses.replace(made.optimizer, name="muon", offload=True),
     )
-    text = "\n".join(validate(asked, "cpu", world=4))
-    for name in ("parallel.pp = 2", "optimizer.offload with graph.optimizer"):
-        assert name in text
-    assert "with graph.optimizer is not there yet" in text and "muon cannot serve" in text
+    text = "\n".join(validate(asked, "cpu", world=2))
+    assert "optimizer.offload with graph.optimizer is not there yet" in text
+    assert "muon cannot serve" in text
     assert not validate(config(), "cpu", world=2)
     assert not validate(config(shard="parameters"), "cpu", world=2)
     whole = config(shard="gradients", graph={"optimizer": False})

@@ -204,6 +204,11 @@ NO_MEMORY = _reason(
     "free memory, or declare fewer or smaller "
     "capacities or fewer slots: the capture is tried again later, a few times",
 )
+OTHER_RANK = _reason(
+    "another rank runs this step eagerly",
+    "see the warnings of the other ranks: a step of a pipeline is one graph on all of them or on "
+    "none",
+)
 CAPTURE_FAILED = _reason(
     "capture failed",
     "see the first error of this call's capture: it names the line and what to do there",

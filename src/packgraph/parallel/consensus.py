@@ -14,11 +14,13 @@ it needs no device and no partner.
 import time
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from packgraph.graphs.cache import Consensus, alone
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.step import Agreement, Standing, own
 from packgraph.parallel.mesh import Mesh
 
 PATIENCE = 120.0  # seconds that partners of a failed capture may still need for their own
@@ -101,6 +103,21 @@ def _lost(what: str, failed: dict[int, str], waiting: Sequence[int], patience: f
         "cannot go on. To go "
         f"on without graphs: --graph.enabled false. On rank {rank}: {failed[rank]}"
     )
+
+
+def agreement_of_all(mesh: Mesh) -> Agreement:
+    """Among all ranks, before a step that ends in their common update: what it is to each of them,
+    if it is the same to all; else none replays or captures it. Collective, on the host."""
+    if mesh.world == 1:
+        return own
+
+    def agreed(standing: Standing) -> Standing:
+        ends = torch.tensor([int(standing), -int(standing)])
+        dist.all_reduce(ends, dist.ReduceOp.MIN, group=mesh.host_group)
+        least, most = ends.tolist()
+        return standing if least == -most else Standing.EAGER
+
+    return agreed
 
 
 def stage_consensus(mesh: Mesh, patience: float = PATIENCE, *, sharded: bool = False) -> Consensus:

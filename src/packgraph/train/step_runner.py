@@ -135,7 +135,7 @@ class StepRunner:
                     )
                 return by_microbatch()
             optimizer.set_learning_rate(learning_rate)
-            loss, norm = whole(tokens_in_step, *uploaded).unbind()
+            loss, norm = whole.replay(tokens_in_step, *uploaded).unbind()
             return loss, norm
 
     def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
@@ -194,13 +194,13 @@ class StepRunner:
         overlaps = optimizer.flat.group is not None and not optimizer.flat.shards_layers
 
         # Microbatch by microbatch, as by their graphs.
-        def run(tokens_in_step: Tensor, *batches: PackedBatch, early: bool) -> Tensor:
+        def run(tokens_in_step: Tensor, *batches: PackedBatch, rehearses: bool) -> Tensor:
             optimizer.zero_grad()
             total = torch.zeros((), dtype=torch.float32, device=device)
             for number, batch in enumerate(batches):
                 loss = graphed.run_eagerly(batch, tokens_in_step)
                 total += loss.detach()
-                if early and overlaps and number == len(batches) - 1:
+                if overlaps and not rehearses and number == len(batches) - 1:
                     optimizer.flat.overlap(loss)
                 loss.backward()
             return total
