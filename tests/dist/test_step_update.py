@@ -2,19 +2,17 @@
 norm are in it too, and all ranks capture or none."""
 
 import dataclasses
-import random
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from distkit import RankFailed, run_ranks
-from trainkit import RandomPacks, tiny, trainer
+from trainkit import PacksOfOneCapacity, tiny, trainer
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
-from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
@@ -163,16 +161,6 @@ def one_capacity(settings):
     graph = dataclasses.replace(settings.graph, capacities=(Capacity(64, 8),))
     model = dataclasses.replace(settings.model, dropout=0.0)  # empty microbatches draw, too
     return dataclasses.replace(settings, graph=graph, model=model)
-
-
-class PacksOfOneCapacity(RandomPacks):
-    """The same packs, all of one capacity."""
-
-    def __next__(self):
-        draw = random.Random(self.position)
-        self.position += 1
-        documents = [[draw.randrange(32) for _ in range(draw.randint(2, 20))] for _ in range(3)]
-        return PackedBatch.build(documents, Capacity(64, 8))
 
 
 def train_beside(mesh, folder, settings):

@@ -38,7 +38,8 @@ from packgraph.graphs.backend import (
     range_name,
     sizes_in_short,
 )
-from packgraph.graphs.cache import Consensus, GraphCache, alone
+from packgraph.graphs.agreement import Consensus, alone
+from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.checks.module_state import ModuleState

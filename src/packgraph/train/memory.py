@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from packgraph.graphs.cache import Consensus, alone
+from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.capture import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import OVER_BUDGET

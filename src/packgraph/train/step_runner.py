@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs import fallback
-from packgraph.graphs.cache import Consensus, alone
+from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats, eager
 from packgraph.graphs.graphed import GraphedModule
