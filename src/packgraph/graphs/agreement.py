@@ -16,13 +16,16 @@ that waited in vain runs eagerly without waiting again, until all ranks have wai
 they meet in calls of certain numbers, ever more rarely.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
+
+from torch import nn
 
 from packgraph.graphs.errors import CaptureError
 
 CAPTURE, START_OVER, EAGER = "capture", "start over", "run eagerly"
-CALLS_BETWEEN = 16  # from one meeting of ranks that have waited in vain to the next, at first
+MEETING_CALLS = 16  # from one meeting of ranks that have waited in vain to the next, at first
 _MOST_DOUBLED = 10
 
 
@@ -67,6 +70,19 @@ class _Alone:
 
 
 alone: Consensus = _Alone()
+# By identity of the module, which need not be hashable; an attribute of it would be watched.
+_CONSENSUS_OF: dict[int, Consensus] = {}
+
+
+def set_consensus(module: nn.Module, consensus: Consensus) -> None:
+    """Lets graphs that are made of `module` from now on be captured by `consensus`."""
+    _CONSENSUS_OF[id(module)] = consensus
+    weakref.finalize(module, _CONSENSUS_OF.pop, id(module), None)
+
+
+def consensus_of(module: nn.Module) -> Consensus:
+    """What `set_consensus` has said of `module`, else `alone`."""
+    return _CONSENSUS_OF.get(id(module), alone)
 
 
 def verdict(wishes: Sequence[tuple[str, str]]) -> str:
@@ -131,7 +147,7 @@ class JointCaptures:
         if not self._in_vain:
             return True
         doubled = min(self._in_vain - 1, _MOST_DOUBLED)
-        return not self.calls % (CALLS_BETWEEN << doubled) and self._consensus.all_noted(self._fact)
+        return not self.calls % (MEETING_CALLS << doubled) and self._consensus.all_noted(self._fact)
 
     def _meet(self, wish: str, what: str) -> str:
         found = self._consensus.meet(f"{self._name}/{self.calls}", (wish, what))

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as _DDP
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
-from packgraph.graphs.agreement import CAPTURE, EAGER, Consensus
+from packgraph.graphs.agreement import CAPTURE, EAGER, Consensus, consensus_of
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import call_name
 from packgraph.graphs.capture import Capturer
@@ -149,7 +149,7 @@ class Control:
         stats: Counts of what was captured, replayed and run eagerly.
         lends: For a pipeline that owns its slots; outputs and the gradients of inputs are handed
             out as static memory, valid until the slot is released, instead of clones.
-        consensus: Asked after every capture of `build`, where other ranks must make the same ones;
+        consensus: Asked before and after every capture, where other ranks must make the same ones;
             a failure of one is a failure of all.
     """
 
@@ -191,6 +191,7 @@ class Control:
             self.stats,
             self._notices,
         )
+        self.consensus = consensus_of(module)
         self._closed = False
         self._released: HostWeights | None = None
         self._frozen: object | None = None  # a block in which the module does not change
@@ -222,7 +223,7 @@ class Control:
 
     @property
     def consensus(self) -> Consensus:
-        """Asked after every capture of `build`."""
+        """Asked before and after every capture, where other ranks make it, too."""
         return self._capturer.cache.consensus
 
     @consensus.setter
@@ -448,6 +449,8 @@ class Control:
         same parameters would.
         """
         self._turn()
+        if self._refusal is not None:
+            self._ask_for_refusal()
         if self._capturer.state is not None and self._check_state() is None:
             self._frozen = object()
         try:
@@ -522,8 +525,8 @@ class Control:
         cache = self._capturer.cache
         if cache.joint.is_alone:
             return reason is None and self._check_state() is None
-        if reason is None:
-            reason = self._capturer.check_state_with_others()
+        changed = self._capturer.check_state_with_others()  # all ranks ask
+        reason = reason or changed
         error: CaptureError | None = None
         if reason is not None:
             error = CaptureError(reason, user_line(), fallback.reason_of(reason).remedy)
@@ -655,9 +658,9 @@ class Control:
         Raises CaptureError where a capture could not begin.
         """
         self._refuse_released()
-        refused, call = find_unsupported(self.module), self._signature(args)
+        refused, call = self.refused_now(), self._signature(args)
         if refused is not None:
-            raise CaptureError(refused.what, user_line(), refused.remedy)
+            raise refused
         if call is None:
             raise CaptureError(
                 "an argument cannot be part of a key",
@@ -679,6 +682,11 @@ class Control:
                 )
             self._capturer.compile(call, args, {})  # first by itself, as before a capture
             yield self._capturer.program, self._output_gradients.of(call.key)
+
+    def refused_now(self) -> CaptureError | None:
+        """Why the module cannot be captured at all as it is, or None."""
+        found = find_unsupported(self.module)
+        return None if found is None else CaptureError(found.what, user_line(), found.remedy)
 
     def _reason_around(self) -> str | None:
         """Why no call can be a replay where this one is made."""

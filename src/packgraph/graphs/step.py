@@ -235,7 +235,7 @@ class GraphedStep:
         Ranks that captured together may not have seen a change. They would not capture again with
         this one, so it keeps its graphs, as they do theirs, and runs these steps eagerly.
         """
-        if self._meets:
+        if self.consensus is not alone:
             self._stale.update(self._slot.variants)
             self._state, self.is_apart = None, True
             return

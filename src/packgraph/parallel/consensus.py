@@ -178,5 +178,11 @@ def _replica(mesh: Mesh, sharded: bool = False) -> list[int]:
     return [rank for rank in range(mesh.world) if block(coordinates(rank)) == mine]
 
 
+def consensus_over(group: dist.ProcessGroup | None) -> Consensus:
+    """Among the ranks of `group`; None = this one alone."""
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    return alone if len(ranks) < 2 else StoreConsensus("captures", ranks)
+
+
 def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Consensus:
     return alone if len(ranks) == 1 else StoreConsensus(f"vote of {name}", ranks, patience)
