@@ -122,11 +122,7 @@ class GraphCache:
         Returns:
             The reason to run such calls eagerly, and whether it is news to the user.
         """
-        if (
-            self.joint.is_alone
-            and is_out_of_memory(error.__cause__)
-            and self._retries.wait(key)
-        ):
+        if self.joint.is_alone and is_out_of_memory(error.__cause__) and self._retries.wait(key):
             return fallback.NO_MEMORY, True
         self.failed.add(key)
         return fallback.CAPTURE_FAILED, self._retries.is_news(key, error)

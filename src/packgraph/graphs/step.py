@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs import fallback
+from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.backend import (
     Backend,
     Graph,
@@ -38,7 +39,6 @@ from packgraph.graphs.backend import (
     range_name,
     sizes_in_short,
 )
-from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck

@@ -60,10 +60,11 @@ def shard(
     gets no gradient counts as zeros, so weight decay applies to it.
 
     Every rank must make equally many calls of the module, and backwards by `loss.backward()` from
-    one thread. Ranks capture a call together: where they call it with other shapes, or the module
-    changes on some of them alone, calls run eagerly. A call runs the module's stages; code that reads parameters past them (`generate` of
-    a model of transformers) finds those of other layers. So does who reads a sharded parameter, or
-    its `.grad`, between calls: `full_state_dict` gathers them.
+    one thread. Ranks capture a call together: where one has to and others do not, it runs eagerly;
+    `packgraph.control(graphed).build` captures several shapes ahead. A call runs the module's
+    stages; code that reads parameters past them (`generate` of a model of transformers) finds those
+    of other layers. So does who reads a sharded parameter, or its `.grad`, between calls:
+    `full_state_dict` gathers them.
 
     Args:
         module: A module with stages (see `packgraph.Stage`); `packed(...)` makes one of a model of

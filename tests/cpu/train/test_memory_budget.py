@@ -223,8 +223,8 @@ def test_arguments_without_room_are_voted_on_too():
 
 
 def test_ranks_ask_each_other_before_and_after_every_chunk(monkeypatch):
-    """A rank whose module is refused traces nothing. The trial of the next chunk exchanges data, too: whoever went on would wait for the rank that
-    failed."""
+    """A rank whose module is refused traces nothing. The trial of the next chunk exchanges data,
+    too: whoever went on would wait for the rank that failed."""
     chunks, traced, asked = [graphed_model() for _ in range(3)], [], []
     for chunk in chunks:
         chunk._capturer._compiled.add("a key that all ranks have compiled")
