@@ -2,6 +2,7 @@
 rank alone makes that rank run eagerly, and ranks capture again together or not at all."""
 
 import contextlib
+import copy
 import dataclasses
 import warnings
 from collections import Counter
@@ -11,8 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from distkit import RankFailed, run_ranks
+from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from tracekit import differences
 from trainkit import PacksOfOneCapacity, tiny, trainer
 
+import packgraph
 from packgraph.graphs import capture as capture_module
 from packgraph.graphs.agreement import CAPTURE, EAGER, START_OVER, JointCaptures, verdict
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
@@ -309,3 +314,35 @@ def meetings(mesh):
 def test_nobody_waits_for_ever_and_all_ranks_hear_one_verdict():
     for found in run_ranks(meetings, 3, layout=Layout(dp=3)):
         assert found == ["module 1", CAPTURE, EAGER, False, True, EAGER, START_OVER]
+
+
+class Summing(nn.Module):
+    """Sums over ranks by a collective of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(4, 4), 1.0
+
+    def forward(self, x):
+        out = self.linear(x) * self.factor
+        return (out * all_reduce(out.detach(), "sum", torch.distributed.group.WORLD)).sum()
+
+
+def own_collectives(mesh):
+    """Losses and gradients of eager calls and of graphs; the module changes before the fifth."""
+    torch.manual_seed(mesh.rank)
+    module = Summing()
+    eager, graphed = copy.deepcopy(module), packgraph.graph(module, warmup=1)
+    found = [], []
+    for number in range(9):
+        for model, trace in zip((eager, graphed), found, strict=True):
+            model.factor = 1.0 if number < 4 else 0.5
+            loss = model(torch.full((3, 4), number + mesh.rank + 1.0))
+            loss.backward()
+            trace.append({"loss": loss.detach().clone(), "grad": model.linear.weight.grad.clone()})
+    return differences(*found), graphed.stats.replayed, graphed.stats.captured
+
+
+def test_own_collectives_are_captured_again_where_all_ranks_change():
+    for different, replayed, captured in run_ranks(own_collectives, 2, layout=Layout(dp=2)):
+        assert not different and replayed == 8 and captured == 2

@@ -105,9 +105,6 @@ class GraphedStep:
     finish: makes the result of a step of what `run` returned, by collectives of all ranks that
     vote; None = that is the result. Where it is given, `run` takes `early`: whether it may begin
     those collectives itself.
-
-    Attributes:
-        is_apart: Whether the modules have changed since other ranks captured steps with this one.
     """
 
     def __init__(
@@ -136,7 +133,6 @@ class GraphedStep:
         self._buffers = GradientBuffers()
         self._state: ModuleState | None = None
         self._stale: set[Hashable] = set()
-        self.is_apart = False
         self.stats = Stats()
         self._cache = GraphCache(self.stats, device)
         self.stats.measure_pools(lambda: slot.pool.nbytes())
@@ -227,7 +223,6 @@ class GraphedStep:
         """Free all graphs."""
         self._slot.clear()
         self._stale.clear()
-        self.is_apart = False
 
     def _forget_captured(self) -> None:
         """The modules have changed: what was captured is not replayed any more.
@@ -237,7 +232,7 @@ class GraphedStep:
         """
         if self.consensus is not alone:
             self._stale.update(self._slot.variants)
-            self._state, self.is_apart = None, True
+            self._state = None
             return
         self.stats.dropped("module changed", self._slot.clear())
         self._state, self._buffers = None, GradientBuffers()
