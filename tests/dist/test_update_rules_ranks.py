@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from distkit import run_ranks
-from shardedkit import differences, settings, train
+from shardedkit import settings, train
+from tracekit import differences
 from trainkit import tiny, trainer
 
 from packgraph.models.config import ExpertConfig

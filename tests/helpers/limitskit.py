@@ -57,7 +57,16 @@ HELD: dict[str, Held] = {
     "Where ranks exchange data within the model": {
         "tests/dist/test_step_update.py": [
             "test_a_rank_whose_module_changes_runs_eagerly_beside_replays",
-            "test_a_rank_that_cannot_exchange_what_others_do_says_so",
+            "test_a_rank_that_cannot_exchange_what_others_capture_makes_all_run_eagerly",
+        ],
+        "tests/dist/test_lone_changes.py": [
+            "test_a_rank_whose_module_changes_alone_runs_eagerly",
+            "test_without_a_rule_ranks_exchange_what_does_not_fit",
+        ],
+    },
+    "Ranks that exchange data by collectives of your own code": {
+        "tests/dist/test_lone_changes.py": [
+            "test_own_collectives_are_captured_again_where_all_ranks_change"
         ],
         "tests/dist/test_pipeline_update.py": [
             "test_a_rank_whose_module_changes_makes_all_run_by_their_chunks",

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs import fallback
+from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.backend import (
     Backend,
     Graph,
@@ -41,7 +42,7 @@ from packgraph.graphs.backend import (
     range_name,
     sizes_in_short,
 )
-from packgraph.graphs.cache import Consensus, GraphCache, alone
+from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.checks.module_state import ModuleState
@@ -126,7 +127,6 @@ class GraphedStep:
     not get to its end, so that it must not begin those collectives itself.
 
     Attributes:
-        is_apart: Whether the modules have changed since other ranks captured steps with this one.
         agreement: Asked before each step, where all ranks must run it in one way.
     """
 
@@ -156,7 +156,6 @@ class GraphedStep:
         self._buffers = GradientBuffers()
         self._state: ModuleState | None = None
         self._stale: set[Hashable] = set()
-        self.is_apart = False
         self.agreement: Agreement = own
         self.stats = Stats()
         self._cache = GraphCache(self.stats, device)
@@ -267,7 +266,6 @@ class GraphedStep:
         """Free all graphs."""
         self._slot.clear()
         self._stale.clear()
-        self.is_apart = False
 
     def _forget_captured(self) -> None:
         """The modules have changed: what was captured is not replayed any more.
@@ -275,9 +273,9 @@ class GraphedStep:
         Ranks that captured together may not have seen a change. They would not capture again with
         this one, so it keeps its graphs, as they do theirs, and runs these steps eagerly.
         """
-        if self._meets:
+        if self.consensus is not alone:
             self._stale.update(self._slot.variants)
-            self._state, self.is_apart = None, True
+            self._state = None
             return
         self.stats.dropped("module changed", self._slot.clear())
         self._state, self._buffers = None, GradientBuffers()

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from packgraph.graphs.cache import Consensus, alone
+from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.capture import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import OVER_BUDGET
@@ -188,15 +188,19 @@ def _predicted(
     votes. They ask each other after every chunk, since the next one's trace exchanges data, too."""
     banks = []
     for number, chunk in enumerate(chunks):
-        error: CaptureError | None = None
+        what = f"the memory of graphs of {str_of(capacity)}"
+        # Before the trace, in whose exchanges others would wait for a rank that cannot begin it.
+        error = consensus(what, control(chunk).refused_now())
         try:
+            if error is not None:
+                raise error
             # Also want of memory for arguments, say: who does not come to agree is waited for.
             with explained():
                 sample = arguments(number, capacity)
                 banks.append(trial_memory(chunk, [sample], slots[number]))
         except CaptureError as failed:
             error = failed
-        error = consensus(f"the memory of graphs of {str_of(capacity)}", error)
+        error = consensus(what, error)
         if error is not None:
             told = _Failed(error.what, isinstance(error.__cause__, torch.OutOfMemoryError))
             error = None  # its traceback holds this frame, and what was to be captured

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from packgraph.graphs.agreement import Consensus
 from packgraph.graphs.backend import profiler_range
-from packgraph.graphs.cache import Consensus
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import GraphedModule, control, forward_backward, graph
 from packgraph.graphs.key import undeclared

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from graphkit import Toy, differences, make_toy, poison_free_slots, toy_inputs, toy_loss, train
+from graphkit import Toy, make_toy, poison_free_slots, toy_inputs, toy_loss, train
 from torch import nn
+from tracekit import differences
 
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.recorder.backend import RecorderWindow

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from packgraph.graphs import fallback
+from packgraph.graphs.agreement import Consensus
 from packgraph.graphs.backend import profiler_range
-from packgraph.graphs.cache import Consensus
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import Control, GraphedModule, control

@@ -3,12 +3,13 @@ it, graphs or not."""
 
 import pytest
 import torch
-from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss, train
+from graphkit import WIDTH, poison_free_slots, toy_inputs, toy_loss, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadkit import AsksTwice
 from stashkit import COLUMNS, INNER, Experts, free_pages, make_expert_toy, poison_pages
 from torch import nn
+from tracekit import differences
 
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
