@@ -19,9 +19,8 @@ behind that may begin it early, so that reductions run beside the last backward:
     rank 1   F0 FAILS ───▶ vote ──┴─▶ nobody reduces, all run this step eagerly
 
 A replay and an eager step send the same collectives in the same order. So a rank whose module has
-changed since runs eagerly, while the others replay; a capture is of all ranks or of none. Stages of
-a pipeline cannot run beside each other like that: their steps are one graph on every rank or on
-none, which `agreement` says before anything is launched.
+changed since runs eagerly, while the others replay; a capture is of all ranks or of none. Ranks of
+a pipeline agree on the host before each step anyway: `agreement` says then what all of them do.
 """
 
 import contextlib
