@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -13,11 +14,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import torch
 
 import packgraph.train
 from packgraph import cli
@@ -316,10 +319,60 @@ def command(*words: str, **options: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "packgraph.cli", *words],
         env=environment,
-        stderr=subprocess.PIPE,
         text=True,
-        **options,
+        **({"stderr": subprocess.PIPE} | options),
     )
+
+
+class Forked:
+    """The command in a process of its own, forked from this one: nothing is imported again. Where
+    there is CUDA, whose driver a fork would break, it is started afresh.
+
+    limit: called in the process first.
+    """
+
+    def __init__(self, folder: Path, words: list[str], limit: Callable[[], object] = bool) -> None:
+        self.errors = folder / "errors.txt"
+        self.errors.touch()
+        self._words, self._limit = words, limit
+        gc.collect()
+        if torch.cuda.is_available():
+            self.pid = command(
+                *words,
+                stderr=os.open(self.errors, os.O_WRONLY),
+                stdout=subprocess.DEVNULL,
+                preexec_fn=limit,
+            ).pid
+        elif not (pid := os.fork()):
+            self._run()
+        else:
+            self.pid = pid
+        self.code: int | None = None
+
+    def _run(self) -> NoReturn:
+        code = 70
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(os.open(self.errors, os.O_WRONLY), 2)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            self._limit()
+            code = cli.main(self._words)
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+    def is_running(self) -> bool:
+        if self.code is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.code = os.waitstatus_to_exitcode(ended[1])
+        return self.code is None
+
+    def ended(self, seconds: float) -> tuple[int | None, str]:
+        """Its exit code and what it has said on stderr."""
+        deadline = time.monotonic() + seconds
+        while self.is_running():
+            assert time.monotonic() < deadline, "it goes on and on"
+            time.sleep(0.01)
+        return self.code, self.errors.read_text()
 
 
 def test_a_closed_pipe_is_quiet() -> None:
@@ -449,20 +502,10 @@ def test_a_full_disk_is_one_block_and_leaves_no_part_of_a_checkpoint(
     def limit() -> None:  # no file of the process may grow beyond `size` bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
-    process = command(
-        "train",
-        "qwen3-tiny",
-        *SMALL,
-        *data,
-        "--run.steps",
-        "60",
-        "--run.checkpoint-every",
-        "5",
-        preexec_fn=limit,
-        stdout=subprocess.PIPE,
-    )
-    text = process.communicate(timeout=100)[1]
-    assert process.returncode == 2 and "Traceback" not in text, text
+    words = ["train", "qwen3-tiny", *SMALL, *data]
+    more = ["--run.steps", "60", "--run.checkpoint-every", "5"]
+    code, text = Forked(tmp_path, [*words, *more], limit).ended(100)
+    assert code == 2 and "Traceback" not in text, text
     assert re.search(f"packgraph: error: .*{what}", text)
     assert not list((tmp_path / "runs" / "qwen3-tiny").glob("checkpoints/*"))
 
@@ -529,24 +572,17 @@ def test_a_loss_that_is_no_number_ends_with_one(
 def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(
     tmp_path: Path, data: list[str], number: signal.Signals
 ) -> None:
-    process = command(
-        "train",
-        "qwen3-tiny",
-        *SMALL,
-        *data,
-        "--run.steps",
-        "1000000",
-        "--run.checkpoint-every",
-        "1000000",
-    )
+    words = ["train", "qwen3-tiny", *SMALL, *data]
+    more = ["--run.steps", "1000000", "--run.checkpoint-every", "1000000"]
+    process = Forked(tmp_path, [*words, *more])
     metrics = tmp_path / "runs" / "qwen3-tiny" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.is_running() and time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(number)
-    _, text = process.communicate(timeout=30)
-    assert process.returncode == 128 + number and "Traceback" not in text
+    os.kill(process.pid, number)
+    code, text = process.ended(30)
+    assert code == 128 + number and "Traceback" not in text, text
     assert f"stopped by {number.name}" in text
     summary = json.loads((metrics.parent / "summary.json").read_text())
     assert (
@@ -572,7 +608,7 @@ def test_a_time_limit_saves_and_ends_with_a_code_to_requeue_on_and_one_command_g
         "auto",
     ]
     reached = [0]
-    for _ in range(3):
+    for _ in range(2):
         assert cli.main([*words, "--run.max-minutes", "0.05"]) == 75
         text = capsys.readouterr().err
         assert "stopped by run.max_minutes = 0.05" in text and ("resumed from" in text) == (
