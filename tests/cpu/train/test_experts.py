@@ -84,6 +84,12 @@ def go(folder, settings, pages=None):
         run.close()
 
 
+@pytest.fixture(scope="module")
+def eager_of_four(tmp_path_factory):
+    """Tensors after four eager steps."""
+    return go(tmp_path_factory.mktemp("eager") / "run", config(4, enabled=False))[0]
+
+
 def equal(left, right):
     assert left.keys() == right.keys()
     assert not [name for name in left if not torch.equal(left[name], right[name])]
@@ -139,18 +145,28 @@ def test_a_step_that_is_made_again_has_the_load_of_the_same_step_before(tmp_path
     assert again >= 1
 
 
-@pytest.mark.parametrize("granularity", ["layer", "step"])
+OF_STASH = [
+    {"expert_stash_page_rows": 16},
+    {"expert_stash_host": 1.0},
+    {"expert_stash_resident": True},
+]
+
+
 @pytest.mark.parametrize(
-    "of_stash",
+    ("of_stash", "granularity"),
     [
-        {"expert_stash_page_rows": 16},
-        {"expert_stash_host": 1.0},
-        {"expert_stash_resident": True},
+        pytest.param(
+            options,
+            granularity,
+            id=f"{next(iter(options))}-{granularity}",
+            marks=[] if granularity == quick else pytest.mark.slow,
+        )
+        for options, quick in zip(OF_STASH, ("layer", "step", "layer"), strict=True)
+        for granularity in ("layer", "step")
     ],
-    ids=lambda options: next(iter(options)),
 )
-def test_options_of_the_stash_change_no_bit(of_stash, granularity, tmp_path):
-    expected, *_ = go(tmp_path / "eager", config(4, enabled=False))
+def test_options_of_the_stash_change_no_bit(of_stash, granularity, eager_of_four, tmp_path):
+    expected = eager_of_four
     settings = config(4, stash=0.2 if "expert_stash_host" in of_stash else 1.2, of_stash=of_stash)
     graph = dataclasses.replace(settings.graph, granularity=granularity)
     run = trainer(tmp_path / "run", dataclasses.replace(settings, graph=graph))
@@ -171,8 +187,10 @@ def test_options_of_the_stash_change_no_bit(of_stash, granularity, tmp_path):
         run.close()
 
 
-def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tier(tmp_path):
-    expected, *_ = go(tmp_path / "plain", config(4))
+def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tier(
+    eager_of_four, tmp_path
+):
+    expected = eager_of_four
     settings = config(4, stash=0.1, of_stash={"expert_stash_host": 0.9})
     run = trainer(tmp_path / "few", settings)
     stash, blocks = moe_blocks(run.model.chunks)[0].stash, moe_blocks(run.model.chunks)
@@ -249,7 +267,9 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("granularity", ["layer", "chunk", "step"])
+@pytest.mark.parametrize(
+    "granularity", [pytest.param("layer", marks=pytest.mark.slow), "chunk", "step"]
+)
 def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
     expected, *_ = go(tmp_path / "plain", config(granularity=granularity))
     found, _, again = go(tmp_path / "few", config(granularity=granularity, stash=1.0), pages=1)
@@ -331,7 +351,7 @@ def test_pages_are_for_the_microbatches_that_are_in_flight(tmp_path):
         run.close()
 
 
-@pytest.mark.parametrize("granularity", ["layer", "step"])
+@pytest.mark.parametrize("granularity", ["layer", pytest.param("step", marks=pytest.mark.slow)])
 def test_old_pages_are_gone_before_there_are_new_ones(granularity, tmp_path, monkeypatch):
     """They may be most of the memory, so that both together have no room."""
     made, alive, memory = [], [], Stash._memory
