@@ -84,19 +84,25 @@ def go(folder, settings, pages=None):
         run.close()
 
 
+def equal(left, right):
+    assert left.keys() == right.keys()
+    assert not [name for name in left if not torch.equal(left[name], right[name])]
+
+
 @pytest.fixture(scope="module")
 def eager_of_four(tmp_path_factory):
     """Tensors after four eager steps."""
     return go(tmp_path_factory.mktemp("eager") / "run", config(4, enabled=False))[0]
 
 
-def equal(left, right):
-    assert left.keys() == right.keys()
-    assert not [name for name in left if not torch.equal(left[name], right[name])]
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory):
+    """Tensors after eager steps."""
+    return go(tmp_path_factory.mktemp("eager") / "run", config(enabled=False))[0]
 
 
-def test_biases_and_graphs_of_every_granularity_equal_eager(tmp_path):
-    expected, *_ = go(tmp_path / "eager", config(enabled=False))
+def test_biases_and_graphs_of_every_granularity_equal_eager(eager, tmp_path):
+    expected = eager
     assert any(
         name.endswith("e_score_correction_bias") and value.abs().max() > 0
         for name, value in expected.items()
@@ -270,8 +276,8 @@ def traced(monkeypatch):
 @pytest.mark.parametrize(
     "granularity", [pytest.param("layer", marks=pytest.mark.slow), "chunk", "step"]
 )
-def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
-    expected, *_ = go(tmp_path / "plain", config(granularity=granularity))
+def test_too_few_pages_are_a_step_made_again(granularity, eager, tmp_path):
+    expected = eager
     found, _, again = go(tmp_path / "few", config(granularity=granularity, stash=1.0), pages=1)
     equal(expected, found)
     assert again >= 1
