@@ -101,18 +101,19 @@ def eager(tmp_path_factory):
     return go(tmp_path_factory.mktemp("eager") / "run", config(enabled=False))[0]
 
 
-def test_biases_and_graphs_of_every_granularity_equal_eager(eager, tmp_path):
+@pytest.mark.parametrize(
+    "granularity",
+    ["layer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chunk", "step"))],
+)
+def test_biases_and_graphs_of_every_granularity_equal_eager(granularity, eager, tmp_path):
     expected = eager
     assert any(
         name.endswith("e_score_correction_bias") and value.abs().max() > 0
         for name, value in expected.items()
     )
-    for granularity in ("layer", "chunk", "step"):
-        found, totals, again = go(
-            tmp_path / granularity, config(granularity=granularity, stash=1.2)
-        )
-        equal(expected, found)
-        assert totals["replayed"] > 0 and again == 0
+    found, totals, again = go(tmp_path / "run", config(granularity=granularity, stash=1.2))
+    equal(expected, found)
+    assert totals["replayed"] > 0 and again == 0
 
 
 def with_batch_loss(factor, **options):
@@ -121,17 +122,30 @@ def with_batch_loss(factor, **options):
     return dataclasses.replace(made, model=dataclasses.replace(made.model, experts=experts))
 
 
-def test_the_loss_against_the_load_of_the_step_before_is_that_of_eager_and_goes_on(tmp_path):
-    expected, *_ = go(tmp_path / "eager", with_batch_loss(0.5, enabled=False))
+@pytest.fixture(scope="module")
+def eager_with_loss(tmp_path_factory):
+    """Tensors after eager steps with the loss against the load of the step before."""
+    folder = tmp_path_factory.mktemp("eager") / "run"
+    return go(folder, with_batch_loss(0.5, enabled=False))[0]
+
+
+@pytest.mark.parametrize("granularity", [pytest.param("layer", marks=pytest.mark.slow), "step"])
+def test_the_loss_against_the_load_of_the_step_before_is_that_of_eager(
+    granularity, eager_with_loss, tmp_path
+):
+    found, totals, _ = go(tmp_path / "run", with_batch_loss(0.5, granularity=granularity))
+    equal(eager_with_loss, found)
+    assert totals["replayed"] > 0
+
+
+def test_the_loss_against_the_load_of_the_step_before_trains_routers_and_goes_on(
+    eager_with_loss, tmp_path
+):
+    expected = eager_with_loss
     without, *_ = go(tmp_path / "without", with_batch_loss(0.0, enabled=False))
     routers = [name for name in without if name.endswith("gate.weight")]
     assert any(not torch.equal(expected[name], without[name]) for name in routers)
     assert all("step_load" not in name for name in without)
-    for granularity in ("layer", "step"):
-        settings = with_batch_loss(0.5, granularity=granularity)
-        found, totals, _ = go(tmp_path / granularity, settings)
-        equal(expected, found)
-        assert totals["replayed"] > 0
     loads = [value for name, value in expected.items() if name.endswith(".step_load")]
     assert len(loads) == 2 and all(load.sum() > 0 for load in loads)
     go(tmp_path / "parts", with_batch_loss(0.5, steps=3))
