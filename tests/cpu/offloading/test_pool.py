@@ -24,7 +24,12 @@ POLICIES = {
 
 @pytest.mark.parametrize(
     ("experts", "granularity", "slots"),
-    [(False, "chunk", 1), (False, "chunk", 3), (True, "layer", 1), (True, "chunk", 1)],
+    [
+        (False, "chunk", 3),
+        (True, "layer", 1),
+        pytest.param(False, "chunk", 1, marks=pytest.mark.slow),
+        pytest.param(True, "chunk", 1, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("way", ["kept", *POLICIES])
 def test_what_graphs_take_is_predicted_with_what_has_moved(way, experts, granularity, slots):
