@@ -9,7 +9,6 @@ import pytest
 from packgraph.cli import main
 from packgraph.models.decoder import DecoderModel
 from packgraph.train.config.presets import PRESETS
-from packgraph.train.config.sections import TrainConfig
 from packgraph.train.plan_memory import PlanMemoryArguments, memory_choices, row_work
 from packgraph.train.plan_world import Speeds, WorldChoice, world_choices
 
@@ -17,16 +16,9 @@ SPEEDS = Speeds(tflops=500, device=4000, copies=50, host=300, net=40, per_host=8
 TOKENS = 4096
 
 
-def shape(preset: str = "qwen3-0.6b") -> TrainConfig:
-    """A preset with fewer layers: every way to spread a run makes the model anew, without
-    memory."""
-    config = PRESETS[preset]()
-    return replace(config, model=replace(config.model, num_layers=8))
-
-
 @functools.cache
 def found(world: int, limit: int | None = None, preset: str = "qwen3-0.6b", **speeds: float):
-    config = shape(preset)
+    config = PRESETS[preset]()
     work = row_work(config, PlanMemoryArguments(tokens=TOKENS))
     changed = replace(SPEEDS, **speeds)
     return world_choices(config, world, TOKENS, world * TOKENS, work, changed, limit)
@@ -42,7 +34,7 @@ def the(choices: list[WorldChoice], **fields: object) -> WorldChoice:
 
 
 def test_one_rank_is_the_plan_of_one_device():
-    config = shape()
+    config = PRESETS["qwen3-0.6b"]()
     alone = memory_choices(config, PlanMemoryArguments(tokens=TOKENS))
     choices = found(1)
     assert len(choices) == len(alone)
@@ -58,7 +50,7 @@ def test_one_rank_is_the_plan_of_one_device():
 
 
 def test_optimizers_change_memory_and_time():
-    config = shape()
+    config = PRESETS["qwen3-0.6b"]()
     work = row_work(config, PlanMemoryArguments(tokens=TOKENS))
     elements = sum(p.numel() for p in DecoderModel(config.model, device="meta").parameters())
     choices = {}
@@ -77,7 +69,7 @@ def test_optimizers_change_memory_and_time():
 
 
 def test_what_ranks_send_is_what_the_axes_say():
-    config, choices = shape(), found(4)
+    config, choices = PRESETS["qwen3-0.6b"](), found(4)
     model = config.model
     named = dict(DecoderModel(model, device="meta").named_parameters())
     weights = 2 * sum(p.numel() for p in named.values())
