@@ -27,7 +27,7 @@ def cases():
             yield pytest.param(name, loops, id=f"{name} (others)", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "loops"), cases())
+@pytest.mark.parametrize(("name", "loops"), list(cases()))
 def test_entry_never_differs_silently(name, loops):
     found = failures(ENTRIES[name], loops=loops)
     assert not found, "\n".join(found)

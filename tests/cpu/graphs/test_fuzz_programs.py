@@ -28,7 +28,7 @@ def chunks():
         yield pytest.param(start, marks=more, id=str(start))
 
 
-@pytest.mark.parametrize("start", chunks())
+@pytest.mark.parametrize("start", list(chunks()))
 def test_programs_never_differ_silently(start):
     programs = [generate(seed) for seed in range(start, min(start + CHUNK, FIRST + COUNT))]
     verdicts = [judged(program) for program in programs]
