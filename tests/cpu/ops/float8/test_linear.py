@@ -222,8 +222,15 @@ def test_float8_trains_through_graphs_bit_by_bit(kind, granularity, precision):
     assert report.good and report.shows and not report.differences
 
 
-@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
-@pytest.mark.parametrize("kind", [tiny_config, experts_config])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        (tiny_config, FLOAT8_GRADIENTS),
+        pytest.param(tiny_config, FLOAT8, marks=pytest.mark.slow),
+        pytest.param(experts_config, FLOAT8, marks=pytest.mark.slow),
+        pytest.param(experts_config, FLOAT8_GRADIENTS, marks=pytest.mark.slow),
+    ],
+)
 def test_float8_trains_through_compiled_graphs_bit_by_bit(kind, precision, monkeypatch):
     """By torch's tracing compiler, not the one that generates code; the chunk has layers of both
     precisions."""
