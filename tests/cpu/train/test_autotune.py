@@ -172,7 +172,11 @@ def assert_equal(left, right):
     assert not [name for name, value in left[0].items() if not torch.equal(value, right[0][name])]
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "ways",
+    [WAYS[0], *(pytest.param(ways, marks=pytest.mark.slow) for ways in WAYS[1:3]), WAYS[3]],
+    ids=str,
+)
 def test_timing_changes_no_number(ways, untimed, tmp_path):
     """By the real clock, whichever way is the faster one."""
     tuned = train(tmp_path / "tuned", config(**ways))

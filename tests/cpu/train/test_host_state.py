@@ -102,7 +102,10 @@ def settings(offload: bool, **changes: Any) -> TrainConfig:
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(True, True, marks=pytest.mark.slow), (True, False), (False, True)],
+)
 def test_runs_resume_wherever_the_state_was(tmp_path: Path, before: bool, after: bool) -> None:
     whole = trainer(tmp_path / "whole", settings(False, steps=6))
     whole.run(StopRequest())

@@ -49,7 +49,7 @@ def assert_equal(left, right) -> None:
     assert not [name for name, value in left[0].items() if not torch.equal(value, right[0][name])]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_steps_with_the_update_inside_equal_eager_steps_bitwise(dtype, tmp_path):
     """Microbatch counts and capacities change: some steps find no place in the bank and run by
     microbatch."""

@@ -55,6 +55,7 @@ def test_the_first_difference_has_a_name_and_a_size() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_default_matrix_is_bitwise_equal() -> None:
     reports = list(default_matrix(CPU, steps=6))
     assert len(reports) == 12 and all(report.good for report in reports)

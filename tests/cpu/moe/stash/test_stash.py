@@ -181,8 +181,8 @@ def test_eager_gradients_are_the_same_bits(plain, host_pages):
     ("granularity", "scope"),
     [
         ("layer", None),
-        ("chunk", None),
-        ("layer", ["moe_experts"]),
+        pytest.param("chunk", None, marks=pytest.mark.slow),
+        pytest.param("layer", ["moe_experts"], marks=pytest.mark.slow),
         ("chunk", ["moe_dispatch", "moe_experts", "moe_combine"]),
     ],
     ids=str,
@@ -234,7 +234,7 @@ def in_order(schedule, models, stash, steps):
         ("layer", 1, 1, 1),
         ("chunk", 1, 1, 1),
         ("layer", 3, 1, 3),
-        ("chunk", 3, 1, 3),
+        pytest.param("chunk", 3, 1, 3, marks=pytest.mark.slow),
         ("chunk", 2, 2, 3),
     ],
 )
