@@ -47,6 +47,8 @@ verify: $(RUN_READY)
 	$(PYTHON) -m packgraph.cli verify $(ARGS)
 
 # Tests on the GPU run one after another in one process: they measure memory and share one device.
+# The others are to take less than ten minutes on two quiet cores: what is longer and varies what a
+# quick test shows is marked `slow`, for test-all.
 test: $(DEV_READY)
 	$(call need,pytest)
 	$(PYTHON) -m pytest tests/gpu -m gpu $(ARGS)

@@ -4,7 +4,7 @@ import os
 import random
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,10 @@ def numbers() -> list[int]:
     ]
 
 
-def failures(entry: Entry, device: str = "cpu") -> list[str]:
-    """What is wrong with an entry, a line for each loop: nothing, if all is well."""
-    verdicts = {loop: check(entry, loop, device) for loop in loops_of(entry)}
+def failures(entry: Entry, device: str = "cpu", loops: Sequence[str] = ()) -> list[str]:
+    """What is wrong with an entry, a line for each loop (default: all of its loops): nothing, if
+    all is well."""
+    verdicts = {loop: check(entry, loop, device) for loop in loops or loops_of(entry)}
     return [
         f"{found.kind} in the {loop} loop: {found.what}"
         for loop, found in verdicts.items()

@@ -10,7 +10,6 @@ import resource
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from importlib.util import find_spec
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commandkit import Forked, command
 
-import packgraph.train
 from packgraph import cli
 from packgraph.train import launch
 from packgraph.train.config.command_line import COMMON, all_options
@@ -310,18 +309,6 @@ def test_verify_refuses_what_compares_nothing(capsys: pytest.CaptureFixture[str]
     )
 
 
-def command(*words: str, **options: Any) -> "subprocess.Popen[str]":
-    source = Path(packgraph.train.__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "packgraph.cli", *words],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def test_a_closed_pipe_is_quiet() -> None:
     read, write = os.pipe()
     os.close(read)
@@ -449,20 +436,10 @@ def test_a_full_disk_is_one_block_and_leaves_no_part_of_a_checkpoint(
     def limit() -> None:  # no file of the process may grow beyond `size` bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
-    process = command(
-        "train",
-        "qwen3-tiny",
-        *SMALL,
-        *data,
-        "--run.steps",
-        "60",
-        "--run.checkpoint-every",
-        "5",
-        preexec_fn=limit,
-        stdout=subprocess.PIPE,
-    )
-    text = process.communicate(timeout=100)[1]
-    assert process.returncode == 2 and "Traceback" not in text, text
+    words = ["train", "qwen3-tiny", *SMALL, *data]
+    more = ["--run.steps", "60", "--run.checkpoint-every", "5"]
+    code, text = Forked(tmp_path, [*words, *more], limit).ended(100)
+    assert code == 2 and "Traceback" not in text, text
     assert re.search(f"packgraph: error: .*{what}", text)
     assert not list((tmp_path / "runs" / "qwen3-tiny").glob("checkpoints/*"))
 
@@ -529,24 +506,17 @@ def test_a_loss_that_is_no_number_ends_with_one(
 def test_a_signal_ends_a_run_cleanly_with_a_checkpoint(
     tmp_path: Path, data: list[str], number: signal.Signals
 ) -> None:
-    process = command(
-        "train",
-        "qwen3-tiny",
-        *SMALL,
-        *data,
-        "--run.steps",
-        "1000000",
-        "--run.checkpoint-every",
-        "1000000",
-    )
+    words = ["train", "qwen3-tiny", *SMALL, *data]
+    more = ["--run.steps", "1000000", "--run.checkpoint-every", "1000000"]
+    process = Forked(tmp_path, [*words, *more])
     metrics = tmp_path / "runs" / "qwen3-tiny" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.is_running() and time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(number)
-    _, text = process.communicate(timeout=30)
-    assert process.returncode == 128 + number and "Traceback" not in text
+    os.kill(process.pid, number)
+    code, text = process.ended(30)
+    assert code == 128 + number and "Traceback" not in text, text
     assert f"stopped by {number.name}" in text
     summary = json.loads((metrics.parent / "summary.json").read_text())
     assert (
@@ -572,7 +542,7 @@ def test_a_time_limit_saves_and_ends_with_a_code_to_requeue_on_and_one_command_g
         "auto",
     ]
     reached = [0]
-    for _ in range(3):
+    for _ in range(2):
         assert cli.main([*words, "--run.max-minutes", "0.05"]) == 75
         text = capsys.readouterr().err
         assert "stopped by run.max_minutes = 0.05" in text and ("resumed from" in text) == (

@@ -7,15 +7,9 @@ import torch
 from distkit import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from parallelkit import (
-    Run,
-    assert_same_within_rounding,
-    differences,
-    steps_of_packs,
-    train,
-    train_both,
-)
+from parallelkit import Run, assert_same_within_rounding, steps_of_packs, train, train_both
 from torch import nn
+from tracekit import differences
 
 from packgraph.ops.collectives import all_gather_flat
 from packgraph.parallel.buckets import ALIGNMENT, plan_gradient_buckets

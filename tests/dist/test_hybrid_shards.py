@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from distkit import CPU, run_ranks
-from shardedkit import broken, differences, settings, train
+from shardedkit import broken, settings, train
+from tracekit import differences
 from trainkit import RandomPacks
 
 from packgraph.parallel.consensus import stage_consensus

@@ -46,7 +46,7 @@ def held(mesh, shard, dtype, **parallel):
     tensors += [span.kept_gradients for span in spans]
     tensors += [tensor for tensor in state if not isinstance(tensor, Pieces)]
     tensors += [part for tensor in pieces for _, part in tensor.pieces]
-    tensors += [t for master in optimizer._masters for t in (master, master.grad)]
+    tensors += [each.values for each in optimizer._updated]
     storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return sum(sizes.values()), need_of(config, "cpu", mesh.world, mesh.rank).state

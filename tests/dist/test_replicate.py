@@ -7,10 +7,11 @@ import functools
 import pytest
 import torch
 from distkit import run_ranks
-from replicakit import CAPACITY, Tied, differences, facts_of, microbatches, train
+from replicakit import CAPACITY, Tied, facts_of, microbatches, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from tracekit import differences
 
 import packgraph
 import packgraph.parallel.replicate as module

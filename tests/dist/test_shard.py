@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from distkit import run_ranks
-from replicakit import CAPACITY, Tied, differences, microbatches
+from replicakit import CAPACITY, Tied, microbatches
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
+from tracekit import differences
 
 import packgraph
 from packgraph.graphs.stages import Stage

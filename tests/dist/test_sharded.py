@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from distkit import CPU, run_ranks
-from shardedkit import LAYERS, broken, differences, settings, train
+from shardedkit import LAYERS, broken, settings, train
 from torch import nn
+from tracekit import differences
 
 from packgraph.graphs.stages import Stage, run_stages
 from packgraph.models.config import ExpertConfig

@@ -5,7 +5,8 @@ from unittest import mock
 
 import pytest
 from distkit import CPU, run_ranks
-from shardedkit import broken, differences, settings, train
+from shardedkit import broken, settings, train
+from tracekit import differences
 
 from packgraph.parallel import sharded_layers
 from packgraph.parallel.sharded_layers import ShardedLayer

@@ -6,7 +6,8 @@ from unittest import mock
 
 import pytest
 from distkit import CPU, run_ranks
-from shardedkit import differences, settings, train
+from shardedkit import settings, train
+from tracekit import differences
 
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.sharded_layers import ShardedLayer

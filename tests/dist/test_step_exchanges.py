@@ -5,7 +5,8 @@ from unittest import mock
 
 import pytest
 from distkit import run_ranks
-from shardedkit import differences, settings, train
+from shardedkit import settings, train
+from tracekit import differences
 
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel.data import FlatParameters

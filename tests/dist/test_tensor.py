@@ -9,7 +9,6 @@ from distkit import run_ranks
 from parallelkit import (
     Run,
     assert_same_within_rounding,
-    differences,
     steps_of_packs,
     tiny_config,
     train,
@@ -18,6 +17,7 @@ from parallelkit import (
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from tracekit import differences
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.graphed import control, graph

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from distkit import run_ranks
-from shardedkit import differences, settings, train
+from shardedkit import settings, train
+from tracekit import differences
 from trainkit import tiny, trainer
 
 from packgraph.models.config import ExpertConfig
@@ -33,18 +34,19 @@ LAYOUTS = {
 }
 
 
-def run_kinds(mesh, kinds, name):
-    options = {"packs": 2, "alike": True}
+def run_kinds(mesh, kinds, name, dtype):
+    options, run = {"packs": 2, "alike": True}, {"dtype": dtype}
     return [
-        train(mesh, settings(shard, graph=graph, optimizer={"name": name}), **options)
+        train(mesh, settings(shard, graph=graph, optimizer={"name": name}, run=run), **options)
         for shard, graph in kinds
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sharded_layers_have_the_bits_of_replicas(name):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*NAMES, "adamw"])
+def test_sharded_layers_have_the_bits_of_replicas(name, dtype):
     kinds = [("none", False), ("gradients", False), ("parameters", False), ("parameters", True)]
-    for plain, gradients, parameters, graph in run_ranks(run_kinds, 2, kinds, name):
+    for plain, gradients, parameters, graph in run_ranks(run_kinds, 2, kinds, name, dtype):
         assert not differences(plain, gradients)
         assert not differences(plain, parameters)
         assert graph["replayed"] >= 3 and not differences(plain, graph)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from graphkit import differences, make_toy, poison_free_slots, toy_inputs, toy_loss, train
+from graphkit import make_toy, poison_free_slots, toy_inputs, toy_loss, train
+from tracekit import differences
 
 import packgraph
 from packgraph.graphs.graphed import graph

@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 import torch
-from graphkit import Toy, differences, make_toy, poison_free_slots, toy_inputs, toy_loss, train
+from graphkit import Toy, make_toy, poison_free_slots, toy_inputs, toy_loss, train
 from torch import nn
+from tracekit import differences
 
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.graphed import graph

@@ -5,8 +5,9 @@ import random
 
 import pytest
 import torch
-from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss, train
+from graphkit import WIDTH, poison_free_slots, toy_inputs, toy_loss, train
 from stashkit import COLUMNS, INNER, make_expert_toy, poison_pages
+from tracekit import differences
 
 from packgraph.graphs.graphed import graph
 from packgraph.moe.stash.pages import (

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
         (2, "--pp 2 --chunks 2 --tied"),
         (2, "--tp 2 --granularity step --optimizer"),
         (2, "--granularity step --optimizer"),
+        (2, "--pp 2 --tied --granularity step --optimizer"),
         (2, "--granularity step --optimizer --shard gradients"),
         (2, "--granularity step --optimizer --shard parameters"),
         (2, "--cp 2 --granularity step --optimizer --shard parameters"),
@@ -26,6 +27,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
         (4, "--tp 2 --pp 2 --granularity layer"),
         (4, "--tp 2 --granularity step --optimizer --shard parameters"),
         (4, "--pp 2 --chunks 2 --tied"),
+        (4, "--pp 2 --tied --granularity step --optimizer"),
+        (4, "--pp 2 --granularity step --optimizer --shard parameters"),
     ],
 )
 def test_graphs_train_as_eager_does_over_nccl(ranks, options):

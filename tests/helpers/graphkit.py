@@ -141,16 +141,6 @@ def train(
     return trace
 
 
-def differences(left, right):
-    """Names of what differs, with the step."""
-    assert len(left) == len(right)
-    found = []
-    for step, (a, b) in enumerate(zip(left, right, strict=True)):
-        assert a.keys() == b.keys()
-        found += [f"step {step}: {name}" for name in a if not torch.equal(a[name], b[name])]
-    return found
-
-
 def poison_free_slots(model, step):
     """Overwrite the memory of every slot that no microbatch owns."""
     for slot in list(model._slots._free):

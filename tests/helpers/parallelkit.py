@@ -204,13 +204,3 @@ def assert_same_within_rounding(results: list[dict[str, Any]], alone: dict[str, 
 def train_both(mesh: Mesh, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same training eagerly and through graphs."""
     return train(mesh, graphs=False, **options), train(mesh, graphs=True, **options)
-
-
-def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """What differs in two traces, with the step."""
-    return [
-        f"step {step}: {name}"
-        for step, (a, b) in enumerate(zip(left["trace"], right["trace"], strict=True))
-        for name in a
-        if not torch.equal(a[name], b[name])
-    ]

@@ -119,16 +119,3 @@ def train(
             optimizer.zero_grad(set_to_none=set_to_none)
             trace.append(facts)
     return {"trace": trace, "replayed": graphed.stats.replayed}
-
-
-def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """What differs in two traces, with the step."""
-    found = []
-    for step, (one, other) in enumerate(zip(left["trace"], right["trace"], strict=True)):
-        for name, value in one.items():
-            if value is None or other[name] is None:
-                same = value is other[name]
-            else:
-                same = torch.equal(value, other[name])
-            found += [] if same else [f"step {step}: {name}"]
-    return found

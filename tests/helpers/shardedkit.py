@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tracekit import differences
 from trainkit import CPU, RandomPacks, tiny
 
 from packgraph.parallel.mesh import Mesh, make_mesh
@@ -100,15 +101,6 @@ def train(
     totals = executor.totals()
     executor.close()
     return {"trace": trace, **totals}
-
-
-def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """What differs in two traces, with the step."""
-    found = []
-    for step, (one, other) in enumerate(zip(left["trace"], right["trace"], strict=True)):
-        assert one.keys() == other.keys()
-        found += [f"step {step}: {n}" for n, v in one.items() if not torch.equal(v, other[n])]
-    return found
 
 
 def broken(

@@ -76,6 +76,16 @@ class StopAfter(StopRequest):
         return self.left < 0
 
 
+class PacksOfOneCapacity(RandomPacks):
+    """Other packs, all of one capacity."""
+
+    def __next__(self):
+        draw = random.Random(self.position)
+        self.position += 1
+        documents = [[draw.randrange(32) for _ in range(draw.randint(2, 20))] for _ in range(3)]
+        return PackedBatch.build(documents, Capacity(64, 8))
+
+
 def tiny(graph: bool = False, **run: Any) -> TrainConfig:
     return TrainConfig(
         preset="test",

@@ -87,7 +87,6 @@ from packgraph.viz.offload import chrome_trace, draw_offload_svg
 
 OFFLOAD_WAYS = ("kept", "everything", "planned")
 USUAL_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_act", "expert_fc1", "moe_act")
-CALLS = 4  # microbatches of a round
 TRIALS = 3  # replays of a first plan, the last of which tells the times for the second
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "pinned host memory")
 
@@ -125,7 +124,7 @@ class OffloadArguments(WorkArguments):
     part: Part = option("layers", PART_HELP)
     documents: Count = option(64, "at most in one microbatch", metavar="N")
     ways: tuple[Annotated[str, OFFLOAD_WAYS], ...] = option(
-        OFFLOAD_WAYS, "those to measure; kept always is"
+        OFFLOAD_WAYS, "those to measure; ratios are of kept, where it is among them"
     )
     attention: Attention = option("auto", "attention of every way")
     modules: tuple[Annotated[str, MODULES], ...] = option(USUAL_MODULES, "what may move")
@@ -139,6 +138,7 @@ class OffloadArguments(WorkArguments):
     in_flight: Count = option(2, "copies to the host at a time", metavar="N")
     min_bytes: Count = option(2**20, "bytes of the smallest tensor that moves", metavar="N")
     rounds: Count = option(9, "how often all ways take turns", metavar="N")
+    calls: Count = option(4, "microbatches of a round", metavar="N")
     largest: int = option(
         0, "look for the most tokens that run, in steps of T; 0 = do not", metavar="T"
     )
@@ -170,7 +170,7 @@ def bench_offload(
     recompute(model, options.recompute)
     known, takes = dict.fromkeys(OFFLOAD_WAYS, 0), dict.fromkeys(OFFLOAD_WAYS, HeldBytes())
     any_size = OffloadCase(options, model, device, 0, copy_ceiling(device))
-    ways = [way for way in OFFLOAD_WAYS if way == "kept" or way in options.ways]
+    ways = [way for way in OFFLOAD_WAYS if way in options.ways]
     for tokens in options.tokens:
         kept: Row | None = None
         case = replace(any_size, tokens=tokens)
@@ -385,11 +385,12 @@ class OffloadRun:
         case: OffloadCase,
         policy: Policy | None,
         follows: tuple[OffloadTrace, OffloadPlan] | None = None,
-        calls: int = CALLS,
+        calls: int | None = None,
     ) -> None:
         """policy: makes the plan of what moves; follows: a plan of another run and its trace, None
-        = neither. calls: microbatches."""
+        = neither. calls: microbatches; None is as many as the options say."""
         options, device = case.options, case.device
+        calls = options.calls if calls is None else calls
         capacity = Capacity(case.tokens, options.documents)
         drawn = draw_batches(capacity, calls, case.model.config.vocab_size, **options.drawn)
         self.batches = [batch.to(device) for batch in drawn]

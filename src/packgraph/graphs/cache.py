@@ -7,9 +7,9 @@ lets go of its own, another model is freed, a slot is given back. Other failures
 the module changes, unless they repeat: calls may change the module themselves, by hooks or in their
 backward.
 
-Ranks that share rows, matrices or experts must run a call the same way. Whoever captures with
-others asks for consensus after each capture, before anything relies on it;
-`parallel/consensus.py` knows how ranks ask each other.
+Ranks that share rows, matrices or experts must capture a call together: `agreement.py` says when
+they do. Whoever captures with others asks for consensus after each capture, before anything relies
+on it.
 """
 
 import time
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from packgraph.graphs import fallback
+from packgraph.graphs.agreement import Consensus, JointCaptures
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.key import Signature
@@ -35,13 +36,6 @@ FREE_MEMORY = (
     "free memory, or declare fewer or smaller capacities, or fewer slots: graphs keep their "
     "activations"
 )
-# what was captured, for people; why that failed here, or None -> why it failed on any rank, or None
-Consensus = Callable[[str, CaptureError | None], CaptureError | None]
-
-
-def alone(what: str, error: CaptureError | None) -> CaptureError | None:
-    """The consensus of a process that exchanges nothing."""
-    return error
 
 
 def call_name(module: nn.Module, args: tuple[Any, ...]) -> str:
@@ -76,17 +70,26 @@ class GraphCache:
     """Captured graphs by slot and key, and the keys that could not be captured.
 
     Attributes:
-        consensus: Asked by `agree` after every capture that other ranks make, too.
+        joint: Decides about captures that other ranks make, too.
         failed: Keys whose capture has failed.
         waiting: Keys whose capture found no memory, with the calls to wait before the next try.
     """
 
     def __init__(self, stats: Stats, device: torch.device) -> None:
-        self.consensus: Consensus = alone
+        self.joint = JointCaptures()
         self._stats, self._device = stats, device
         self.failed: set[Hashable] = set()
         self._retries = _Retries()
         self.waiting = self._retries.waiting
+
+    @property
+    def consensus(self) -> Consensus:
+        """Asked by `agree` after every capture that other ranks make, too."""
+        return self.joint.consensus
+
+    @consensus.setter
+    def consensus(self, consensus: Consensus) -> None:
+        self.joint.consensus = consensus
 
     @property
     def failures(self) -> int:
@@ -119,11 +122,7 @@ class GraphCache:
         Returns:
             The reason to run such calls eagerly, and whether it is news to the user.
         """
-        if (
-            self.consensus is alone
-            and is_out_of_memory(error.__cause__)
-            and self._retries.wait(key)
-        ):
+        if self.joint.is_alone and is_out_of_memory(error.__cause__) and self._retries.wait(key):
             return fallback.NO_MEMORY, True
         self.failed.add(key)
         return fallback.CAPTURE_FAILED, self._retries.is_news(key, error)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from packgraph.graphs import fallback
+from packgraph.graphs.agreement import CAPTURE, EAGER, START_OVER
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.cache import GraphCache
@@ -39,6 +40,7 @@ from packgraph.graphs.replay import Variant
 from packgraph.graphs.slots import Calls, Slot, Slots
 
 MAX_KEYS = 64
+_MODULE_CHANGED = "module changed"
 
 
 class Capturer:
@@ -89,6 +91,7 @@ class Capturer:
         self._moves = set[tuple[Hashable, str]]()  # by captures, of each key
         self._dry_runs: dict[Hashable, DryRun] = {}
         self._compiled: set[Hashable] = set()
+        self._told_apart = set[str]()
 
     def turn(self, training: bool) -> None:
         """The module is in training mode, or in evaluation mode, from here on: each has graphs and
@@ -114,19 +117,26 @@ class Capturer:
             self.cache.is_hopeless(key) or not self._may_capture_now()
         )
 
-    def check_state(self) -> str | None:
+    def check_state(self, what: str | None = None) -> str | None:
         """Drops all graphs if a fact has changed that they baked about the module; the next call is
         captured again.
+
+        Where ranks capture together they stay unless all ranks agree to that now, and hold again
+        when the fact does.
+
+        Args:
+            what: The call in words, by which ranks agree; None = they are not asked.
 
         Returns:
             The reason to run eagerly, if there is one.
         """
-        change, before = (self.state.changed(), self.state.refused) if self.state else (None, None)
-        change = change or self._moved
+        change, before = self._change(), self.state.refused if self.state else None
         if self.state is None or change is not None:
             if not are_leaves(self._module):
                 return fallback.NOT_LEAVES
             if change is not None:
+                if not self._may_start_again(change, what):
+                    return fallback.APART
                 self._start_again(change)
             self.program = self.program.rebuilt()
             self.state = ModuleState(self._module, self.program.volatile)
@@ -140,6 +150,49 @@ class Capturer:
             )
         return None if refused is None else fallback.HIDDEN_STATE
 
+    def check_state_with_others(self) -> str | None:
+        """As `check_state`, before captures that all ranks begin at the same time: if the module
+        has changed on one of them, all drop their graphs."""
+        change = self._change()
+        error = None if change is None else CaptureError(change.what, user_line(), change.remedy)
+        if self.cache.consensus(type(self._module).__name__, error) is not None:
+            self._refuse_another_device()
+            self.cache.forgive()
+            self.start_over(_MODULE_CHANGED)
+        return self.check_state()
+
+    def _change(self) -> Change | None:
+        """What has changed about the module since its state was looked at."""
+        return (self.state.changed() if self.state is not None else None) or self._moved
+
+    def _may_start_again(self, change: Change, what: str | None) -> bool:
+        if self.cache.joint.is_alone:
+            return True
+        if what is None:
+            return False
+        if self.cache.joint.decide(START_OVER, what) != EAGER:
+            return True
+        self._tell_apart(f"{change} on this rank, and other ranks have not captured again with it")
+        return False
+
+    def _tell_apart(self, what: str) -> None:
+        if what not in self._told_apart:
+            self._told_apart.add(what)
+            error = CaptureError(what, user_line(), fallback.REASONS[fallback.APART].remedy)
+            self._notices.complain(
+                error, fallback.APART, "running eagerly, because ranks capture together"
+            )
+
+    def join_others(self, what: str) -> str:
+        """CAPTURE if all ranks capture the call that is `what` in words, START_OVER if they do so
+        after this one has dropped its graphs, else EAGER."""
+        found = self.cache.joint.decide(CAPTURE, what)
+        if found == START_OVER:
+            self.start_over(_MODULE_CHANGED)
+        elif found == EAGER:
+            self._tell_apart(f"{what} has no graphs on this rank")
+        return found
+
     def is_captured(self, call: Signature, slot: Slot) -> bool:
         """Whether the slot has graphs for this key, with a backward for all that is known of its
         gradients."""
@@ -147,16 +200,35 @@ class Capturer:
         return variant is not None and variant.version == variant.gradients.version
 
     def captured(
-        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Signature,
+        slot: Slot,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        what: str | None,
     ) -> Variant:
         """The slot's graphs for a call, captured now if there are none.
+
+        what: the call in words, where other ranks capture it now, too; all of them or none have its
+        graphs then.
 
         Raises:
             CaptureError: The call cannot be captured; nothing has changed then.
         """
+        failed: CaptureError | None = None
         if not self.is_captured(call, slot):
             self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
-            self.cache.capture(call, slot, lambda: self._capture(call, slot, args, kwargs))
+            try:
+                self.cache.capture(call, slot, lambda: self._capture(call, slot, args, kwargs))
+            except CaptureError as error:
+                failed = error
+            try:
+                if what is not None:
+                    failed = self.cache.agree(what, call.key, slot, failed)
+                if failed is not None:
+                    raise failed
+            finally:
+                failed = None  # its traceback holds this frame
         found: Variant = slot.variants[call.key]
         return found
 
@@ -268,7 +340,7 @@ class Capturer:
             warn(f"capturing again: {error}")
         if self._may_capture_now():
             self.cache.forgive()
-        self.start_over("module changed")
+        self.start_over(_MODULE_CHANGED)
 
     def start_over(self, reason: str) -> None:
         """Frees all graphs, counted under `reason`, and forgets what they hold for."""

@@ -204,6 +204,16 @@ NO_MEMORY = _reason(
     "free memory, or declare fewer or smaller "
     "capacities or fewer slots: the capture is tried again later, a few times",
 )
+OTHER_RANK = _reason(
+    "another rank runs this step eagerly",
+    "see the warnings of the other ranks: a step of a pipeline is one graph on all of them or on "
+    "none",
+)
+APART = _reason(
+    "other ranks do not capture in this call",
+    "change the module on all ranks before the same call, or put back what was changed: ranks that "
+    "exchange data in a module capture it together or not at all",
+)
 CAPTURE_FAILED = _reason(
     "capture failed",
     "see the first error of this call's capture: it names the line and what to do there",

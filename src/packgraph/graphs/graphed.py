@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel as _DDP
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
+from packgraph.graphs.agreement import CAPTURE, EAGER, Consensus, consensus_of
 from packgraph.graphs.backend import Backend
-from packgraph.graphs.cache import Consensus, call_name
+from packgraph.graphs.cache import call_name
 from packgraph.graphs.capture import Capturer
 from packgraph.graphs.checks.host_sync import capturing
 from packgraph.graphs.checks.module_state import ModuleState
@@ -148,7 +149,7 @@ class Control:
         stats: Counts of what was captured, replayed and run eagerly.
         lends: For a pipeline that owns its slots; outputs and the gradients of inputs are handed
             out as static memory, valid until the slot is released, instead of clones.
-        consensus: Asked after every capture of `build`, where other ranks must make the same ones;
+        consensus: Asked before and after every capture, where other ranks must make the same ones;
             a failure of one is a failure of all.
     """
 
@@ -190,6 +191,7 @@ class Control:
             self.stats,
             self._notices,
         )
+        self.consensus = consensus_of(module)
         self._closed = False
         self._released: HostWeights | None = None
         self._frozen: object | None = None  # a block in which the module does not change
@@ -221,7 +223,7 @@ class Control:
 
     @property
     def consensus(self) -> Consensus:
-        """Asked after every capture of `build`."""
+        """Asked before and after every capture, where other ranks make it, too."""
         return self._capturer.cache.consensus
 
     @consensus.setter
@@ -288,6 +290,7 @@ class Control:
 
     def _acquire(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
         """As `acquire`, by a thread that is counted among the calls."""
+        self._capturer.cache.joint.calls += 1
         if self._calls.shared and not self._slots.launches.shared:
             self._slots.launches.share()
         reason = self._reason_around()
@@ -360,7 +363,7 @@ class Control:
             return fallback.NO_KEY
         if self._capturer.failed(call.key):
             return fallback.CAPTURE_FAILED
-        reason = self._check_state()
+        reason = self._check_state(self._in_words(call, args))
         if reason is not None:
             return reason
         if self._capturer.cache.must_wait(call.key):
@@ -378,19 +381,52 @@ class Control:
         lease = self._slots.acquire(call.key)
         if lease is None:
             return fallback.NO_SLOT
-        if not self._capturer.is_captured(call, lease.slot) and not self._calls.may_capture():
-            lease.release()
-            return None
+        if not self._capturer.is_captured(call, lease.slot):
+            if not self._calls.may_capture():
+                lease.release()
+                return None
+            joined = self._join_others(call, args, lease)
+            if isinstance(joined, str):
+                return joined
+            lease = joined
         with contextlib.ExitStack() as on_error:
             on_error.callback(lease.release)
             try:
-                variant = self._capturer.captured(call, lease.slot, args, kwargs)
+                what = self._in_words(call, args)
+                variant = self._capturer.captured(call, lease.slot, args, kwargs, what)
             except CaptureError as error:
                 # Gradients are looked at once more.
                 self._frozen = self._frozen and object()
                 return self._give_up(call, error)
             on_error.pop_all()
         return self._handle(lease, variant)
+
+    def _join_others(
+        self, call: Signature, args: tuple[Any, ...], lease: SlotLease
+    ) -> SlotLease | str:
+        """A slot for a capture that all ranks make which must, or the reason to run eagerly. lease:
+        of a slot without graphs of the call; it is released where it is not returned."""
+        what = self._in_words(call, args)
+        if what is None:
+            return lease
+        with contextlib.ExitStack() as unless_captured:
+            unless_captured.callback(lease.release)
+            found = self._capturer.join_others(what)
+            if found == CAPTURE:
+                unless_captured.pop_all()
+                return lease
+        if found == EAGER:
+            return fallback.APART
+        self._frozen = self._frozen and object()
+        return self._capturer.check_state() or self._slots.acquire(call.key) or fallback.NO_SLOT
+
+    def _in_words(self, call: Signature, args: tuple[Any, ...]) -> str | None:
+        """A call by which ranks agree about its capture; None where no others make it."""
+        if self._capturer.cache.joint.is_alone:
+            return None
+        name, (grads, nbytes) = call_name(self.module, args), call.size
+        mode = "training" if self._capturer.training else "evaluation"
+        return f"{name} in {mode} mode, gradients {'on' if grads else 'off'}, {nbytes} bytes"
 
     def _give_up(self, call: Signature, error: CaptureError) -> str:
         """The reason to run a call eagerly whose capture has failed."""
@@ -413,6 +449,8 @@ class Control:
         same parameters would.
         """
         self._turn()
+        if self._refusal is not None:
+            self._ask_for_refusal()
         if self._capturer.state is not None and self._check_state() is None:
             self._frozen = object()
         try:
@@ -420,9 +458,9 @@ class Control:
         finally:
             self._frozen = None
 
-    def _check_state(self) -> str | None:
+    def _check_state(self, what: str | None = None) -> str | None:
         """As `Capturer.check_state`; within `frozen` nothing can have changed."""
-        return None if self._frozen is not None else self._capturer.check_state()
+        return None if self._frozen is not None else self._capturer.check_state(what)
 
     def has_free_slot(self) -> bool:
         """Whether `acquire` would find a slot now."""
@@ -470,12 +508,9 @@ class Control:
         with as_in_training(self.module), contextlib.ExitStack() as held:
             self._turn()
             self._ask_for_refusal()
-            if (
-                self._refusal is not None
-                or reason_around()
-                or self._is_patched()
-                or self._check_state()
-            ):
+            reason = None if self._refusal is None else self._refusal.reason
+            reason = reason or reason_around() or (fallback.PATCHED if self._is_patched() else None)
+            if not self._may_build(reason):
                 return
             leases = self._slots.reserve(slots or self._slots.limit or 1)
             for lease in leases:
@@ -484,6 +519,21 @@ class Control:
                 for call, args in calls:
                     if not self._capturer.cache.has_failed(call.key):
                         self._build(call, lease.slot, args)
+
+    def _may_build(self, reason: str | None) -> bool:
+        """Whether all ranks that build together can. reason: why this one cannot, or None."""
+        cache = self._capturer.cache
+        if cache.joint.is_alone:
+            return reason is None and self._check_state() is None
+        changed = self._capturer.check_state_with_others()  # all ranks ask
+        reason = reason or changed
+        error: CaptureError | None = None
+        if reason is not None:
+            error = CaptureError(reason, user_line(), fallback.reason_of(reason).remedy)
+        failed = cache.consensus(type(self.module).__name__, error)
+        if failed is not None and error is None:
+            self._notices.complain(failed, fallback.APART, "running eagerly for now")
+        return failed is None
 
     def _build(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
         failed: CaptureError | None = None
@@ -495,7 +545,7 @@ class Control:
                         user_line(),
                         "build graphs before other threads call the module",
                     )
-                self._capturer.captured(call, slot, args, {})
+                self._capturer.captured(call, slot, args, {}, None)
         except CaptureError as error:
             failed = error
         failed = self._capturer.cache.agree(call_name(self.module, args), call.key, slot, failed)
@@ -608,9 +658,9 @@ class Control:
         Raises CaptureError where a capture could not begin.
         """
         self._refuse_released()
-        refused, call = find_unsupported(self.module), self._signature(args)
+        refused, call = self.refused_now(), self._signature(args)
         if refused is not None:
-            raise CaptureError(refused.what, user_line(), refused.remedy)
+            raise refused
         if call is None:
             raise CaptureError(
                 "an argument cannot be part of a key",
@@ -632,6 +682,11 @@ class Control:
                 )
             self._capturer.compile(call, args, {})  # first by itself, as before a capture
             yield self._capturer.program, self._output_gradients.of(call.key)
+
+    def refused_now(self) -> CaptureError | None:
+        """Why the module cannot be captured at all as it is, or None."""
+        found = find_unsupported(self.module)
+        return None if found is None else CaptureError(found.what, user_line(), found.remedy)
 
     def _reason_around(self) -> str | None:
         """Why no call can be a replay where this one is made."""

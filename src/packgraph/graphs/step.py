@@ -15,14 +15,16 @@ A step may end in work that ranks do together: the reduction of gradients and th
 given as `finish`. A rehearsal does not begin it before every rank has come so far; the capture
 behind that may begin it early, so that reductions run beside the last backward:
 
-    rank 0   F0 B0 F1 B1 ─▶ meet ─┬─▶ finish ─▶ capture F0 B0 F1 B1 + finish ─▶ vote
+    rank 0   F0 B0 F1 B1 ─▶ meet ─┬─▶ finish ─▶ meet ─▶ capture F0 B0 F1 B1 + finish ─▶ vote
     rank 1   F0 FAILS ───▶ vote ──┴─▶ nobody reduces, all run this step eagerly
 
 A replay and an eager step send the same collectives in the same order. So a rank whose module has
-changed since runs eagerly, while the others replay; a capture is of all ranks or of none.
+changed since runs eagerly, while the others replay; a capture is of all ranks or of none. Ranks of
+a pipeline agree on the host before each step anyway: `agreement` says then what all of them do.
 """
 
 import contextlib
+import enum
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -31,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from packgraph.graphs import fallback
+from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.backend import (
     Backend,
     Graph,
@@ -38,7 +41,7 @@ from packgraph.graphs.backend import (
     range_name,
     sizes_in_short,
 )
-from packgraph.graphs.cache import Consensus, GraphCache, alone
+from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.checks.module_state import ModuleState
@@ -48,7 +51,7 @@ from packgraph.graphs.dry_run import compiled_code, explained, undone
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
-from packgraph.graphs.key import signature
+from packgraph.graphs.key import Signature, signature
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import hide_lengths
 from packgraph.graphs.replay import ProfiledGraph
@@ -58,6 +61,23 @@ MAX_STEP_KEYS = 16
 WHOLE = "a whole step"
 Step = Callable[..., torch.Tensor]
 Finish = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Standing(enum.IntEnum):
+    """What a step is to one rank: not to be a graph, to be captured, or captured."""
+
+    EAGER = 0
+    NEW = 1
+    CAPTURED = 2
+
+
+# this rank's own standing -> that of all ranks
+Agreement = Callable[[Standing], Standing]
+
+
+def own(standing: Standing) -> Standing:
+    """The agreement of ranks that may run one step in different ways."""
+    return standing
 
 
 class FailedTogetherError(CaptureError):
@@ -102,11 +122,11 @@ class GraphedStep:
     them steps run eagerly. compiled: whether `run` calls compiled stages, by
     `GraphedModule.run_eagerly`. copy_streams: of eager work of `run`, None = the backend's.
     finish: makes the result of a step of what `run` returned, by collectives of all ranks that
-    vote; None = that is the result. Where it is given, `run` takes `early`: whether it may begin
-    those collectives itself.
+    vote; None = that is the result. Where it is given, `run` takes `rehearses`: whether others may
+    not get to its end, so that it must not begin those collectives itself.
 
     Attributes:
-        is_apart: Whether the modules have changed since other ranks captured steps with this one.
+        agreement: Asked before each step, where all ranks must run it in one way.
     """
 
     def __init__(
@@ -135,7 +155,7 @@ class GraphedStep:
         self._buffers = GradientBuffers()
         self._state: ModuleState | None = None
         self._stale: set[Hashable] = set()
-        self.is_apart = False
+        self.agreement: Agreement = own
         self.stats = Stats()
         self._cache = GraphCache(self.stats, device)
         self.stats.measure_pools(lambda: slot.pool.nbytes())
@@ -152,10 +172,15 @@ class GraphedStep:
     def __call__(self, *args: Any) -> torch.Tensor:
         """One step. Returns its result; gradients are added to `.grad`."""
         reason = fallback.bypass_reason() or self.reason_against(*args)
-        call = signature(args, {}, self._device)
-        if reason is not None or call is None:
-            self.stats.fallbacks[reason or fallback.NO_KEY] += 1
+        if reason is not None:
+            self.stats.fallbacks[reason] += 1
             return self._all(args)
+        return self.replay(*args)
+
+    def replay(self, *args: Any) -> torch.Tensor:
+        """A step that is `ready`, from its graph. Returns its result."""
+        call = signature(args, {}, self._device)
+        assert call is not None, "steps without a key are never ready"
         variant: StepVariant = self._slot.variants[call.key]
         tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, torch.Tensor)]
         for buffer, tensor in zip(variant.inputs, tensors, strict=True):
@@ -171,11 +196,7 @@ class GraphedStep:
         `ready`."""
         if self.ready(*args):
             return None
-        call = signature(args, {}, self._device)
-        if call is None:
-            return fallback.NO_KEY
-        failed = self._cache.has_failed(call.key)
-        return fallback.CAPTURE_FAILED if failed else fallback.TOO_MANY_KEYS
+        return self._eager_reason(signature(args, {}, self._device))
 
     def ready(self, *args: Any) -> bool:
         """Whether a step with these arguments can be replayed; captures it if it is new.
@@ -187,20 +208,18 @@ class GraphedStep:
                 several ranks captured it.
         """
         call = signature(args, {}, self._device)
-        if call is None:
-            return False
-        if self._state is not None and self._state.changed() is not None:
-            self._forget_captured()
+        standing = self._standing(call)
+        agreed = self.agreement(standing)
+        if agreed is Standing.CAPTURED:
+            return True
         # What a larger step has dropped here it has dropped on all ranks, which capture it again.
-        if call.key in self._slot.variants and call.key in self._stale:
+        if call is not None and call.key in self._stale and call.key in self._slot.variants:
             raise CaptureError(
                 "the module has changed since all ranks captured this step together",
                 user_line(),
                 "leave the module as it is, or change it before the first step is captured",
             )
-        if call.key in self._slot.variants:
-            return True
-        if self._cache.has_failed(call.key) or len(self._slot.variants) >= self.limit:
+        if call is None or agreed is Standing.EAGER:
             return False
         state = self._state = self._state or ModuleState(self.modules)
         failed: CaptureError | None = None
@@ -217,6 +236,26 @@ class GraphedStep:
         self._stale.discard(call.key)
         return True
 
+    def _standing(self, call: Signature | None) -> Standing:
+        """What a step with this signature is to this rank; forgets graphs of a changed module."""
+        if call is None:
+            return Standing.EAGER
+        if self._state is not None and self._state.changed() is not None:
+            self._forget_captured()
+        if call.key in self._slot.variants:
+            return Standing.EAGER if call.key in self._stale else Standing.CAPTURED
+        full = len(self._slot.variants) >= self.limit
+        return Standing.EAGER if full or self._cache.has_failed(call.key) else Standing.NEW
+
+    def _eager_reason(self, call: Signature | None) -> str:
+        """Why a step that is not `ready` runs eagerly."""
+        if call is None:
+            return fallback.NO_KEY
+        if self._cache.has_failed(call.key):
+            return fallback.CAPTURE_FAILED
+        own = self._standing(call)
+        return fallback.TOO_MANY_KEYS if own is Standing.EAGER else fallback.OTHER_RANK
+
     def others_replay(self, *args: Any) -> bool:
         """Whether other ranks replay this step, which this one runs eagerly."""
         call = signature(args, {}, self._device)
@@ -226,7 +265,6 @@ class GraphedStep:
         """Free all graphs."""
         self._slot.clear()
         self._stale.clear()
-        self.is_apart = False
 
     def _forget_captured(self) -> None:
         """The modules have changed: what was captured is not replayed any more.
@@ -234,9 +272,9 @@ class GraphedStep:
         Ranks that captured together may not have seen a change. They would not capture again with
         this one, so it keeps its graphs, as they do theirs, and runs these steps eagerly.
         """
-        if self._meets:
+        if self.consensus is not alone:
             self._stale.update(self._slot.variants)
-            self._state, self.is_apart = None, True
+            self._state = None
             return
         self.stats.dropped("module changed", self._slot.clear())
         self._state, self._buffers = None, GradientBuffers()
@@ -245,7 +283,7 @@ class GraphedStep:
         """The whole step. rehearses: whether all ranks get to its end is not known."""
         if self._finish is None:
             return self.run(*args)
-        result = self.run(*args, early=not rehearses)
+        result = self.run(*args, rehearses=rehearses)
         if rehearses:
             self._meet()
         return self._finish(result)
@@ -294,6 +332,8 @@ class GraphedStep:
                 parameter.grad = owned[-1].tensor
             with compiled_code(self.compiled):
                 read = self._rehearse(shown, journal)
+            if self._meets:  # a capture may exchange, too
+                self._meet()
             stack.enter_context(compiled_code(self.compiled, fixed=True))
             for copy_streams in self._eager_copy_streams:
                 copy_streams.memories.let_go()

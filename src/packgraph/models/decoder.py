@@ -148,6 +148,7 @@ def layer_matrices(config: DecoderConfig) -> list[tuple[int, int]]:
     return [sizes[layer_kind(config, index)] for index in range(config.depth)]
 
 
+@lru_cache
 def end_units(config: DecoderConfig) -> int:
     """How many of embedding and head are sharded as layers are: none where several stages read one
     matrix."""
@@ -155,14 +156,14 @@ def end_units(config: DecoderConfig) -> int:
         return len(DecoderStack(config, {}).ends)
 
 
+@lru_cache(maxsize=16)  # layers come with stages
 def named_stages(config: DecoderConfig) -> Sequence[Stage]:
     """Every stage name that a decoder of `config` has, without its weights: those of one layer of
     each kind."""
     with torch.device("meta"):
         indices = _one_of_each_kind(config, range(config.depth))
-        return DecoderStack(
-            config, {index: make_layer(config, index) for index in indices}
-        ).stages()
+        layers = {index: make_layer(config, index) for index in indices}
+        return tuple(DecoderStack(config, layers).stages())
 
 
 def parts_without(

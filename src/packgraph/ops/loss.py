@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-CHUNK_ELEMENTS = 2**28  # logits of one chunk: 512 MiB in bfloat16
+CHUNK_ELEMENTS = 2**30  # logits of one chunk at most: 2 GiB in bfloat16
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 

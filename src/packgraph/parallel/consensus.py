@@ -9,22 +9,29 @@ middle may leave partners in one of them, where they cannot hear of it. They do 
 then; after some patience those who did come end the run with one message, that of the rank that
 failed, and the launcher ends the rest. Votes go through the store in which the processes have met:
 it needs no device and no partner.
+
+A meeting comes before a capture that not all ranks may want (`graphs/agreement.py`). It ends in one
+verdict: that of the rank that comes last, or of the first that has waited long enough, whichever
+the store has counted first. So all ranks capture, or none does, and nobody waits for ever.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from packgraph.graphs.cache import Consensus, alone
+from packgraph.graphs.agreement import EAGER, Consensus, alone, verdict
 from packgraph.graphs.errors import CaptureError, user_line
+from packgraph.graphs.step import Agreement, Standing, own
 from packgraph.parallel.mesh import Mesh
 
 PATIENCE = 120.0  # seconds that partners of a failed capture may still need for their own
 SILENCE = 600.0  # the same where nobody has failed: one rank may compile longer than another
+MEETING = 10.0  # seconds that a rank waits for others which may replay instead
 PAUSE = 0.002
-FATAL = "fatal"
+FATAL, _SEPARATOR = "fatal", "\n"
 
 
 class LostPartnersError(RuntimeError):
@@ -42,7 +49,43 @@ class StoreConsensus:
         # numbers.
         circle = f"{name} of {','.join(map(str, self._ranks))}"
         self._name = f"{circle}/{self._store.add(f'packgraph/{circle} by {self._rank}', 1)}"
-        self._count = 0
+        self._count = self._modules = 0
+
+    def join(self) -> str:
+        """As `Consensus.join`; all ranks call it for their modules in one order."""
+        self._modules += 1
+        return f"module {self._modules}"
+
+    def meet(self, place: str, wish: tuple[str, str]) -> str:
+        """As `Consensus.meet`."""
+        here = f"packgraph/{self._name}/meeting/{place}"
+        self._store.set(f"{here}/{self._rank}", _SEPARATOR.join(wish))
+        if self._store.add(f"{here}/came", 1) == len(self._ranks):
+            told = [self._store.get(f"{here}/{rank}").decode() for rank in self._ranks]
+            wishes = [(kind, call) for kind, call in (text.split(_SEPARATOR) for text in told)]
+            return self._decide(here, verdict(wishes))
+        until = time.monotonic() + MEETING
+        while not self._store.check([f"{here}/verdict"]):
+            if time.monotonic() > until:
+                return self._decide(here, EAGER)
+            time.sleep(PAUSE)
+        return self._store.get(f"{here}/verdict").decode()
+
+    def _decide(self, here: str, found: str) -> str:
+        """The verdict of a meeting: `found`, unless another rank has decided before."""
+        if self._store.add(f"{here}/decided", 1) == 1:
+            self._store.set(f"{here}/verdict", found)
+        return self._store.get(f"{here}/verdict").decode()
+
+    def note(self, fact: str) -> None:
+        """As `Consensus.note`."""
+        self._store.set(f"packgraph/{self._name}/noted/{fact}/{self._rank}", "")
+
+    def all_noted(self, fact: str) -> bool:
+        """As `Consensus.all_noted`."""
+        return self._store.check(
+            [f"packgraph/{self._name}/noted/{fact}/{rank}" for rank in self._ranks]
+        )
 
     def __call__(self, what: str, error: CaptureError | None) -> CaptureError | None:
         """None if `what` went well on all ranks; else this rank's `error`, or one that names the
@@ -103,6 +146,21 @@ def _lost(what: str, failed: dict[int, str], waiting: Sequence[int], patience: f
     )
 
 
+def agreement_of_all(mesh: Mesh) -> Agreement:
+    """Among all ranks, before a step that ends in their common update: what it is to each of them,
+    if it is the same to all; else none replays or captures it. Collective, on the host."""
+    if mesh.world == 1:
+        return own
+
+    def agreed(standing: Standing) -> Standing:
+        ends = torch.tensor([int(standing), -int(standing)])
+        dist.all_reduce(ends, dist.ReduceOp.MIN, group=mesh.host_group)
+        least, most = ends.tolist()
+        return standing if least == -most else Standing.EAGER
+
+    return agreed
+
+
 def stage_consensus(mesh: Mesh, patience: float = PATIENCE, *, sharded: bool = False) -> Consensus:
     """Among the ranks that this one exchanges data with while it runs its part of a model: those of
     its stage that share rows, matrices or experts with it, directly or through others. sharded: so
@@ -135,6 +193,12 @@ def _replica(mesh: Mesh, sharded: bool = False) -> list[int]:
 
     mine, coordinates = block(mesh.place), mesh.layout.coordinates
     return [rank for rank in range(mesh.world) if block(coordinates(rank)) == mine]
+
+
+def consensus_over(group: dist.ProcessGroup | None) -> Consensus:
+    """Among the ranks of `group`; None = this one alone."""
+    ranks = [] if group is None else dist.get_process_group_ranks(group)
+    return alone if len(ranks) < 2 else StoreConsensus("captures", ranks)
 
 
 def _vote(mesh: Mesh, name: str, ranks: Sequence[int], patience: float) -> Consensus:

@@ -130,6 +130,11 @@ class FlatParameters:
             for number, span in enumerate(self.spans)
             for member in span.members
         }
+        self._busy = {
+            span.within.shard
+            for span in (*self.spans, *self.frozen)
+            if span.sharded_layer is not None
+        }
         self._expected: list[set[int]] = []
         self._behind: list[set[int] | None] = []  # None: of spans that wait for the end
         self._launched = 0
@@ -194,10 +199,16 @@ class FlatParameters:
 
     def _is_complete(self, number: int) -> bool:
         """Whether nothing will be added to the gradients of a span. Those of a sharded layer are in
-        what is kept when the layer in front is done, hence when the one before that has begun."""
-        if self._expected[number]:
+        what is kept when the layer in front is done, hence when the one before that has begun.
+
+        What goes over a group of sharded layers waits for the end of the backward: an eager
+        backward gets to it between their exchanges, one by graphs behind those of a whole graph,
+        and ranks may differ in that.
+        """
+        span = self.spans[number]
+        if self._expected[number] or (span.sharded_layer is None and span.group in self._busy):
             return False
-        return self.spans[number].within.across is None or self._behind[number] == set()
+        return span.within.across is None or self._behind[number] == set()
 
     def ready(self, parameters: Sequence[Tensor]) -> None:
         """Say that these gradients of the step are final; starts to reduce spans that are complete

@@ -62,11 +62,13 @@ def set_aside(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """For the block `module` has no such parameters; afterwards the same at the same places."""
     owners, kept = _owners(module), [module.get_parameter(name) for name in names]
     places = [(owner, key, found) for found in kept for owner, key in owners[id(found)]]
-    for owner, key, _ in places:
-        owner.register_parameter(key, None)
-    yield
-    for owner, key, found in places:
-        owner.register_parameter(key, found)
+    try:
+        for owner, key, _ in places:
+            owner.register_parameter(key, None)
+        yield
+    finally:
+        for owner, key, found in places:
+            owner.register_parameter(key, found)
 
 
 @contextmanager
@@ -79,13 +81,17 @@ def on_meta(module: nn.Module) -> Iterator[None]:
         if (fill := values_of(parameter)) is not None
     }
     owners = _owners(module)
-    for _, parameter in waiting.values():
-        made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        for owner, key in owners[id(parameter)]:
-            owner.register_parameter(key, made)
-    yield
-    for name, (fill, parameter) in waiting.items():
-        defer(module, {name: fill}, parameter.device)
+    try:
+        for _, parameter in waiting.values():
+            made = nn.Parameter(
+                parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+            )
+            for owner, key in owners[id(parameter)]:
+                owner.register_parameter(key, made)
+        yield
+    finally:
+        for name, (fill, parameter) in waiting.items():
+            defer(module, {name: fill}, parameter.device)
 
 
 def fill_deferred(named: Iterable[tuple[str, Tensor]], spans: Iterable[Any]) -> None:

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from packgraph.graphs.agreement import set_consensus
 from packgraph.graphs.errors import described
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.wrapper import Wrapper
+from packgraph.parallel.consensus import consensus_over
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.deferred import Piece, defer, region, values_of
 from packgraph.parallel.flat_buffers import WHOLE, GradientBucket
@@ -58,9 +60,11 @@ def shard(
     gets no gradient counts as zeros, so weight decay applies to it.
 
     Every rank must make equally many calls of the module, and backwards by `loss.backward()` from
-    one thread. A call runs the module's stages; code that reads parameters past them (`generate` of
-    a model of transformers) finds those of other layers. So does who reads a sharded parameter, or
-    its `.grad`, between calls: `full_state_dict` gathers them.
+    one thread. Ranks capture a call together: where one has to and others do not, it runs eagerly;
+    `packgraph.control(graphed).build` captures several shapes ahead. A call runs the module's
+    stages; code that reads parameters past them (`generate` of a model of transformers) finds those
+    of other layers. So does who reads a sharded parameter, or its `.grad`, between calls:
+    `full_state_dict` gathers them.
 
     Args:
         module: A module with stages (see `packgraph.Stage`); `packed(...)` makes one of a model of
@@ -155,6 +159,7 @@ def shard(
         module.named_parameters(), group, layers=numbers, shard=keep, within={WHOLE: within}
     )
     ShardedLayers(flat).put_into(module)
+    set_consensus(module, consensus_over(within.shard))
     return Shards(module, flat, reduce, group)
 
 

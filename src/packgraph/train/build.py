@@ -129,9 +129,10 @@ def make_executor(
 def _make_runner(
     model: ModelChunks, config: TrainConfig, device: torch.device, mesh: Mesh
 ) -> Runner:
-    if config.graph.enabled and config.graph.optimizer:
+    staged = mesh.size("pp") > 1
+    if config.graph.enabled and config.graph.optimizer and not staged:
         return StepRunner(model.chunks[0], config.graph, device)
-    if mesh.size("pp") == 1 and config.graph.granularity != "step":
+    if not staged and config.graph.granularity != "step":
         return MicrobatchRunner(model.chunks[0], config.graph, device)
     return PipelineRunner(model.chunks, config, device, mesh)
 

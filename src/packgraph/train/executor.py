@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packgraph.graphs.cache import Consensus, alone
+from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.graphed import control
 from packgraph.models.recompute import FULL

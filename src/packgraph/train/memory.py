@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from packgraph.graphs.cache import Consensus, alone
+from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.capture import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import OVER_BUDGET
@@ -188,15 +188,19 @@ def _predicted(
     votes. They ask each other after every chunk, since the next one's trace exchanges data, too."""
     banks = []
     for number, chunk in enumerate(chunks):
-        error: CaptureError | None = None
+        what = f"the memory of graphs of {str_of(capacity)}"
+        # Before the trace, in whose exchanges others would wait for a rank that cannot begin it.
+        error = consensus(what, control(chunk).refused_now())
         try:
+            if error is not None:
+                raise error
             # Also want of memory for arguments, say: who does not come to agree is waited for.
             with explained():
                 sample = arguments(number, capacity)
                 banks.append(trial_memory(chunk, [sample], slots[number]))
         except CaptureError as failed:
             error = failed
-        error = consensus(f"the memory of graphs of {str_of(capacity)}", error)
+        error = consensus(what, error)
         if error is not None:
             told = _Failed(error.what, isinstance(error.__cause__, torch.OutOfMemoryError))
             error = None  # its traceback holds this frame, and what was to be captured
@@ -232,10 +236,10 @@ ROOT = Path("/")
 UNLIMITED = 2**60  # control groups of version 1 write a number near 2**63 where there is no limit
 SURE = 0.7  # of the estimate of a microbatch
 LEFT = 1.5  # of a microbatch: what malloc keeps of freed activations counts as taken
-MASTERS = 8  # bytes of an element under bfloat16: a float32 copy and its gradient
+MASTERS = 4  # bytes of an element under bfloat16: a float32 copy
 
 FLOAT = torch.float32.itemsize
-HELD = 16  # bytes of an element of a piece of the state, and its gradient
+HELD = 12  # bytes of an element of a piece of the state
 
 
 def available_memory(

@@ -4,8 +4,9 @@ them, by the rules that `--optimizer.name` names (`updates/`).
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
 stays on the device, weight decay touches only parameters with two or more dimensions. Under
 bfloat16 weights the optimizer keeps float32 masters: an update smaller than half a bfloat16 step
-would otherwise be lost. The invariant: parameters and gradients are views of flat buffers that
-never move (`parallel/data.py`), so captured graphs may read and add to them.
+would otherwise be lost. Gradients have no such copy: rules make it of a piece at a time, and clip
+that. The invariant: parameters and gradients are views of flat buffers that never move
+(`parallel/data.py`), so captured graphs may read and add to them.
 
 The learning rate is a pure function of the step: linear warm-up, then decay to a floor, by a
 cosine, in a line, or in a line at the end (`wsd`: warm-up, stable, decay).
@@ -27,7 +28,7 @@ from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.flat_buffers import WHOLE, GradientBucket, Shard
+from packgraph.parallel.flat_buffers import WHOLE, Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
@@ -135,12 +136,14 @@ class Optimizer:
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
         self.learning_rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
-        self._host = _host_state(self.flat.spans, config) if config.offload else None
-        here = self.flat.spans if self._host is None else []  # updated where they are
-        self._masters = [_master(span) for span in here]
-        self._updated = [Updated(*both) for both in zip(here, self._masters, strict=True)]
+        here = [] if config.offload else self.flat.spans  # whose state is on the device
+        self._updated = [Updated.of(span) for span in here]
         self._step = torch.zeros((), dtype=torch.float32, device=device)
-        self._rules = _rules(self._updated, config, matrices)
+        self._rules = (
+            [HostState(self.flat.spans, make_copy_streams(device), config)]
+            if config.offload
+            else _rules(self._updated, config, matrices)
+        )
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -180,17 +183,10 @@ class Optimizer:
         """`step` with the learning rate as it was set. Launches the same work every time, so it can
         be captured."""
         self.flat.reduce()
-        narrow = [each for each in self._updated if each.master.dtype != each.span.parameters.dtype]
-        if narrow:
-            torch._foreach_copy_(
-                [each.gradient for each in narrow], [each.span.own_gradients for each in narrow]
-            )
         norm, total = self._norm(loss)
         scale = None
         if self._clip_norm is not None:
             scale = (self._clip_norm / (norm + TINY)).clamp(max=1.0)
-            if self._host is None:
-                torch._foreach_mul_([each.gradient for each in self._updated], scale)
         blocked = self.overflow.agree() if self.overflow is not None else None
         if self.guard is not None:
             assert total is not None
@@ -203,12 +199,10 @@ class Optimizer:
             )
             self.spiked.copy_(~good)
             blocked = self.spiked if blocked is None else torch.maximum(blocked, self.spiked)
-        if self._host is not None:
-            self._host.update(self.learning_rate, scale, blocked, self._step)
         for rule in self._rules:
-            rule.step(self.learning_rate, self._step, blocked)
+            rule.step(self.learning_rate, self._step, scale, blocked)
         self._step += 1 if blocked is None else (blocked == 0)
-        if narrow:
+        if narrow := [each for each in self._updated if each.has_master]:
             torch._foreach_copy_(
                 [each.span.own_parameters for each in narrow], [each.values for each in narrow]
             )
@@ -222,18 +216,10 @@ class Optimizer:
         `NAME.exp_avg` and `.exp_avg_sq`, and under bfloat16 `.master`; whole, or `Pieces` where
         other ranks have the rest; and what `balance` adds. Live, or copies: see `load`."""
         tensors: dict[str, Tensor] = {"step": self._step}
-        if self._host is not None:
-            self._host.settle()
-            for span in self.flat.spans:
-                for member in span.members:
-                    tensors |= {
-                        f"{member.name}.{key}": span.part(member, flat)
-                        for key, flat in self._host.of(span).items()
-                    }
         for rule in self._rules:
             tensors |= rule.state_tensors()
         for each in self._updated:
-            if each.master.dtype != each.span.parameters.dtype:
+            if each.has_master:
                 tensors |= each.named("master", each.values)
         return tensors | (self.balance.state_tensors() if self.balance is not None else {})
 
@@ -263,18 +249,14 @@ class Optimizer:
             if (span.sharded or self._mesh.place["tp"] == 0)
             and (span.tied is None or dist.get_rank(span.sharers) == 0)
         ]
-        if self._host is not None:
-            norms = [norm for span in counted for norm in self._host.norms(span)]
-        else:
-            among = {id(span) for span in counted}
-            pieces = [
-                each.gradient[part]
-                for each in self._updated
-                if id(each.span) in among
-                for part in parts_of(each.span)
-            ]
-            norms = list(torch._foreach_norm(pieces)) if pieces else []
-        norms = norms or [torch.zeros_like(self.learning_rate)]
+        pieces = [span.own_gradients[part] for span in counted for part in parts_of(span)]
+        norms = [
+            norm
+            for dtype in dict.fromkeys(piece.dtype for piece in pieces)  # else one kernel for each
+            for norm in torch._foreach_norm(
+                [piece for piece in pieces if piece.dtype == dtype], 2, dtype=torch.float32
+            )
+        ] or [torch.zeros_like(self.learning_rate)]
         total = torch.stack(norms).square().sum()
         if self.guard is not None:
             assert loss is not None
@@ -283,10 +265,6 @@ class Optimizer:
         if self._mesh.everyone() is not None:
             dist.all_reduce(total)
         return (total.sqrt(), None) if self.guard is None else (total[0].sqrt(), total[1])
-
-
-def _host_state(spans: Sequence[GradientBucket], config: OptimizerConfig) -> HostState:
-    return HostState(spans, make_copy_streams(spans[0].parameters.device), config)
 
 
 def _rules(
@@ -305,15 +283,3 @@ def _rules(
     among = {id(each) for each in chosen}
     rest = [each for each in updated if id(each) not in among]
     return [AdamW(rest, config), *([special] if chosen else [])]
-
-
-def _master(span: GradientBucket) -> Tensor:
-    """The float32 values that this rank updates: its part of the span, or a copy where the span is
-    narrower."""
-    if span.parameters.dtype == torch.float32:
-        master = span.own_parameters.detach().requires_grad_()
-        master.grad = span.own_gradients
-        return master
-    master = span.own_parameters.detach().float().requires_grad_()
-    master.grad = torch.zeros_like(master)
-    return master

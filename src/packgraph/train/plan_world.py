@@ -34,7 +34,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.train.config.sections import GraphConfig, OffloadConfig, ParallelConfig, TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.memory import Need, need_of
-from packgraph.train.updates import adamw8bit
+from packgraph.train.updates import adamw, adamw8bit
 from packgraph.train.validate import validate
 
 Shard = Literal["none", "gradients", "parameters"]
@@ -238,7 +238,7 @@ def _choice(
     per_row = max(forward, copies) + max(2 * forward + again, copies)
     sent, waited = _sent(config, held, rows, forward, 2 * forward + again, speeds)
     bubble = (layout.pp - 1) / parallel.chunks * per_row
-    passes = adamw8bit.PASSES if config.optimizer.name == "adamw8bit" else 1
+    passes = adamw8bit.PASSES if config.optimizer.name == "adamw8bit" else adamw.PASSES
     update = 2 * passes * need.optimizer / (speeds.device * 1e9)  # is read and written
     seconds = rows * per_row + bubble + sum(waited.values()) + update
     device = need.state + head + working + near

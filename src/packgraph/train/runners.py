@@ -17,15 +17,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from packgraph.graphs.agreement import Consensus
 from packgraph.graphs.backend import profiler_range
-from packgraph.graphs.cache import Consensus
 from packgraph.graphs.fallback import WARM_UP, Stats, eager
 from packgraph.graphs.graphed import GraphedModule, control, forward_backward, graph
+from packgraph.graphs.key import undeclared
 from packgraph.graphs.stages import Staged, in_scope
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.consensus import agreement_of_all
 from packgraph.parallel.mesh import Mesh
-from packgraph.parallel.pipeline.executor import Around, Pipeline
+from packgraph.parallel.pipeline.executor import Around, Pipeline, StepUpdate
 from packgraph.parallel.pipeline.links import make_links
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.sections import GraphConfig, TrainConfig
@@ -301,7 +303,10 @@ class PipelineRunner:
             whole_steps=options.granularity == "step" and options.enabled,
             row_parts=config.parallel.row_parts,
             rank_rows=rank_rows(config),
+            updates=options.optimizer,
+            agreement=agreement_of_all(mesh) if options.optimizer else None,
         )
+        self._update: StepUpdate | None = None
 
     def run_step(
         self,
@@ -342,8 +347,41 @@ class PipelineRunner:
         learning_rate: float,
         ways: Ways = GRAPHS,
     ) -> tuple[Tensor, Tensor]:
-        """As `Runner.train_step`."""
+        """As `Runner.train_step`; by one replay where graphs hold the update.
+
+        Raises:
+            CaptureError: With `strict`, if the step cannot be captured.
+        """
+        options = self._options
+        if options.enabled and options.optimizer and self.replays and batches:
+            made = self._in_one(batches, loss_tokens, optimizer, learning_rate, ways)
+            if made is not None:
+                return made
         return step_and_update(self, batches, loss_tokens, optimizer, learning_rate, ways)
+
+    def _in_one(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_tokens: int,
+        optimizer: Optimizer,
+        learning_rate: float,
+        ways: Ways,
+    ) -> tuple[Tensor, Tensor] | None:
+        """The step and its update by one graph; None where that cannot be."""
+        tokens_in_step = torch.full((), loss_tokens, dtype=torch.int64, device=self._device)
+        uploaded = [batch.to(self._device) for batch in batches]
+        self._update = self._update or _update_of(optimizer, self._parameters)
+        optimizer.set_learning_rate(learning_rate)
+        options = self._options
+        with self._bypass(), ways.step(batches):
+            result = self._pipeline.update_step(
+                uploaded,
+                tokens_in_step,
+                self._update,
+                undeclared((tokens_in_step, *uploaded), {}, options.captured_capacities()),
+                strict=options.strict,
+            )
+        return None if result is None else (result[0], result[1])
 
     def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
         """As `Runner.evaluate`; see `Pipeline.evaluate`."""
@@ -382,6 +420,21 @@ class PipelineRunner:
     def close(self) -> None:
         """Frees all graphs, before the process groups go."""
         self._pipeline.close()
+
+
+def _update_of(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> StepUpdate:
+    """The update of a step in its graph. parameters: by chunk."""
+    flat = optimizer.flat
+
+    def before_last(chunk: int, output: Tensor) -> None:
+        flat.overlap(output, parameters[chunk])
+
+    def finish(loss: Tensor) -> Tensor:
+        return torch.stack([loss, optimizer.update(loss)])
+
+    # Between exchanges of sharded layers ranks would reduce other spans at different times.
+    overlaps = flat.group is not None and not flat.shards_layers
+    return StepUpdate(optimizer.zero_grad, before_last if overlaps else None, finish)
 
 
 def _own_scope(chunk: nn.Module, options: GraphConfig) -> tuple[str, ...] | None:

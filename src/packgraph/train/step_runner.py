@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs import fallback
-from packgraph.graphs.cache import Consensus, alone
+from packgraph.graphs.agreement import Consensus, alone
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats, eager
 from packgraph.graphs.graphed import GraphedModule
@@ -105,8 +105,6 @@ class StepRunner:
 
         Raises:
             CaptureError: With `strict`, if the step cannot be captured.
-            RuntimeError: If the model has changed on some ranks alone, and they could not exchange
-                what is inside of it.
         """
         by_microbatch = partial(
             self._microbatches.train_step, batches, loss_tokens, optimizer, learning_rate
@@ -128,14 +126,12 @@ class StepRunner:
             reason = self._reason_against(whole, tokens_in_step, uploaded)
             if reason is not None:
                 whole.stats.fallbacks[reason] += 1
-                if whole.is_apart and self._exchanges:
-                    replayed = whole.others_replay(tokens_in_step, *uploaded)
-                    return self._beside_replays(
-                        replayed, reason, batches, loss_tokens, optimizer, learning_rate
-                    )
+                if self._exchanges and whole.others_replay(tokens_in_step, *uploaded):
+                    with eager(reason):  # a capture would exchange more than the others do
+                        return by_microbatch()
                 return by_microbatch()
             optimizer.set_learning_rate(learning_rate)
-            loss, norm = whole(tokens_in_step, *uploaded).unbind()
+            loss, norm = whole.replay(tokens_in_step, *uploaded).unbind()
             return loss, norm
 
     def evaluate(self, batches: Sequence[PackedBatch], around: Around) -> Tensor:
@@ -162,30 +158,6 @@ class StepRunner:
         self.free_whole_steps()
         self._microbatches.close()
 
-    def _beside_replays(
-        self,
-        replayed: bool,
-        reason: str,
-        batches: Sequence[PackedBatch],
-        loss_tokens: int,
-        optimizer: Optimizer,
-        learning_rate: float,
-    ) -> tuple[Tensor, Tensor]:
-        """The step on a rank whose model alone has changed: eagerly, and no graph is captured,
-        which would exchange more than the other ranks do. replayed: by those."""
-        if not replayed:
-            raise RuntimeError(
-                "the model has changed on this rank since all ranks captured steps of it together, "
-                "and this step is a new one: they would not exchange the same. Leave the model as "
-                "it is, or change it on all ranks before the first step is captured"
-            )
-        # Sharded layers and spans are sent over one group: in the order of the replay.
-        overlap = None if optimizer.flat.shards_layers else optimizer.flat.overlap
-        with eager(reason):
-            optimizer.zero_grad()
-            loss = self._microbatches.run_step(batches, loss_tokens, overlap)
-            return loss, optimizer.step(learning_rate, loss)
-
     def _graphed_step(self, optimizer: Optimizer) -> GraphedStep:
         # Nothing of ours: that would be a cycle, with the model in it.
         (graphed,), device = self.graphed, self._device
@@ -194,13 +166,13 @@ class StepRunner:
         overlaps = optimizer.flat.group is not None and not optimizer.flat.shards_layers
 
         # Microbatch by microbatch, as by their graphs.
-        def run(tokens_in_step: Tensor, *batches: PackedBatch, early: bool) -> Tensor:
+        def run(tokens_in_step: Tensor, *batches: PackedBatch, rehearses: bool) -> Tensor:
             optimizer.zero_grad()
             total = torch.zeros((), dtype=torch.float32, device=device)
             for number, batch in enumerate(batches):
                 loss = graphed.run_eagerly(batch, tokens_in_step)
                 total += loss.detach()
-                if early and overlaps and number == len(batches) - 1:
+                if overlaps and not rehearses and number == len(batches) - 1:
                     optimizer.flat.overlap(loss)
                 loss.backward()
             return total

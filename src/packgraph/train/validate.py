@@ -139,12 +139,12 @@ def _optimizer_problems(config: TrainConfig, world: int) -> list[str]:
         "lora.rank": config.lora.enabled,
     }
     others = [name for name, asked in untested.items() if asked]
+    moved = others + (["offload.modules"] if config.offload.modules else [])
     problems = {
         f"graph.optimizer needs graph.granularity = step, not {granularity}: no other graph lasts "
         "until the update": granularity != "step",
-        f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet: the graph of a "
-        "pipeline's step ends with "
-        "its last transfer; leave one of them out": parallel.pp > 1,
+        f"graph.optimizer with parallel.pp = {parallel.pp} is not there yet with "
+        f"{' and '.join(moved)}: leave one of them out": parallel.pp > 1 and bool(moved),
         f"graph.optimizer with {replicas} replicas (parallel.dp) is not there yet with "
         f"{' and '.join(others)}: leave one of them out": replicas > 1 and bool(others),
     }

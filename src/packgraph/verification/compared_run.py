@@ -12,10 +12,9 @@ it is compared.
                                        ▲          ▲
                      loss, gradients ──┘          └── global norm, parameters, buffers, random states
 
-A moment is live memory, and lasts until the next one is asked for: the update clips gradients in
-place. So whoever compares does it (or takes digests) between two moments. What is compared is
-decided here alone, however the runs are made: in lockstep (`verify.py`) or one after the other
-(`sequential.py`).
+A moment is live memory, and lasts until the next one is asked for. So whoever compares does it (or
+takes digests) between two moments. What is compared is decided here alone, however the runs are
+made: in lockstep (`verify.py`) or one after the other (`sequential.py`).
 """  # noqa: E501
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -248,7 +247,7 @@ def compare_points(side: ComparedRun, step: Step, config: TrainConfig) -> Iterat
     """Make a step, and stop at each of its moments."""
     rate, several = config.optimizer.learning_rate, side.mesh.world > 1
     if config.graph.optimizer:
-        # The update is part of the graph, so gradients can be seen only as it leaves them: clipped.
+        # The update is part of the graph, and leaves gradients as they are.
         loss, norm = side.whole_step(step.index, step.batches, rate)
         yield _before_update(side, loss)
     else:

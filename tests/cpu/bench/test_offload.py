@@ -13,7 +13,7 @@ import torch
 
 from packgraph.bench.command import bench
 from packgraph.bench.comparison import attempt_alone
-from packgraph.bench.models import build_part, shape, zero_gradients
+from packgraph.bench.models import build_part, draw_batches, shape, zero_gradients
 from packgraph.bench.offload import OffloadArguments, OffloadCase, OffloadRun
 from packgraph.bench.offload_measures import copy_ceiling, copy_times, free_host_bytes
 from packgraph.bench.timing import Deadline
@@ -68,14 +68,34 @@ def test_every_way_has_a_row_and_needs_less_memory(capsys, tmp_path):
     )
 
 
-def test_ways_that_are_asked_for_are_compared_with_what_is_kept(capsys):
+def test_ways_that_are_asked_for_are_compared_with_what_is_kept_where_that_is_asked_for(capsys):
     words = (
         "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
-        "--ways everything"
+        "--ways"
     )
-    assert bench(words.split()) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["way"] for row in rows] == ["kept", "everything"] and "time_ratio" in rows[1]
+    for ways in (["kept", "everything"], ["everything"]):
+        assert bench([*words.split(), *ways]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [row["way"] for row in rows] == ways
+        assert ("time_ratio" in rows[-1]) == ("kept" in ways)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_round_has_as_many_microbatches_as_are_asked_for(capsys, calls):
+    words = (
+        "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
+        f"--ways everything --calls {calls}"
+    )
+    drawn = []
+
+    def draw(capacity, count, *others, **more):
+        drawn.append(count)
+        return draw_batches(capacity, count, *others, **more)
+
+    with mock.patch("packgraph.bench.offload.draw_batches", draw):
+        assert bench(words.split()) == 0
+    assert drawn == [calls]
+    assert json.loads(capsys.readouterr().out)["reason"] is None
 
 
 def test_where_nothing_can_be_kept_others_are_measured_and_compared_with_nothing(capsys):
@@ -95,7 +115,7 @@ def test_pools_of_experts_are_predicted(capsys):
         "offload --device cpu --model moonlight-tiny --layers 2 --min-bytes 1 --rounds 1 --tokens "
         "32"
     )
-    assert bench([*words.split(), "--ways", "everything"]) == 0
+    assert bench([*words.split(), "--ways", "kept", "everything"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 2 and all(
         row["predicted_pool_bytes"] == row["pool_bytes"] > 0 for row in rows
@@ -106,7 +126,7 @@ def test_pools_of_experts_are_predicted(capsys):
 def test_what_has_no_room_for_a_trace_is_measured_without_a_prediction(capsys):
     words = (
         "offload --device cpu --layers 1 --min-bytes 1 --rounds 1 --tokens 32 --modules mlp_act "
-        "--ways everything"
+        "--ways kept everything"
     )
     error = CaptureError("no room", "here", "none")
     error.__cause__ = torch.OutOfMemoryError("no room")

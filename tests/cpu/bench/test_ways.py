@@ -345,7 +345,9 @@ def test_ways_that_are_ready_when_time_is_up_run_a_few_rounds() -> None:
     ("words", "count"),
     [
         (["attention", "--model", "tiny", "--tokens", "32", "--mean", "8", "--draws", "2"], 3),
-        (["memory", *SMALL, "--part", "layers", "--banks", "1", "2"], 3),
+        pytest.param(
+            ["memory", *SMALL, "--part", "layers", "--banks", "1", "2"], 3, marks=pytest.mark.slow
+        ),
         (["capture", *SMALL, "--banks", "1", "2", "--ways", "layer", "chunk"], 4),
     ],
 )

@@ -2,7 +2,8 @@
 warning, or an error.
 
 A failure names the entry, the loop and the first number that differs. `PACKGRAPH_CORPUS=fft` runs
-the entries whose name contains `fft`.
+the entries whose name contains `fft`. `make test` runs one loop of each entry, of all kinds by
+turns; `make test-all` runs the others, too.
 """
 
 import pytest
@@ -16,10 +17,27 @@ NAMES = list(ENTRIES)
 pytestmark = pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")
 
 
-@pytest.mark.parametrize("number", numbers(), ids=NAMES.__getitem__)
-def test_entry_never_differs_silently(number):
-    found = failures(ENTRIES[NAMES[number]])
+def cases():
+    for number in numbers():
+        name = NAMES[number]
+        loops = loops_of(ENTRIES[name])
+        first = loops.pop(number % len(loops))
+        yield pytest.param(name, [first], id=name)
+        if loops:
+            yield pytest.param(name, loops, id=f"{name} (others)", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "loops"), list(cases()))
+def test_entry_never_differs_silently(name, loops):
+    found = failures(ENTRIES[name], loops=loops)
     assert not found, "\n".join(found)
+
+
+def test_every_loop_of_every_entry_is_run():
+    run = [(name, loop) for name, loops in (case.values for case in cases()) for loop in loops]
+    assert sorted(run) == sorted(
+        (NAMES[number], loop) for number in numbers() for loop in loops_of(ENTRIES[NAMES[number]])
+    )
 
 
 def test_corpus_is_large_enough():

@@ -6,15 +6,9 @@ import warnings
 
 import pytest
 import torch
-from graphkit import (
-    differences,
-    make_toy,
-    poison_free_slots,
-    toy_inputs,
-    toy_loss,
-    train,
-)
+from graphkit import make_toy, poison_free_slots, toy_inputs, toy_loss, train
 from torch import nn
+from tracekit import differences
 
 import packgraph
 from packgraph.graphs.errors import CaptureError, PackgraphWarning

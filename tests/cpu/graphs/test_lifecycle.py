@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graphkit import differences, make_toy, toy_inputs, toy_loss, train
+from graphkit import make_toy, toy_inputs, toy_loss, train
 from torch import nn
+from tracekit import differences
 
 from packgraph.graphs import build
 from packgraph.graphs.checks import host_sync as guard

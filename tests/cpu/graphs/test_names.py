@@ -52,8 +52,17 @@ def same_gradients(one, other):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["child", "buffer", "parameter", "attribute", "class attribute"])
+KINDS = ["child", "buffer", "parameter", "attribute", "class attribute"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.slow] * (kind != KINDS[number % len(KINDS)]))
+        for number, name in enumerate(NAMES)
+        for kind in KINDS
+    ],
+)
 def test_the_modules_own_names_win(name, kind):
     forward = lambda module, x: (  # noqa: E731
         module.linear(x) * getattr(module, name)

@@ -4,9 +4,10 @@ import contextlib
 
 import pytest
 import torch
-from graphkit import differences, make_toy, toy_inputs, toy_loss, train
+from graphkit import make_toy, toy_inputs, toy_loss, train
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from tracekit import differences
 
 import packgraph
 from packgraph.graphs.backend import profiler_range, range_name, sizes_in_short

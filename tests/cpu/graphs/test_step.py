@@ -5,8 +5,9 @@ import random
 
 import pytest
 import torch
-from graphkit import differences, make_toy, toy_inputs, toy_loss
+from graphkit import make_toy, toy_inputs, toy_loss
 from torch import nn
+from tracekit import differences
 
 import packgraph
 from packgraph.graphs.errors import CaptureError

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as functional
-from graphkit import differences, make_toy, toy_inputs, toy_loss
+from graphkit import make_toy, toy_inputs, toy_loss
 from statekit import One, Staged, X, captured, quietly
 from threadkit import Wide, beside, gradients, together, whole
 from torch import nn
+from tracekit import differences
 
 from packgraph.graphs import slots
 from packgraph.graphs.checks import random_state

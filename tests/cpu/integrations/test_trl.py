@@ -63,7 +63,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("wrapped", "without checkpointing", "LoRA, packed")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_graphs_change_no_bit(case, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
     with_graphs = run(Packing, tmp_path / "graphs", **CASES[case], **saving)
@@ -76,7 +81,14 @@ def test_graphs_change_no_bit(case, tmp_path):
     assert dict(with_graphs.stats.fallbacks) == {"warm-up": 2}
 
 
-@pytest.mark.parametrize("case", ["text", "prompts", "tokens", "LoRA"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "prompts",
+        "LoRA",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("text", "tokens")),
+    ],
+)
 def test_training_is_that_of_the_plain_trainer(case, tmp_path):
     """Prompts are masked, labels shifted once, and a step is divided by all its labels: float32,
     sums in another order."""

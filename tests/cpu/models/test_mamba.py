@@ -182,7 +182,7 @@ def test_graphs_equal_eager_bitwise(granularity, scope):
     graphed.close()
 
 
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize("granularity", ["layer", pytest.param("chunk", marks=pytest.mark.slow)])
 def test_every_scope_with_mamba_is_bitwise_eager(granularity):
     """Alone and with any other stages; feed-forward blocks and experts without gates, dropout."""
     config = hybrid(

@@ -70,8 +70,15 @@ def test_eager_training_keeps_its_bits(name, what):
     assert same(train(MODELS[name], "none")[0], train(MODELS[name], what)[0])
 
 
-@pytest.mark.parametrize("what", ["selective", "full"])
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize(
+    ("granularity", "what"),
+    [
+        ("layer", "full"),
+        ("chunk", "selective"),
+        pytest.param("layer", "selective", marks=pytest.mark.slow),
+        pytest.param("chunk", "full", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_graphs_keep_the_bits(name, granularity, what):
     expected, _ = train(MODELS[name], "none")

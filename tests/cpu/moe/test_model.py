@@ -74,7 +74,7 @@ def legal_scopes() -> list[tuple[str, ...] | None]:
     ]
 
 
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize("granularity", ["layer", pytest.param("chunk", marks=pytest.mark.slow)])
 def test_every_legal_scope_is_bitwise_eager(granularity):
     torch.manual_seed(3)
     state, eager = torch.get_rng_state(), DecoderModel(CONFIG, seed=1)

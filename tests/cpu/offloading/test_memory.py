@@ -144,7 +144,7 @@ def test_rooms_that_are_not_there_are_seen():
 HELD = [(("mlp_act",), 1), (EXPERTS, 1), (EXPERTS, 4)]
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("modules", "parts"), HELD)
 def test_memory_that_others_hold_is_not_promised(modules, parts, passes):
     """Not by the pass that finds it, either. Engines of other runs do the same, by its trace."""
@@ -161,7 +161,7 @@ def test_memory_that_others_hold_is_not_promised(modules, parts, passes):
         )
 
 
-@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("before", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("modules", "parts"), HELD)
 def test_memory_that_others_hold_is_found_where_everything_moves(modules, parts, before):
     plans = []

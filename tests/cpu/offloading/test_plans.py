@@ -41,7 +41,9 @@ def drawn_plan(data, trace):
     return plan
 
 
-@pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
+@pytest.mark.parametrize(
+    "granularity", [None, pytest.param("layer", marks=pytest.mark.slow), "chunk"]
+)
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_plan_is_followed_without_a_changed_bit(granularity, data):

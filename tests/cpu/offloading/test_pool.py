@@ -24,9 +24,17 @@ POLICIES = {
 
 @pytest.mark.parametrize(
     ("experts", "granularity", "slots"),
-    [(False, "chunk", 1), (False, "chunk", 3), (True, "layer", 1), (True, "chunk", 1)],
+    [
+        (False, "chunk", 3),
+        (True, "layer", 1),
+        pytest.param(False, "chunk", 1, marks=pytest.mark.slow),
+        pytest.param(True, "chunk", 1, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("way", ["kept", *POLICIES])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.slow] * (way == "half")) for way in ("kept", *POLICIES)],
+)
 def test_what_graphs_take_is_predicted_with_what_has_moved(way, experts, granularity, slots):
     """Twin of the test on CUDA, to the byte."""
     modules, options = (EXPERTS if experts else DENSE), {"parts": 8 if way == "planned" else 1}

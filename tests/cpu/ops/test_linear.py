@@ -84,7 +84,7 @@ def named(config, by):
     return replace(config, model=replace(config.model, precision=by, bf16_ends=0))
 
 
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize("granularity", [pytest.param("layer", marks=pytest.mark.slow), "chunk"])
 @pytest.mark.parametrize("kind", [tiny_config, tiny_experts_config, tiny_hybrid_config])
 def test_a_toy_product_trains_through_graphs_bit_by_bit(toy, kind, granularity):
     config = named(kind(granularity, 0.1, 5), toy)

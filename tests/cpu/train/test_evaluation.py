@@ -51,7 +51,15 @@ def run(folder, options, stop=None, resume=False):
         one.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "layer",
+        pytest.param("chunk", marks=pytest.mark.slow),
+        pytest.param("step", marks=pytest.mark.slow),
+        "whole update",
+    ],
+)
 def test_a_run_with_evaluations_trains_as_one_without(tmp_path, kind):
     data = documents(tmp_path / "data.jsonl")
     base = config(data, EvalConfig(share=0.2), graph_=KINDS[kind])

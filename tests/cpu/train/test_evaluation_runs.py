@@ -154,8 +154,8 @@ def test_what_autotuning_has_given_up_is_evaluated_eagerly(tmp_path: Path) -> No
     "changes",
     [
         {"offload_": {"modules": ("qkv_linear", "mlp_act"), "min_bytes": 1}},
-        {"recompute": "full"},
-        {"graph_": {"scope": ("attn",)}},
+        pytest.param({"recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param({"graph_": {"scope": ("attn",)}}, marks=pytest.mark.slow),
         {"graph_": {"max_documents": 4}},
         {
             "model_": {

@@ -89,18 +89,31 @@ def equal(left, right):
     assert not [name for name in left if not torch.equal(left[name], right[name])]
 
 
-def test_biases_and_graphs_of_every_granularity_equal_eager(tmp_path):
-    expected, *_ = go(tmp_path / "eager", config(enabled=False))
+@pytest.fixture(scope="module")
+def eager_of_four(tmp_path_factory):
+    """Tensors after four eager steps."""
+    return go(tmp_path_factory.mktemp("eager") / "run", config(4, enabled=False))[0]
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory):
+    """Tensors after eager steps."""
+    return go(tmp_path_factory.mktemp("eager") / "run", config(enabled=False))[0]
+
+
+@pytest.mark.parametrize(
+    "granularity",
+    ["layer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chunk", "step"))],
+)
+def test_biases_and_graphs_of_every_granularity_equal_eager(granularity, eager, tmp_path):
+    expected = eager
     assert any(
         name.endswith("e_score_correction_bias") and value.abs().max() > 0
         for name, value in expected.items()
     )
-    for granularity in ("layer", "chunk", "step"):
-        found, totals, again = go(
-            tmp_path / granularity, config(granularity=granularity, stash=1.2)
-        )
-        equal(expected, found)
-        assert totals["replayed"] > 0 and again == 0
+    found, totals, again = go(tmp_path / "run", config(granularity=granularity, stash=1.2))
+    equal(expected, found)
+    assert totals["replayed"] > 0 and again == 0
 
 
 def with_batch_loss(factor, **options):
@@ -109,17 +122,30 @@ def with_batch_loss(factor, **options):
     return dataclasses.replace(made, model=dataclasses.replace(made.model, experts=experts))
 
 
-def test_the_loss_against_the_load_of_the_step_before_is_that_of_eager_and_goes_on(tmp_path):
-    expected, *_ = go(tmp_path / "eager", with_batch_loss(0.5, enabled=False))
+@pytest.fixture(scope="module")
+def eager_with_loss(tmp_path_factory):
+    """Tensors after eager steps with the loss against the load of the step before."""
+    folder = tmp_path_factory.mktemp("eager") / "run"
+    return go(folder, with_batch_loss(0.5, enabled=False))[0]
+
+
+@pytest.mark.parametrize("granularity", [pytest.param("layer", marks=pytest.mark.slow), "step"])
+def test_the_loss_against_the_load_of_the_step_before_is_that_of_eager(
+    granularity, eager_with_loss, tmp_path
+):
+    found, totals, _ = go(tmp_path / "run", with_batch_loss(0.5, granularity=granularity))
+    equal(eager_with_loss, found)
+    assert totals["replayed"] > 0
+
+
+def test_the_loss_against_the_load_of_the_step_before_trains_routers_and_goes_on(
+    eager_with_loss, tmp_path
+):
+    expected = eager_with_loss
     without, *_ = go(tmp_path / "without", with_batch_loss(0.0, enabled=False))
     routers = [name for name in without if name.endswith("gate.weight")]
     assert any(not torch.equal(expected[name], without[name]) for name in routers)
     assert all("step_load" not in name for name in without)
-    for granularity in ("layer", "step"):
-        settings = with_batch_loss(0.5, granularity=granularity)
-        found, totals, _ = go(tmp_path / granularity, settings)
-        equal(expected, found)
-        assert totals["replayed"] > 0
     loads = [value for name, value in expected.items() if name.endswith(".step_load")]
     assert len(loads) == 2 and all(load.sum() > 0 for load in loads)
     go(tmp_path / "parts", with_batch_loss(0.5, steps=3))
@@ -139,18 +165,28 @@ def test_a_step_that_is_made_again_has_the_load_of_the_same_step_before(tmp_path
     assert again >= 1
 
 
-@pytest.mark.parametrize("granularity", ["layer", "step"])
+OF_STASH = [
+    {"expert_stash_page_rows": 16},
+    {"expert_stash_host": 1.0},
+    {"expert_stash_resident": True},
+]
+
+
 @pytest.mark.parametrize(
-    "of_stash",
+    ("of_stash", "granularity"),
     [
-        {"expert_stash_page_rows": 16},
-        {"expert_stash_host": 1.0},
-        {"expert_stash_resident": True},
+        pytest.param(
+            options,
+            granularity,
+            id=f"{next(iter(options))}-{granularity}",
+            marks=[] if granularity == quick else pytest.mark.slow,
+        )
+        for options, quick in zip(OF_STASH, ("layer", "step", "layer"), strict=True)
+        for granularity in ("layer", "step")
     ],
-    ids=lambda options: next(iter(options)),
 )
-def test_options_of_the_stash_change_no_bit(of_stash, granularity, tmp_path):
-    expected, *_ = go(tmp_path / "eager", config(4, enabled=False))
+def test_options_of_the_stash_change_no_bit(of_stash, granularity, eager_of_four, tmp_path):
+    expected = eager_of_four
     settings = config(4, stash=0.2 if "expert_stash_host" in of_stash else 1.2, of_stash=of_stash)
     graph = dataclasses.replace(settings.graph, granularity=granularity)
     run = trainer(tmp_path / "run", dataclasses.replace(settings, graph=graph))
@@ -171,8 +207,10 @@ def test_options_of_the_stash_change_no_bit(of_stash, granularity, tmp_path):
         run.close()
 
 
-def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tier(tmp_path):
-    expected, *_ = go(tmp_path / "plain", config(4))
+def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tier(
+    eager_of_four, tmp_path
+):
+    expected = eager_of_four
     settings = config(4, stash=0.1, of_stash={"expert_stash_host": 0.9})
     run = trainer(tmp_path / "few", settings)
     stash, blocks = moe_blocks(run.model.chunks)[0].stash, moe_blocks(run.model.chunks)
@@ -249,9 +287,11 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("granularity", ["layer", "chunk", "step"])
-def test_too_few_pages_are_a_step_made_again(granularity, tmp_path):
-    expected, *_ = go(tmp_path / "plain", config(granularity=granularity))
+@pytest.mark.parametrize(
+    "granularity", [pytest.param("layer", marks=pytest.mark.slow), "chunk", "step"]
+)
+def test_too_few_pages_are_a_step_made_again(granularity, eager, tmp_path):
+    expected = eager
     found, _, again = go(tmp_path / "few", config(granularity=granularity, stash=1.0), pages=1)
     equal(expected, found)
     assert again >= 1
@@ -331,7 +371,7 @@ def test_pages_are_for_the_microbatches_that_are_in_flight(tmp_path):
         run.close()
 
 
-@pytest.mark.parametrize("granularity", ["layer", "step"])
+@pytest.mark.parametrize("granularity", ["layer", pytest.param("step", marks=pytest.mark.slow)])
 def test_old_pages_are_gone_before_there_are_new_ones(granularity, tmp_path, monkeypatch):
     """They may be most of the memory, so that both together have no room."""
     made, alive, memory = [], [], Stash._memory

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("base") / "model")
 
 
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Runs that never stopped, by their options, each made once."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def run(*more: str) -> Path:
+        if more not in made:
+            made[more] = train(tmp_path_factory.mktemp("whole"), model, *more)
+        return made[more]
+
+    return run
+
+
 def stored(run: Path) -> dict[str, torch.Tensor]:
     path = latest_checkpoint(run / "checkpoints")
     assert path is not None
@@ -63,13 +77,19 @@ FACTORS = ("--optimizer.name", "adafactor")
 
 @pytest.mark.parametrize(
     "more",
-    [(), LORA, (*LORA, "--lora.dora"), EIGHT_BITS, FACTORS],
+    [
+        (),
+        LORA,
+        pytest.param((*LORA, "--lora.dora"), marks=pytest.mark.slow),
+        EIGHT_BITS,
+        FACTORS,
+    ],
     ids=["all", "lora", "dora", "eight bits", "adafactor"],
 )
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(
-    tmp_path: Path, model: Path, more: tuple[str, ...]
+    tmp_path: Path, model: Path, whole: Callable[..., Path], more: tuple[str, ...]
 ) -> None:
-    straight = train(tmp_path / "a", model, *more)
+    straight = whole(*more)
     stopped = train(tmp_path / "b", model, *more, steps=3)
     config = str(stopped / "config.json")
     assert cli.main(["train", "--config", config, "--resume", "--run.steps", "6"]) == 0
@@ -80,8 +100,10 @@ def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(
     assert_same(straight, eager)
 
 
-def test_all_weights_are_trained_and_exported(tmp_path: Path, model: Path) -> None:
-    run = train(tmp_path, model)
+def test_all_weights_are_trained_and_exported(
+    tmp_path: Path, model: Path, whole: Callable[..., Path]
+) -> None:
+    run = whole()
     names = [name for name in stored(run) if name.startswith("model.")]
     assert "model.model.model.embed_tokens.weight" in names
     assert not [name for name in names if "lm_head" in name], "tied: stored once"
@@ -157,8 +179,15 @@ def recomputed(run: Path) -> list[bool]:
     return own or [part.gradient_checkpointing for part in live]
 
 
-@pytest.mark.parametrize("more", [(), LORA], ids=["all", "lora"])
-@pytest.mark.parametrize("own", [True, False], ids=["own", "live"])
+@pytest.mark.parametrize(
+    ("own", "more"),
+    [
+        pytest.param(True, (), id="own-all"),
+        pytest.param(True, LORA, id="own-lora", marks=pytest.mark.slow),
+        pytest.param(False, (), id="live-all", marks=pytest.mark.slow),
+        pytest.param(False, LORA, id="live-lora"),
+    ],
+)
 def test_layers_are_recomputed_with_the_bits_of_those_that_are_kept(
     tmp_path: Path, model: Path, own: bool, more: tuple[str, ...]
 ) -> None:
@@ -189,10 +218,11 @@ def test_random_values_depend_on_the_seed_alone(tmp_path: Path, model: Path) -> 
     assert losses(runs[0]) != losses(runs[2])
 
 
-def test_a_whole_step_with_its_update_is_one_graph(tmp_path: Path, model: Path) -> None:
+def test_a_whole_step_with_its_update_is_one_graph(
+    tmp_path: Path, model: Path, whole: Callable[..., Path]
+) -> None:
     more = ("--graph.granularity", "step", "--graph.optimizer")
-    whole, eager = train(tmp_path / "a", model, *more), train(tmp_path / "b", model)
-    assert_same(whole, eager)
+    assert_same(train(tmp_path, model, *more), whole())
 
 
 def _refused(capsys: pytest.CaptureFixture[str], options: list[str]) -> str:

@@ -102,7 +102,10 @@ def settings(offload: bool, **changes: Any) -> TrainConfig:
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(True, True, marks=pytest.mark.slow), (True, False), (False, True)],
+)
 def test_runs_resume_wherever_the_state_was(tmp_path: Path, before: bool, after: bool) -> None:
     whole = trainer(tmp_path / "whole", settings(False, steps=6))
     whole.run(StopRequest())
@@ -128,4 +131,4 @@ def test_what_it_cannot_serve_is_said() -> None:
 def test_the_device_needs_room_for_two_pieces_alone() -> None:
     here, there = (need_of(settings(offload), "cuda") for offload in (False, True))
     assert here.weights == there.weights and here.gradients == there.gradients
-    assert there.optimizer <= 2 * 16 * host_state.PIECE
+    assert there.optimizer <= 2 * 12 * host_state.PIECE

@@ -219,12 +219,12 @@ def test_arguments_without_room_are_voted_on_too():
     plan = plan_memory(
         [graphed_model()], no_room, [1], CAPACITIES[:1], budget=2**40, consensus=vote
     )
-    assert plan.dropped == CAPACITIES[:1] and asked[0] is not None
+    assert plan.dropped == CAPACITIES[:1] and asked[-1] is not None
 
 
-def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
-    """The trial of the next chunk exchanges data, too: whoever went on would wait for the rank that
-    failed."""
+def test_ranks_ask_each_other_before_and_after_every_chunk(monkeypatch):
+    """A rank whose module is refused traces nothing. The trial of the next chunk exchanges data,
+    too: whoever went on would wait for the rank that failed."""
     chunks, traced, asked = [graphed_model() for _ in range(3)], [], []
     for chunk in chunks:
         chunk._capturer._compiled.add("a key that all ranks have compiled")
@@ -236,12 +236,12 @@ def test_ranks_ask_each_other_after_every_chunk(monkeypatch):
 
     def vote(what: str, error: CaptureError | None) -> CaptureError | None:
         asked.append(error)
-        return CaptureError("no room", "line 1", "on rank 1") if len(asked) == 2 else error
+        return CaptureError("no room", "line 1", "on rank 1") if len(asked) == 4 else error
 
     monkeypatch.setattr(memory_budget, "trial_memory", noted)
     plan = plan_memory(chunks, arguments, [1, 1, 1], CAPACITIES, consensus=vote)
     assert (
-        traced == [0, 1] and asked == [None, None] and not plan.banks and "no room" in plan.notes[0]
+        traced == [0, 1] and asked == [None] * 4 and not plan.banks and "no room" in plan.notes[0]
     )
     assert not any(chunk._capturer._compiled or chunk._capturer._dry_runs for chunk in chunks), (
         "all ranks begin at the same point again"

@@ -34,7 +34,7 @@ def test_weights_gradients_and_state_are_those_of_the_model(name, dtype):
     elements = sum(parameter.numel() for parameter in model.parameters())
     rates = 1e-3 if name == "hybrid-tiny" else 0  # of Mamba-2: they stay in float32
     assert need.weights == need.gradients == pytest.approx(held, rel=rates)
-    assert need.optimizer == pytest.approx(elements * (8 if dtype == "float32" else 16), rel=rates)
+    assert need.optimizer == pytest.approx(elements * (8 if dtype == "float32" else 12), rel=rates)
 
 
 PADDING = 1e-3  # what replicas share divides by their number, in elements
@@ -101,7 +101,7 @@ def test_the_message_has_figures_and_a_way_out():
         "20.00 GiB",
         "weights 1.11 GiB",
         "gradients 1.11 GiB",
-        "optimizer state 8.88 GiB",
+        "optimizer state 6.66 GiB",
         "4096x64",
         "--graph.capacities",
         "--graph.enabled false",

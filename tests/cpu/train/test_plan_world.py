@@ -1,5 +1,6 @@
 """`packgraph plan memory --world N`: ways to spread a run, from the shape of a model."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ SPEEDS = Speeds(tflops=500, device=4000, copies=50, host=300, net=40, per_host=8
 TOKENS = 4096
 
 
+@functools.cache
 def found(world: int, limit: int | None = None, preset: str = "qwen3-0.6b", **speeds: float):
     config = PRESETS[preset]()
     work = row_work(config, PlanMemoryArguments(tokens=TOKENS))

@@ -84,7 +84,7 @@ def test_bf16_is_asked_nothing():
     assert not [problem for problem in validate(tiny(), "cpu") if "precision" in problem]
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_recomputation_has_the_same_bits(recompute):
     config = in_float8(tiny_config("layer", 0.1, 4))
     plain, again = (

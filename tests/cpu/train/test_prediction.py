@@ -75,13 +75,13 @@ def eager(tmp_path_factory):
 @pytest.mark.parametrize(
     ("experts", "options"),
     [
-        (False, {"granularity": "layer"}),
+        pytest.param(False, {"granularity": "layer"}, marks=pytest.mark.slow),
         (False, {"granularity": "chunk", "recompute": "full", "offload": ("layer_input",)}),
-        (False, {"granularity": "step"}),
+        pytest.param(False, {"granularity": "step"}, marks=pytest.mark.slow),
         (False, {"granularity": "step", "optimizer": True}),
         (True, {"granularity": "layer", "recompute": "attn"}),
         (True, {"granularity": "chunk", "stash": 1.5}),
-        (True, {"granularity": "step"}),
+        pytest.param(True, {"granularity": "step"}, marks=pytest.mark.slow),
     ],
 )
 def test_graphs_are_eager_bit_by_bit(experts, options, eager, tmp_path):

@@ -14,7 +14,7 @@ from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
 
 
-@pytest.mark.parametrize("whole_steps", [False, True])
+@pytest.mark.parametrize("whole_steps", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_profiled_run_names_its_parts_and_changes_no_bit(
     tmp_path: Path, whole_steps: bool
 ) -> None:

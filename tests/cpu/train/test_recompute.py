@@ -53,7 +53,7 @@ def kept(tmp_path_factory):
         (True, "layer", "attn,mlp", ()),
         (True, "chunk", "selective", ()),
         (True, "chunk", "full", ("layer_input",)),
-        (True, "step", "full", ()),
+        pytest.param(True, "step", "full", (), marks=pytest.mark.slow),
         (True, "step", "full", ("layer_input",)),
     ],
 )

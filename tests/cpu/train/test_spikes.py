@@ -160,7 +160,10 @@ def test_a_step_that_went_wrong_is_left_out(tmp_path, graph, factor):
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-@pytest.mark.parametrize("stop_after", [19, 20, 21, 22, 23, 26, 30])
+@pytest.mark.parametrize(
+    "stop_after",
+    [20, 22, *(pytest.param(step, marks=pytest.mark.slow) for step in (19, 21, 23, 26, 30))],
+)
 def test_a_run_that_is_stopped_and_goes_on_is_bitwise_the_one_that_never_stopped(
     tmp_path, policy, stop_after
 ):

@@ -50,8 +50,8 @@ def test_an_update_that_is_not_blocked_is_told_apart(
     """The negative control: a rule that knows of no blocked updates is found."""
     step = rule.step  # type: ignore[attr-defined]
 
-    def forgetful(self: Any, rate: Tensor, steps: Tensor, blocked: Tensor | None) -> None:
-        step(self, rate, steps, None)
+    def forgetful(self: Any, rate: Tensor, steps: Tensor, scale: Any, blocked: Any) -> None:
+        step(self, rate, steps, scale, None)
 
     monkeypatch.setattr(rule, "step", forgetful)
     names = {AdamW: "adamw", Muon: "muon", AdamW8bit: "adamw8bit", Adafactor: "adafactor"}
@@ -128,7 +128,7 @@ def tensors_of(optimizer: Optimizer) -> list[Tensor]:
         for tensor in (span.parameters, span.gradients)
     }
     found: list[Tensor] = []
-    waiting: list[Any] = [optimizer._rules, optimizer._masters]
+    waiting: list[Any] = [optimizer._rules, optimizer._updated]
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()
@@ -136,7 +136,7 @@ def tensors_of(optimizer: Optimizer) -> list[Tensor]:
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
-            found += [value, *([value.grad] if value.is_leaf and value.grad is not None else [])]
+            found.append(value)
         elif isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, (list, tuple)):

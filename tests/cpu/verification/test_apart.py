@@ -59,7 +59,12 @@ def both(config: TrainConfig) -> tuple[VerifyReport, VerifyReport]:
 
 @pytest.mark.parametrize(
     "config",
-    [granular("layer"), granular("chunk"), granular("step"), granular("step", optimizer=True)],
+    [
+        granular("layer"),
+        pytest.param(granular("chunk"), marks=pytest.mark.slow),
+        pytest.param(granular("step"), marks=pytest.mark.slow),
+        granular("step", optimizer=True),
+    ],
     ids=["layer", "chunk", "step", "update"],
 )
 def test_right_runs_have_the_report_of_the_lockstep(config: TrainConfig) -> None:
@@ -148,7 +153,9 @@ def places(report: VerifyReport) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    "config", [tiny_config("layer", 0.0, 4), granular("chunk")], ids=["layer", "chunk"]
+    "config",
+    [pytest.param(tiny_config("layer", 0.0, 4), marks=pytest.mark.slow), granular("chunk")],
+    ids=["layer", "chunk"],
 )
 def test_a_broken_gradient_is_named_by_step_kind_and_tensor(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch

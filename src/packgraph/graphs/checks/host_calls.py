@@ -92,10 +92,15 @@ class SavedTensorHooks(Watcher):
 
 
 class _Thread(threading.local):
-    """The profile function of a thread while anybody watches."""
+    """The profile function of a thread while anybody watches.
+
+    compiles: Whether it does not look at a compiler at work. paused: Whether one is.
+    """
 
     hook: "_Hook | None" = None
     quiet = False
+    compiles = False
+    paused = False
 
 
 _THREAD = _Thread()
@@ -159,6 +164,35 @@ def unwatched_calls() -> Iterator[None]:
     finally:
         if hook is not None:
             sys.setprofile(hook.see)
+
+
+@contextlib.contextmanager
+def unwatched_compiling() -> Iterator[None]:
+    """Within the block nobody watches from `compiling_begins` to `compiling_ends`. A profiler of
+    somebody else still sees all."""
+    before, _THREAD.compiles = _THREAD.compiles, True
+    try:
+        yield
+    finally:
+        compiling_ends()
+        _THREAD.compiles = before
+
+
+def compiling_begins(_: object = None) -> None:
+    """Called before a compiler traces code, of which it runs none; which takes several times as
+    long where every call of the compiler is looked at."""
+    hook = _THREAD.hook
+    if _THREAD.compiles and hook is not None and hook.other is None:
+        _THREAD.paused = sys.getprofile() is hook.see
+        if _THREAD.paused:
+            sys.setprofile(None)
+
+
+def compiling_ends(_: object = None) -> None:
+    """Called before what was compiled runs."""
+    if _THREAD.paused and _THREAD.hook is not None:
+        _THREAD.paused = False
+        sys.setprofile(_THREAD.hook.see)
 
 
 class Unseen:

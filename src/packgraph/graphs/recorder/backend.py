@@ -69,8 +69,14 @@ from packgraph.graphs.key import with_bits
 from packgraph.graphs.recorder.copy_streams import EmulatedCopyStreams, RecordedCopyStreams
 from packgraph.graphs.recorder.pool import POISON, RecordedStorage, RecorderPool
 
-TRANSFERS = "transfers"  # beside copy streams: gathers and reductions run as late as they may
-_LATE = (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default)
+# Beside copy streams: gathers, reductions and receives run as late as they may.
+TRANSFERS = "transfers"
+_RECEIVE = torch.ops.c10d.recv_.default
+_LATE = (
+    torch.ops.c10d._allgather_base_.default,
+    torch.ops.c10d._reduce_scatter_base_.default,
+    _RECEIVE,
+)
 
 
 class _Operand(NamedTuple):
@@ -258,8 +264,7 @@ class RecorderGraph:
                 elif kind == "work":
                     pending[target] = dist.Work.unbox(value)
         for work in pending.values():
-            if not isinstance(work, _LateTransfer):  # it runs no more, since nobody waits for it
-                work.wait()
+            work.end() if isinstance(work, _LateTransfer) else work.wait()
 
     def reset(self) -> None:
         """Drop the program."""
@@ -267,21 +272,45 @@ class RecorderGraph:
 
 
 class _LateTransfer:
-    """A transfer that runs when it is waited for: until then its target is NaN, and for good if
-    nobody in the graph waits."""
+    """A transfer whose target is NaN until it is waited for, and for good if nobody in the graph
+    waits. A collective runs when it is waited for. What a peer sends is received at once, into
+    memory of its own, for the peer may wait for that.
+
+    Attributes:
+        group: Its process group, by name.
+    """
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._called_with = function, args, kwargs
-        target, source = args[:2]
-        mine = source.clone()  # may be a part of the target
+        self._received: tuple[torch.Tensor, torch.Tensor, Any] | None = None
+        if function is _RECEIVE:
+            (target,), group = args[:2]
+            memory = torch.empty_like(target)
+            work = function([memory], *args[1:], **kwargs)
+            self._received = target, memory, dist.Work.unbox(work)
+        else:
+            target, source, group = args[:3]
+            mine = source.clone()  # may be a part of the target
         target.fill_(float("nan"))
-        source.copy_(mine)
+        if self._received is None:
+            source.copy_(mine)
+        self._called_with = function, args, kwargs
+        self.group = dist.ProcessGroup.unbox(group).group_name
 
     def wait(self) -> None:
-        """Run it."""
+        """Its target has what was sent afterwards."""
+        if self._received is not None:
+            target, memory, work = self._received
+            work.wait()
+            target.copy_(memory)
+            return
         function, args, kwargs = self._called_with
         _, work = function(*args, **kwargs)
         dist.Work.unbox(work).wait()
+
+    def end(self) -> None:
+        """Nobody waits for it any more."""
+        if self._received is not None:
+            self._received[2].wait()
 
 
 @dataclass(frozen=True)
@@ -300,9 +329,19 @@ def _host_step(step: Any, pending: dict[int, Any]) -> None:
         while pending:
             pending.pop(min(pending)).wait()
     elif step.number in pending:
-        # Transfers of one group run in their order: a late one is not overtaken.
-        for number in sorted(number for number in pending if number <= step.number):
-            pending.pop(number).wait()
+        transfer = pending.pop(step.number)
+        if isinstance(transfer, _LateTransfer):
+            _run_earlier(transfer, step.number, pending)
+        transfer.wait()
+
+
+def _run_earlier(transfer: _LateTransfer, number: int, pending: dict[int, Any]) -> None:
+    """Run what was begun before `transfer` over the same group, which serves transfers in their
+    order."""
+    for earlier in sorted(key for key in pending if key < number):
+        waiting = pending[earlier]
+        if isinstance(waiting, _LateTransfer) and waiting.group == transfer.group:
+            pending.pop(earlier).wait()
 
 
 class RecorderWindow:

@@ -18,19 +18,20 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from packgraph.graphs import fallback
+from packgraph.graphs.agreement import Consensus
 from packgraph.graphs.backend import profiler_range
-from packgraph.graphs.cache import Consensus
 from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import Control, GraphedModule, control
 from packgraph.graphs.replay import ReplayHandle
 from packgraph.graphs.stages import Staged
-from packgraph.graphs.step import GraphedStep
+from packgraph.graphs.step import Agreement, GraphedStep, Standing
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.pipeline.links import Links, Transfer
@@ -120,6 +121,19 @@ class Arrival(torch.autograd.Function):
         return None, None, None
 
 
+@dataclass(frozen=True)
+class StepUpdate:
+    """What a graph of a whole step holds beside its microbatches.
+
+    begin: comes before the first of them. before_last: as of `Pipeline.step`, in captures. finish:
+    makes the result of a step of its loss, by collectives of all ranks.
+    """
+
+    begin: Callable[[], None]
+    before_last: BeforeLast | None
+    finish: Callable[[torch.Tensor], torch.Tensor]
+
+
 class PipelineError(RuntimeError):
     """The ranks of a pipeline do not agree, or a schedule does not fit its slots."""
 
@@ -136,7 +150,9 @@ class Pipeline:
     the interleaved schedule. whole_steps: capture the rank's whole schedule, with its sends and
     receives, as one graph per combination of microbatch shapes (granularity `step`); a combination
     that does not fit into the bank, or cannot be captured on every rank, runs by the chunks'
-    graphs, counted in `step_stats`.
+    graphs, counted in `step_stats`. updates: those graphs hold the update of the weights, too, and
+    are those of `update_step`. agreement: of all ranks that replay a whole step together, None =
+    the ranks of this pipeline.
     """
 
     def __init__(
@@ -150,6 +166,8 @@ class Pipeline:
         whole_steps: bool = False,
         row_parts: int = 1,
         rank_rows: int | None = None,
+        updates: bool = False,
+        agreement: Agreement | None = None,
     ) -> None:
         self.chunks, self.links = [control(chunk) for chunk in chunks], links
         self.width, self.dtype, self.device = width, dtype, device
@@ -170,24 +188,37 @@ class Pipeline:
             index: deque() for index in range(len(self.chunks))
         }
         self._reason: str | None = None
-        modules = [chunk.module for chunk in self.chunks]
-        self._whole: GraphedStep | None = None
-        if whole_steps:
-            this = weakref.ref(self)  # which has the step: else a cycle, with all chunks in it
+        self._update: StepUpdate | None = None
+        self._updates = updates
+        self._whole = (
+            self._graphed_step(agreement or _agreement_over(links)) if whole_steps else None
+        )
 
-            def run(*arguments: Any) -> torch.Tensor:
-                pipeline = this()
-                assert pipeline is not None, "it has the step that is run"
-                return pipeline._run_plainly(*arguments)
+    def _graphed_step(self, agreement: Agreement) -> GraphedStep:
+        this = weakref.ref(self)  # which has the step: else a cycle, with all chunks in it
 
-            self._whole = GraphedStep(
-                modules,
-                run,
-                self.chunks[0].capture_backend,
-                device,
-                compiled=any(chunk.compiles for chunk in self.chunks),
-                copy_streams=[chunk.capture_backend.copy_streams for chunk in self.chunks],
-            )
+        def pipeline() -> "Pipeline":
+            found = this()
+            assert found is not None, "it has the step that is run"
+            return found
+
+        def run(*arguments: Any, rehearses: bool) -> torch.Tensor:
+            return pipeline()._run_plainly(*arguments, rehearses=rehearses)
+
+        def finish(loss: torch.Tensor) -> torch.Tensor:
+            return pipeline()._finish(loss)
+
+        made = GraphedStep(
+            [chunk.module for chunk in self.chunks],
+            run,
+            self.chunks[0].capture_backend,
+            self.device,
+            compiled=any(chunk.compiles for chunk in self.chunks),
+            copy_streams=[chunk.capture_backend.copy_streams for chunk in self.chunks],
+            finish=finish,
+        )
+        made.agreement = agreement
+        return made
 
     @property
     def step_stats(self) -> Stats | None:
@@ -239,13 +270,48 @@ class Pipeline:
         """
         self._agree(batches)
         self._ask_about(batches, tokens_in_step)
-        whole = self._whole if fallback.bypass_reason() is None else None
-        if whole is not None and self._whole_step_is_ready(batches, tokens_in_step):
-            return whole(tokens_in_step, *batches)
+        whole = self._whole if not self._updates else None
+        if whole is not None and self._is_ready(whole, batches, tokens_in_step):
+            return whole.replay(tokens_in_step, *batches)
         with contextlib.ExitStack() as frozen:
             for chunk in self._alone:
                 frozen.enter_context(chunk.frozen())
-            return self._run(batches, tokens_in_step, before_last)
+            loss = self._run(batches, tokens_in_step, before_last)
+        self.links.sum(loss)
+        return loss
+
+    def update_step(
+        self,
+        batches: Sequence[PackedBatch],
+        tokens_in_step: torch.Tensor,
+        update: StepUpdate,
+        reason: str | None = None,
+        strict: bool = False,
+    ) -> torch.Tensor | None:
+        """The step and its update by one graph. Collective over all ranks that update together.
+
+        Args:
+            batches: As of `step`.
+            tokens_in_step: 0-d int64.
+            update: The same in every step.
+            reason: Why the step must not be a graph; None = nothing is known.
+            strict: Whether a step that cannot be captured is an error.
+
+        Returns:
+            What `update.finish` has made; None where the step cannot be one graph on all ranks.
+            Nothing was changed then.
+
+        Raises:
+            CaptureError: With `strict`, if the step cannot be captured.
+            PipelineError: When the ranks disagree.
+        """
+        assert self._whole is not None and self._updates
+        self._update = update
+        self._agree(batches)
+        self._ask_about(batches, tokens_in_step)
+        if not self._is_ready(self._whole, batches, tokens_in_step, reason, strict):
+            return None
+        return self._whole.replay(tokens_in_step, *batches)
 
     def evaluate(
         self, batches: Sequence[PackedBatch], tokens_in_step: torch.Tensor, around: Around
@@ -310,31 +376,56 @@ class Pipeline:
         finally:
             handle.lease.release()
 
-    def _whole_step_is_ready(self, batches: Sequence[PackedBatch], tokens: torch.Tensor) -> bool:
+    def _is_ready(
+        self,
+        whole: GraphedStep,
+        batches: Sequence[PackedBatch],
+        tokens: torch.Tensor,
+        reason: str | None = None,
+        strict: bool = False,
+    ) -> bool:
         """Whether every rank has captured this step; collective."""
-        assert self._whole is not None
-        try:
-            ready, reason = self._whole.ready(tokens, *batches), fallback.TOO_MANY_KEYS
-        except CaptureError as error:
-            warnings.warn(
-                f"this step runs by its chunks' graphs, because it cannot be one graph: {error}",
-                PackgraphWarning,
-                stacklevel=4,
-            )
-            ready, reason = False, fallback.CAPTURE_FAILED
-        if all(facts[0] for facts in self.links.gather_facts([int(ready)])):
-            return True
-        self._whole.stats.fallbacks[reason] += 1
-        return False
+        asked = fallback.bypass_reason()
+        reason = asked or self._reason or reason
+        if reason is not None:  # the others hear of it, and capture nothing without this rank
+            whole.agreement(Standing.EAGER)
+        else:
+            try:
+                reason = whole.reason_against(tokens, *batches)
+            except CaptureError as error:
+                if strict:
+                    raise
+                warnings.warn(
+                    "this step runs by its chunks' graphs, because it cannot be one graph: "
+                    f"{error}",
+                    PackgraphWarning,
+                    stacklevel=4,
+                )
+                reason = fallback.CAPTURE_FAILED
+        if reason is not None and asked is None:
+            whole.stats.fallbacks[reason] += 1
+        return reason is None
 
-    def _run_plainly(self, tokens: torch.Tensor, *batches: PackedBatch) -> torch.Tensor:
+    def _run_plainly(
+        self, tokens: torch.Tensor, *batches: PackedBatch, rehearses: bool
+    ) -> torch.Tensor:
         """The rank's schedule without graphs of its own: what a graph of the whole step is captured
-        from."""
+        from. rehearses: without transfers, since other ranks may fail before theirs."""
+        before_last = None
+        if self._update is not None:
+            self._update.begin()
+            before_last = None if rehearses else self._update.before_last
         self._plain = True
         try:
-            return self._run(batches, tokens)
+            with self.links.silenced() if rehearses else contextlib.nullcontext():
+                return self._run(batches, tokens, before_last)
         finally:
             self._plain = False
+
+    def _finish(self, loss: torch.Tensor) -> torch.Tensor:
+        """The result of a whole step on every rank, from the loss that this one has added up."""
+        self.links.sum(loss)
+        return loss if self._update is None else self._update.finish(loss)
 
     def _run(
         self,
@@ -342,12 +433,12 @@ class Pipeline:
         tokens_in_step: torch.Tensor,
         before_last: BeforeLast | None = None,
     ) -> torch.Tensor:
+        """The step's loss as far as this rank knows it, float32 []."""
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._crash)
             self._fly(batches, tokens_in_step, loss, before_last)
             on_error.pop_all()
-        self.links.sum(loss)
         return loss
 
     def _fly(
@@ -559,6 +650,16 @@ class Pipeline:
         for leaving in self._leaving.values():
             while leaving:
                 leaving.popleft().finish()
+
+
+def _agreement_over(links: Links) -> Agreement:
+    """Among the ranks of a pipeline: what a step is to them, if it is the same to each."""
+
+    def agreed(standing: Standing) -> Standing:
+        every = links.gather_facts([standing])
+        return standing if all(facts == [standing] for facts in every) else Standing.EAGER
+
+    return agreed
 
 
 def _without_company(chunks: Sequence[Control]) -> list[Control]:

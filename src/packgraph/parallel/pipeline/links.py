@@ -21,7 +21,8 @@ equal (fresh and loaded values go by name), get equal gradients and are updated 
 equal in every bit.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,16 @@ class Transfer(Protocol):
     def wait(self) -> Any: ...
 
     def is_completed(self) -> bool: ...
+
+
+class _NothingSent:
+    """A transfer of a rehearsal."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class Links:
@@ -58,20 +69,36 @@ class Links:
             control,
         )
         self.rank = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
+        self._is_silent = False
 
     @property
     def size(self) -> int:
         """Ranks in the pipeline."""
         return len(self.ranks)
 
+    @contextlib.contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Within the block nothing is sent, and what is received is zero: a rehearsal, in which
+        other ranks may have failed."""
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
+
     def send(self, tensor: torch.Tensor, stage: int, direction: str) -> Transfer:
         """Start sending what virtual stage `stage` made: activations `forward`, gradients
         `backward`."""
+        if self._is_silent:
+            return _NothingSent()
         to = self.ranks[(stage + STEPS[direction]) % self.size]
         return dist.isend(tensor, to, group=self.group(stage, direction))  # type: ignore[return-value]
 
     def receive(self, tensor: torch.Tensor, stage: int, direction: str) -> Transfer:
         """Start receiving into `tensor` what virtual stage `stage` needs."""
+        if self._is_silent:
+            tensor.zero_()
+            return _NothingSent()
         source = stage - STEPS[direction]
         group = self.group(source, direction)
         return dist.irecv(tensor, self.ranks[source % self.size], group=group)  # type: ignore[return-value]

@@ -53,7 +53,7 @@ class OptimizerConfig:
     min_learning_rate_fraction: learning rate after the decay, as a fraction of the peak.
     clip_norm: largest global gradient norm; none = no clipping.
     offload: keep AdamW's state in host memory, and bring it to the device piece by piece for each
-        update; saves 16 bytes a parameter under bfloat16, for 12 that are copied each way.
+        update; saves 12 bytes a parameter under bfloat16, which are copied each way instead.
     """
 
     name: Literal["adamw", "muon", "adamw8bit", "adafactor"] = "adamw"

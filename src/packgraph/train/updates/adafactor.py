@@ -27,7 +27,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.flat_buffers import Member
 from packgraph.parallel.pieces import Pieces, part_of, rectangles
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, slices_of
+from packgraph.train.updates.rule import Updated, clipped, slices_of
 
 DECAY = -0.8  # power of the update's number by which the means forget
 CLIP = 1.0  # largest root mean square of a direction
@@ -40,7 +40,8 @@ class Box:
     """Elements that this rank updates: contiguous, of a stack of matrices (or of a vector, which
     is one row).
 
-    weight, gradient: [e, r, c]. place: in [E, R, C]. variance: [e, r, c] of a vector, else None.
+    weight, gradient: [e, r, c], the latter of its span's dtype. place: in [E, R, C]. variance:
+    [e, r, c] of a vector, else None.
     """
 
     weight: Tensor
@@ -58,7 +59,7 @@ class Stack:
         rows, columns = ((1, 1, *self.shape))[-2:]
         self.matrices = (math.prod(self.shape[:-2]), rows, columns)
         self.boxes = list(self._find(each, variance))
-        device = each.master.device
+        device = each.values.device
         self.row_var, self.col_var = (
             torch.zeros(self.matrices[0], length, device=device) if variance is None else None
             for length in (rows, columns)
@@ -76,7 +77,7 @@ class Stack:
                 box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
                 yield Box(
                     each.values[flat].view(sizes),
-                    each.gradient[flat].view(sizes),
+                    each.span.own_gradients[flat].view(sizes),
                     (box[0], box[1], box[2]),
                     None if variance is None else variance[flat].view(sizes),
                 )
@@ -90,12 +91,12 @@ class Stack:
         self.columns = columns.view(self.matrices[0], -1)
         self.weights, self.directions = weights, directions
 
-    def add_sums(self) -> None:
-        """Add this rank's elements to the sums, but those of directions."""
+    def add_sums(self, scale: Tensor | None) -> None:
+        """Add this rank's elements to the sums, but those of directions. scale: of gradients."""
         for box in self.boxes:
             matrix, row, column = box.place
             if box.variance is None:
-                square = box.gradient.square()
+                square = clipped(box.gradient, scale).square()
                 self.rows[matrix, row] += square.sum(-1)
                 self.columns[matrix, column] += square.sum(-2)
             self.weights[matrix] += box.weight.square().sum((-2, -1))
@@ -107,31 +108,41 @@ class Stack:
             self.rows.copy_(self.row_var.lerp(self.rows / columns, share))
             self.columns.copy_(self.col_var.lerp(self.columns / rows, share))
 
-    def direction(self, box: Box, share: Tensor) -> tuple[Tensor, Tensor | None]:
+    def direction(
+        self, box: Box, share: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """The direction of a box before it is clipped, and a vector's new variance."""
-        matrix, row, column = box.place
+        gradient, (matrix, row, column) = clipped(box.gradient, scale), box.place
         if box.variance is None:
             mean = self.rows[matrix].mean(-1, keepdim=True).clamp(min=TINY)
             rows = self.rows[matrix, row] / mean
             square = rows[:, :, None] * self.columns[matrix, None, column]
             variance = None
         else:
-            variance = box.variance.lerp(box.gradient.square(), share)
+            variance = box.variance.lerp(gradient.square(), share)
             square = variance.clone()
-        return square.clamp_(min=TINY**2).rsqrt_().mul_(box.gradient), variance
+        return square.clamp_(min=TINY**2).rsqrt_().mul_(gradient), variance
 
-    def add_directions(self, share: Tensor) -> None:
+    def add_directions(self, share: Tensor, scale: Tensor | None) -> None:
         """Add this rank's elements to the sums of directions."""
         for box in self.boxes:
-            self.directions[box.place[0]] += self.direction(box, share)[0].square().sum((-2, -1))
+            direction, _ = self.direction(box, share, scale)
+            self.directions[box.place[0]] += direction.square().sum((-2, -1))
 
-    def update(self, rate: Tensor, kept: Tensor, share: Tensor, blocked: Tensor | None) -> None:
+    def update(
+        self,
+        rate: Tensor,
+        kept: Tensor,
+        share: Tensor,
+        scale: Tensor | None,
+        blocked: Tensor | None,
+    ) -> None:
         """Update weights and means, if not blocked. kept: what weight decay leaves of a weight."""
         elements = self.matrices[1] * self.matrices[2]
         size = (self.weights / elements).sqrt().clamp(min=LEAST_RMS)
         rates = rate * size / ((self.directions / elements).sqrt() / CLIP).clamp(min=1.0)
         for box in self.boxes:
-            direction, variance = self.direction(box, share)
+            direction, variance = self.direction(box, share, scale)
             scaled = direction.mul_(rates[box.place[0], None, None])
             _put(box.weight, box.weight * kept - scaled, blocked)
             if box.variance is not None and variance is not None:
@@ -184,23 +195,25 @@ class Adafactor:
             stack for each, found in self._stacks for stack in found if each.span.group is group
         ]
         sizes = [sum(stack.lengths) for stack in stacks]
-        flat = torch.zeros(sum(sizes), device=self._updated[0].master.device)
+        flat = torch.zeros(sum(sizes), device=self._updated[0].values.device)
         for stack, sums in zip(stacks, flat.split(sizes), strict=True):
             stack.sums_in(sums)
         return group, stacks, flat
 
     @torch.no_grad()
-    def step(self, learning_rate: Tensor, steps: Tensor, blocked: Tensor | None) -> None:
+    def step(
+        self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
+    ) -> None:
         """As `UpdateRule.step`. Collective among ranks that share parameters."""
         share = torch.pow(steps + 1, DECAY)
         for group, stacks, flat in self._sums:
             flat.zero_()
             for stack in stacks:
-                stack.add_sums()
+                stack.add_sums(scale)
             _add_up(flat, group)
             for stack in stacks:
                 stack.forget(share)
-                stack.add_directions(share)
+                stack.add_directions(share, scale)
             directions = torch.cat([stack.directions for stack in stacks])
             _add_up(directions, group)
             found = directions.split([stack.matrices[0] for stack in stacks])
@@ -209,7 +222,7 @@ class Adafactor:
         for each, stacks in self._stacks:
             kept = 1 - learning_rate * (self._weight_decay if each.span.decays else 0.0)
             for stack in stacks:
-                stack.update(learning_rate, kept, share, blocked)
+                stack.update(learning_rate, kept, share, scale, blocked)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """As `UpdateRule.state_tensors`, all of it live."""

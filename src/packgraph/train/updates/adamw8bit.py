@@ -33,7 +33,7 @@ from packgraph.train.updates.rule import Updated, slices_of
 
 BLOCK = 256  # elements
 BYTES = 2 * (1 + 4 / BLOCK)  # of state, of an element
-PASSES = 12  # over state and masters that its operations take, counted; fused AdamW takes one
+PASSES = 20  # over state and masters that its operations take, counted
 POWERS = 7  # of ten
 LEAST_SCALE = 1e-30  # below it a block is 0; products with a table's smallest are normal above it
 
@@ -124,14 +124,16 @@ class AdamW8bit:
         self._updated, self._config = list(updated), config
         self._state: list[tuple[Quantized, Quantized]] = []
         if self._updated:
-            device = self._updated[0].master.device
+            device = self._updated[0].values.device
             tables = (CodeTable.signed(device), CodeTable.unsigned(device))
             for each in self._updated:
-                means, squares = (Quantized(each.master.numel(), table) for table in tables)
+                means, squares = (Quantized(each.values.numel(), table) for table in tables)
                 self._state.append((means, squares))
 
     @torch.no_grad()
-    def step(self, learning_rate: Tensor, steps: Tensor, blocked: Tensor | None) -> None:
+    def step(
+        self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
+    ) -> None:
         """As `UpdateRule.step`."""
         (beta1, beta2), config = self._config.betas, self._config
         ordinal = steps + 1
@@ -139,8 +141,8 @@ class AdamW8bit:
         correction = 1 - torch.pow(beta2, ordinal)
         for each, (means, squares) in zip(self._updated, self._state, strict=True):
             kept = 1 - learning_rate * (config.weight_decay if each.span.decays else 0.0)
-            for part in parts_in_blocks(each.master.numel()):
-                weight, gradient = each.values[part], each.gradient[part]
+            for part in parts_in_blocks(each.values.numel()):
+                weight, gradient = each.values[part], each.gradient(part, scale)
                 mean = means.values(part).lerp_(gradient, 1 - beta1)
                 square = squares.values(part).mul_(beta2)
                 square.addcmul_(gradient, gradient, value=1 - beta2)
@@ -158,7 +160,7 @@ class AdamW8bit:
         found: dict[str, Tensor] = {}
         for each, state in zip(self._updated, self._state, strict=True):
             for key, quantized in zip(MEANS, state, strict=True):
-                flat = torch.empty(each.master.numel(), dtype=torch.float32)
+                flat = torch.empty(each.values.numel(), dtype=torch.float32)
                 for part in parts_in_blocks(flat.numel()):
                     flat[part] = quantized.values(part).cpu()
                 found |= each.named(key, flat)
@@ -168,7 +170,7 @@ class AdamW8bit:
         """Quantise them."""
         for each, state in zip(self._updated, self._state, strict=True):
             for key, quantized in zip(MEANS, state, strict=True):
-                flat = torch.zeros(each.master.numel(), dtype=torch.float32)
+                flat = torch.zeros(each.values.numel(), dtype=torch.float32)
                 for name, place in each.named(key, flat).items():
                     for (_, into), (_, loaded) in zip(
                         parts_of(place), parts_of(tensors[name]), strict=True

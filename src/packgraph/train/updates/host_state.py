@@ -5,7 +5,7 @@ r"""Optimizer state in host memory, brought to the device piece by piece for eac
     out                        | piece 0 |    | piece 1 |    device ─▶ host
 
 Two sets of buffers take turns, so the device holds two pieces of the state, whatever the model.
-Gradients become float32 piece by piece, too. Each piece is updated by the kernel that updates all
+Each piece is updated by the kernel that updates all
 of it on the device (fused AdamW, element by element), so the bits are the same. Copies in both
 directions run at the same time; how they are ordered is said in `graphs/copy_streams.py`. The
 update takes as long as the slower of the two: 12 bytes a parameter each way.
@@ -14,7 +14,7 @@ After an update copies to the host may be under way. Whoever reads the state wai
 (`settle`); the next update waits by itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from packgraph.graphs.cuda.copy_streams import pinned
 from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.adamw import MEANS, fused_adamw
-from packgraph.train.updates.rule import slices_of
+from packgraph.train.updates.rule import clipped, slices_of
 
 PIECE = 2**25  # elements: 128 MiB of float32, long enough for the full speed of a link
 MASTER = "master"
@@ -51,7 +51,7 @@ class StatePiece:
 
 
 class HostState:
-    """AdamW's state of spans, on the host.
+    """AdamW of spans whose state, masters among it, is on the host: an `UpdateRule`.
 
     Args:
         spans: What this rank updates.
@@ -68,25 +68,34 @@ class HostState:
         piece: int = PIECE,
     ) -> None:
         self._streams, self._config, self._piece = copy_streams, config, piece
-        self._flat = {id(span): _host_tensors(span) for span in spans}
-        self._pieces = [made for span in spans for made in self._cut(span)]
+        self._spans = [(span, _host_tensors(span)) for span in spans]
+        self._pieces = [made for each in self._spans for made in self._cut(*each)]
         device = spans[0].parameters.device
         longest = max(made.gradients.numel() for made in self._pieces)
         self._buffers = [
             {
                 name: torch.empty(longest, dtype=torch.float32, device=device)
-                for name in (MASTER, *MEANS, "gradient")
+                for name in (MASTER, *MEANS)
             }
             for _ in range(2)
         ]
         self._leaving: list[list[Copy]] = [[], []]  # copies to the host from each set of buffers
 
-    def of(self, span: GradientBucket) -> dict[str, Tensor]:
-        """The state of a span by name, float32 on the host: a value for each element that this rank
-        updates."""
-        return self._flat[id(span)]
+    def state_tensors(self) -> dict[str, Tensor]:
+        """As `UpdateRule.state_tensors`, on the host, all of it live. The host waits for the
+        device."""
+        self._settle()
+        return {
+            f"{member.name}.{key}": span.part(member, flat)
+            for span, hosts in self._spans
+            for member in span.members
+            for key, flat in hosts.items()
+        }
 
-    def settle(self) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing: they are live."""
+
+    def _settle(self) -> None:
         """Wait until the host has what was updated. The host waits for the device."""
         for copies in self._leaving:
             self._wait(copies)
@@ -95,37 +104,17 @@ class HostState:
             torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
-    def norms(self, span: GradientBucket) -> list[Tensor]:
-        """Norms of the pieces of a span's gradient, float32 [] each."""
-        found = []
-        for part in parts_of(span, self._piece):
-            gradient = self._buffers[0]["gradient"][: part.stop - part.start]
-            gradient.copy_(span.own_gradients[part])
-            found.append(torch._foreach_norm([gradient])[0])
-        return found
-
-    @torch.no_grad()
-    def update(
-        self,
-        learning_rate: Tensor,
-        scale: Tensor | None,
-        blocked: Tensor | None,
-        steps: Tensor,
+    def step(
+        self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
-        """Update all spans once.
-
-        Args:
-            learning_rate: float32 [] on the device.
-            scale: What gradients are multiplied by, float32 []; None = 1.
-            blocked: More than 0 if nothing is to change; float32 [].
-            steps: Updates so far, float32 []; is not changed.
-        """
+        """As `UpdateRule.step`, but cannot be captured."""
+        ordinal = steps + 1
         arriving = self._bring(0)
         for number, piece in enumerate(self._pieces):
             self._wait(arriving)
             if number + 1 < len(self._pieces):
                 arriving = self._bring(number + 1)
-            self._update(number, learning_rate, scale, blocked, steps)
+            self._update(number, learning_rate, ordinal, scale, blocked)
             buffers = self._of(number)
             self._leaving[number % 2] = [
                 self._streams.out([_bytes(buffers[name])], host)
@@ -145,24 +134,21 @@ class HostState:
         self,
         number: int,
         learning_rate: Tensor,
+        ordinal: Tensor,
         scale: Tensor | None,
         blocked: Tensor | None,
-        steps: Tensor,
     ) -> None:
         piece, buffers = self._pieces[number], self._of(number)
-        gradient, weight = buffers["gradient"], piece.parameters
-        gradient.copy_(piece.gradients)
-        if scale is not None:
-            gradient.mul_(scale)
+        weight = piece.parameters
         master = buffers[MASTER] if MASTER in piece.hosts else weight
         fused_adamw(
             [master],
-            [gradient],
+            [clipped(piece.gradients, scale)],
             [buffers[MEANS[0]]],
             [buffers[MEANS[1]]],
             self._config,
             learning_rate,
-            steps,
+            ordinal,
             blocked,
             decays=piece.span.decays,
         )
@@ -179,11 +165,9 @@ class HostState:
             self._streams.wait(copy)
         copies.clear()
 
-    def _cut(self, span: GradientBucket) -> Iterator[StatePiece]:
+    def _cut(self, span: GradientBucket, flats: Mapping[str, Tensor]) -> Iterator[StatePiece]:
         for part in parts_of(span, self._piece):
-            hosts = {
-                name: HostMemory((_bytes(flat[part]),)) for name, flat in self.of(span).items()
-            }
+            hosts = {name: HostMemory((_bytes(flat[part]),)) for name, flat in flats.items()}
             yield StatePiece(span, part, hosts)
 
 

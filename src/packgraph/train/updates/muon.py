@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated
+from packgraph.train.updates.rule import Updated, clipped
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
 STEPS = 5
@@ -32,7 +32,8 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 
 class Matrix(NamedTuple):
-    """A weight [rows, columns], its gradient and its momentum: float32, views of flat buffers."""
+    """A weight [rows, columns], its gradient, of its span's dtype, and its momentum: views of flat
+    buffers."""
 
     weight: Tensor
     gradient: Tensor
@@ -51,18 +52,21 @@ class Muon:
     def _find(self) -> Iterator[Matrix]:
         for each, momenta in zip(self._updated, self._momenta, strict=True):
             for member in each.span.members:
-                flat = (each.values, each.gradient, momenta)
+                flat = (each.values, each.span.own_gradients, momenta)
                 yield Matrix(*(each.span.part(member, values) for values in flat))
 
     @torch.no_grad()
-    def step(self, learning_rate: Tensor, steps: Tensor, blocked: Tensor | None) -> None:
+    def step(
+        self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
+    ) -> None:
         """As `UpdateRule.step`."""
-        for weight, gradient, momentum in self._matrices:
+        for weight, narrow, momentum in self._matrices:
+            gradient = clipped(narrow, scale)
             mean = momentum.lerp(gradient, 1 - self._momentum)
             direction = orthogonalized(gradient.lerp(mean, self._momentum))
-            scale = 0.2 * math.sqrt(max(weight.shape))
+            size = 0.2 * math.sqrt(max(weight.shape))
             updated = weight * (1 - learning_rate * self._weight_decay)
-            updated -= direction.float() * (learning_rate * scale)
+            updated -= direction.float() * (learning_rate * size)
             if blocked is not None:
                 updated = torch.where(blocked > 0, weight, updated)
                 mean = torch.where(blocked > 0, momentum, mean)

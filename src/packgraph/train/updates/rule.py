@@ -1,17 +1,20 @@
 """The seam between `train/optimizer.py` and the ways to update parameters.
 
-    reduce ─▶ clip ─▶ norm, blocked? ─▶ UpdateRule.step(...) ─▶ gather
-                                        one rule per kind of spans
+    reduce ─▶ norm ─▶ scale, blocked? ─▶ UpdateRule.step(...) ─▶ gather
+                                         one rule per kind of spans
 
 An `UpdateRule` owns the state of some spans and updates the float32 values of this rank's part of
-them. The invariant: a step asks nothing of the host and launches the same work every time, so it
-can be captured; where it is blocked, no bit of values and state changes.
+them. Gradients stay as the backward left them, in the dtype of their span: a rule makes float32
+copies that are clipped (`clipped`) of as many elements as it updates at a time. The invariant: a
+step asks nothing of the host and launches the same work every time, so it can be captured; where it
+is blocked, no bit of values and state changes.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from packgraph.parallel.flat_buffers import GradientBucket
@@ -21,21 +24,25 @@ PIECE = 2**23  # elements that rules with temporaries update at a time: 32 MiB o
 
 @dataclass(frozen=True)
 class Updated:
-    """A span and the float32 values [own] that this rank updates, with their gradient."""
+    """A span and the float32 values [own] that this rank updates: the span's own, or where that is
+    narrower a copy, the master."""
 
     span: GradientBucket
-    master: Tensor
+    values: Tensor
+
+    @staticmethod
+    def of(span: GradientBucket) -> "Updated":
+        """Where the span is narrower, a copy of its present values."""
+        return Updated(span, span.own_parameters.detach().float())
 
     @property
-    def gradient(self) -> Tensor:
-        """Float32 [own], of the whole step and clipped."""
-        assert self.master.grad is not None
-        return self.master.grad
+    def has_master(self) -> bool:
+        """Whether `values` are a copy."""
+        return self.span.parameters.dtype != torch.float32
 
-    @property
-    def values(self) -> Tensor:
-        """Float32 [own], without autograd."""
-        return self.master.detach()
+    def gradient(self, part: slice, scale: Tensor | None) -> Tensor:
+        """That of elements `part` of this rank's part, `clipped`."""
+        return clipped(self.span.own_gradients[part], scale)
 
     def named(self, key: str, flat: Tensor) -> dict[str, Tensor]:
         """`flat` (a value for each element here) by `NAME.key` of each parameter, without copies:
@@ -46,12 +53,15 @@ class Updated:
 class UpdateRule(Protocol):
     """How some spans are updated."""
 
-    def step(self, learning_rate: Tensor, steps: Tensor, blocked: Tensor | None) -> None:
+    def step(
+        self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
+    ) -> None:
         """Update once.
 
         Args:
             learning_rate: Float32 [] on the device.
             steps: Updates so far, float32 [] on the device; is not changed.
+            scale: What gradients are multiplied by, float32 [] on the device; None = 1.
             blocked: More than 0 if nothing is to change; float32 [] on the device.
         """
 
@@ -62,6 +72,13 @@ class UpdateRule(Protocol):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state_tensors` gave, after values were written into that."""
+
+
+def clipped(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    """`gradient` in float32, multiplied by `scale` ([], None = 1). A copy, unless it is that
+    already."""
+    # [1] in place of []: a scalar would leave the product as narrow as the gradient is.
+    return (gradient if scale is None else gradient * scale.view(1)).float()
 
 
 def slices_of(size: int, piece: int = PIECE) -> Iterator[slice]:

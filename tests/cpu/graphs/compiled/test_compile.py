@@ -13,9 +13,10 @@ import warnings
 import pytest
 import torch
 from compilekit import Packed
-from graphkit import Toy, differences, make_toy, poison_free_slots, toy_inputs, toy_loss, train
+from graphkit import Toy, make_toy, poison_free_slots, toy_inputs, toy_loss, train
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from tracekit import differences
 
 import packgraph
 from packgraph.bench.models import SHAPES, draw_batches

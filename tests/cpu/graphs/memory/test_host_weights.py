@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from graphkit import differences, make_toy, toy_inputs, toy_loss, train
+from graphkit import make_toy, toy_inputs, toy_loss, train
 from torch import nn
+from tracekit import differences
 
 import packgraph
 from packgraph.graphs.graphed import graph

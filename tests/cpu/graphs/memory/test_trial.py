@@ -24,7 +24,9 @@ def warmed(**options):
 
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("granularity", ["layer", "chunk"])
-@pytest.mark.parametrize("scope", [None, ["attn"], ["mlp", "head"]], ids=str)
+@pytest.mark.parametrize(
+    "scope", [None, pytest.param(["attn"], marks=pytest.mark.slow), ["mlp", "head"]], ids=str
+)
 def test_the_recorders_pools_are_as_predicted(scope, granularity, slots):
     graphed = warmed(scope=scope, granularity=granularity, slots=slots)
     predicted = trial_memory(graphed, [toy_inputs(size) for size in SIZES], slots)

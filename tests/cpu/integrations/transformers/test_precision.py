@@ -63,8 +63,18 @@ def test_layers_between_the_ends_change_their_product_and_nothing_else():
     assert kinds(model) == [{nn.Linear}] * 3
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_weight_gradients"])
-@pytest.mark.parametrize("options", [{}, {"granularity": "chunk", "compile": "aot_eager"}])
+COMPILED = {"granularity": "chunk", "compile": "aot_eager"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("fp8", {}),
+        ("fp8_weight_gradients", {}),
+        ("fp8", COMPILED),
+        pytest.param("fp8_weight_gradients", COMPILED, marks=pytest.mark.slow),
+    ],
+)
 def test_graphs_replay_it_bit_by_bit(options, precision):
     batches = random_batches(6)
     model = build("llama", **SIZES)

@@ -2,8 +2,9 @@
 given back once."""
 
 import torch
-from graphkit import WIDTH, differences, train
+from graphkit import WIDTH, train
 from stashkit import BY_HAND, Experts, StashedExperts, make_expert_toy, poison_pages
+from tracekit import differences
 
 from packgraph.graphs.graphed import graph
 from packgraph.moe.stash.stash import Stash

@@ -3,12 +3,13 @@ it, graphs or not."""
 
 import pytest
 import torch
-from graphkit import WIDTH, differences, poison_free_slots, toy_inputs, toy_loss, train
+from graphkit import WIDTH, poison_free_slots, toy_inputs, toy_loss, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadkit import AsksTwice
 from stashkit import COLUMNS, INNER, Experts, free_pages, make_expert_toy, poison_pages
 from torch import nn
+from tracekit import differences
 
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
@@ -180,8 +181,8 @@ def test_eager_gradients_are_the_same_bits(plain, host_pages):
     ("granularity", "scope"),
     [
         ("layer", None),
-        ("chunk", None),
-        ("layer", ["moe_experts"]),
+        pytest.param("chunk", None, marks=pytest.mark.slow),
+        pytest.param("layer", ["moe_experts"], marks=pytest.mark.slow),
         ("chunk", ["moe_dispatch", "moe_experts", "moe_combine"]),
     ],
     ids=str,
@@ -233,7 +234,7 @@ def in_order(schedule, models, stash, steps):
         ("layer", 1, 1, 1),
         ("chunk", 1, 1, 1),
         ("layer", 3, 1, 3),
-        ("chunk", 3, 1, 3),
+        pytest.param("chunk", 3, 1, 3, marks=pytest.mark.slow),
         ("chunk", 2, 2, 3),
     ],
 )

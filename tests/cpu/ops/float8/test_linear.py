@@ -203,17 +203,34 @@ def test_grouped_products_are_those_of_each_expert(transposed):
     assert (made[:5] - exact[:5]).norm() < 0.05 * exact[:5].norm()
 
 
-@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
-@pytest.mark.parametrize("kind", [tiny_config, experts_config])
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize(
+    ("kind", "granularity", "precision"),
+    [
+        pytest.param(kind, granularity, precision, marks=[pytest.mark.slow] * (not quick))
+        for kind in (tiny_config, experts_config)
+        for granularity, precision, quick in (
+            ("layer", FLOAT8, True),
+            ("chunk", FLOAT8_GRADIENTS, True),
+            ("layer", FLOAT8_GRADIENTS, False),
+            ("chunk", FLOAT8, False),
+        )
+    ],
+)
 def test_float8_trains_through_graphs_bit_by_bit(kind, granularity, precision):
     config = of(kind(granularity, 0.1, 5), bf16_ends=0, precision=precision)
     report = verify("float8", config, random_packs(seed=1), CPU)
     assert report.good and report.shows and not report.differences
 
 
-@pytest.mark.parametrize("precision", [FLOAT8, FLOAT8_GRADIENTS])
-@pytest.mark.parametrize("kind", [tiny_config, experts_config])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        (tiny_config, FLOAT8_GRADIENTS),
+        pytest.param(tiny_config, FLOAT8, marks=pytest.mark.slow),
+        pytest.param(experts_config, FLOAT8, marks=pytest.mark.slow),
+        pytest.param(experts_config, FLOAT8_GRADIENTS, marks=pytest.mark.slow),
+    ],
+)
 def test_float8_trains_through_compiled_graphs_bit_by_bit(kind, precision, monkeypatch):
     """By torch's tracing compiler, not the one that generates code; the chunk has layers of both
     precisions."""

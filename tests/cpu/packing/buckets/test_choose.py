@@ -92,7 +92,7 @@ def test_a_stream_of_unseen_documents_has_little_padding(kind, cost):
     )
 
 
-@pytest.mark.parametrize("batch", [16, 64])
+@pytest.mark.parametrize("batch", [16, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_unseen_documents_have_little_padding(kind, batch):
     """All documents of a step are packed, none waits for the next: as with rollouts, or an

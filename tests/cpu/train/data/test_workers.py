@@ -75,7 +75,18 @@ def none_left():
     assert not workers()
 
 
-def test_packs_and_states_are_those_without_workers_from_every_position(tmp_path, none_left):
+@pytest.fixture
+def quick_starts(monkeypatch):
+    """Workers are forked from a process that has imported all they need, once, and know as little
+    of this one as others. Tests of how they start and of signals do without."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["packgraph.train.data.workers", "workerkit"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+
+
+def test_packs_and_states_are_those_without_workers_from_every_position(
+    tmp_path, none_left, quick_starts
+):
     """Also where a share of the documents is held out."""
     config = dataclasses.replace(write_mixed(tmp_path / "rows.jsonl"), epochs=3, window=40)
     options = dataclasses.replace(tiny(), data=config, eval=EvalConfig(every=1, share=0.25))
@@ -101,7 +112,7 @@ def test_packs_and_states_are_those_without_workers_from_every_position(tmp_path
     assert evaluation_stream(with_workers(config, 2)).workers == 0
 
 
-def test_a_mixture_takes_its_turns_as_without_workers(none_left):
+def test_a_mixture_takes_its_turns_as_without_workers(none_left, quick_starts):
     parts = [SourcePart(30, 0.7), SourcePart(9, 0.2), SourcePart(15, 0.8)]
     config = DataConfig(window=16, overlong="split")
     alone, shared = opened(config, Mixture(parts)), opened(with_workers(config, 1), Mixture(parts))
@@ -126,7 +137,7 @@ def planned_steps(config):
     return PlannedSteps(config, source, tokenizer, capacities, request)
 
 
-def test_planned_steps_over_a_mixture_are_those_without_workers(none_left):
+def test_planned_steps_over_a_mixture_are_those_without_workers(none_left, quick_starts):
     config = DataConfig(window=8)
     alone, shared = planned_steps(config), planned_steps(with_workers(config, 1))
     begin = shared.state_dict()
@@ -168,7 +179,7 @@ def failure(stream):
 
 
 @pytest.mark.parametrize("kind", ["bad", "bug"])
-def test_an_error_of_a_document_is_that_without_workers(none_left, kind, capfd):
+def test_an_error_of_a_document_is_that_without_workers(none_left, quick_starts, kind, capfd):
     config, source = DataConfig(window=4, overlong="split"), Faulty(kind, faulty=11)
     packs, error = failure(opened(config, source))
     shared = opened(with_workers(config, 1), source)
@@ -182,7 +193,7 @@ def test_an_error_of_a_document_is_that_without_workers(none_left, kind, capfd):
     assert not capfd.readouterr().err  # the worker goes on, without words of its own
 
 
-def test_bad_documents_that_are_skipped_are_counted_once(none_left):
+def test_bad_documents_that_are_skipped_are_counted_once(none_left, quick_starts):
     config = DataConfig(window=4, overlong="split", on_bad="skip", epochs=2)
     source = Faulty("bad", faulty=11)
     alone, shared = opened(config, source), opened(with_workers(config, 1), source)
@@ -202,7 +213,7 @@ def test_bad_documents_that_are_skipped_are_counted_once(none_left):
         ),
     ],
 )
-def test_a_worker_that_fails_alone_ends_the_stream_with_words(none_left, kind, words):
+def test_a_worker_that_fails_alone_ends_the_stream_with_words(none_left, quick_starts, kind, words):
     config, source = DataConfig(window=4, overlong="split"), Faulty(kind, faulty=11)
     shared = opened(with_workers(config, 1), source)
     found, error = failure(shared)
@@ -220,7 +231,7 @@ def test_a_worker_that_fails_alone_ends_the_stream_with_words(none_left, kind, w
     same(positions(resumed, 30), positions(alone, 30))
 
 
-def test_a_worker_whose_tokenizer_is_another_one_is_not_used(tmp_path, none_left):
+def test_a_worker_whose_tokenizer_is_another_one_is_not_used(tmp_path, none_left, quick_starts):
     tokenizers = pytest.importorskip("tokenizers")
     file = tmp_path / "tokenizer.json"
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -258,7 +269,7 @@ def settled(file):
     return size
 
 
-def test_workers_read_no_further_ahead_than_is_said(tmp_path, none_left):
+def test_workers_read_no_further_ahead_than_is_said(tmp_path, none_left, quick_starts):
     (tmp_path / "reads").touch()
     config = DataConfig(window=1, overlong="split")
     stream = opened(with_workers(config, 2), Texts(5000, tmp_path / "reads"))

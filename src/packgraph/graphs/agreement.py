@@ -1,0 +1,164 @@
+"""Captures of a module whose ranks exchange data while it runs: made together, or not at all.
+
+A capture runs the collectives of a call more often than the call does. A rank that captured by
+itself would wait in them for ranks that replay, or take what they send for something else. So a
+rank that is to capture in a call first looks whether all others are to capture in the same call:
+
+    rank 0   call 7   changed ─▶ meets ─▶ capture ─▶ vote
+    rank 1   call 7   changed ─▶ meets ─▶ capture ─▶ vote
+
+    rank 0   call 7   replays ─────────────────────▶ its collectives are those of an eager call
+    rank 1   call 7   changed ─▶ nobody comes ─▶ runs eagerly, and says so
+
+Calls are counted, so a meeting has a place, and a rank that replays asks nobody. Who comes decides
+at once and for all (`parallel/consensus.py`): all capture, or all run that call eagerly. A rank
+that waited in vain runs eagerly without waiting again, until all ranks have waited in vain; then
+they meet in calls of certain numbers, ever more rarely.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import nn
+
+from packgraph.graphs.errors import CaptureError
+
+CAPTURE, START_OVER, EAGER = "capture", "start over", "run eagerly"
+MEETING_CALLS = 16  # from one meeting of ranks that have waited in vain to the next, at first
+_MOST_DOUBLED = 10
+
+
+class Consensus(Protocol):
+    """How ranks that capture together ask each other."""
+
+    def __call__(self, what: str, error: CaptureError | None) -> CaptureError | None:
+        """Why a capture failed on any rank, or None. what: the capture in words. error: why it
+        failed here, or None. All ranks must ask."""
+
+    def join(self) -> str:
+        """A name for the meetings of one more module, the same on all ranks."""
+
+    def meet(self, place: str, wish: tuple[str, str]) -> str:
+        """Waits for all ranks at `place`, but not for ever; `verdict` of their wishes, or EAGER on
+        all ranks if any has not come."""
+
+    def note(self, fact: str) -> None:
+        """Lets other ranks know `fact` of this one."""
+
+    def all_noted(self, fact: str) -> bool:
+        """Whether all ranks have noted `fact`; waits for nobody."""
+
+
+class _Alone:
+    """The consensus of a process that exchanges nothing."""
+
+    def __call__(self, what: str, error: CaptureError | None) -> CaptureError | None:
+        return error
+
+    def join(self) -> str:
+        return ""
+
+    def meet(self, place: str, wish: tuple[str, str]) -> str:
+        return wish[0]
+
+    def note(self, fact: str) -> None:
+        """There is nobody to know it."""
+
+    def all_noted(self, fact: str) -> bool:
+        return True
+
+
+alone: Consensus = _Alone()
+# By identity of the module, which need not be hashable; an attribute of it would be watched.
+_CONSENSUS_OF: dict[int, Consensus] = {}
+
+
+def set_consensus(module: nn.Module, consensus: Consensus) -> None:
+    """Lets graphs that are made of `module` from now on be captured by `consensus`."""
+    _CONSENSUS_OF[id(module)] = consensus
+    weakref.finalize(module, _CONSENSUS_OF.pop, id(module), None)
+
+
+def consensus_of(module: nn.Module) -> Consensus:
+    """What `set_consensus` has said of `module`, else `alone`."""
+    return _CONSENSUS_OF.get(id(module), alone)
+
+
+def verdict(wishes: Sequence[tuple[str, str]]) -> str:
+    """What all ranks do of what each wishes.
+
+    Args:
+        wishes: Of every rank, CAPTURE or START_OVER, and the call in words.
+
+    Returns:
+        START_OVER if any wishes it, else CAPTURE; EAGER where their calls are different ones.
+    """
+    kinds, calls = zip(*wishes, strict=True)
+    if len(set(calls)) > 1:
+        return EAGER
+    return START_OVER if START_OVER in kinds else CAPTURE
+
+
+class JointCaptures:
+    """Decides whether this rank captures one module in a call, together with all others.
+
+    Attributes:
+        calls: Calls of the module so far; equally many on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.consensus = alone
+
+    @property
+    def consensus(self) -> Consensus:
+        """How the ranks ask each other."""
+        return self._consensus
+
+    @consensus.setter
+    def consensus(self, consensus: Consensus) -> None:
+        self._consensus, self._name = consensus, consensus.join()
+        self._in_vain, self._agreed = 0, 0
+        self._last = -1, EAGER
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank captures as it likes."""
+        return self._consensus is alone
+
+    def decide(self, wish: str, what: str) -> str:
+        """CAPTURE, START_OVER or EAGER in the present call; asks the other ranks once per call.
+
+        Args:
+            wish: CAPTURE, or START_OVER where graphs do not hold any more on this rank.
+            what: The call in words, the same on all ranks.
+        """
+        if self.is_alone:
+            return wish
+        call, found = self._last
+        if call == self.calls:  # who has started over by now captures
+            return found if found == EAGER else CAPTURE
+        found = self._meet(wish, what) if self._may_meet() else EAGER
+        self._last = self.calls, found
+        return found
+
+    def _may_meet(self) -> bool:
+        if not self._in_vain:
+            return True
+        doubled = min(self._in_vain - 1, _MOST_DOUBLED)
+        return not self.calls % (MEETING_CALLS << doubled) and self._consensus.all_noted(self._fact)
+
+    def _meet(self, wish: str, what: str) -> str:
+        found = self._consensus.meet(f"{self._name}/{self.calls}", (wish, what))
+        if found == EAGER:
+            self._consensus.note(self._fact)
+            self._in_vain += 1
+        else:
+            self._in_vain, self._agreed = 0, self._agreed + 1
+        return found
+
+    @property
+    def _fact(self) -> str:
+        """That a rank has waited in vain since all captured together."""
+        return f"{self._name}/apart after {self._agreed}"

@@ -1,0 +1,106 @@
+"""What is not looked at while code is compiled, and that what was compiled is looked at again."""
+
+import random
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import packgraph
+from packgraph.graphs.checks.host_calls import Watcher, watched_calls
+from packgraph.graphs.compiled.compiler import Compiler
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.stages import Stage, compile_units_of, run_stages
+
+
+class Files(Watcher):
+    """The files whose functions were called, and the names of some C functions."""
+
+    def __init__(self):
+        self.files, self.draws = set(), 0
+
+    def entered(self, frame):
+        self.files.add(frame.f_code.co_filename)
+
+    def builtins(self):
+        return {"getrandbits": self._drawn}
+
+    def _drawn(self, frame, function, done):
+        self.draws += done
+
+
+DRAWS = [True]
+
+
+@torch.library.custom_op("packgraph_test::plus_random", mutates_args=())
+def plus_random(x: torch.Tensor) -> torch.Tensor:
+    return x + (random.getrandbits(8) if DRAWS[0] else 1)
+
+
+@plus_random.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def stages(self):
+        return [Stage("layer", 0, self.layer)]
+
+    def layer(self, state):
+        return {"x": self.linear(state["x"]) + plus_random(state["x"].detach())}
+
+    def begin(self, x):
+        return {"x": x}
+
+    def end(self, state):
+        return state["x"]
+
+    def forward(self, x):
+        return run_stages(self, x)
+
+
+def compile_and_run(watcher):
+    torch.compiler.reset()
+    compiler = Compiler("aot_eager", Stats())
+    with watched_calls(watcher):
+        compiler.run(compile_units_of(Model().stages()), {"x": torch.ones(2, 4)})
+    assert compiler.stats.compiled == 1
+
+
+def is_of_dynamo(file):
+    return file.endswith("symbolic_convert.py")
+
+
+def test_the_compiler_is_not_looked_at_and_its_code_is():
+    seen = Files()
+    compile_and_run(seen)
+    assert seen.draws == 1, "the operation of the compiled code"
+    assert not any(map(is_of_dynamo, seen.files))
+
+
+def test_the_profiler_of_somebody_else_sees_the_compiler():
+    files = set()
+    sys.setprofile(lambda frame, event, argument: files.add(frame.f_code.co_filename))
+    try:
+        compile_and_run(Files())
+    finally:
+        sys.setprofile(None)
+    assert any(map(is_of_dynamo, files))
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_what_an_operation_of_compiled_code_draws_is_still_refused(draws, monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(sys.modules[__name__], "DRAWS", [draws])
+    graphed = packgraph.graph(Model(), warmup=0, compile="aot_eager")
+    if draws:
+        with pytest.warns(packgraph.PackgraphWarning, match="random"):
+            graphed(torch.ones(2, 4)).sum().backward()
+    for _ in range(3):
+        graphed(torch.ones(2, 4)).sum().backward()
+    assert (graphed.stats.replayed == 0) == draws

@@ -1,0 +1,225 @@
+"""Gradients of bfloat16 weights are updated with the bits of float32 copies of all of them, which
+are not made."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from memorykit import counting
+from torch import Tensor, nn
+from trainkit import equal
+from updatekit import IDS, Small
+
+from packgraph.train import optimizer
+from packgraph.train.config.sections import OptimizerConfig
+from packgraph.train.optimizer import TINY, Optimizer
+from packgraph.train.spikes import Limits
+from packgraph.train.updates import adamw, host_state
+from packgraph.train.updates.adamw import MEANS, AdamW
+from packgraph.train.updates.host_state import HostState
+
+NAMES = ["adamw", "muon", "adamw8bit", "adafactor"]
+RATES = (1e-2, 5e-2, 1e-3, 2e-2)
+CLIPS = [None, 0.5, 1e9]
+
+
+@pytest.fixture(params=[64, 200, 2**24])
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Elements of AdamW's groups: many, an odd end, one."""
+    size: int = request.param
+    monkeypatch.setattr(optimizer, "AdamW", functools.partial(AdamW, group=size))
+    return size
+
+
+def made(dtype: torch.dtype, **options: Any) -> tuple[nn.Module, Optimizer]:
+    """Weights that bfloat16 has, whatever the dtype."""
+    model = Small().bfloat16().to(dtype)
+    config = OptimizerConfig(weight_decay=0.25, **options)
+    return model, Optimizer(model.named_parameters(), config)
+
+
+def draw(update: Optimizer, seed: int) -> None:
+    """Gradients that bfloat16 has."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, gradient in sorted(update.gradients().items()):
+        values = torch.randn(gradient.shape, generator=generator) * len(name)
+        gradient.copy_(values.bfloat16())
+
+
+def state(model: nn.Module, update: Optimizer) -> dict[str, Tensor]:
+    """Float32 values of all parameters, and the state."""
+    found = {name.removesuffix(".master"): v for name, v in update.state_tensors().items()}
+    named = {name: found.get(name, value) for name, value in model.named_parameters()}
+    return {name: value.detach().clone() for name, value in (found | named).items()}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rule_has_the_bits_of_float32_gradients(name: str, clip: float | None) -> None:
+    """The twin's weights and gradients are float32, of the same values: its weights are masters."""
+    ours, twin = (made(dtype, name=name, clip_norm=clip) for dtype in (torch.bfloat16, torch.float))
+    for seed, rate in enumerate(RATES):
+        norms = []
+        for _, update in (ours, twin):
+            draw(update, seed)
+            norms.append(update.step(rate))
+        assert torch.equal(*norms) and norms[0].dtype == torch.float32
+        equal(state(*ours), state(*twin))
+        for key, value in ours[0].named_parameters():
+            assert torch.equal(value, dict(twin[0].named_parameters())[key].bfloat16())
+
+
+def copied(values: Tensor) -> Tensor:
+    """In float32, and other memory."""
+    return values.detach().to(torch.float32, copy=True)
+
+
+class Naive:
+    """Float32 copies of all gradients, clipped, and torch's fused AdamW over masters."""
+
+    def __init__(self, update: Optimizer, clip: float | None) -> None:
+        self.spans, self.clip = update.flat.spans, clip
+        self.masters = [copied(span.own_parameters) for span in self.spans]
+        kinds = [{"params": [m], "weight_decay": 0.25 * s.decays} for m, s in self.pairs()]
+        betas = OptimizerConfig().betas
+        self.adamw = torch.optim.AdamW(
+            kinds, torch.tensor(1.0), betas, OptimizerConfig().eps, fused=True
+        )
+
+    def pairs(self) -> Iterator[tuple[Tensor, Any]]:
+        return zip(self.masters, self.spans, strict=True)
+
+    def step(self, rate: float) -> Tensor:
+        copies = [copied(span.own_gradients) for span in self.spans]
+        norm = torch.stack(torch._foreach_norm(copies)).square().sum().sqrt()
+        if self.clip is not None:
+            torch._foreach_mul_(copies, (self.clip / (norm + TINY)).clamp(max=1.0))
+        for master, copy in zip(self.masters, copies, strict=True):
+            master.grad = copy
+        for kind in self.adamw.param_groups:
+            kind["lr"] = torch.tensor(rate)
+        self.adamw.step()
+        return norm
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adamw_has_the_bits_of_a_naive_twin(
+    dtype: torch.dtype, clip: float | None, group: int
+) -> None:
+    _, update = made(dtype, clip_norm=clip)
+    naive = Naive(update, clip)
+    for seed, rate in enumerate(RATES):
+        draw(update, seed)
+        expected = naive.step(rate)
+        assert torch.equal(update.step(rate), expected)
+        tensors = update.state_tensors()
+        for master, span in naive.pairs():
+            found = {key: naive.adamw.state[master][key] for key in MEANS}
+            found |= {"master": master} if dtype == torch.bfloat16 else {}
+            for member in span.members:
+                weight = span.part(member, master)
+                assert torch.equal(member.parameter, weight.to(dtype))
+                for key, flat in found.items():
+                    value = span.part(member, flat)
+                    assert torch.equal(tensors[f"{member.name}.{key}"], value), key
+        assert int(tensors["step"]) == seed + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_stay_as_they_are(name: str) -> None:
+    _, update = made(torch.bfloat16, name=name, clip_norm=1e-3)
+    draw(update, 0)
+    before = {key: value.clone() for key, value in update.gradients().items()}
+    update.step(1e-2)
+    equal(update.gradients(), before)
+
+
+def large(**options: Any) -> Optimizer:
+    """A model of eight groups of 2**12 elements."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
+    return Optimizer(model.named_parameters(), OptimizerConfig(**options))
+
+
+def taken(**options: Any) -> int:
+    """Bytes of the temporaries that live at the same time in an update of 2**15 elements."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
+    update = Optimizer(model.named_parameters(), OptimizerConfig(**options))
+    update.step(1e-2)
+    (span,) = update.flat.spans
+    held = [span.parameters, span.gradients, *update.state_tensors().values()]
+    with counting() as live:
+        for tensor in held:
+            tensor.detach()  # what is known by then is no temporary
+        before = live.now
+        update.step(1e-2)
+    return live.peak - before
+
+
+def pieces_of(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Norms and updates of so many elements at a time: norms of a CPU convert them, too."""
+    parts = functools.partial(host_state.parts_of, piece=size)
+    monkeypatch.setattr(optimizer, "parts_of", parts)
+    monkeypatch.setattr(optimizer, "AdamW", functools.partial(AdamW, group=size))
+
+
+@pytest.mark.parametrize("clip", CLIPS[:2])
+def test_an_update_takes_memory_for_one_group(
+    clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces_of(monkeypatch, 2**12)
+    assert 4 * 2**12 <= taken(clip_norm=clip) < 5 * 2**12  # and scalars
+
+
+def test_all_gradients_in_one_group_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: the count sees them."""
+    pieces_of(monkeypatch, 2**15)
+    assert taken() >= 4 * 2**15
+
+
+def test_groups_hold_every_element_once(group: int) -> None:
+    _, update = made(torch.bfloat16)
+    found: dict[int, list[slice]] = {}
+    for each in adamw._groups(update._updated, group):
+        assert sum(part.stop - part.start for _, part in each) <= group
+        assert len({update._updated[number].span.decays for number, _ in each}) == 1
+        for number, part in each:
+            found.setdefault(number, []).append(part)
+    for number, each in enumerate(update._updated):
+        ends = [0, *(part.stop for part in found[number])]
+        assert [part.start for part in found[number]] == ends[:-1]
+        assert ends[-1] == each.values.numel()
+        assert all(left < right for left, right in itertools.pairwise(ends))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_blocked_update_of_groups_changes_nothing(
+    offload: bool, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends() -> list[dict[str, Tensor]]:
+        model, update = made(torch.bfloat16, offload=offload)
+        update.watch()
+        found = []
+        for step in range(4):
+            update.set_limits(Limits(loss=0.0 if step in (1, 2) else 1e9))
+            draw(update, step)
+            update.step(1e-2, model(IDS).detach())
+            found.append(state(model, update))
+        return found
+
+    good, first, second, last = ends()
+    equal(first, good)
+    equal(second, good)
+    assert not any(torch.equal(last[key], good[key]) for key in good)
+    kind = HostState if offload else AdamW
+    step = kind.step
+
+    def forgetful(self: Any, rate: Tensor, steps: Tensor, scale: Any, blocked: Any) -> None:
+        step(self, rate, steps, scale, None)
+
+    monkeypatch.setattr(kind, "step", forgetful)  # the negative control
+    good, first, *_ = ends()
+    assert not torch.equal(first["up.weight"], good["up.weight"])
