@@ -139,9 +139,10 @@ class ProductLinear(nn.Linear):
 
 def is_plain(layer: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     """Whether a call of `layer` is the forward of `kind` and nothing else: no adapter around it, no
-    hooks."""
+    hooks, no forward of its own."""
     return (
         type(layer) is kind
+        and "forward" not in layer.__dict__
         and not layer._forward_hooks
         and not layer._forward_pre_hooks
         and not layer._backward_hooks

@@ -32,8 +32,8 @@ from packgraph.ops.elementwise import (
     rotary_tables,
     stretched_frequencies,
 )
+from packgraph.ops.heads import turned_heads, turns_heads
 from packgraph.ops.linear import is_plain, linear_layer, merged
-from packgraph.ops.norm import fuses_turn, normed_and_turned
 
 LATENT_EPS = 1e-6  # of both norms inside, whatever rms_norm_eps is: so the models were trained
 
@@ -111,14 +111,16 @@ class GroupedQueryAttention(nn.Module):
         with self.offload("attn_proj"):
             return self.o_proj(out)
 
-    def _turned(self, q: Tensor, k: Tensor, rotary: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Heads of queries and keys, normalised and rotated: by one operation of `ops/norm.py`
-        where it is chosen."""
+    def _turned(
+        self, q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | tuple[()]
+    ) -> tuple[Tensor, Tensor]:
+        """Heads of queries and keys, normalised and rotated: by one operation where `ops/heads.py`
+        chooses it and nothing but the norms wants to see them."""
         of_q, of_k = self.q_norm, self.k_norm
         if rotary and is_plain(of_q, RMSNorm) and is_plain(of_k, RMSNorm):
             weights = of_q.weight, of_k.weight
-            if of_q.eps == of_k.eps and fuses_turn(q, k, weights, rotary[0]):
-                return normed_and_turned(q, k, weights, of_q.eps, *rotary)
+            if of_q.eps == of_k.eps and turns_heads(q, k, weights, rotary):
+                return turned_heads(q, k, weights, of_q.eps, rotary)
         return apply_rotary(of_q(q), of_k(k), *rotary)
 
 

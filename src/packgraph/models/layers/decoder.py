@@ -7,9 +7,7 @@ other.
 
 A layer with another mixer has its stage in the place of `attn`, such as `mamba`; a layer with
 experts five `moe_*` stages in the place of `mlp`; a layer of one branch has those of it alone. Each
-stage reads and replaces `hidden` in the state; the rest of the model does not know them. Where one
-operation adds and normalises (`ops/norm.py`), the mixer's stage makes the norm before the
-feed-forward branch, too, and hands it on.
+stage reads and replaces `hidden` in the state; the rest of the model does not know them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +24,6 @@ from packgraph.models.layers.mamba import MambaMixer
 from packgraph.models.layers.mlp import RMSNorm, feed_forward
 from packgraph.models.layers.moe import MoEBlock
 from packgraph.offloading.marks import Mark, offload_block
-from packgraph.ops.norm import added_and_normed
 
 Mixer = GroupedQueryAttention | LatentAttention | MambaMixer
 MIXERS: Mapping[str, Callable[[DecoderConfig], Mixer]] = MappingProxyType(
@@ -43,8 +40,6 @@ COMPILED_ROUTER = (
     "moe stages cannot be recomputed in compiled code, whose routers would count their load twice: "
     "name the other stages, such as attn or attn,mlp, or leave compiling out"
 )
-
-NORMED = "mlp_normed"  # entry of the state, where the mixer's stage has normalised hidden already
 
 
 class DecoderLayer(nn.Module):
@@ -104,21 +99,15 @@ class DecoderLayer(nn.Module):
         """Stage of the mixer's name: reads hidden and what the mixer reads; replaces hidden."""
         hidden = state["hidden"]
         with self.offload(f"{self.mixer}_norm"):
-            normed, hidden = self.input_layernorm.keeping(hidden)
-        branch = self._drop(self._mixer(normed, *(state.get(name) for name in self.reads)))
-        if not self._adds_before_norm(hidden, branch):
-            return {**state, "hidden": hidden + branch}
-        norm = self.post_attention_layernorm
-        normed, hidden = added_and_normed(hidden, branch, norm.weight, norm.eps)
-        return {**state, "hidden": hidden, NORMED: normed}
+            normed = self.input_layernorm(hidden)
+        branch = self._mixer(normed, *(state.get(name) for name in self.reads))
+        return {**state, "hidden": hidden + self._drop(branch)}
 
     def run_mlp(self, state: State) -> State:
         """Stage `mlp`: reads and replaces hidden."""
-        state, normed = _take_normed(state)
         hidden = state["hidden"]
-        if normed is None:
-            with self.offload("mlp_norm"):
-                normed, hidden = self.post_attention_layernorm.keeping(hidden)
+        with self.offload("mlp_norm"):
+            normed = self.post_attention_layernorm(hidden)
         branch = self.mlp(normed)
         return {**state, "hidden": hidden + self._drop(branch)}
 
@@ -127,10 +116,8 @@ class DecoderLayer(nn.Module):
         add to the state."""
         if torch.compiler.is_compiling() and self.recompute.get("moe_router") == FULL:
             raise ValueError(COMPILED_ROUTER)
-        state, normed = _take_normed(state)
-        if normed is None:
-            with self.offload("mlp_norm"):
-                normed = self.post_attention_layernorm(state["hidden"])
+        with self.offload("mlp_norm"):
+            normed = self.post_attention_layernorm(state["hidden"])
         return self._moe.run_router(state, normed)
 
     def run_preprocess(self, state: State) -> State:
@@ -150,19 +137,6 @@ class DecoderLayer(nn.Module):
         state, branch = self._moe.run_combine(state)
         return {**state, "hidden": state["hidden"] + self._drop(branch)}
 
-    def _adds_before_norm(self, hidden: Tensor, branch: Tensor) -> bool:
-        """Whether the mixer's stage makes the sum and its norm by one operation. Not where the norm
-        belongs to another block of offloading or another recomputation than the sum."""
-        if not self.mixer or len(self.branches) < 2:
-            return False
-        following = "moe_router" if self.branches[-1] == "moe" else self.branches[-1]
-        return (
-            self.post_attention_layernorm.fuses(hidden)
-            and self.offload is offload_block
-            and self.recompute.get(self.mixer, "") == self.recompute.get(following, "")
-            and hidden.dtype == branch.dtype
-        )
-
     @property
     def _mixer(self) -> Mixer:
         found: Mixer = getattr(self, ATTRIBUTES.get(self.mixer, self.mixer))
@@ -178,11 +152,3 @@ class DecoderLayer(nn.Module):
             return branch
         # The bits of F.dropout, by one operation on all devices: recomputation can keep its mask.
         return torch.native_dropout(branch, self.dropout, True)[0]
-
-
-def _take_normed(state: State) -> tuple[State, Tensor | None]:
-    """The state without its entry `NORMED`, and this, if there is one."""
-    if NORMED not in state:
-        return state, None
-    left = {key: value for key, value in state.items() if key != NORMED}
-    return left, state[NORMED]

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from packgraph.models.config import DecoderConfig
 from packgraph.offloading.marks import Mark, offload_block
 from packgraph.ops.elementwise import rms_norm, swiglu
-from packgraph.ops.linear import is_plain, linear_layer, merged
-from packgraph.ops.norm import fuses_norm, normed_and_kept
+from packgraph.ops.linear import linear_layer, merged
 
 
 class RMSNorm(nn.Module):
@@ -25,17 +24,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-    def keeping(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised rows, and x for what it is added to later, by the operation that
-        `ops/norm.py` has for both where it is chosen."""
-        if self.fuses(x):
-            return normed_and_kept(x, self.weight, self.eps)
-        return self(x), x
-
-    def fuses(self, x: Tensor) -> bool:
-        """Whether an operation of `ops/norm.py` may stand for a call on x."""
-        return is_plain(self, RMSNorm) and fuses_norm(x, self.weight)
 
 
 class GatedMLP(nn.Module):

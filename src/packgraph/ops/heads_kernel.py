@@ -1,5 +1,5 @@
 """RMSNorm of the heads of queries and keys and their rotation in one pass by Triton, forward and
-backward: what `ops/norm.py` specifies.
+backward: what `ops/heads.py` specifies.
 
     forward     a program has all heads of a token: queries, then keys; cosines and sines are read
                 once
@@ -18,8 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from packgraph.ops.grouped_gemm.configs import aligned
-from packgraph.ops.norm_configs import Turned
-from packgraph.ops.norm_kernel import add_parts, by_rows
+
+WARPS = 4  # of a program, which has all heads of a token at once
+PROGRAMS = 528  # of a backward, at most; each makes one partial sum
+PARTS, PART_COLUMNS = 64, 32  # tile of the partial sums that are added at once
 
 
 @triton.jit
@@ -129,6 +131,25 @@ def _backward(  # type: ignore[no-untyped-def]
         tl.store(here + 3 * HALF, tl.sum(k_2, 0))
 
 
+@triton.jit
+def _add_parts(  # type: ignore[no-untyped-def]
+    partial, first, second, parts,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add partial sums [parts, 2 SIZE]: the left half is for `first`, the right for `second`."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros([PARTS, COLUMNS], tl.float32)
+    for begin in range(0, parts, PARTS):
+        part = begin + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (column < 2 * SIZE)[None, :]
+        place = part.to(tl.int64)[:, None] * (2 * SIZE) + column[None, :]
+        sums += tl.load(partial + place, mask=inside, other=0.0)
+    found = tl.sum(sums, 0)
+    tl.store(first + column, found.to(first.dtype.element_ty), mask=column < SIZE)
+    behind = (column >= SIZE) & (column < 2 * SIZE)
+    tl.store(second + (column - SIZE), found.to(second.dtype.element_ty), mask=behind)
+
+
 def turn(
     q: Tensor,
     k: Tensor,
@@ -136,11 +157,10 @@ def turn(
     eps: float,
     tables: tuple[Tensor, Tensor],
     outputs: tuple[Tensor, Tensor],
-    way: Turned,
 ) -> None:
     """Fill outputs, contiguous, of the shapes of q [T, Hq, D] and k [T, Hkv, D]. weights: [D] of q
     and k. tables: cosines and sines [T, D]."""
-    q, k = by_rows(q), by_rows(k)
+    q, k = _by_rows(q), _by_rows(k)
     if q.shape[0]:
         _forward[(q.shape[0],)](
             q,
@@ -151,7 +171,7 @@ def turn(
             k.stride(0),
             eps,
             **_sizes(q, k),
-            num_warps=way.warps,
+            num_warps=WARPS,
         )
 
 
@@ -164,12 +184,13 @@ def turn_backward(
     tables: tuple[Tensor, Tensor],
     outputs: tuple[Tensor, Tensor],
     of_weights: tuple[Tensor, Tensor] | None,
-    way: Turned,
+    most_programs: int = PROGRAMS,
 ) -> None:
-    """Fill outputs, contiguous, of the shapes of q and k, and of_weights [D]. T > 0."""
-    q, k, q_grad, k_grad = (by_rows(x) for x in (q, k, *grads))
+    """Fill outputs, contiguous, of the shapes of q and k, and of_weights [D]. T > 0. most_programs:
+    that go over tokens."""
+    q, k, q_grad, k_grad = (_by_rows(x) for x in (q, k, *grads))
     rows = q.shape[0]
-    steps = triton.cdiv(rows, way.programs)
+    steps = triton.cdiv(rows, most_programs)
     programs = triton.cdiv(rows, steps)
     parts = 0 if of_weights is None else programs
     partial = q.new_empty(parts, 2 * q.shape[2], dtype=torch.float32)
@@ -190,10 +211,24 @@ def turn_backward(
         eps,
         **_sizes(q, k),
         WEIGHTS=of_weights is not None,
-        num_warps=way.warps,
+        num_warps=WARPS,
     )
     if of_weights is not None:
-        add_parts(partial, *of_weights)
+        _add_parts[(triton.cdiv(partial.shape[1], PART_COLUMNS),)](
+            partial,
+            *of_weights,
+            parts,
+            SIZE=q.shape[2],
+            PARTS=PARTS,
+            COLUMNS=PART_COLUMNS,
+            num_warps=4,
+        )
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """x [T, ...], or a copy in which what belongs to a row is adjacent and in order, and which
+    begins where kernels like it: the order of their sums follows from shapes and strides alone."""
+    return aligned(x if x[:1].is_contiguous() else x.contiguous())
 
 
 def _whole(x: Tensor) -> Tensor:

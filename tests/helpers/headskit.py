@@ -1,9 +1,10 @@
-"""References in float64 for RMSNorm with what stands around it, from the single operations, and
-how far results of a dtype may be from them."""
+"""A reference in float64 for heads that are normalised and rotated, from the single operations; how
+far results of a dtype may be from it; and layers that take the operation on any device."""
 
 import torch
 from torch import Tensor
 
+from packgraph.ops import heads
 from packgraph.ops.elementwise import (
     apply_rotary,
     inverse_frequencies,
@@ -39,19 +40,8 @@ def exact(function, leaves: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
     return differentiated(function, [x.double() for x in leaves], [x.double() for x in grads])
 
 
-def kept_reference(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`normed_and_kept` by single operations."""
-    return naive_rms_norm(x, weight, EPS), x.clone()
-
-
-def added_reference(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`added_and_normed` by single operations."""
-    total = x + branch
-    return naive_rms_norm(total, weight, EPS), total
-
-
 def turned_reference(cos: Tensor, sin: Tensor):
-    """`normed_and_turned` by single operations, a function of q, k and their weights."""
+    """`turned_heads` by single operations, a function of q, k and their weights."""
 
     def turned(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor):
         normed = naive_rms_norm(q, q_weight, EPS), naive_rms_norm(k, k_weight, EPS)
@@ -70,3 +60,9 @@ def draw(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     """Normal numbers, the same for the same shapes."""
     generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def take_everywhere(monkeypatch) -> None:
+    """Layers take the operation whatever the device and the number of rows."""
+    monkeypatch.setattr(heads, "is_measured", lambda device: True)
+    monkeypatch.setattr(heads, "LEAST_ROWS", 0)
