@@ -182,7 +182,12 @@ def test_autocast_and_evaluation(fused):
 
 @pytest.mark.parametrize(
     "watch",
-    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "forward"],
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "forward",
+    ],
 )
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
 def test_a_norm_that_is_watched_is_called(fused, name, watch):
