@@ -4,6 +4,7 @@ rank alone makes that rank run eagerly, and ranks capture again together or not 
 import contextlib
 import copy
 import dataclasses
+import functools
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -314,6 +315,57 @@ def meetings(mesh):
 def test_nobody_waits_for_ever_and_all_ranks_hear_one_verdict():
     for found in run_ranks(meetings, 3, layout=Layout(dp=3)):
         assert found == ["module 1", CAPTURE, EAGER, False, True, EAGER, START_OVER]
+
+
+class Layers(nn.Module):
+    """Layers in stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def begin(self, x):
+        return {"x": x}
+
+    def stages(self):
+        return [
+            packgraph.Stage("layer", number, functools.partial(run_layer, layer))
+            for number, layer in enumerate(self.layers)
+        ]
+
+    def end(self, state):
+        return state["x"]
+
+
+def run_layer(layer, state):
+    return {**state, "x": layer(state["x"]).relu()}
+
+
+def own_loop(mesh, lone):
+    """Losses of an own loop with sharded layers; rank 1 alone changes before the ninth step."""
+    torch.manual_seed(0)
+    module = Layers()
+    shards = packgraph.shard(module)
+    graphed = packgraph.graph(module, warmup=2)
+    optimizer = torch.optim.AdamW(shards.parameters(), lr=1e-3)
+    trace = []
+    with mock.patch.object(consensus, "MEETING", 1.0):
+        for step in range(20):
+            if lone and mesh.rank == 1 and step == 8:
+                module.layers[0].eval()
+            loss = graphed(torch.full((8, 32), 0.1 * (step + mesh.rank))).square().mean()
+            loss.backward()
+            norm = shards.step(optimizer)
+            trace.append({"loss": loss.detach().clone(), "norm": norm.clone()})
+    return trace, graphed.stats.replayed, dict(graphed.stats.fallbacks)
+
+
+def test_own_loops_over_sharded_layers():
+    plain, lone = (run_ranks(own_loop, 2, on, layout=Layout(dp=2)) for on in (False, True))
+    for (expected, *_), (found, *_) in zip(plain, lone, strict=True):
+        assert not differences(expected, found)
+    assert [replayed for _, replayed, _ in lone] == [18, 6]
+    assert lone[1][2] == {"warm-up": 2, APART: 12}
 
 
 class Summing(nn.Module):

@@ -105,6 +105,7 @@ class JointCaptures:
 
     Attributes:
         calls: Calls of the module so far; equally many on all ranks.
+        is_alone: Whether this rank captures as it likes.
     """
 
     def __init__(self) -> None:
@@ -119,13 +120,9 @@ class JointCaptures:
     @consensus.setter
     def consensus(self, consensus: Consensus) -> None:
         self._consensus, self._name = consensus, consensus.join()
+        self.is_alone = consensus is alone
         self._in_vain, self._agreed = 0, 0
         self._last = -1, EAGER
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank captures as it likes."""
-        return self._consensus is alone
 
     def decide(self, wish: str, what: str) -> str:
         """CAPTURE, START_OVER or EAGER in the present call; asks the other ranks once per call.
