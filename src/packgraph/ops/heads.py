@@ -13,8 +13,8 @@ whole.
 Which rows it takes follows from shapes, dtypes and the device alone, so that eager calls, compiled
 code and replays choose alike. On one H100 (`benchmarks/heads.py`: compiled layers of Qwen3-0.6B in
 chunk graphs, varlen attention), a layer over 4,096 tokens takes 1591.0 us with it and 1632.1 us by
-the single operations of `elementwise.py`. These stay for fewer rows, for more than `MOST_NUMBERS` and
-on other devices, where nothing was measured.
+the single operations of `elementwise.py`. These stay for fewer rows, for more than `MOST_NUMBERS`
+and on other devices, where nothing was measured.
 """
 
 from typing import Any
