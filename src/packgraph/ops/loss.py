@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-CHUNK_ELEMENTS = 2**30  # logits of one chunk at most: 2 GiB in bfloat16
+CHUNK_ELEMENTS = 2**30  # logits of one chunk at most, 2 GiB in bfloat16: a kernel writes over them
+COPIED_ELEMENTS = 2**28  # where single operations make copies of them, some in float32
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -34,9 +35,20 @@ def is_word(labels: Tensor, vocab_size: int) -> Tensor:
     return (labels >= 0) & (labels < vocab_size)
 
 
-def rows_per_chunk(vocab_size: int) -> int:
-    """Rows of logits that are held at once: a multiple of 128, at least 128."""
-    return max(CHUNK_ELEMENTS // vocab_size // 128, 1) * 128
+def writes_over(logits: Tensor) -> bool:
+    """Whether one kernel makes gradients of such logits in their place: on CUDA with Triton."""
+    return HAS_TRITON and logits.is_cuda
+
+
+def rows_per_chunk(vocab_size: int, *, in_place: bool) -> int:
+    """Rows of logits that are held at once: a multiple of 128, at least 128.
+
+    Args:
+        vocab_size: Logits of a row.
+        in_place: Whether gradients are written over logits (`writes_over`).
+    """
+    elements = CHUNK_ELEMENTS if in_place else COPIED_ELEMENTS
+    return max(elements // vocab_size // 128, 1) * 128
 
 
 def linear_cross_entropy(
@@ -72,7 +84,8 @@ def linear_cross_entropy(
         >>> packgraph.linear_cross_entropy(hidden, weight, torch.tensor([1, 2, -100])).exp().round()
         tensor(100.)
     """
-    rows = rows_per_chunk(weight.shape[0]) if chunk is None else chunk
+    in_place = writes_over(weight)
+    rows = rows_per_chunk(weight.shape[0], in_place=in_place) if chunk is None else chunk
     if rows < 1:
         raise ValueError(
             f"linear_cross_entropy needs a chunk of at least one row, got chunk={chunk}"
@@ -195,7 +208,7 @@ def gradient_of_logits(
     logits: [C, V]; labels: int64 [C]; losses: float32 [C]. May write over `logits`. On CUDA one
     kernel does it all, see `ops/loss_kernel.py`.
     """
-    if HAS_TRITON and logits.is_cuda:
+    if writes_over(logits):
         from packgraph.ops.loss_kernel import logits_to_gradients
 
         logits_to_gradients(logits, labels, losses)

@@ -117,7 +117,12 @@ def bucket_request(
         layers=layers,
         graph_bytes=graph_bytes(layers),
         pool_bytes=DecoderMemory(
-            model, layers, 2 if config.run.dtype == "bfloat16" else 4, parallel.tp, parallel.cp
+            model,
+            layers,
+            2 if config.run.dtype == "bfloat16" else 4,
+            parallel.tp,
+            parallel.cp,
+            config.graph.compile,
         ),
         budget=_budget(config, device),
     )

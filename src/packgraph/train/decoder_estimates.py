@@ -1,6 +1,6 @@
 """What graphs of a decoder cost, from its shape alone, before a run has measured anything.
 
-Everything is scaled from one measured model, Qwen3-0.6B in bf16 on one H200 (docs/LOG.md, first
+Times are scaled from one measured model, Qwen3-0.6B in bf16 on one H200 (docs/LOG.md, first
 figures), so absolute numbers are a guide; which buckets are chosen depends on ratios only.
 """
 
@@ -16,6 +16,7 @@ from packgraph.packing.capacity import Capacity
 SCALE_BYTES = 4
 KERNELS_PER_LAYER = 75  # forward and backward, nothing fused
 BYTES_PER_KERNEL = 10_000  # of device memory in an instantiated graph
+COMPILED = 0.85  # of what a layer keeps that is not compiled
 MEASURED_LAYERS, MEASURED_HEADS, MEASURED_WEIGHTS = 28, 16 * 128, 596_000_000
 
 
@@ -25,11 +26,12 @@ class DecoderMemory:
 
     layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and
     columns (tp). rows: ranks that share rows (cp); in attention they share heads instead, which is
-    as much. A branch of a layer keeps for every token 3 vectors of the hidden size and those of its
-    own (`_columns`); the loss keeps a gradient of the head for every token that is predicted, and
-    one chunk of logits; a product in float8 has codes of its operands while it runs. Within 15 % of
-    what Qwen3-0.6B took on an H200 (docs/LOG.md, first figures); not measured for latent attention,
-    experts and Mamba-2.
+    as much. compiled: whether the layers are. A branch of a layer keeps for every token 3 vectors
+    of the hidden size and those of its own (`_columns`), compiled layers `COMPILED` of that; the
+    loss holds the gradient of the head twice, and one chunk of logits, over which their gradients
+    are written, or with tp float32 copies of them; a product in float8 has codes of its operands
+    while it runs. Within 5 % of compiled layers of Qwen3-0.6B and of the 8B shape on an H100, 12 %
+    above uncompiled ones (docs/LOG.md); not measured for latent attention, experts and Mamba-2.
     """
 
     model: DecoderConfig
@@ -37,20 +39,22 @@ class DecoderMemory:
     itemsize: int
     parts: int = 1
     rows: int = 1
+    compiled: bool = False
 
     def __call__(self, capacity: Capacity) -> int:
         """Bytes for graphs of `capacity`."""
         model, tokens = self.model, capacity.tokens // self.rows
         per_token = 3 * _branches(model) * model.hidden_size + _columns(model) / self.parts
-        logits = (
-            min(tokens, rows_per_chunk(model.vocab_size))
-            * model.vocab_size
-            * (4 + 2 * self.itemsize + 2)
-        )
         head = 4 * head_weights(model)
-        kept = self.layers * per_token * self.itemsize * tokens
+        kept = self.layers * per_token * self.itemsize * tokens * (COMPILED if self.compiled else 1)
         codes = _codes(model, tokens) if self.layers else 0
-        return round(kept + (logits + head) / self.parts) + codes
+        return round(kept + self._logits(tokens) + head / self.parts) + codes
+
+    def _logits(self, tokens: int) -> float:
+        """Bytes of a chunk of logits, and of what their gradients are made of."""
+        words, in_place = self.model.vocab_size / self.parts, self.parts == 1
+        rows = min(tokens, rows_per_chunk(round(words), in_place=in_place))
+        return rows * words * (self.itemsize if in_place else 4 + 2 * self.itemsize + 2)
 
 
 def graph_bytes(layers: int) -> int:

@@ -361,7 +361,14 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     padding = round(sum(map(sum, matrices)) - sum(map(sum, plain)))
     updated += _kept(matrices, layout, replicas) - _kept(plain, layout, replicas)
     capacity = _sure_capacity(config)
-    kept = partial(DecoderMemory, model, itemsize=itemsize, parts=layout.tp, rows=layout.cp)
+    kept = partial(
+        DecoderMemory,
+        model,
+        itemsize=itemsize,
+        parts=layout.tp,
+        rows=layout.cp,
+        compiled=config.graph.compile,
+    )
     microbatch = kept(layers)(capacity) - (
         0 if is_last else kept(0)(capacity)
     )  # the head is the last stage's

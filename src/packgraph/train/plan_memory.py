@@ -24,7 +24,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.config.values import CommandArguments, Count, option
-from packgraph.train.decoder_estimates import DecoderMemory
+from packgraph.train.decoder_estimates import COMPILED, DecoderMemory
 from packgraph.train.memory import need_of
 from packgraph.train.plan_world import (
     RowWork,
@@ -131,7 +131,8 @@ def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[Memo
     layer = columns[NONE] / model.depth
     found = []
     for kind, offload in activation_choices():
-        kept = round(columns[kind] * itemsize * tokens)
+        compiled = config.graph.compile and kind == NONE
+        kept = round(columns[kind] * itemsize * tokens * (COMPILED if compiled else 1))
         working = round((0 if kind == NONE else layer) * itemsize * tokens)
         moved = round(columns[moved_kind(kind)] * itemsize * tokens) if offload else 0
         near = kept - moved + 2 * moved / model.depth

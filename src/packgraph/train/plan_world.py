@@ -270,11 +270,12 @@ def _activation_bytes(
     model, layout = config.model, config.parallel.layout()
     (capacity,) = config.graph.captured_capacities()
     itemsize = 4 if config.run.dtype == "float32" else 2
-    memory = DecoderMemory(model, 0, itemsize, layout.tp, layout.cp)
+    recompute = config.run.recompute
+    compiled = config.graph.compile and recompute == NONE
+    memory = DecoderMemory(model, 0, itemsize, layout.tp, layout.cp, compiled)
     head = memory(capacity)
     layers = -(-model.depth // layout.pp)
     whole = replace(memory, layers=layers)(capacity) - head
-    recompute = config.run.recompute
     kept, passing = (
         round(whole * work.columns[kind] / work.columns[NONE])
         for kind in (recompute, moved_kind(recompute))
