@@ -36,7 +36,7 @@ MOST_BYTES = {"adamw": 8.1, "muon": 8.1, "adamw8bit": 2.1, "adafactor": 0.1}  # 
 # Bytes: scalars and sums of norms; a float32 copy of a group, and scalars.
 MOST_TEMPORARY = {("adamw", True): 2**20, ("adamw", False): 5 * GROUP}
 SIZES = [1, 127, 4096, 4097, 2**20 + 128]
-CLOSE = {"rtol": 1e-5, "atol": 1e-8}  # products and sums are rounded once in a kernel
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # a kernel rounds a product and a sum together
 
 
 def made(name: str, layers: int, width: int, **more: Any) -> tuple[nn.Module, Optimizer]:
@@ -96,7 +96,7 @@ def flats_of(size: int, dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     masters, means = (torch.randn(size + 128, device=CUDA) for _ in range(2))
     gradients = torch.randn(size + 128, device=CUDA).to(dtype)
-    squares = torch.rand(size + 128, device=CUDA)
+    squares = torch.rand(size + 128, device=CUDA) + 0.01  # an update is 0.1 at most
     return [masters.to(dtype), gradients, masters, means * 0.1, squares]
 
 
@@ -237,7 +237,8 @@ def test_an_update_of_half_a_billion_parameters(
     torch.cuda.synchronize()
     temporary = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     assert temporary < MOST_TEMPORARY.get((name, fused), 2**30)
+    way = name if fused else f"{name} in pieces"
     print(
-        f"{name}{'' if fused else ' in pieces'}: {elements / 1e6:.0f}M parameters, {begin.elapsed_time(end) / 5:.2f} ms an "
+        f"{way}: {elements / 1e6:.0f}M parameters, {begin.elapsed_time(end) / 5:.2f} ms an "
         f"update, {state:.2f} bytes of state an element, {temporary / 2**20:.0f} MiB of temporaries"
     )
