@@ -1,6 +1,7 @@
-"""Adafactor and AdamW in eight bits where ranks share parameters, layers or experts, and resumed at
-other layouts."""
+"""Adafactor and AdamW, in one kernel and in eight bits, where ranks share parameters, layers or
+experts, and resumed at other layouts."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ from distkit import run_ranks
 from shardedkit import settings, train
 from tracekit import differences
 from trainkit import tiny, trainer
+from updatekit import one_kernel
 
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel.mesh import Layout
@@ -24,6 +26,7 @@ from packgraph.train.updates.adamw import MEANS
 pytestmark = pytest.mark.dist
 
 NAMES = ["adamw8bit", "adafactor"]
+KINDS = [("none", False), ("gradients", False), ("parameters", False), ("parameters", True)]
 LAYOUTS = {
     "alone": Layout(dp=1),
     "dp2": Layout(dp=2),
@@ -34,19 +37,30 @@ LAYOUTS = {
 }
 
 
-def run_kinds(mesh, kinds, name, dtype):
+def run_kinds(mesh, kinds, name, dtype, fused=False):
     options, run = {"packs": 2, "alike": True}, {"dtype": dtype}
-    return [
-        train(mesh, settings(shard, graph=graph, optimizer={"name": name}, run=run), **options)
-        for shard, graph in kinds
-    ]
+    with one_kernel() if fused else contextlib.nullcontext() as calls:
+        found = [
+            train(mesh, settings(shard, graph=graph, optimizer={"name": name}, run=run), **options)
+            for shard, graph in kinds
+        ]
+    assert not fused or calls.call_count > 0
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*NAMES, "adamw"])
 def test_sharded_layers_have_the_bits_of_replicas(name, dtype):
-    kinds = [("none", False), ("gradients", False), ("parameters", False), ("parameters", True)]
-    for plain, gradients, parameters, graph in run_ranks(run_kinds, 2, kinds, name, dtype):
+    for plain, gradients, parameters, graph in run_ranks(run_kinds, 2, KINDS, name, dtype):
+        assert not differences(plain, gradients)
+        assert not differences(plain, parameters)
+        assert graph["replayed"] >= 3 and not differences(plain, graph)
+
+
+def test_adamw_in_one_kernel_has_the_bits_of_replicas():
+    """Each rank's own part of a span is cut at another place."""
+    for found in run_ranks(run_kinds, 2, KINDS, "adamw", "bfloat16", True):
+        plain, gradients, parameters, graph = found
         assert not differences(plain, gradients)
         assert not differences(plain, parameters)
         assert graph["replayed"] >= 3 and not differences(plain, graph)

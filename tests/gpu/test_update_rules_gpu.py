@@ -1,17 +1,30 @@
 """Update rules on CUDA: nothing waits for the device, a captured update has the bits of an eager
-one, bits are those of float32 copies of all gradients, state and temporary memory stay within
-bounds; prints milliseconds of an update."""
+one, AdamW's kernel is its specification, bits of torch's AdamW are those of float32 copies of all
+gradients, state and temporary memory stay within bounds; prints milliseconds of an update."""
 
+import functools
 import gc
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from packgraph.train import optimizer as optimizers
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import TINY, Optimizer
-from packgraph.train.updates.adamw import GROUP, MEANS, fused_adamw
-from packgraph.train.updates.host_state import parts_of
+from packgraph.train.spikes import Limits
+from packgraph.train.updates import adamw
+from packgraph.train.updates.adamw import (
+    GROUP,
+    MEANS,
+    Numbers,
+    fused_adamw,
+    naive_adamw,
+    narrow_adamw,
+)
+from packgraph.train.updates.host_state import HostState, parts_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,16 +33,19 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 NAMES = ["adamw", "muon", "adamw8bit", "adafactor"]
 MOST_BYTES = {"adamw": 8.1, "muon": 8.1, "adamw8bit": 2.1, "adafactor": 0.1}  # of an element
-MOST_TEMPORARY = {"adamw": 5 * GROUP}  # bytes: a float32 copy of a group, and scalars
+# Bytes: scalars and sums of norms; a float32 copy of a group, and scalars.
+MOST_TEMPORARY = {("adamw", True): 2**20, ("adamw", False): 5 * GROUP}
+SIZES = [1, 127, 4096, 4097, 2**20 + 128]
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # a kernel rounds a product and a sum together
 
 
-def made(name: str, layers: int, width: int) -> tuple[nn.Module, Optimizer]:
+def made(name: str, layers: int, width: int, **more: Any) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     blocks = [nn.Linear(width, 3 * width, device=CUDA) for _ in range(layers)]
     model = nn.ModuleDict(
         {"embed_tokens": nn.Embedding(50 * width, width, device=CUDA), "up": nn.ModuleList(blocks)}
     ).bfloat16()
-    options = OptimizerConfig(name=name, weight_decay=0.1)  # type: ignore[arg-type]
+    options = OptimizerConfig(name=name, weight_decay=0.1, **more)  # type: ignore[arg-type]
     return model, Optimizer(model.named_parameters(), options)
 
 
@@ -75,8 +91,97 @@ def test_the_norm_of_bfloat16_has_the_bits_of_that_of_float32(size: int) -> None
     assert torch.equal(found, torch._foreach_norm([values.float()])[0])
 
 
-def test_adamw_has_the_bits_of_float32_copies_of_all_gradients() -> None:
-    """Three groups, the last of them short."""
+def flats_of(size: int, dtype: torch.dtype) -> list[Tensor]:
+    """Parameters, gradients, masters and means, and 128 elements behind each."""
+    torch.manual_seed(0)
+    masters, means = (torch.randn(size + 128, device=CUDA) for _ in range(2))
+    gradients = torch.randn(size + 128, device=CUDA).to(dtype)
+    squares = torch.rand(size + 128, device=CUDA) + 0.01  # an update is 0.1 at most
+    return [masters.to(dtype), gradients, masters, means * 0.1, squares]
+
+
+def numbers_of(steps: int, blocked: float = 0.0) -> Numbers:
+    values = (1e-2, float(steps), 0.3, blocked)
+    return Numbers.of(*(torch.tensor(v, device=CUDA) for v in values), OptimizerConfig())
+
+
+@pytest.mark.parametrize("decays", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_kernel_of_adamw_is_its_specification(
+    size: int, dtype: torch.dtype, decays: bool
+) -> None:
+    config = OptimizerConfig(weight_decay=0.1)
+    ends = []
+    for update in (narrow_adamw, naive_adamw):
+        flats = flats_of(size, dtype)
+        first = [flat.clone() for flat in flats]
+        for steps in range(3):
+            numbers = numbers_of(steps)
+            update(*(flat[:size] for flat in flats), numbers, config, decays=decays)
+        parameters, gradients, masters, *_ = flats
+        assert torch.equal(parameters[:size], masters[:size].to(dtype))
+        assert torch.equal(gradients, first[1])
+        for flat, before in zip(flats, first, strict=True):
+            assert torch.equal(flat[size:], before[size:])
+        for number in (2, 3, 4):
+            assert not torch.equal(flats[number][:size], first[number][:size])
+        ends.append(flats[2:])
+    for found, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_blocked_kernel_changes_nothing(size: int) -> None:
+    """Whatever the gradients are; where it is not blocked, they spoil everything."""
+    for blocked in (1.0, 0.0):
+        flats = flats_of(size, torch.bfloat16)
+        flats[1].fill_(float("nan"))
+        first = [flat.clone() for flat in flats]
+        narrow_adamw(*flats, numbers_of(3, blocked), OptimizerConfig(), decays=True)
+        for number in (0, 2, 3, 4):
+            assert torch.equal(flats[number], first[number]) == bool(blocked)
+
+
+def test_bits_of_the_kernel_do_not_depend_on_where_a_span_is_cut() -> None:
+    size, config, ends = 2**20 + 128, OptimizerConfig(weight_decay=0.1), []
+    for piece in (size, 2**18, 128 * 7):
+        flats = flats_of(size, torch.bfloat16)
+        for start in range(0, size, piece):
+            part = slice(start, min(start + piece, size))
+            narrow_adamw(*(flat[part] for flat in flats), numbers_of(3), config, decays=True)
+        ends.append(flats)
+    for flats in ends[1:]:
+        for found, expected in zip(flats, ends[0], strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_state_on_the_host_has_the_bits_of_that_on_the_device() -> None:
+    ends = []
+    kind = functools.partial(HostState, piece=128 * 99)
+    with mock.patch.object(optimizers, "HostState", kind):
+        for offload in (False, True):
+            model, optimizer = made("adamw", 3, 64, offload=offload)
+            optimizer.watch()
+            for step in range(6):
+                optimizer.set_limits(Limits(norm=0.0) if step == 4 else Limits())
+                draw(optimizer, step)
+                optimizer.step(1e-3 * (step + 1), torch.ones((), device=CUDA))
+            state = {**dict(model.named_parameters()), **optimizer.state_tensors()}
+            ends.append({key: value.detach().cpu() for key, value in state.items()})
+    assert ends[0].keys() == ends[1].keys() and ends[0]["step"] == 5
+    assert not [key for key in ends[0] if not torch.equal(ends[0][key], ends[1][key])]
+
+
+def _never(parameters: Tensor) -> bool:
+    return False
+
+
+def test_adamw_has_the_bits_of_float32_copies_of_all_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three groups, the last of them short, by torch's AdamW."""
+    monkeypatch.setattr(adamw, "in_one_kernel", _never)
     _, optimizer = made("adamw", 28, 640)
     spans = optimizer.flat.spans
     assert 2 * GROUP < sum(span.parameters.numel() for span in spans) < 4 * GROUP
@@ -106,8 +211,13 @@ def test_adamw_has_the_bits_of_float32_copies_of_all_gradients() -> None:
             assert torch.equal(member.parameter, weight.bfloat16())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_update_of_half_a_billion_parameters(name: str) -> None:
+@pytest.mark.parametrize(("name", "fused"), [("adamw", False), *((name, True) for name in NAMES)])
+def test_an_update_of_half_a_billion_parameters(
+    name: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fused: AdamW of bfloat16 weights is one kernel."""
+    if not fused:
+        monkeypatch.setattr(adamw, "in_one_kernel", _never)
     gc.collect()
     before = torch.cuda.memory_allocated()
     model, optimizer = made(name, 28, 2048)
@@ -126,8 +236,9 @@ def test_an_update_of_half_a_billion_parameters(name: str) -> None:
     end.record()
     torch.cuda.synchronize()
     temporary = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    assert temporary < MOST_TEMPORARY.get(name, 2**30)
+    assert temporary < MOST_TEMPORARY.get((name, fused), 2**30)
+    way = name if fused else f"{name} in pieces"
     print(
-        f"{name}: {elements / 1e6:.0f}M parameters, {begin.elapsed_time(end) / 5:.2f} ms an "
+        f"{way}: {elements / 1e6:.0f}M parameters, {begin.elapsed_time(end) / 5:.2f} ms an "
         f"update, {state:.2f} bytes of state an element, {temporary / 2**20:.0f} MiB of temporaries"
     )

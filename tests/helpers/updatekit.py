@@ -1,7 +1,10 @@
 """A small model, and what every update rule has to keep to."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +13,7 @@ from trainkit import tiny
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.spikes import Limits
+from packgraph.train.updates import adamw, host_state
 
 
 class Small(nn.Module):
@@ -30,6 +34,22 @@ class Small(nn.Module):
 
 
 IDS = torch.arange(11)
+
+
+@contextlib.contextmanager
+def one_kernel() -> Iterator[mock.Mock]:
+    """AdamW of bfloat16 weights that are made here is that of one kernel: here, without CUDA, its
+    specification. What is yielded counts calls of that."""
+
+    def narrow(parameters: Tensor) -> bool:
+        return parameters.dtype != torch.float32
+
+    with (
+        mock.patch.object(adamw, "in_one_kernel", narrow),
+        mock.patch.object(host_state, "in_one_kernel", narrow),
+        mock.patch.object(adamw, "naive_adamw", side_effect=adamw.naive_adamw) as calls,
+    ):
+        yield calls
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -4,9 +4,9 @@ them, by the rules that `--optimizer.name` names (`updates/`).
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
 stays on the device, weight decay touches only parameters with two or more dimensions. Under
 bfloat16 weights the optimizer keeps float32 masters: an update smaller than half a bfloat16 step
-would otherwise be lost. Gradients have no such copy: rules make it of a piece at a time, and clip
-that. The invariant: parameters and gradients are views of flat buffers that never move
-(`parallel/data.py`), so captured graphs may read and add to them.
+would otherwise be lost. Gradients have no such copy: a kernel reads them as they are, or rules copy
+and clip a piece at a time. The invariant: parameters and gradients are views of flat buffers that
+never move (`parallel/data.py`), so captured graphs may read and add to them.
 
 The learning rate is a pure function of the step: linear warm-up, then decay to a floor, by a
 cosine, in a line, or in a line at the end (`wsd`: warm-up, stable, decay).
@@ -202,10 +202,6 @@ class Optimizer:
         for rule in self._rules:
             rule.step(self.learning_rate, self._step, scale, blocked)
         self._step += 1 if blocked is None else (blocked == 0)
-        if narrow := [each for each in self._updated if each.has_master]:
-            torch._foreach_copy_(
-                [each.span.own_parameters for each in narrow], [each.values for each in narrow]
-            )
         self.flat.gather()
         if self.balance is not None:
             self.balance.update(None if blocked is None else blocked > 0)

@@ -238,7 +238,8 @@ def _choice(
     per_row = max(forward, copies) + max(2 * forward + again, copies)
     sent, waited = _sent(config, held, rows, forward, 2 * forward + again, speeds)
     bubble = (layout.pp - 1) / parallel.chunks * per_row
-    passes = adamw8bit.PASSES if config.optimizer.name == "adamw8bit" else adamw.PASSES
+    eight = config.optimizer.name == "adamw8bit"
+    passes = adamw8bit.PASSES if eight else adamw.PASSES[config.run.dtype]
     update = 2 * passes * need.optimizer / (speeds.device * 1e9)  # is read and written
     seconds = rows * per_row + bubble + sum(waited.values()) + update
     device = need.state + head + working + near

@@ -27,7 +27,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.flat_buffers import Member
 from packgraph.parallel.pieces import Pieces, part_of, rectangles
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, clipped, slices_of
+from packgraph.train.updates.rule import Updated, clipped, slices_of, write_parameters
 
 DECAY = -0.8  # power of the update's number by which the means forget
 CLIP = 1.0  # largest root mean square of a direction
@@ -223,6 +223,7 @@ class Adafactor:
             kept = 1 - learning_rate * (self._weight_decay if each.span.decays else 0.0)
             for stack in stacks:
                 stack.update(learning_rate, kept, share, scale, blocked)
+        write_parameters(self._updated)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """As `UpdateRule.state_tensors`, all of it live."""

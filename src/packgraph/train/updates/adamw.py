@@ -1,27 +1,42 @@
-"""Fused AdamW (Loshchilov and Hutter 2019): two float32 running means of each element."""
+"""Fused AdamW (Loshchilov and Hutter 2019): two float32 running means of each element.
+
+    narrower than float32, on CUDA   gradient, master, means ─▶ master, means, parameter
+    all else                         clipped float32 copy | torch's AdamW | copy of the master
+
+The first way is one kernel a span. The second one takes a few million elements at a time, so copies
+are never those of all gradients.
+Bits of the two differ in the last place: a run keeps to one of them, on the device or on the host.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from packgraph.ops.loss import HAS_TRITON
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, slices_of
+from packgraph.train.updates.rule import Updated, slices_of, write_parameters
 
 MEANS = ("exp_avg", "exp_avg_sq")
 BYTES = 8  # of state, of an element
-PASSES = 2  # over state and masters, as many bytes as an update moves in all, counted
+# Over state and masters, as many bytes as norm, update and zeroing move in all, counted by dtype:
+# 44 of 2 * 8, and 32 of 2 * 12.
+PASSES = {"float32": 44 / 16, "bfloat16": 32 / 24}
 GROUP = 2**24  # elements of a group: 64 MiB of float32, enough to fill a device
 
 
 class AdamW:
-    """Updates of pieces of spans, in groups of which each is one kernel."""
+    """Updates of spans, each in one kernel, or of pieces of spans, in groups of which each is one
+    kernel."""
 
     def __init__(
         self, updated: Sequence[Updated], config: OptimizerConfig, group: int = GROUP
     ) -> None:
         """group: elements that are updated at a time."""
         self._updated, self._config = list(updated), config
+        self._narrow = [n for n, each in enumerate(self._updated) if _is_narrow(each)]
+        self._wide = [each for each in self._updated if not _is_narrow(each)]
         self._groups = list(_groups(self._updated, group))
         self._means = [
             [torch.zeros_like(each.values) for each in self._updated] for _ in MEANS
@@ -32,6 +47,20 @@ class AdamW:
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
         """As `UpdateRule.step`."""
+        if self._narrow:
+            numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config)
+        for n in self._narrow:
+            span, values = self._updated[n].span, self._updated[n].values
+            narrow_adamw(
+                span.own_parameters,
+                span.own_gradients,
+                values,
+                self._means[0][n],
+                self._means[1][n],
+                numbers,
+                self._config,
+                decays=span.decays,
+            )
         ordinal = steps + 1
         for group in self._groups:
             fused_adamw(
@@ -45,6 +74,7 @@ class AdamW:
                 blocked,
                 decays=self._updated[group[0][0]].span.decays,
             )
+        write_parameters(self._wide)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """As `UpdateRule.state_tensors`, all of it live."""
@@ -58,13 +88,24 @@ class AdamW:
         """Nothing: they are live."""
 
 
+def in_one_kernel(parameters: Tensor) -> bool:
+    """Whether AdamW of them is `narrow_adamw`."""
+    return HAS_TRITON and parameters.is_cuda and parameters.dtype != torch.float32
+
+
+def _is_narrow(each: Updated) -> bool:
+    return in_one_kernel(each.span.own_parameters)
+
+
 def _groups(updated: Sequence[Updated], most: int) -> Iterator[list[tuple[int, slice]]]:
-    """Numbers of spans and pieces of them: at most so many elements, which all decay or do not."""
+    """Numbers of other spans and pieces of them: at most so many elements, which all decay or do
+    not."""
     for decays in (True, False):
         group, room = list[tuple[int, slice]](), most
         for number, each in enumerate(updated):
-            parts = slices_of(each.values.numel(), most) if each.span.decays == decays else ()
-            for part in parts:
+            if each.span.decays != decays or _is_narrow(each):
+                continue
+            for part in slices_of(each.values.numel(), most):
                 if (size := part.stop - part.start) > room:
                     yield group
                     group, room = [], most
@@ -103,3 +144,85 @@ def fused_adamw(
         maximize=False,
         found_inf=blocked,
     )
+
+
+class Numbers(NamedTuple):
+    """What `narrow_adamw` needs of one update, float32 [1] each, made in float64: what gradients
+    are multiplied by, weight decay times the rate, the rate over the mean's correction, the root of
+    the squares' correction, and more than 0 if nothing is to change."""
+
+    scale: Tensor
+    decay: Tensor
+    rate: Tensor
+    root: Tensor
+    blocked: Tensor
+
+    @staticmethod
+    def of(
+        learning_rate: Tensor,
+        steps: Tensor,
+        scale: Tensor | None,
+        blocked: Tensor | None,
+        config: OptimizerConfig,
+    ) -> "Numbers":
+        """Of the arguments of `UpdateRule.step`."""
+        rate, ordinal, (beta1, beta2) = learning_rate.double(), steps.double() + 1, config.betas
+        found = (
+            torch.ones_like(rate) if scale is None else scale,
+            rate * config.weight_decay,
+            rate / (1 - beta1**ordinal),
+            (1 - beta2**ordinal).sqrt(),
+            torch.zeros_like(rate) if blocked is None else blocked,
+        )
+        return Numbers(*(value.float().view(1) for value in found))
+
+
+def narrow_adamw(
+    parameters: Tensor,
+    gradients: Tensor,
+    masters: Tensor,
+    means: Tensor,
+    squares: Tensor,
+    numbers: Numbers,
+    config: OptimizerConfig,
+    *,
+    decays: bool,
+) -> None:
+    """Update weights narrower than float32 once, in place, if not blocked.
+
+    parameters, gradients: [size] of one dtype. masters, means, squares: float32 [size]. On CUDA one
+    kernel does it all, see `updates/adamw_kernel.py`.
+    """
+    if parameters.is_cuda:
+        from packgraph.train.updates.adamw_kernel import kernel_adamw
+
+        flats = parameters, gradients, masters, means, squares
+        kernel_adamw(*flats, *numbers, *config.betas, config.eps, decays)
+    else:
+        naive_adamw(parameters, gradients, masters, means, squares, numbers, config, decays=decays)
+
+
+def naive_adamw(
+    parameters: Tensor,
+    gradients: Tensor,
+    masters: Tensor,
+    means: Tensor,
+    squares: Tensor,
+    numbers: Numbers,
+    config: OptimizerConfig,
+    *,
+    decays: bool,
+) -> None:
+    """The specification of `narrow_adamw`, by single operations."""
+    beta1, beta2 = config.betas
+    gradient = gradients * numbers.scale  # of one dimension, so the product is float32
+    mean = beta1 * means + (1 - beta1) * gradient
+    square = beta2 * squares + (1 - beta2) * gradient * gradient
+    master = masters - numbers.decay * masters if decays else masters
+    master = master - numbers.rate * mean / (square.sqrt() / numbers.root + config.eps)
+    good = numbers.blocked == 0
+    narrow = master.to(parameters.dtype)
+    for old, new in (
+        (parameters, narrow), (masters, master), (means, mean), (squares, square)
+    ):  # fmt: skip
+        old.copy_(torch.where(good, new, old))

@@ -29,7 +29,7 @@ from torch import Tensor
 from packgraph.parallel.pieces import parts_of
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.adamw import MEANS
-from packgraph.train.updates.rule import Updated, slices_of
+from packgraph.train.updates.rule import Updated, slices_of, write_parameters
 
 BLOCK = 256  # elements
 BYTES = 2 * (1 + 4 / BLOCK)  # of state, of an element
@@ -153,6 +153,7 @@ class AdamW8bit:
                 if blocked is not None:
                     updated = torch.where(blocked > 0, weight, updated)
                 weight.copy_(updated)
+        write_parameters(self._updated)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Copies of the running means in float32, in host memory: as a whole they would take four

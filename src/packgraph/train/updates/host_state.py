@@ -5,10 +5,10 @@ r"""Optimizer state in host memory, brought to the device piece by piece for eac
     out                        | piece 0 |    | piece 1 |    device ─▶ host
 
 Two sets of buffers take turns, so the device holds two pieces of the state, whatever the model.
-Each piece is updated by the kernel that updates all
-of it on the device (fused AdamW, element by element), so the bits are the same. Copies in both
-directions run at the same time; how they are ordered is said in `graphs/copy_streams.py`. The
-update takes as long as the slower of the two: 12 bytes a parameter each way.
+Each piece is updated by the kernel that updates all of it on the device (AdamW, element by
+element), so the bits are the same. Copies in both directions run at the same time; how they are
+ordered is said in `graphs/copy_streams.py`. The update takes as long as the slower of the two: 12
+bytes a parameter each way.
 
 After an update copies to the host may be under way. Whoever reads the state waits for them
 (`settle`); the next update waits by itself.
@@ -24,7 +24,13 @@ from packgraph.graphs.copy_streams import Copy, CopyStreams, HostMemory
 from packgraph.graphs.cuda.copy_streams import pinned
 from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.adamw import MEANS, fused_adamw
+from packgraph.train.updates.adamw import (
+    MEANS,
+    Numbers,
+    fused_adamw,
+    in_one_kernel,
+    narrow_adamw,
+)
 from packgraph.train.updates.rule import clipped, slices_of
 
 PIECE = 2**25  # elements: 128 MiB of float32, long enough for the full speed of a link
@@ -108,13 +114,17 @@ class HostState:
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
         """As `UpdateRule.step`, but cannot be captured."""
+        numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config)
         ordinal = steps + 1
         arriving = self._bring(0)
         for number, piece in enumerate(self._pieces):
             self._wait(arriving)
             if number + 1 < len(self._pieces):
                 arriving = self._bring(number + 1)
-            self._update(number, learning_rate, ordinal, scale, blocked)
+            if in_one_kernel(piece.parameters):
+                self._update_narrow(number, numbers)
+            else:
+                self._update(number, learning_rate, ordinal, scale, blocked)
             buffers = self._of(number)
             self._leaving[number % 2] = [
                 self._streams.out([_bytes(buffers[name])], host)
@@ -129,6 +139,19 @@ class HostState:
             self._streams.back(host, [_bytes(buffers[name])])
             for name, host in self._pieces[number].hosts.items()
         ]
+
+    def _update_narrow(self, number: int, numbers: Numbers) -> None:
+        piece, buffers = self._pieces[number], self._of(number)
+        narrow_adamw(
+            piece.parameters,
+            piece.gradients,
+            buffers[MASTER],
+            buffers[MEANS[0]],
+            buffers[MEANS[1]],
+            numbers,
+            self._config,
+            decays=piece.span.decays,
+        )
 
     def _update(
         self,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from packgraph.train.config.sections import OptimizerConfig
-from packgraph.train.updates.rule import Updated, clipped
+from packgraph.train.updates.rule import Updated, clipped, write_parameters
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
 STEPS = 5
@@ -72,6 +72,7 @@ class Muon:
                 mean = torch.where(blocked > 0, momentum, mean)
             weight.copy_(updated)
             momentum.copy_(mean)
+        write_parameters(self._updated)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """As `UpdateRule.state_tensors`, all of it live."""

@@ -4,13 +4,14 @@
                                          one rule per kind of spans
 
 An `UpdateRule` owns the state of some spans and updates the float32 values of this rank's part of
-them. Gradients stay as the backward left them, in the dtype of their span: a rule makes float32
-copies that are clipped (`clipped`) of as many elements as it updates at a time. The invariant: a
-step asks nothing of the host and launches the same work every time, so it can be captured; where it
-is blocked, no bit of values and state changes.
+them, and the parameters of which these are copies. Gradients stay as the backward left them, in the
+dtype of their span: a rule makes float32 copies that are clipped (`clipped`) of as many elements as
+it updates at a time, or none where one kernel does it all. The invariant: a step asks nothing of
+the host and launches the same work every time, so it can be captured; where it is blocked, no bit
+of values and state changes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,7 +57,7 @@ class UpdateRule(Protocol):
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
-        """Update once.
+        """Update values and parameters once.
 
         Args:
             learning_rate: Float32 [] on the device.
@@ -79,6 +80,14 @@ def clipped(gradient: Tensor, scale: Tensor | None) -> Tensor:
     already."""
     # [1] in place of []: a scalar would leave the product as narrow as the gradient is.
     return (gradient if scale is None else gradient * scale.view(1)).float()
+
+
+def write_parameters(updated: Sequence[Updated]) -> None:
+    """Write values that are copies to the parameters, rounded."""
+    if narrow := [each for each in updated if each.has_master]:
+        torch._foreach_copy_(
+            [each.span.own_parameters for each in narrow], [each.values for each in narrow]
+        )
 
 
 def slices_of(size: int, piece: int = PIECE) -> Iterator[slice]:
