@@ -65,6 +65,8 @@ def kernel_adamw(
     checks of captures.
     """
     size = masters.numel()
+    if not size:  # a grid of no programs is an error
+        return
     _adamw[(triton.cdiv(size, BLOCK),)](
         parameters,
         gradients,
