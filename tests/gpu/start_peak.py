@@ -71,7 +71,7 @@ def main() -> None:
         }
         print(json.dumps({n: v if v < 1e6 else round(v / 1e9, 2) for n, v in found.items()}))
         assert built < 2 * layer and sum(parameters.values()) < 0.75 * whole
-        # Masters and their gradients are float32 copies of a span at a time.
+        # Masters are float32 copies of a span at a time.
         assert peak < stays + 4 * 4 * layer
 
 

@@ -123,6 +123,7 @@ def bucket_request(
             parallel.tp,
             parallel.cp,
             config.graph.compile,
+            in_place=device is None or device.type == "cuda",
         ),
         budget=_budget(config, device),
     )

@@ -26,12 +26,13 @@ class DecoderMemory:
 
     layers: in one chunk. itemsize: bytes of an activation. parts: ranks that share heads and
     columns (tp). rows: ranks that share rows (cp); in attention they share heads instead, which is
-    as much. compiled: whether the layers are. A branch of a layer keeps for every token 3 vectors
-    of the hidden size and those of its own (`_columns`), compiled layers `COMPILED` of that; the
-    loss holds the gradient of the head twice, and one chunk of logits, over which their gradients
-    are written, or with tp float32 copies of them; a product in float8 has codes of its operands
-    while it runs. Within 5 % of compiled layers of Qwen3-0.6B and of the 8B shape on an H100, 12 %
-    above uncompiled ones (docs/LOG.md); not measured for latent attention, experts and Mamba-2.
+    as much. compiled: whether the layers are. in_place: whether the loss writes gradients over its
+    logits, as on CUDA. A branch of a layer keeps for every token 3 vectors of the hidden size and
+    those of its own (`_columns`), compiled layers `COMPILED` of that; the loss holds the gradient
+    of the head twice, and one chunk of logits, with float32 copies unless it writes over them,
+    which it does not with tp; a product in float8 has codes of its operands while it runs. Within 5
+    % of compiled layers of Qwen3-0.6B and of the 8B shape on an H100, 12 % above uncompiled ones
+    (docs/LOG.md); not measured for latent attention, experts and Mamba-2.
     """
 
     model: DecoderConfig
@@ -40,6 +41,7 @@ class DecoderMemory:
     parts: int = 1
     rows: int = 1
     compiled: bool = False
+    in_place: bool = True
 
     def __call__(self, capacity: Capacity) -> int:
         """Bytes for graphs of `capacity`."""
@@ -52,7 +54,8 @@ class DecoderMemory:
 
     def _logits(self, tokens: int) -> float:
         """Bytes of a chunk of logits, and of what their gradients are made of."""
-        words, in_place = self.model.vocab_size / self.parts, self.parts == 1
+        words = self.model.vocab_size / self.parts
+        in_place = self.in_place and self.parts == 1
         rows = min(tokens, rows_per_chunk(round(words), in_place=in_place))
         return rows * words * (self.itemsize if in_place else 4 + 2 * self.itemsize + 2)
 

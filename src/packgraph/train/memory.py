@@ -368,6 +368,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
         parts=layout.tp,
         rows=layout.cp,
         compiled=config.graph.compile,
+        in_place=device_type == "cuda",
     )
     microbatch = kept(layers)(capacity) - (
         0 if is_last else kept(0)(capacity)
