@@ -21,6 +21,7 @@ from packgraph.graphs.errors import CaptureError, PackgraphWarning
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.step import own
 from packgraph.models.config import ExpertConfig
+from packgraph.models.layers.mlp import RMSNorm
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.consensus import replica_consensus, stage_consensus
@@ -253,6 +254,8 @@ def train_spoilt(mesh, folder, settings, what, silenced=True):
         setattr(optimizer, what, made)
 
     def change(step):
+        if what == "everywhere" and step == 5:
+            next(each for each in model.modules() if isinstance(each, RMSNorm)).eval()
         if mesh.rank != 1:
             return None
         if what == "bypass" and step == 5:
@@ -324,6 +327,11 @@ def test_a_rank_whose_module_changes_makes_all_run_by_their_chunks(tmp_path, wha
     assert sum(zero[1].values()) == sum(one[1].values()) > 0
     assert zero[1].keys() <= {"another rank runs this step eagerly", "capture failed"}
     assert any("has changed since all ranks captured" in text for text in told) or what == "hook"
+
+
+def test_a_change_on_all_ranks_is_captured_again_by_all(tmp_path):
+    (zero, _), (one, _) = spoilt(tmp_path, "everywhere")
+    assert zero == one == (STEPS - 2, {})
 
 
 def test_a_rank_that_runs_a_step_eagerly_is_not_alone(tmp_path):

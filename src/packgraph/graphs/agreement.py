@@ -2,10 +2,11 @@
 
 A capture runs the collectives of a call more often than the call does. A rank that captured by
 itself would wait in them for ranks that replay, or take what they send for something else. So a
-rank that is to capture in a call first looks whether all others are to capture in the same call:
+rank that is to capture in a call first looks whether all others are to capture in the same call,
+and before it begins, whether they still can:
 
-    rank 0   call 7   changed ─▶ meets ─▶ capture ─▶ vote
-    rank 1   call 7   changed ─▶ meets ─▶ capture ─▶ vote
+    rank 0   call 7   changed ─▶ meets ─▶ vote ─▶ capture ─▶ vote
+    rank 1   call 7   changed ─▶ meets ─▶ vote ─▶ capture ─▶ vote
 
     rank 0   call 7   replays ─────────────────────▶ its collectives are those of an eager call
     rank 1   call 7   changed ─▶ nobody comes ─▶ runs eagerly, and says so
@@ -81,8 +82,9 @@ def set_consensus(module: nn.Module, consensus: Consensus) -> None:
 
 
 def consensus_of(module: nn.Module) -> Consensus:
-    """What `set_consensus` has said of `module`, else `alone`."""
-    return _CONSENSUS_OF.get(id(module), alone)
+    """What `set_consensus` has said of `module` or the first module in it, else `alone`."""
+    known = (_CONSENSUS_OF.get(id(each)) for each in module.modules())
+    return next((consensus for consensus in known if consensus is not None), alone)
 
 
 def verdict(wishes: Sequence[tuple[str, str]]) -> str:
@@ -122,7 +124,8 @@ class JointCaptures:
         self._consensus, self._name = consensus, consensus.join()
         self.is_alone = consensus is alone
         self._in_vain, self._agreed = 0, 0
-        self._last = -1, EAGER
+        self._last = -1, "", EAGER
+        self._owed: str | None = None  # the call that all capture, until they have confirmed it
 
     def decide(self, wish: str, what: str) -> str:
         """CAPTURE, START_OVER or EAGER in the present call; asks the other ranks once per call.
@@ -133,12 +136,37 @@ class JointCaptures:
         """
         if self.is_alone:
             return wish
-        call, found = self._last
-        if call == self.calls:  # who has started over by now captures
-            return found if found == EAGER else CAPTURE
-        found = self._meet(wish, what) if self._may_meet() else EAGER
-        self._last = self.calls, found
-        return found
+        call, told, found = self._last
+        if call != self.calls:
+            found = self._meet(wish, what) if self._may_meet() else EAGER
+            self._last, self._owed = (self.calls, what, found), None if found == EAGER else what
+            return found
+        # Who has started over by now captures. Another call at the same time is another thread's.
+        return CAPTURE if found != EAGER and told == what else EAGER
+
+    def confirm(self, error: CaptureError | None = None) -> CaptureError | None:
+        """Votes on the capture that all ranks agreed on in the present call, once, before it
+        begins.
+
+        Args:
+            error: Why this rank cannot capture after all, or None.
+
+        Returns:
+            Why some rank cannot, or None; None where nothing was agreed on.
+        """
+        what, self._owed = self._owed, None
+        if what is None:
+            return None
+        failed = self._consensus(what, error)
+        if failed is not None:
+            self._last = self.calls, what, EAGER
+            self._part()
+        return failed
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether other ranks wait for `confirm`."""
+        return self._owed is not None
 
     def _may_meet(self) -> bool:
         if not self._in_vain:
@@ -149,11 +177,14 @@ class JointCaptures:
     def _meet(self, wish: str, what: str) -> str:
         found = self._consensus.meet(f"{self._name}/{self.calls}", (wish, what))
         if found == EAGER:
-            self._consensus.note(self._fact)
-            self._in_vain += 1
+            self._part()
         else:
             self._in_vain, self._agreed = 0, self._agreed + 1
         return found
+
+    def _part(self) -> None:
+        self._consensus.note(self._fact)
+        self._in_vain += 1
 
     @property
     def _fact(self) -> str:

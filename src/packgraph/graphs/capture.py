@@ -193,6 +193,13 @@ class Capturer:
             self._tell_apart(f"{what} has no graphs on this rank")
         return found
 
+    def confirm(self) -> bool:
+        """Whether all ranks begin the capture that they agreed on in this call."""
+        failed = self.cache.joint.confirm()
+        if failed is not None:
+            self._tell_apart(failed.what)
+        return failed is None
+
     def is_captured(self, call: Signature, slot: Slot) -> bool:
         """Whether the slot has graphs for this key, with a backward for all that is known of its
         gradients."""

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as _DDP
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import fallback
-from packgraph.graphs.agreement import CAPTURE, EAGER, Consensus, consensus_of
+from packgraph.graphs.agreement import CAPTURE, START_OVER, Consensus, consensus_of
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import call_name
 from packgraph.graphs.capture import Capturer
@@ -290,7 +290,20 @@ class Control:
 
     def _acquire(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayHandle | str:
         """As `acquire`, by a thread that is counted among the calls."""
-        self._capturer.cache.joint.calls += 1
+        joint = self._capturer.cache.joint
+        joint.calls += 1
+        try:
+            found = self._replay_or_reason(args, kwargs)
+        except CaptureError as error:
+            joint.confirm(error)
+            raise
+        if joint.is_owed and isinstance(found, str):
+            joint.confirm(CaptureError(found, user_line(), fallback.reason_of(found).remedy))
+        return found
+
+    def _replay_or_reason(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ReplayHandle | str:
         if self._calls.shared and not self._slots.launches.shared:
             self._slots.launches.share()
         reason = self._reason_around()
@@ -412,13 +425,20 @@ class Control:
         with contextlib.ExitStack() as unless_captured:
             unless_captured.callback(lease.release)
             found = self._capturer.join_others(what)
-            if found == CAPTURE:
+            if found == CAPTURE and self._capturer.confirm():
                 unless_captured.pop_all()
                 return lease
-        if found == EAGER:
+        if found != START_OVER:
             return fallback.APART
         self._frozen = self._frozen and object()
-        return self._capturer.check_state() or self._slots.acquire(call.key) or fallback.NO_SLOT
+        reason = self._capturer.check_state()
+        new = None if reason is not None else self._slots.acquire(call.key)
+        if new is None:
+            return reason or fallback.NO_SLOT
+        if not self._capturer.confirm():
+            new.release()
+            return fallback.APART
+        return new
 
     def _in_words(self, call: Signature, args: tuple[Any, ...]) -> str | None:
         """A call by which ranks agree about its capture; None where no others make it."""

@@ -64,11 +64,13 @@ Finish = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Standing(enum.IntEnum):
-    """What a step is to one rank: not to be a graph, to be captured, or captured."""
+    """What a step is to one rank: not to be a graph, to be captured, captured, or captured before
+    the module changed."""
 
     EAGER = 0
     NEW = 1
     CAPTURED = 2
+    STALE = 3
 
 
 # this rank's own standing -> that of all ranks
@@ -127,6 +129,8 @@ class GraphedStep:
 
     Attributes:
         agreement: Asked before each step, where all ranks must run it in one way.
+        all_agree: Whether all ranks that vote on captures are asked by `agreement`, so that they
+            can capture a step again together when its modules have changed on all of them.
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class GraphedStep:
         self._state: ModuleState | None = None
         self._stale: set[Hashable] = set()
         self.agreement: Agreement = own
+        self.all_agree = False
         self.stats = Stats()
         self._cache = GraphCache(self.stats, device)
         self.stats.measure_pools(lambda: slot.pool.nbytes())
@@ -212,6 +217,8 @@ class GraphedStep:
         agreed = self.agreement(standing)
         if agreed is Standing.CAPTURED:
             return True
+        if agreed is Standing.STALE:
+            self._drop_captured()
         # What a larger step has dropped here it has dropped on all ranks, which capture it again.
         if call is not None and call.key in self._stale and call.key in self._slot.variants:
             raise CaptureError(
@@ -243,7 +250,9 @@ class GraphedStep:
         if self._state is not None and self._state.changed() is not None:
             self._forget_captured()
         if call.key in self._slot.variants:
-            return Standing.EAGER if call.key in self._stale else Standing.CAPTURED
+            if call.key not in self._stale:
+                return Standing.CAPTURED
+            return Standing.STALE if self.all_agree else Standing.EAGER
         full = len(self._slot.variants) >= self.limit
         return Standing.EAGER if full or self._cache.has_failed(call.key) else Standing.NEW
 
@@ -276,7 +285,11 @@ class GraphedStep:
             self._stale.update(self._slot.variants)
             self._state = None
             return
+        self._drop_captured()
+
+    def _drop_captured(self) -> None:
         self.stats.dropped("module changed", self._slot.clear())
+        self._stale.clear()
         self._state, self._buffers = None, GradientBuffers()
 
     def _all(self, args: Sequence[Any], *, rehearses: bool = False) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from packgraph.ops.loss import IGNORED, gradient_of_products, is_word, rows_per_chunk, writes_over
+from packgraph.ops.loss import IGNORED, gradient_of_products, is_word, rows_per_chunk
 from packgraph.packing.batch import PackedBatch
 
 Output = Literal["loss", "hidden", "log_probabilities", "log_probabilities_and_entropies"]
@@ -106,9 +106,7 @@ def linear_log_probabilities(
         entropy: Whether the result is float32 [2, T], the second row being the entropies of all
             predictions in nats, 0 where the label is -100.
     """
-    rows = chunk
-    if rows is None:
-        rows = log_probability_rows(weight.shape[0], entropy, in_place=writes_over(weight))
+    rows = log_probability_rows(weight.shape[0], entropy) if chunk is None else chunk
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -117,9 +115,9 @@ def linear_log_probabilities(
     return found
 
 
-def log_probability_rows(words: int, entropy: bool, *, in_place: bool) -> int:
-    """Rows of a chunk of logits of so many words. in_place: as of `rows_per_chunk`."""
-    return rows_per_chunk(words * (_FLOATS if entropy else 1), in_place=in_place)
+def log_probability_rows(words: int, entropy: bool) -> int:
+    """Rows of a chunk of logits of so many words."""
+    return rows_per_chunk(words * (_FLOATS if entropy else 1), in_place=False)
 
 
 def naive_log_probabilities(

@@ -84,7 +84,7 @@ def linear_cross_entropy(
         >>> packgraph.linear_cross_entropy(hidden, weight, torch.tensor([1, 2, -100])).exp().round()
         tensor(100.)
     """
-    in_place = writes_over(weight)
+    in_place = writes_over(weight) and not softcap and weight.element_size() == 2
     rows = rows_per_chunk(weight.shape[0], in_place=in_place) if chunk is None else chunk
     if rows < 1:
         raise ValueError(

@@ -57,7 +57,10 @@ class StoreConsensus:
         return f"module {self._modules}"
 
     def meet(self, place: str, wish: tuple[str, str]) -> str:
-        """As `Consensus.meet`."""
+        """As `Consensus.meet`. Waits for the device first: a rank whose host has run ahead would
+        come to another call's meeting than its exchanges have come to."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         here = f"packgraph/{self._name}/meeting/{place}"
         self._store.set(f"{here}/{self._rank}", _SEPARATOR.join(wish))
         if self._store.add(f"{here}/came", 1) == len(self._ranks):

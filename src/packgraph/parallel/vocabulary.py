@@ -113,7 +113,7 @@ def head_log_probabilities(
         whole,
         own,
         labels,
-        chunk or log_probability_rows(own.shape[0], entropy, in_place=False),
+        chunk or log_probability_rows(own.shape[0], entropy),
         _first_word(weight),
         weight.shape[0],
         weight.device_mesh.get_group(),

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from packgraph.ops import loss
 from packgraph.ops.loss import (
     linear_cross_entropy,
     naive_linear_cross_entropy,
@@ -145,6 +146,26 @@ def test_autocast_runs_in_its_dtype_and_returns_parameter_gradients():
         )
     assert loss.dtype == grad_hidden.dtype == grad_weight.dtype == torch.float32
     assert torch.equal(grad_weight, grad_weight.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "in_place"),
+    [(torch.bfloat16, 0.0, True), (torch.bfloat16, 30.0, False), (torch.float32, 0.0, False)],
+)
+def test_chunks_are_large_only_where_gradients_are_written_over_them(
+    monkeypatch, dtype, softcap, in_place
+):
+    hidden, weight, labels = inputs(4, 8, 16, [])
+    asked = []
+
+    def rows(vocabulary, *, in_place):
+        asked.append(in_place)
+        return 128
+
+    monkeypatch.setattr(loss, "rows_per_chunk", rows)
+    monkeypatch.setattr(loss, "writes_over", lambda logits: not asked)  # the kernel is not here
+    linear_cross_entropy(hidden.to(dtype), weight.to(dtype), labels, softcap=softcap)
+    assert asked == [in_place]
 
 
 def test_chunk_follows_the_vocabulary():

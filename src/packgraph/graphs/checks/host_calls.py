@@ -169,13 +169,26 @@ def unwatched_calls() -> Iterator[None]:
 @contextlib.contextmanager
 def unwatched_compiling() -> Iterator[None]:
     """Within the block nobody watches from `compiling_begins` to `compiling_ends`. A profiler of
-    somebody else still sees all."""
+    somebody else still sees all.
+
+    Raises:
+        CaptureError: The end was not told, so that compiled code has run unwatched: the compiler
+            tells only the last of all threads that compile at the same time.
+    """
     before, _THREAD.compiles = _THREAD.compiles, True
+    missed = False
     try:
         yield
+        missed = _THREAD.paused
     finally:
         compiling_ends()
         _THREAD.compiles = before
+    if missed:
+        raise CaptureError(
+            "another thread has compiled while this one did, and hid what compiled code calls",
+            user_line(),
+            "compile before other threads do, or capture again",
+        )
 
 
 def compiling_begins(_: object = None) -> None:

@@ -190,9 +190,10 @@ class Pipeline:
         self._reason: str | None = None
         self._update: StepUpdate | None = None
         self._updates = updates
-        self._whole = (
-            self._graphed_step(agreement or _agreement_over(links)) if whole_steps else None
-        )
+        self._whole: GraphedStep | None = None
+        if whole_steps:
+            self._whole = self._graphed_step(agreement or _agreement_over(links))
+            self._whole.all_agree = agreement is not None or links.connects_all
 
     def _graphed_step(self, agreement: Agreement) -> GraphedStep:
         this = weakref.ref(self)  # which has the step: else a cycle, with all chunks in it

@@ -76,6 +76,11 @@ class Links:
         """Ranks in the pipeline."""
         return len(self.ranks)
 
+    @property
+    def connects_all(self) -> bool:
+        """Whether there are no other ranks."""
+        return self.size == (dist.get_world_size() if dist.is_initialized() else 1)
+
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
         """Within the block nothing is sent, and what is received is zero: a rehearsal, in which

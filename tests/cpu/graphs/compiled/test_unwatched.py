@@ -1,5 +1,6 @@
 """What is not looked at while code is compiled, and that what was compiled is looked at again."""
 
+import contextlib
 import random
 import sys
 
@@ -8,7 +9,13 @@ import torch
 from torch import nn
 
 import packgraph
-from packgraph.graphs.checks.host_calls import Watcher, watched_calls
+from packgraph.graphs.checks.host_calls import (
+    Watcher,
+    compiling_begins,
+    compiling_ends,
+    unwatched_compiling,
+    watched_calls,
+)
 from packgraph.graphs.compiled.compiler import Compiler
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.stages import Stage, compile_units_of, run_stages
@@ -81,6 +88,18 @@ def test_the_compiler_is_not_looked_at_and_its_code_is():
     compile_and_run(seen)
     assert seen.draws == 1, "the operation of the compiled code"
     assert not any(map(is_of_dynamo, seen.files))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_end_that_is_not_told_is_an_error(told):
+    """Dynamo tells the end of the last of all compilers alone, and others may run in threads."""
+    with watched_calls(Files()), contextlib.ExitStack() as stack:
+        if not told:
+            stack.enter_context(pytest.raises(packgraph.CaptureError, match="another thread"))
+        with unwatched_compiling():
+            compiling_begins()
+            if told:
+                compiling_ends()
 
 
 def test_the_profiler_of_somebody_else_sees_the_compiler():

@@ -1,0 +1,113 @@
+"""Captures that ranks agree on before they make them: who comes, who cannot after all."""
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import packgraph
+from packgraph.graphs.agreement import (
+    CAPTURE,
+    EAGER,
+    START_OVER,
+    JointCaptures,
+    alone,
+    consensus_of,
+    set_consensus,
+)
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.fallback import APART, HIDDEN_STATE
+from packgraph.graphs.graphed import control
+from packgraph.parallel.consensus import StoreConsensus
+
+
+class Recorded:
+    """A consensus that is as this rank wishes, unless another one fails, and what it was asked."""
+
+    def __init__(self):
+        self.asked, self.fails = [], None
+
+    def __call__(self, what, error):
+        self.asked.append("vote" if error is None else error.what)
+        return error or self.fails
+
+    def join(self):
+        return "module"
+
+    def meet(self, place, wish):
+        self.asked.append(wish[0])
+        return wish[0]
+
+    def note(self, fact):
+        self.asked.append("note")
+
+    def all_noted(self, fact):
+        return False
+
+
+def captured_together():
+    model, asks = nn.Linear(4, 4), Recorded()
+    graphed = packgraph.graph(model)
+    control(graphed).consensus = asks
+    for _ in range(3):  # two eager calls, then the capture
+        graphed(torch.ones(2, 4)).sum().backward()
+    assert asks.asked == [CAPTURE, "vote", "vote"] and graphed.stats.replayed == 1
+    asks.asked.clear()
+    return model, graphed, asks
+
+
+def test_a_rank_that_cannot_capture_after_all_says_so_before_others_begin(recwarn):
+    model, graphed, asks = captured_together()
+    model.scale, model.extra = 2.0, iter([])  # a change, and what cannot be watched
+    graphed(torch.ones(2, 4)).sum().backward()
+    assert asks.asked == [START_OVER, HIDDEN_STATE, "note"]
+    assert graphed.stats.fallbacks[HIDDEN_STATE] == 1
+
+
+def test_nobody_captures_where_another_rank_cannot(recwarn):
+    model, graphed, asks = captured_together()
+    before, asks.fails = graphed.stats.captured, CaptureError("its state", "there", "none")
+    model.scale = 2.0
+    graphed(torch.ones(2, 4)).sum().backward()
+    assert asks.asked == [START_OVER, "vote", "note"] and graphed.stats.captured == before
+    assert graphed.stats.fallbacks[APART] == 1
+
+
+def test_a_replay_asks_nobody():
+    _, graphed, asks = captured_together()
+    for _ in range(3):
+        graphed(torch.ones(2, 4)).sum().backward()
+    assert not asks.asked and graphed.stats.replayed == 4
+
+
+def test_another_call_at_the_same_time_does_not_take_this_ones_verdict():
+    joint = JointCaptures()
+    joint.consensus = Recorded()
+    assert joint.decide(START_OVER, "one") == START_OVER
+    assert joint.decide(CAPTURE, "one") == CAPTURE
+    assert joint.decide(CAPTURE, "another") == EAGER
+    assert joint.confirm() is None and not joint.is_owed
+
+
+def test_a_module_around_one_that_exchanges_data_captures_by_its_consensus():
+    inner, asks = nn.Linear(4, 4), Recorded()
+    outer = nn.Sequential(nn.ReLU(), inner)
+    assert consensus_of(outer) is alone
+    set_consensus(inner, asks)
+    assert consensus_of(outer) is asks
+
+
+def test_a_meeting_waits_for_what_the_device_still_exchanges():
+    """A host that runs ahead would meet another call of another rank."""
+    order, store = [], dist.HashStore()
+    with (
+        mock.patch("packgraph.parallel.consensus._get_default_store", return_value=store),
+        mock.patch("packgraph.parallel.consensus.dist.get_rank", return_value=0),
+        mock.patch("torch.cuda.is_initialized", return_value=True),
+        mock.patch("torch.cuda.synchronize", side_effect=lambda: order.append("device")),
+    ):
+        asks = StoreConsensus("test", [0])
+        with mock.patch.object(asks, "_decide", side_effect=lambda *_: order.append("decide")):
+            asks.meet("here", (CAPTURE, "it"))
+    assert order == ["device", "decide"]
