@@ -297,7 +297,7 @@ class Control:
         except CaptureError as error:
             joint.confirm(error)
             raise
-        if joint.is_owed and isinstance(found, str):
+        if isinstance(found, str) and joint.is_owed:
             joint.confirm(CaptureError(found, user_line(), fallback.reason_of(found).remedy))
         return found
 
