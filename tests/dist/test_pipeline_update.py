@@ -303,14 +303,14 @@ def test_a_rank_that_cannot_capture_makes_all_run_by_their_chunks(tmp_path, what
 
 
 def test_a_rank_whose_chunk_cannot_be_captured_makes_all_run_eagerly(tmp_path):
-    """No step is rehearsed, then."""
+    """No step has a dry run, then."""
     (zero, others), (one, own) = spoilt(tmp_path, "chunk")
     assert zero == one == (0, {"capture failed": STEPS - 2})
     assert any("out of room" in text for text in own)
     assert not any("cannot be one graph" in text for text in (*others, *own))
 
 
-def test_rehearsals_with_transfers_would_wait_for_the_rank_that_failed(tmp_path):
+def test_dry_runs_with_transfers_would_wait_for_the_rank_that_failed(tmp_path):
     """Negative control: the other one waits in a receive then, and the run has to end."""
     settings = config(graph={"strict": False})
     with pytest.raises(RankFailed, match="did not come to vote on it within 3 s"):
@@ -399,9 +399,9 @@ def train_broken(mesh, folder, settings, what, late):
     """As `train`; graphs are captured without `what`."""
     run_plainly = Pipeline._run_plainly
 
-    def broken(self, *args, rehearses):
-        with contextlib.nullcontext() if rehearses else BROKEN[what][1]:
-            return run_plainly(self, *args, rehearses=rehearses)
+    def broken(self, *args, is_dry_run):
+        with contextlib.nullcontext() if is_dry_run else BROKEN[what][1]:
+            return run_plainly(self, *args, is_dry_run=is_dry_run)
 
     finish = Pipeline._finish
 

@@ -12,7 +12,7 @@ summed exactly as in eager. The price is that the number of microbatches and the
 part of the key.
 
 A step may end in work that ranks do together: the reduction of gradients and the update. It is
-given as `finish`. A rehearsal does not begin it before every rank has come so far; the capture
+given as `finish`. A dry run does not begin it before every rank has come so far; the capture
 behind that may begin it early, so that reductions run beside the last backward:
 
     rank 0   F0 B0 F1 B1 ─▶ meet ─┬─▶ finish ─▶ meet ─▶ capture F0 B0 F1 B1 + finish ─▶ vote
@@ -124,7 +124,7 @@ class GraphedStep:
     them steps run eagerly. compiled: whether `run` calls compiled stages, by
     `GraphedModule.run_eagerly`. copy_streams: of eager work of `run`, None = the backend's.
     finish: makes the result of a step of what `run` returned, by collectives of all ranks that
-    vote; None = that is the result. Where it is given, `run` takes `rehearses`: whether others may
+    vote; None = that is the result. Where it is given, `run` takes `is_dry_run`: whether others may
     not get to its end, so that it must not begin those collectives itself.
 
     Attributes:
@@ -292,12 +292,12 @@ class GraphedStep:
         self._stale.clear()
         self._state, self._buffers = None, GradientBuffers()
 
-    def _all(self, args: Sequence[Any], *, rehearses: bool = False) -> torch.Tensor:
-        """The whole step. rehearses: whether all ranks get to its end is not known."""
+    def _all(self, args: Sequence[Any], *, is_dry_run: bool = False) -> torch.Tensor:
+        """The whole step. is_dry_run: whether all ranks get to its end is not known."""
         if self._finish is None:
             return self.run(*args)
-        result = self.run(*args, rehearses=rehearses)
-        if rehearses:
+        result = self.run(*args, is_dry_run=is_dry_run)
+        if is_dry_run:
             self._meet()
         return self._finish(result)
 
@@ -344,7 +344,7 @@ class GraphedStep:
                 owned.append(self._buffer(aliases.parameter_of[id(parameter)]))
                 parameter.grad = owned[-1].tensor
             with compiled_code(self.compiled):
-                read = self._rehearse(shown, journal)
+                read = self._run_dry(shown, journal)
             if self._meets:  # a capture may exchange, too
                 self._meet()
             stack.enter_context(compiled_code(self.compiled, fixed=True))
@@ -367,7 +367,7 @@ class GraphedStep:
             )
         return self._buffers.buffer(parameter)
 
-    def _rehearse(self, shown: Sequence[Any], journal: Any) -> list[torch.Tensor]:
+    def _run_dry(self, shown: Sequence[Any], journal: Any) -> list[torch.Tensor]:
         read: list[torch.Tensor] = []
 
         def watched() -> None:
@@ -376,7 +376,7 @@ class GraphedStep:
                 HostSyncCheck(device),
                 CaptureChecker(journal, refuse=True, device=device) as watch,
             ):
-                self._all(shown, rehearses=True)
+                self._all(shown, is_dry_run=True)
             read.extend(tensor.detach() for tensor in watch.external.values())
 
         if self.compiled or self._backend.guard_device is not None or self._meets:

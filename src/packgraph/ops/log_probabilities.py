@@ -117,7 +117,7 @@ def linear_log_probabilities(
 
 def log_probability_rows(words: int, entropy: bool) -> int:
     """Rows of a chunk of logits of so many words."""
-    return rows_per_chunk(words * (_FLOATS if entropy else 1), in_place=False)
+    return rows_per_chunk(words * (_FLOATS if entropy else 1))
 
 
 def naive_log_probabilities(

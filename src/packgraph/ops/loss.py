@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-CHUNK_ELEMENTS = 2**30  # logits of one chunk at most, 2 GiB in bfloat16: a kernel writes over them
+CHUNK_BYTES = 2**31  # logits of one chunk at most, where a kernel writes over them
 COPIED_ELEMENTS = 2**28  # where single operations make copies of them, some in float32
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -40,14 +40,15 @@ def writes_over(logits: Tensor) -> bool:
     return HAS_TRITON and logits.is_cuda
 
 
-def rows_per_chunk(vocab_size: int, *, in_place: bool) -> int:
+def rows_per_chunk(vocab_size: int, itemsize: int | None = None) -> int:
     """Rows of logits that are held at once: a multiple of 128, at least 128.
 
     Args:
         vocab_size: Logits of a row.
-        in_place: Whether gradients are written over logits (`writes_over`).
+        itemsize: Bytes of a logit over which its gradient is written (`writes_over`); None where
+            copies are made.
     """
-    elements = CHUNK_ELEMENTS if in_place else COPIED_ELEMENTS
+    elements = COPIED_ELEMENTS if itemsize is None else CHUNK_BYTES // itemsize
     return max(elements // vocab_size // 128, 1) * 128
 
 
@@ -84,8 +85,8 @@ def linear_cross_entropy(
         >>> packgraph.linear_cross_entropy(hidden, weight, torch.tensor([1, 2, -100])).exp().round()
         tensor(100.)
     """
-    in_place = writes_over(weight) and not softcap and weight.element_size() == 2
-    rows = rows_per_chunk(weight.shape[0], in_place=in_place) if chunk is None else chunk
+    itemsize = weight.element_size() if writes_over(weight) and not softcap else None
+    rows = rows_per_chunk(weight.shape[0], itemsize) if chunk is None else chunk
     if rows < 1:
         raise ValueError(
             f"linear_cross_entropy needs a chunk of at least one row, got chunk={chunk}"

@@ -84,7 +84,7 @@ def head_cross_entropy(
         whole,
         own,
         labels,
-        chunk or rows_per_chunk(own.shape[0], in_place=False),
+        chunk or rows_per_chunk(own.shape[0]),
         _first_word(weight),
         weight.shape[0],
         weight.device_mesh.get_group(),

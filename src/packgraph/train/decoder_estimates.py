@@ -56,7 +56,7 @@ class DecoderMemory:
         """Bytes of a chunk of logits, and of what their gradients are made of."""
         words = self.model.vocab_size / self.parts
         in_place = self.in_place and self.parts == 1
-        rows = min(tokens, rows_per_chunk(round(words), in_place=in_place))
+        rows = min(tokens, rows_per_chunk(round(words), self.itemsize if in_place else None))
         return rows * words * (self.itemsize if in_place else 4 + 2 * self.itemsize + 2)
 
 

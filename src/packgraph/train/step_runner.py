@@ -166,13 +166,13 @@ class StepRunner:
         overlaps = optimizer.flat.group is not None and not optimizer.flat.shards_layers
 
         # Microbatch by microbatch, as by their graphs.
-        def run(tokens_in_step: Tensor, *batches: PackedBatch, rehearses: bool) -> Tensor:
+        def run(tokens_in_step: Tensor, *batches: PackedBatch, is_dry_run: bool) -> Tensor:
             optimizer.zero_grad()
             total = torch.zeros((), dtype=torch.float32, device=device)
             for number, batch in enumerate(batches):
                 loss = graphed.run_eagerly(batch, tokens_in_step)
                 total += loss.detach()
-                if overlaps and not rehearses and number == len(batches) - 1:
+                if overlaps and not is_dry_run and number == len(batches) - 1:
                     optimizer.flat.overlap(loss)
                 loss.backward()
             return total

@@ -149,28 +149,28 @@ def test_autocast_runs_in_its_dtype_and_returns_parameter_gradients():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "softcap", "in_place"),
-    [(torch.bfloat16, 0.0, True), (torch.bfloat16, 30.0, False), (torch.float32, 0.0, False)],
+    ("dtype", "softcap", "itemsize"),
+    [(torch.bfloat16, 0.0, 2), (torch.bfloat16, 30.0, None), (torch.float32, 0.0, 4)],
 )
 def test_chunks_are_large_only_where_gradients_are_written_over_them(
-    monkeypatch, dtype, softcap, in_place
+    monkeypatch, dtype, softcap, itemsize
 ):
     hidden, weight, labels = inputs(4, 8, 16, [])
     asked = []
 
-    def rows(vocabulary, *, in_place):
-        asked.append(in_place)
+    def rows(vocabulary, itemsize):
+        asked.append(itemsize)
         return 128
 
     monkeypatch.setattr(loss, "rows_per_chunk", rows)
     monkeypatch.setattr(loss, "writes_over", lambda logits: not asked)  # the kernel is not here
     linear_cross_entropy(hidden.to(dtype), weight.to(dtype), labels, softcap=softcap)
-    assert asked == [in_place]
+    assert asked == [itemsize]
 
 
 def test_chunk_follows_the_vocabulary():
-    assert rows_per_chunk(151_936, in_place=True) == 7040
-    assert rows_per_chunk(151_936, in_place=False) == 1664
-    assert rows_per_chunk(2**40, in_place=True) == 128
+    assert rows_per_chunk(151_936, 2) == 7040 and rows_per_chunk(151_936, 4) == 3456
+    assert rows_per_chunk(151_936) == 1664
+    assert rows_per_chunk(2**40, 2) == 128
     with pytest.raises(ValueError, match="chunk=0"):
         linear_cross_entropy(*inputs(2, 2, 2, []), chunk=0)

@@ -202,12 +202,12 @@ def _difference(
     return None
 
 
-def _same_fact(captured: Any, rehearsed: Any) -> bool:
+def _same_fact(captured: Any, dry: Any) -> bool:
     """A capture may have a copy of what is the module's own: of what an eager stage before it hands
     over."""
-    if isinstance(captured, _Tensor) and isinstance(rehearsed, _Tensor) and captured.place is None:
-        return captured[1:] == rehearsed[1:]
-    return bool(captured == rehearsed)
+    if isinstance(captured, _Tensor) and isinstance(dry, _Tensor) and captured.place is None:
+        return captured[1:] == dry[1:]
+    return bool(captured == dry)
 
 
 def _different_calls(

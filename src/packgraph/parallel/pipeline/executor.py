@@ -203,8 +203,8 @@ class Pipeline:
             assert found is not None, "it has the step that is run"
             return found
 
-        def run(*arguments: Any, rehearses: bool) -> torch.Tensor:
-            return pipeline()._run_plainly(*arguments, rehearses=rehearses)
+        def run(*arguments: Any, is_dry_run: bool) -> torch.Tensor:
+            return pipeline()._run_plainly(*arguments, is_dry_run=is_dry_run)
 
         def finish(loss: torch.Tensor) -> torch.Tensor:
             return pipeline()._finish(loss)
@@ -408,17 +408,17 @@ class Pipeline:
         return reason is None
 
     def _run_plainly(
-        self, tokens: torch.Tensor, *batches: PackedBatch, rehearses: bool
+        self, tokens: torch.Tensor, *batches: PackedBatch, is_dry_run: bool
     ) -> torch.Tensor:
         """The rank's schedule without graphs of its own: what a graph of the whole step is captured
-        from. rehearses: without transfers, since other ranks may fail before theirs."""
+        from. is_dry_run: without transfers, since other ranks may fail before theirs."""
         before_last = None
         if self._update is not None:
             self._update.begin()
-            before_last = None if rehearses else self._update.before_last
+            before_last = None if is_dry_run else self._update.before_last
         self._plain = True
         try:
-            with self.links.silenced() if rehearses else contextlib.nullcontext():
+            with self.links.silenced() if is_dry_run else contextlib.nullcontext():
                 return self._run(batches, tokens, before_last)
         finally:
             self._plain = False

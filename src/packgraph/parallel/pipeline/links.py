@@ -42,7 +42,7 @@ class Transfer(Protocol):
 
 
 class _NothingSent:
-    """A transfer of a rehearsal."""
+    """A transfer of a dry run."""
 
     def wait(self) -> None:
         """There is nothing to wait for."""
@@ -83,7 +83,7 @@ class Links:
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
-        """Within the block nothing is sent, and what is received is zero: a rehearsal, in which
+        """Within the block nothing is sent, and what is received is zero: a dry run, in which
         other ranks may have failed."""
         self._is_silent = True
         try:

@@ -114,14 +114,15 @@ class HostState:
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
         """As `UpdateRule.step`, but cannot be captured."""
-        numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config)
+        narrow = any(in_one_kernel(piece.parameters) for piece in self._pieces)
+        numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config) if narrow else None
         ordinal = steps + 1
         arriving = self._bring(0)
         for number, piece in enumerate(self._pieces):
             self._wait(arriving)
             if number + 1 < len(self._pieces):
                 arriving = self._bring(number + 1)
-            if in_one_kernel(piece.parameters):
+            if numbers is not None and in_one_kernel(piece.parameters):
                 self._update_narrow(number, numbers)
             else:
                 self._update(number, learning_rate, ordinal, scale, blocked)
