@@ -25,6 +25,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -145,6 +146,8 @@ class TokenizerProcess:
             target=serve, args=(theirs,), name=name, daemon=True
         )
         # What is blocked in this thread is so in the new process, from its first moment on.
+        # Started by the first process, it would unblock SIGINT and SIGTERM before that one begins.
+        resource_tracker.ensure_running()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self.process.start()
