@@ -3,6 +3,7 @@ bit by bit, and graphs that equal eager."""
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.parallel.tensor import parallelize
 from packgraph.train.validate import validate
 from packgraph.verification.matrix import budget_over, config_for, random_packs
-from packgraph.verification.ranks import verify_ranks
+from packgraph.verification.ranks import GRADIENTS, compare_with_one_process, verify_ranks
 
 TP2 = Layout(dp=1, tp=2)
 PRECISIONS = (FLOAT8, FLOAT8_GRADIENTS)
@@ -129,14 +130,15 @@ def test_products_and_all_gradients_are_those_of_cut_matrices(precision, by_outp
     assert told_apart, "scales of whole rows would have the same numbers"
 
 
-def decoder(precision):
-    """A decoder whose rows differ by 2^16 from one rank's part to the other's, where they are cut:
-    between scales of powers of two, nothing but numbers far below the largest tells apart."""
+def decoder(precision, *, is_wide=True):
+    """is_wide: rows differ by 2^16 from one rank's part to the other's, where they are cut. Scales
+    of parts then have other codes than scales of whole rows: both are powers of two, and codes have
+    exponents, so only numbers far below the largest tell them apart."""
     model = DecoderModel(
         tiny_config(**SIZES, precision=precision, bf16_ends=0 if precision != NATIVE else 1), seed=3
     )
     with torch.no_grad():
-        for name, module in model.named_modules():
+        for name, module in model.named_modules() if is_wide else ():
             last = name.rpartition(".")[2]
             if last in ("v_proj", "up_proj"):
                 module.weight[module.out_features // 2 :] *= 2.0**-16
@@ -153,36 +155,36 @@ def loss_and_gradients(model):
 
 
 def of_ranks(mesh, precision, sequence):
-    model = decoder(precision)
-    parallelize(model, mesh["tp"], sequence=sequence)
-    return loss_and_gradients(model)
+    """Of a wide decoder and of an ordinary one."""
+    models = decoder(precision), decoder(precision, is_wide=False)
+    for model in models:
+        parallelize(model, mesh["tp"], sequence=sequence)
+    return [*map(loss_and_gradients, models)]
 
 
 def distances(one, other):
     """Relative distance of each, by name."""
     assert one.keys() == other.keys()
-    return {
-        name: float((one[name] - other[name]).norm() / other[name].norm()) for name in other
-    }
+    return {name: float((one[name] - other[name]).norm() / other[name].norm()) for name in other}
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("precision", "sequence"), [(FLOAT8, True), (FLOAT8_GRADIENTS, False)])
 def test_a_model_computes_what_it_does_with_cut_matrices(precision, sequence):
-    twin, wrong, one_process = decoder(precision), decoder(precision), decoder(precision)
+    twin, wrong = decoder(precision), decoder(precision)
     cut_layers(twin, 2)
     cut_layers(wrong, 2, whole_scales=True)
-    expected, broken, alone, exact = map(
-        loss_and_gradients, (twin, wrong, one_process, decoder(NATIVE))
-    )
-    for found in run_ranks(of_ranks, 2, precision, sequence, layout=TP2):
+    expected, broken = map(loss_and_gradients, (twin, wrong))
+    alone, exact = (loss_and_gradients(decoder(p, is_wide=False)) for p in (precision, NATIVE))
+    for found, ordinary in run_ranks(of_ranks, 2, precision, sequence, layout=TP2):
         assert max(distances(found, expected).values()) < NEAR
-        assert max(distances(found, broken).values()) > 20 * NEAR
-        far, farther = (
-            torch.tensor([*distances(numbers, exact).values()]) for numbers in (found, alone)
+        assert max(distances(found, broken).values()) > 20 * NEAR, "scales are of whole rows"
+        assert max(distances(ordinary, alone).values()) < NEAR
+        far, as_far = (
+            torch.tensor([*distances(numbers, exact).values()]) for numbers in (ordinary, alone)
         )
-        # As far from products that are not in float8 as one process is, or nearer.
-        assert 0.01 < far.mean() < 1.2 * farther.mean()
+        assert far.mean() > 20 * NEAR, "nothing is in float8"
+        torch.testing.assert_close(far, as_far, rtol=NEAR, atol=NEAR)
 
 
 def refusals(mesh):
@@ -240,11 +242,12 @@ CASES = {
         "model": {"num_heads": 8, "num_kv_heads": 4},
     },
     "experts": {
+        "dtype": "float32",  # in bfloat16 near scores choose other experts
         "model": {
             "experts": ExpertConfig(
                 count=4, per_token=2, intermediate_size=32, shared=1, first_dense=1
             )
-        }
+        },
     },
     "step": {"precision": FLOAT8_GRADIENTS, "graph": {"granularity": "step", "optimizer": True}},
     "offloading": {"offload": {"modules": ("qkv_linear", "mlp_act"), "min_bytes": 1}},
@@ -264,7 +267,7 @@ def config_of(name):
         graph=replace(made.graph, strict=True, **given.get("graph", {})),
         offload=replace(made.offload, **given.get("offload", {})),
         parallel=replace(made.parallel, **given.get("parallel", {})),
-        run=replace(made.run, dtype="bfloat16"),
+        run=replace(made.run, dtype=given.get("dtype", "bfloat16")),
     )
 
 
@@ -285,3 +288,25 @@ def test_whole_runs_are_verified(name):
     world = (layout.dp or 1) * layout.inner
     for report in run_ranks(verified, world, config, layout=layout, seconds=300.0):
         assert report.good and not report.found() and not report.silent_ranks(), report
+
+
+def without_sums(mesh, config):
+    """The comparison with one process of a run whose gradients of x are no sums over ranks."""
+    with mock.patch.object(RankSplit, "operand", own_share):
+        packs = random_packs(seed=1)
+        return compare_with_one_process(config, packs, CPU, mesh, budget_over(1))
+
+
+def own_share(split, x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_sum_over_ranks_that_is_left_out_is_far_from_one_process():
+    """The negative control of the limits of float8."""
+    _, config = config_of("sequence")
+    config = replace(config, run=replace(config.run, steps=2))
+    for report in run_ranks(without_sums, 2, config, layout=TP2, seconds=120.0):
+        gradients = report.distances[GRADIENTS]
+        assert not report.good and gradients.size > gradients.limit == 0.3
