@@ -14,6 +14,8 @@ import time
 import torch
 from parallelkit import Run, steps_of_packs
 
+from packgraph.models.config import PRODUCTS
+from packgraph.ops.linear import NATIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.processes import Launch, processes
@@ -67,6 +69,7 @@ def main():
     parser.add_argument("--sequence", action="store_true")
     parser.add_argument("--granularity", default="chunk")
     parser.add_argument("--shard", default="none")
+    parser.add_argument("--precision", choices=PRODUCTS, default=NATIVE)
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     launch = Launch.read()
@@ -77,6 +80,7 @@ def main():
             "sequence": options.sequence and options.tp > 1,
             "granularity": options.granularity,
             "shard": options.shard,
+            "precision": options.precision,
         }
         tokens = []
         expected, eager_times, _ = train(
