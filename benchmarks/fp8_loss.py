@@ -255,8 +255,9 @@ def draw(rows: Iterable[Row], path: Path) -> None:
             means = losses[: len(losses) // 10 * 10].view(-1, 10).mean(1)
             left.plot(range(10, 10 * len(means) + 1, 10), means, **style)
             if way != NATIVE:
-                apart = losses.unfold(0, LAST, 1).mean(1) / base.unfold(0, LAST, 1).mean(1) - 1
-                right.plot(range(LAST, len(losses) + 1), 100 * apart, **style)
+                last = row["last"]
+                apart = losses.unfold(0, last, 1).mean(1) / base.unfold(0, last, 1).mean(1) - 1
+                right.plot(range(last, len(losses) + 1), 100 * apart, **style)
     left.set(xlabel="step", ylabel="loss, mean of 10 steps", yscale="log")
     right.set(xlabel="step", ylabel=f"% from bf16, means of {LAST} steps")
     right.axhspan(-100 * LIMIT, 100 * LIMIT, color="0.9")
