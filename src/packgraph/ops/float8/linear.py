@@ -390,7 +390,7 @@ class Float8GradientsProduct(Float8Product):
 class Mxfp8Product(Float8Product):
     """Products with a scale for each block of 32, of plain layers alone."""
 
-    name = MXFP8
+    name, splits = MXFP8, False
     kind = Mxfp8Linear
 
     def multiply(
