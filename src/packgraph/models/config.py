@@ -323,7 +323,9 @@ class DecoderConfig:
     has none. rotary_share: part of a head's columns that the position turns, its first ones; 0 =
     none. precision: how linear layers and experts multiply, a name of
     `packgraph.ops.linear.PRODUCTS`: bf16 = in the dtype of the run, which is bfloat16 as a rule;
-    fp8 = in float8 (ops/float8); fp8_weight_gradients = with gradients of weights in float8, too.
+    fp8 = in float8 (ops/float8); fp8_weight_gradients = with gradients of weights in float8, too;
+    mxfp8 = in float8 with a scale for 32 numbers, for Blackwell, emulated on CPUs and never run on
+    such a GPU.
     bf16_ends: so many layers at the beginning and at the end stay bf16, whatever precision says,
     and so do those of mtp_layers. mtp_layers: further tokens that are predicted in training, each
     by one more layer behind the last one (multi-token prediction, DeepSeek-V3, arXiv:2412.19437,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from packgraph.models.branches import head_sizes, head_weights, token_weights
 from packgraph.models.config import DecoderConfig
-from packgraph.ops.float8.linear import FLOAT8_GRADIENTS, is_float8
+from packgraph.ops.float8.cast import BLOCK
+from packgraph.ops.float8.linear import FLOAT8_GRADIENTS, MXFP8, is_float8
 from packgraph.ops.loss import rows_per_chunk
 from packgraph.packing.buckets.cost import CostModel
 from packgraph.packing.capacity import Capacity
@@ -95,6 +96,9 @@ def _codes(model: DecoderConfig, tokens: int, parts: int) -> int:
         return 0
     hidden = model.hidden_size
     width = max(model.intermediate_size // parts, hidden)
+    if model.precision == MXFP8:  # scales in float32, and as the product reads them
+        per_block = BLOCK + SCALE_BYTES + 1
+        return (tokens * width + width * hidden) // BLOCK * per_block
     of_rows = tokens * (width + SCALE_BYTES) + width * (hidden + SCALE_BYTES)
     of_columns = (width + hidden) * (tokens + SCALE_BYTES)
     return max(of_rows, of_columns if model.precision == FLOAT8_GRADIENTS else 0)

@@ -65,7 +65,8 @@ def packed(
         precision: `bf16`, linear layers multiply in their dtype, or `fp8`: those that are
             `nn.Linear` inside of layers multiply in float8, over the same parameters, also in calls
             of the model itself. Adapters of PEFT do not, nor does the head. With
-            `fp8_weight_gradients` gradients of their weights are in float8, too.
+            `fp8_weight_gradients` gradients of their weights are in float8, too. `mxfp8`, for
+            Blackwell, has never run on such a GPU.
         bf16_ends: With either, so many layers at the beginning and at the end stay `bf16`.
 
     Returns:

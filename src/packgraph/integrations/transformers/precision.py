@@ -4,7 +4,7 @@ layers     0 .. ends    | ends ..      .. -ends |  -ends ..
 bf16       nn.Linear    |      nn.Linear        |  nn.Linear
 fp8        nn.Linear    |      Float8Linear     |  nn.Linear        over the same parameters
 
-`fp8_weight_gradients` is as `fp8`, with Float8GradientsLinear.
+`fp8_weight_gradients` is as `fp8`, with Float8GradientsLinear, and `mxfp8` with Mxfp8Linear.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def set_precision(layers: Sequence[Any], precision: str, ends: int) -> list[str]
             multiply_by(layer, NATIVE)
             layer.precision = NATIVE
         return []
-    if problems := precision_problems(layers, ends):
+    if problems := precision_problems(layers, precision, ends):
         return [f"precision = {precision}: {problem}" for problem in problems]
     for number, layer in enumerate(layers):
         layer.precision = precision if ends <= number < len(layers) - ends else NATIVE
@@ -34,15 +34,15 @@ def set_precision(layers: Sequence[Any], precision: str, ends: int) -> list[str]
     return []
 
 
-def precision_problems(layers: Sequence[Any], ends: int) -> list[str]:
-    """Every reason why layers between both ends cannot multiply in float8."""
+def precision_problems(layers: Sequence[Any], precision: str, ends: int) -> list[str]:
+    """Every reason why layers between both ends cannot multiply by `precision`, one in float8."""
     if ends < 0:
         return [f"bf16_ends is {ends}, must not be negative"]
     if 2 * ends >= len(layers):
         return [f"bf16_ends {ends} leaves none of {len(layers)} layers"]
     found: list[str] = []
     for number, layer in enumerate(layers[ends : len(layers) - ends], ends):
-        problems, linear = float8_layers(layer)
+        problems, linear = float8_layers(layer, precision)
         if any(hasattr(part, "is_concatenated") for part in layer.modules()):
             problems.append("experts of transformers, and their routers, are not there yet")
         if not linear:
@@ -51,5 +51,5 @@ def precision_problems(layers: Sequence[Any], ends: int) -> list[str]:
     first = next((value for layer in layers for value in layer.parameters()), None)
     if first is not None and first.device.type == "cuda":
         dtype = torch.bfloat16 if torch.is_autocast_enabled("cuda") else first.dtype
-        found += float8_problems(first.device, dtype)
+        found += float8_problems(first.device, dtype, precision=precision)
     return found

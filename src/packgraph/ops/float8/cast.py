@@ -1,8 +1,9 @@
-"""Numbers rounded to float8 (e4m3), with one scale for each row or each column.
+"""Numbers rounded to float8 (e4m3), with one scale for each row, each column or each block.
 
     rows       x [R, C]  ->  codes [R, C],   inverse [R, 1]        x ~ codes * inverse
     columns    x [R, C]  ->  codes [C, R],   inverse [C, 1]        x^T ~ codes * inverse
     stacks     x [E, R, C] alike, matrix by matrix
+    blocks     x [R, C]  ->  codes [R, C],   inverse [R, C / 32]   32 columns of a row, as MXFP8
 
 A product in float8 wants both operands in rows of what is summed over, so that a matrix whose
 columns are summed over is cast and turned around in one pass. Where columns are summed over tokens,
@@ -13,7 +14,8 @@ A scale is the largest power of two with which no number of its row exceeds 448,
 e4m3. Powers of two make casts exact but for the rounding of the codes: a code times its inverse has
 no rounding of its own, in bfloat16 neither. A row below 2^-64 is cast as if it had a number of that
 size, and a row that holds an infinity or NaN becomes NaN as a whole, so that neither is lost. Rows
-know nothing of each other.
+know nothing of each other. All of it goes for blocks, too, each of which is cast as a row of its
+own: MXFP8 (OCP Microscaling Formats 1.0) with scales rounded up, so that nothing saturates.
 
 The functions with `naive_` are the specification, and what compilers trace, which fuse them with
 what makes x. The others run one kernel of Triton (`cast_kernel.py`) where there is one, with the
@@ -32,6 +34,8 @@ SMALLEST = BIAS - 64  # exponent, with bias, of what smaller rows are taken for
 TOP_EXPONENT, TOP_MANTISSA = 8, 0x600000  # 448 = 1.75 * 2^8
 NOT_FINITE = 255
 SMALLEST_INVERSE = 2.0 ** (SMALLEST - TOP_EXPONENT - BIAS)  # of rows that are zero, or below 2^-64
+BLOCK = 32  # numbers of a row that share a scale in MXFP8
+TILE_ROWS, TILE_COLUMNS = 128, 4  # of scales, as torch's SWIZZLE_32_4_4 has them
 
 
 def naive_rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,9 +79,34 @@ def columns_to_float8(
     return cast_columns(x.contiguous(), taken, multiple)
 
 
+def blocks_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """codes of x's shape and inverse float32 [..., R, C / 32], a scale for each block of 32 columns
+    of a row of x [..., R, C]; C is a multiple of 32."""
+    codes, inverse = rows_to_float8(x.unflatten(-1, (-1, BLOCK)))
+    return codes.flatten(-2), inverse.squeeze(-1)
+
+
 def from_float8(codes: Tensor, inverse: Tensor) -> Tensor:
-    """What codes stand for, in float32."""
-    return codes.to(torch.float32) * inverse
+    """What codes [..., R, C] stand for, in float32. inverse: [..., R, 1] or [..., R, C / 32]."""
+    together = codes.shape[-1] // inverse.shape[-1]
+    return codes.to(torch.float32) * inverse.repeat_interleave(together, -1)
+
+
+def swizzled(inverse: Tensor) -> Tensor:
+    """Scales of blocks in the form that products on Blackwell read: e8m0, flat.
+
+    Args:
+        inverse: float32 [R, S], powers of two or NaN, which e8m0 holds exactly.
+
+    Returns:
+        Tiles of 128 rows and 4 columns, one after the other along a row of tiles, filled up with
+        zero bytes; row r and column s of a tile are at place 16 (r % 32) + 4 (r // 32) + s of it.
+    """
+    scales = inverse.to(torch.float8_e8m0fnu).view(torch.uint8)
+    rows, columns = scales.shape
+    padded = F.pad(scales, (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
+    tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, TILE_COLUMNS))
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e8m0fnu)
 
 
 def _has_kernel(x: Tensor) -> bool:

@@ -5,6 +5,7 @@
     fp8        grad^T @ x, in their dtype                               -> of W [O, I]
     fp8_weight_gradients
                columns of grad by float8 @ columns of x by float8       -> of W [O, I]
+    mxfp8      as fp8, with a scale for each block of 32 of what is summed over
 
 All float8 is e4m3: with a scale for each row what a row spans fits, and gradients gain more by a
 third bit of mantissa than by e5m2's range. Sums on CUDA are those of fast accumulation, which has
@@ -19,6 +20,10 @@ it. A product in float8 cannot add, so compiled backwards add what it returns.
 There, rows of padding reach no gradient of a weight, whatever they hold: a row of x takes no part,
 neither in scales nor in sums, where its gradients are zero (below 2^-64, which float8 has as zero
 beside others).
+
+`mxfp8` is for Blackwell, whose tensor cores scale by blocks of 32 (MXFP8, by torch's `scaled_mm`
+with ScalingType.BlockWise1x32). It is emulated on CPUs, and has never run on a Blackwell GPU. A GPU
+of a lower compute capability is refused, and so are experts.
 
 What a layer saves for the backward is x and W, as a layer in bfloat16 does, so recomputation,
 offloading and plans of memory see no difference. Weights are cast anew in each product: nothing is
@@ -35,15 +40,19 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from packgraph.ops.float8.cast import (
+    BLOCK,
     SMALLEST_INVERSE,
+    blocks_to_float8,
     columns_to_float8,
     from_float8,
     rows_to_float8,
+    swizzled,
 )
 from packgraph.ops.float8.split import RankSplit, local_part
 from packgraph.ops.grouped_gemm import products as grouped
@@ -51,52 +60,83 @@ from packgraph.ops.linear import NATIVE, PRODUCTS, NativeProduct, autocast, is_p
 
 FLOAT8 = "fp8"
 FLOAT8_GRADIENTS = "fp8_weight_gradients"
+MXFP8 = "mxfp8"
 MULTIPLE = 16  # of columns of both operands, as torch._scaled_mm wants them
-ADA, HOPPER = (8, 9), (9, 0)
+ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
 DISTRIBUTED = (
     "its matrix is a DTensor, which float8 takes from packgraph.parallel.tensor.parallelize alone"
 )
 SPLIT = "layers in float8 that are split over ranks stay so"
+NO_EXPERTS = f"experts have no products in {MXFP8}"
 FAST_ACCUMULATION = True  # as torchao's recipe has it; benchmarks/fp8_products.py measures both
 
 
-def float8_problems(device: torch.device, dtype: torch.dtype, experts: bool = False) -> list[str]:
+def float8_problems(
+    device: torch.device, dtype: torch.dtype, experts: bool = False, precision: str = FLOAT8
+) -> list[str]:
     """Every reason why products in float8 cannot run on `device` for numbers of `dtype`; none if
     they can. experts: whether there are grouped products, too."""
+    found = [NO_EXPERTS] if experts and precision == MXFP8 else []
     if device.type != "cuda":
-        return []  # multiplied in float32, for tests
-    found = []
-    capability, needed = torch.cuda.get_device_capability(device), HOPPER if experts else ADA
-    if capability < needed or (experts and capability[0] != HOPPER[0]):
-        what = "experts in float8 need exactly" if experts else "float8 needs"
-        found.append(
-            f"{what} compute capability {needed[0]}.{needed[1]}"
-            f"{'' if experts else ' or more'}, {torch.cuda.get_device_name(device)} has "
-            f"{capability[0]}.{capability[1]}"
-        )
+        return found  # multiplied in float32, for tests
+    if precision == MXFP8:
+        found += _problems_of_blocks(device)
+    else:
+        found += _problems_of_rows(device, experts)
     if dtype != torch.bfloat16:
         found.append(f"on a GPU float8 goes with bfloat16, not {dtype}")
     return found
 
 
-def size_problem(inputs: int, outputs: int) -> str | None:
+def _problems_of_rows(device: torch.device, experts: bool) -> list[str]:
+    capability, needed = torch.cuda.get_device_capability(device), HOPPER if experts else ADA
+    if capability >= needed and not (experts and capability[0] != HOPPER[0]):
+        return []
+    what = "experts in float8 need exactly" if experts else "float8 needs"
+    return [
+        f"{what} compute capability {needed[0]}.{needed[1]}"
+        f"{'' if experts else ' or more'}, {torch.cuda.get_device_name(device)} has "
+        f"{capability[0]}.{capability[1]}"
+    ]
+
+
+def _problems_of_blocks(device: torch.device) -> list[str]:
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= BLACKWELL:
+        return []
+    return [
+        f"{MXFP8} needs compute capability {BLACKWELL[0]}.{BLACKWELL[1]} or more (Blackwell), "
+        f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+    ]
+
+
+def size_problem(inputs: int, outputs: int, precision: str = FLOAT8) -> str | None:
     """Why a layer [inputs] -> [outputs] cannot be in float8, None if it can."""
-    if inputs % MULTIPLE or outputs % MULTIPLE:
-        return f"{inputs} x {outputs} is not made of multiples of {MULTIPLE}"
+    multiple = BLOCK if precision == MXFP8 else MULTIPLE
+    if inputs % multiple or outputs % multiple:
+        return f"{inputs} x {outputs} is not made of multiples of {multiple}"
     return None
 
 
 @torch.library.custom_op("packgraph::float8_product", mutates_args=())
-def float8_product(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+def float8_product(codes: Tensor, inverse: Tensor, weight: Tensor, blocks: bool = False) -> Tensor:
     """[R, O] = rows @ weight^T in weight's dtype. codes: [R, I] and inverse: [R, 1], of rows;
-    weight: [O, I], cast here by rows."""
+    weight: [O, I], cast here by rows. blocks: inverse is [R, I / 32], and weight is cast alike."""
+    if blocks:
+        return _multiply_blocks(codes, inverse, *blocks_to_float8(weight), weight.dtype)
     return _multiply(codes, inverse, *rows_to_float8(weight), None, weight.dtype)
 
 
 @torch.library.custom_op("packgraph::float8_rows_gradient", mutates_args=())
-def float8_rows_gradient(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+def float8_rows_gradient(
+    codes: Tensor, inverse: Tensor, weight: Tensor, blocks: bool = False
+) -> Tensor:
     """[R, I] = grad @ weight in weight's dtype. codes: [R, O] and inverse: [R, 1], of grad; weight:
-    [O, I], cast here by columns: in the backward, so that nobody keeps what it becomes."""
+    [O, I], cast here by columns: in the backward, so that nobody keeps what it becomes. blocks: as
+    in `float8_product`."""
+    if blocks:
+        turned = blocks_to_float8(weight.t().contiguous())
+        return _multiply_blocks(codes, inverse, *turned, weight.dtype)
     return _multiply(codes, inverse, *columns_to_float8(weight), None, weight.dtype)
 
 
@@ -124,12 +164,12 @@ def add_float8_weight_gradient(
 
 
 @float8_product.register_fake
-def _product_shape(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+def _product_shape(codes: Tensor, inverse: Tensor, weight: Tensor, blocks: bool = False) -> Tensor:
     return weight.new_empty(codes.shape[0], weight.shape[0])
 
 
 @float8_rows_gradient.register_fake
-def _rows_shape(codes: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+def _rows_shape(codes: Tensor, inverse: Tensor, weight: Tensor, blocks: bool = False) -> Tensor:
     return weight.new_empty(codes.shape[0], weight.shape[1])
 
 
@@ -187,33 +227,63 @@ def _multiply(
     )
 
 
+def _multiply_blocks(
+    rows: Tensor, inverse: Tensor, matrix: Tensor, inverses: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """[R, O] from codes of rows [R, I] and of a matrix [O, I], with a scale for each block of I.
+    Raises RuntimeError on GPUs that do not scale by blocks."""
+    if not rows.is_cuda:
+        return (from_float8(rows, inverse) @ from_float8(matrix, inverses).t()).to(dtype)
+    if problems := _problems_of_blocks(rows.device):
+        raise RuntimeError("; ".join(problems))
+    by, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    return F.scaled_mm(
+        rows.contiguous(),
+        matrix.t(),
+        swizzled(inverse),
+        by,
+        swizzled(inverses),
+        by,
+        order,
+        order,
+        output_dtype=dtype,
+    )
+
+
 class _Products(torch.autograd.Function):
     """x [R, I] and weights [O, I] -> [R, O] of each; codes and inverse are x's. gradients: whether
-    those of weights are in float8, too."""
+    those of weights are in float8, too. blocks: whether blocks of rows have scales, not rows."""
 
     @staticmethod
     def forward(
-        ctx: Any, gradients: bool, x: Tensor, codes: Tensor, inverse: Tensor, *weights: Tensor
+        ctx: Any,
+        gradients: bool,
+        blocks: bool,
+        x: Tensor,
+        codes: Tensor,
+        inverse: Tensor,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.gradients = gradients
+        ctx.gradients, ctx.blocks = gradients, blocks
         ctx.save_for_backward(x, *weights)
-        return tuple(float8_product(codes, inverse, weight) for weight in weights)
+        return tuple(float8_product(codes, inverse, weight, blocks) for weight in weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        of_rows, needed = ctx.needs_input_grad[1], ctx.needs_input_grad[4:]
+        of_rows, needed = ctx.needs_input_grad[2], ctx.needs_input_grad[5:]
+        cast = blocks_to_float8 if ctx.blocks else rows_to_float8
         by_columns = ctx.gradients and any(needed)
         of_x: Tensor | None = None
         inverses = []
         for grad, weight in zip(grads, weights, strict=True):
             if not (of_rows or by_columns):
                 break
-            codes, inverse = rows_to_float8(grad)
+            codes, inverse = cast(grad)
             inverses.append(inverse)
             if of_rows:
-                part = float8_rows_gradient(codes, inverse, weight)
+                part = float8_rows_gradient(codes, inverse, weight, ctx.blocks)
                 of_x = part if of_x is None else of_x + part
         if by_columns:
             found = _weight_gradients(x, grads, inverses, needed)
@@ -221,7 +291,7 @@ class _Products(torch.autograd.Function):
             found = [
                 grad.t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)
             ]
-        return None, of_x, None, None, *found
+        return None, None, of_x, None, None, *found
 
 
 def _weight_gradients(
@@ -242,23 +312,24 @@ def _weight_gradients(
 
 
 def float8_linear(
-    x: Tensor, layers: tuple[nn.Linear, ...], gradients: bool = False
+    x: Tensor, layers: tuple[nn.Linear, ...], precision: str = FLOAT8
 ) -> tuple[Tensor, ...]:
     """What `layers` make of the same x [..., I], which is cast once: [..., O] of each, in x's dtype
-    (autocast: in that). Differentiable in x, weights and biases; gradients: those of weights are in
-    float8, too. Layers that are split over ranks are so in one way, and return plain tensors
-    (`RankSplit`). Raises ValueError for sizes that float8 does not take, and for layers that are
-    split in different ways, or that nobody said are split."""
+    (autocast: in that). Differentiable in x, weights and biases. Layers that are split over ranks
+    are so in one way, and return plain tensors (`RankSplit`). Raises ValueError for sizes that
+    float8 does not take, and for layers that are split in different ways, or that nobody said are
+    split; RuntimeError on a GPU that does not scale as `precision` says."""
     split = _split_of(layers)
     own = [local_part(layer.weight) for layer in layers]
     for weight in own:
-        if problem := size_problem(weight.shape[1], weight.shape[0]):
+        if problem := size_problem(weight.shape[1], weight.shape[0], precision):
             raise ValueError(f"a linear layer in float8: {problem}")
     x, *weights = autocast(x if split is None else split.operand(x), *own)
-    rows = x.flatten(0, -2)
-    cast = rows_to_float8(rows.detach())
+    rows, blocks = x.flatten(0, -2), precision == MXFP8
+    cast = (blocks_to_float8 if blocks else rows_to_float8)(rows.detach())
+    how = precision == FLOAT8_GRADIENTS, blocks
     found = []
-    for layer, made in zip(layers, _Products.apply(gradients, rows, *cast, *weights), strict=True):
+    for layer, made in zip(layers, _Products.apply(*how, rows, *cast, *weights), strict=True):
         made = made.unflatten(0, x.shape[:-1])
         if split is not None:
             found.append(split.result(made, layer.bias))
@@ -281,27 +352,38 @@ class Float8Linear(nn.Linear):
     """An `nn.Linear` that multiplies in float8, over the same parameters. split: how its matrix is
     split over ranks, None = it is not (set by `parallel/tensor.py`)."""
 
-    by, gradients = FLOAT8, False
+    by = FLOAT8
     split: RankSplit | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return float8_linear(x, (self,), self.gradients)[0]
+        return float8_linear(x, (self,), self.by)[0]
 
 
 class Float8GradientsLinear(Float8Linear):
     """The same, with the gradient of its weight in float8, too."""
 
-    by, gradients = FLOAT8_GRADIENTS, True
+    by = FLOAT8_GRADIENTS
+
+
+class Mxfp8Linear(Float8Linear):
+    """The same as `Float8Linear`, with a scale for each block of 32."""
+
+    by = MXFP8
 
 
 LAYERS: Mapping[str, type[nn.Linear]] = MappingProxyType(
-    {NATIVE: nn.Linear, FLOAT8: Float8Linear, FLOAT8_GRADIENTS: Float8GradientsLinear}
+    {
+        NATIVE: nn.Linear,
+        FLOAT8: Float8Linear,
+        FLOAT8_GRADIENTS: Float8GradientsLinear,
+        MXFP8: Mxfp8Linear,
+    }
 )
 
 
 def is_float8(precision: str) -> bool:
     """Whether layers of this precision multiply in float8."""
-    return precision in (FLOAT8, FLOAT8_GRADIENTS)
+    return precision in (FLOAT8, FLOAT8_GRADIENTS, MXFP8)
 
 
 class Float8Product(NativeProduct):
@@ -321,7 +403,7 @@ class Float8Product(NativeProduct):
 
     def merged(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
         if all(is_plain(layer, self.kind) for layer in layers):
-            return float8_linear(x, layers, self.kind.gradients)
+            return float8_linear(x, layers, self.name)
         return super().merged(x, layers)
 
 
@@ -332,6 +414,22 @@ class Float8GradientsProduct(Float8Product):
     kind = Float8GradientsLinear
 
 
+class Mxfp8Product(Float8Product):
+    """Products with a scale for each block of 32, of plain layers alone."""
+
+    name, splits = MXFP8, False
+    kind = Mxfp8Linear
+
+    def multiply(
+        self, rows: Tensor, matrices: Tensor, offsets: Tensor | None, transposed: bool
+    ) -> Tensor:
+        if offsets is not None:
+            raise ValueError(NO_EXPERTS)
+        matrix = matrices if transposed else matrices.t().contiguous()
+        cast = *blocks_to_float8(rows), *blocks_to_float8(matrix)
+        return _multiply_blocks(*cast, matrices.dtype)
+
+
 Parts = Callable[[str], tuple[int, int]]
 """Over how many ranks inputs and outputs of the layer of a name are split."""
 
@@ -340,9 +438,11 @@ def _whole(name: str) -> tuple[int, int]:
     return 1, 1
 
 
-def float8_layers(layers: nn.Module, parts: Parts = _whole) -> tuple[list[str], list[nn.Linear]]:
+def float8_layers(
+    layers: nn.Module, precision: str = FLOAT8, parts: Parts = _whole
+) -> tuple[list[str], list[nn.Linear]]:
     """The linear layers of `layers` that can change their product, and before them every reason why
-    one cannot multiply in float8. Those of other classes than `nn.Linear`, and adapters of low
+    one cannot multiply by `precision`. Those of other classes than `nn.Linear`, and adapters of low
     rank, are not among them. parts: of layers that are yet to be split over ranks."""
     found = {
         place: module
@@ -352,17 +452,19 @@ def float8_layers(layers: nn.Module, parts: Parts = _whole) -> tuple[list[str], 
     problems = [
         f"{place}: {problem}"
         for place, module in found.items()
-        if (problem := layer_problem(module, *parts(place)))
+        if (problem := layer_problem(module, *parts(place), precision))
     ]
     return problems, [*found.values()]
 
 
-def layer_problem(layer: nn.Linear, inputs: int, outputs: int) -> str | None:
+def layer_problem(
+    layer: nn.Linear, inputs: int, outputs: int, precision: str = FLOAT8
+) -> str | None:
     """Why a layer whose inputs and outputs are to be split over so many ranks cannot be in float8,
     None if it can."""
     if isinstance(layer.weight, DTensor) and getattr(layer, "split", None) is None:
         return DISTRIBUTED
-    problem = size_problem(layer.in_features // inputs, layer.out_features // outputs)
+    problem = size_problem(layer.in_features // inputs, layer.out_features // outputs, precision)
     if problem is None or inputs * outputs == 1:
         return problem
     return f"on each of {inputs * outputs} ranks {problem}"
@@ -371,7 +473,7 @@ def layer_problem(layer: nn.Linear, inputs: int, outputs: int) -> str | None:
 def multiply_by(layers: nn.Module, name: str) -> list[str]:
     """Let the linear layers of `layers` (see `float8_layers`) multiply by `name`, one of `LAYERS`,
     over the same parameters. Returns every reason why one cannot; then none is changed."""
-    problems, found = float8_layers(layers)
+    problems, found = float8_layers(layers, name)
     if not is_float8(name):
         problems = [SPLIT] if any(getattr(module, "split", None) for module in found) else []
     if problems:
@@ -381,4 +483,6 @@ def multiply_by(layers: nn.Module, name: str) -> list[str]:
     return []
 
 
-PRODUCTS.update({made.name: made for made in (Float8Product(), Float8GradientsProduct())})
+PRODUCTS.update(
+    {made.name: made for made in (Float8Product(), Float8GradientsProduct(), Mxfp8Product())}
+)

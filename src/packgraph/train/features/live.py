@@ -54,13 +54,14 @@ SIZES = {
 @dataclass(frozen=True)
 class LiveShape:
     """What is known of a model before it has memory. linear: last names of its linear layers but
-    the head. in_float8: reasons why all layers but so many at both ends cannot be in float8."""
+    the head. in_float8: reasons why, in a precision, all layers but so many at both ends cannot be
+    in float8."""
 
     sizes: dict[str, Any]
     stages: Sequence[Stage]
     elements: int
     linear: frozenset[str]
-    in_float8: Callable[[int], list[str]]
+    in_float8: Callable[[str, int], list[str]]
 
 
 def transformers_module() -> Any:

@@ -21,13 +21,13 @@ def problems_of_precision(config: TrainConfig, device_type: str) -> list[str]:
     model = config.model
     if not is_float8(model.precision):
         return []
-    found: list[str] = []
+    device = torch.device("cpu")
     if device_type == "cuda" and torch.cuda.is_available():
         device = torch.device("cuda" if config.run.device == "auto" else config.run.device)
-        dtype = getattr(torch, config.run.dtype)
-        found += float8_problems(device, dtype, model.experts.enabled)
+    dtype = getattr(torch, config.run.dtype)
+    found = float8_problems(device, dtype, model.experts.enabled, model.precision)
     if config.hf.path is not None:
-        found += live_shape(config.hf.path).in_float8(model.bf16_ends)
+        found += live_shape(config.hf.path).in_float8(model.precision, model.bf16_ends)
     else:
         found += _problems_of_sizes(model, config.parallel.tp)
     return [f"model.precision = {model.precision}: {problem}" for problem in found]
@@ -41,9 +41,10 @@ def _problems_of_sizes(model: DecoderConfig, ranks: int) -> list[str]:
     for number in {model.branches(n): n for n in inside}.values():
         with torch.device("meta"):
             layer: nn.Module = DecoderLayer(native, number)
-        found |= dict.fromkeys(float8_layers(layer, partial(parts_of_layer, ranks=ranks))[0])
+        parts = partial(parts_of_layer, ranks=ranks)
+        found |= dict.fromkeys(float8_layers(layer, model.precision, parts)[0])
     experts = model.experts
     if experts.enabled:
-        problem = size_problem(routed_width(model), experts.intermediate_size)
+        problem = size_problem(routed_width(model), experts.intermediate_size, model.precision)
         found |= {} if problem is None else {f"experts: {problem}": None}
     return [*found]
