@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.ops.float8.cast import from_float8, naive_columns_to_float8, naive_rows_to_float8
-from packgraph.ops.float8.linear import MULTIPLE, Float8Linear
+from packgraph.ops.float8.linear import FLOAT8_GRADIENTS, MULTIPLE, Float8Linear
 from packgraph.parallel.tensor import BY_OUTPUTS, parts_of_layer
 
 
@@ -122,6 +122,6 @@ def cut_layers(model: nn.Module, ranks: int, *, whole_scales: bool = False) -> N
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear) and parts_of_layer(name, ranks) != (1, 1):
             by_outputs = name.rpartition(".")[2] in BY_OUTPUTS
-            cut = CutProducts(ranks, by_outputs, module.gradients, whole_scales)
+            cut = CutProducts(ranks, by_outputs, module.by == FLOAT8_GRADIENTS, whole_scales)
             module.__class__ = CutLinear
             module.cut = cut
