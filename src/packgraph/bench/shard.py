@@ -90,7 +90,8 @@ class ShardArguments(ComparedArguments):
     ways: tuple[str, ...] = option(
         WAYS,
         "alone, none, gradients, parameters (each with +layer or +step, +compile, +offload, +quiet "
-        f"without exchanges), fsdp, fsdp-keep (each with +compile, +prefetch); {FIRST}",
+        "without exchanges, +collectives in place of copies between GPUs), "
+        f"fsdp, fsdp-keep (each with +compile, +prefetch); {FIRST}",
         metavar="WAY ...",
     )
     documents: Count = option(64, "at most in one microbatch", metavar="N")
