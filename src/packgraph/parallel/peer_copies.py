@@ -128,15 +128,6 @@ class PeerParts:
         return PeerReduction(work, [here[rank] for rank in sorted(here)], own)
 
 
-def sum_in_order(parts: list[Tensor], own: int) -> Tensor:
-    """The sum of `parts` from the first on, in the memory of one that is not `parts[own]`."""
-    first, second, *more = parts
-    total = second.add_(first) if own == 0 else first.add_(second)
-    for part in more:
-        total.add_(part)
-    return total
-
-
 class CudaPeers:
     """`Peers` on GPUs of one host. Making them is collective.
 

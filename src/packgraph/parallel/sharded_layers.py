@@ -56,10 +56,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from packgraph.graphs.gradients import add_waiting_gradients
 from packgraph.graphs.parameters import mark_sharded
 from packgraph.graphs.stages import Stage, State, run_stages
+from packgraph.ops.add_sum import add_sum
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.flat_buffers import GradientBucket
-from packgraph.parallel.peer_copies import Wait, sum_in_order
+from packgraph.parallel.peer_copies import Wait
 
 ENTER, LEAVE = "shard_gather", "shard_leave"
 FROZEN_TIMES = 4  # adapters of rank 64 are a tenth of a layer of 1,024 numbers, and less of others
@@ -120,9 +121,12 @@ class _Reduction(NamedTuple):
     own: int
     kept: Tensor
 
-    def part(self) -> Tensor:
-        """This rank's part of the sum, once it is waited for. Ends the reduction."""
-        return self.parts[0] if len(self.parts) == 1 else sum_in_order(self.parts, self.own)
+    def add(self) -> None:
+        """Add this rank's part of the sum to what it keeps, once it is waited for."""
+        if len(self.parts) == 1:
+            self.kept.add_(self.parts[0])
+        else:
+            add_sum(self.kept, self.parts, self.own)
 
 
 class ShardedLayer:
@@ -217,7 +221,7 @@ class ShardedLayer:
         """Wait for reductions, and add them to what the rank keeps."""
         for reduction in reductions:
             reduction.work.wait()
-            reduction.kept.add_(reduction.part())
+            reduction.add()
 
     def meet(self) -> None:
         """Wait for ranks that read this one's parameters, so that they may be written, or were."""
