@@ -2,12 +2,13 @@
 meeting is needed."""
 
 import contextlib
+import dataclasses
 import functools
 import time
 
 import pytest
 import torch
-from distkit import run_ranks
+from distkit import CPU, run_ranks
 from peerkit import peers_on_cpus
 from shardedkit import settings, train
 from torch import nn
@@ -15,6 +16,9 @@ from tracekit import differences
 
 import packgraph
 from packgraph.graphs.stages import Stage, run_stages
+from packgraph.parallel.mesh import Layout
+from packgraph.verification.matrix import budget_over, config_for, random_packs
+from packgraph.verification.ranks import verify_ranks
 
 
 def run_ways(mesh, ways, changes, options):
@@ -71,6 +75,39 @@ def test_blocks_of_two_read_each_other():
     changes = {"parallel": {"shard_ranks": 2}}
     for collectives, graph in run_ranks(run_ways, 4, ways, changes, {"packs": 5}):
         assert graph["replayed"] and not differences(collectives, graph)
+
+
+def verified(mesh, layout, granularity):
+    """Every rank of a layout of several kinds of parallelism, against one process."""
+    config = config_for(layout, granularity, 4)
+    parallel = dataclasses.replace(config.parallel, shard="parameters")
+    config = dataclasses.replace(
+        config, graph=dataclasses.replace(config.graph, strict=True), parallel=parallel
+    )
+    packs = functools.partial(random_packs, seed=1)
+    with peers_on_cpus() as made:
+        report = verify_ranks(
+            "peers", config, packs, CPU, mesh, apart=False, budget=budget_over(layout.dp)
+        )
+    assert made
+    return report
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, pp=2),
+        Layout(dp=2, tp=2),
+        Layout(dp=2, cp=2),
+        pytest.param(Layout(dp=4, ep=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_layouts_agree_with_one_process_and_graphs_with_eager(layout):
+    reports = run_ranks(verified, 4, layout, "chunk", layout=layout, seconds=300.0)
+    for report in reports:
+        assert report.good and report.one_process.good and not report.silent_ranks(), report
 
 
 def run_without(mesh, missing):
