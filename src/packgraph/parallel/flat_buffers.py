@@ -14,8 +14,9 @@ Which parameters share a span is planned in `parallel/buckets.py`; what becomes 
 `parallel/data.py`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.buckets import plan_gradient_buckets
 from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import ShardGroups
+from packgraph.parallel.peer_copies import PeerParts, Peers
 from packgraph.parallel.pieces import Pieces, part_of
 from packgraph.parallel.turns import take_turns
 
@@ -77,12 +79,13 @@ class GradientBucket:
     no other. is_gathered: so are `parameters`, and kept_parameters are memory of their own.
     kept_parameters, kept_gradients: [size / ranks of `within.shard`], of a sharded layer: what
     this rank keeps of them, own_parameters are among it; the latter are sums over within.shard.
-    behind: what has its gradient only after those of a sharded layer are in kept_gradients; empty
-    where that is not known before the backward ends. decays: weight decay applies (two or more
-    dimensions). sharded: other tensor-parallel ranks hold other elements, not copies. sharers: the
-    ranks over which gradients of copies are still to be summed, None where every rank computes the
-    whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
-    sharers) have copies, None for all others.
+    peers: how the layer's parts are exchanged where ranks read each other's memory, None = by
+    collectives. behind: what has its gradient only after those of a sharded layer are in
+    kept_gradients; empty where that is not known before the backward ends. decays: weight decay
+    applies (two or more dimensions). sharded: other tensor-parallel ranks hold other elements, not
+    copies. sharers: the ranks over which gradients of copies are still to be summed, None where
+    every rank computes the whole gradient. tied: the name of the one parameter here of which other
+    pipeline stages (the sharers) have copies, None for all others.
     """
 
     members: list[Member]
@@ -101,6 +104,7 @@ class GradientBucket:
     kept_gradients: Tensor
     sharded_layer: int | None = None
     is_gathered: bool = False
+    peers: PeerParts | None = None
     behind: Sequence[Member] = ()
 
     @property
@@ -162,10 +166,12 @@ def make_spans(
     shard: Shard,
     apart: Collection[str],
     within: Mapping[str, ShardGroups],
+    peers: Peers | None = None,
 ) -> list[GradientBucket]:
     """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
     gets its own part of the sums, and parameters move. layers, shard, within: as in
-    FlatParameters."""
+    FlatParameters. peers: the ranks of `within[WHOLE].shard`, where they read each other's
+    memory."""
 
     def kind(name: str, parameter: nn.Parameter) -> _Kind:
         copies = WHOLE if (part := part_of(parameter)) is None else part.copies
@@ -198,25 +204,40 @@ def make_spans(
             each.layer if shard != "none" and within[each.copies].shard is not None else None
             for each in of
         ]
+        by_copies = [
+            None if turn is None or each.copies != WHOLE else peers
+            for turn, each in zip(turns, of, strict=True)
+        ]
+        read = peers if any(by_copies) else None
+        zeros = partial(torch.zeros, dtype=dtype, device=local_tensor(ours[0][1]).device)
+        shown = zeros if read is None else partial(read.allocate, dtype=dtype)
         # Two storages: whoever journals writes to gradients must not have to save the parameters
         # with them.
-        device = local_tensor(ours[0][1]).device
         flats = zip(
             _memory(
                 [plan.size if moves else 0 for plan in plans],
                 turns if shard == "parameters" else [None] * len(plans),
-                dtype,
-                device,
+                zeros,
+                zeros,
             ),
             _memory(
                 [plan.size if each.trained else 0 for plan, each in zip(plans, of, strict=True)],
                 turns,
-                dtype,
-                device,
+                zeros,
+                shown,
+            ),
+            _kept_memory(
+                [
+                    0 if found is None or shard != "parameters" else plan.size // found.ranks
+                    for plan, found in zip(plans, by_copies, strict=True)
+                ],
+                shown,
             ),
             strict=True,
         )
-        for plan, each, turn, (parameters, gradients) in zip(plans, of, turns, flats, strict=True):
+        for plan, each, turn, found, (parameters, gradients, room) in zip(
+            plans, of, turns, by_copies, flats, strict=True
+        ):
             chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
             is_gathered = shard == "parameters" and turn is not None
             if is_gathered:
@@ -229,7 +250,11 @@ def make_spans(
             own = _part(kept, shares.across)
             inside = slice(own.start - kept.start, own.stop - kept.start)
             # A copy, before the next layer gets the same memory.
-            kept_parameters = parameters[kept].clone() if is_gathered else parameters[kept]
+            kept_parameters = parameters[kept]
+            if is_gathered:
+                kept_parameters = (
+                    room if room.numel() else torch.empty_like(kept_parameters)
+                ).copy_(kept_parameters)
             alone = not moves or (group is None and sharers is None)
             kept_gradients = gradients if alone else torch.zeros_like(gradients[kept])
             spans.append(
@@ -252,6 +277,11 @@ def make_spans(
                     kept_gradients,
                     turn,
                     is_gathered,
+                    None
+                    if found is None
+                    else PeerParts(
+                        found, parameters, kept_parameters if is_gathered else None, gradients
+                    ),
                 )
             )
     return spans
@@ -283,11 +313,11 @@ def _part(whole: slice, group: dist.ProcessGroup | None) -> slice:
 def _memory(
     sizes: Sequence[int],
     layers: Sequence[int | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    own_zeros: Callable[[int], Tensor],
+    shared_zeros: Callable[[int], Tensor],
 ) -> list[Tensor]:
     """Zeros [size] for every span: memory of its own where it has no layer, else a place in the
-    buffer in which layers take turns in their order."""
+    buffer in which layers take turns in their order. own_zeros, shared_zeros: make these."""
     order = sorted({layer for layer in layers if layer is not None})
     ends, starts = dict.fromkeys(order, 0), list[int]()
     for size, layer in zip(sizes, layers, strict=True):
@@ -296,13 +326,18 @@ def _memory(
             ends[layer] += size
     places, count = take_turns([ends[layer] for layer in order])
     begin = dict(zip(order, places, strict=True))
-    buffer = torch.zeros(count, dtype=dtype, device=device)
+    buffer = shared_zeros(count) if count else own_zeros(0)
     own = [size if layer is None else 0 for size, layer in zip(sizes, layers, strict=True)]
-    whole = torch.zeros(sum(own), dtype=dtype, device=device).split(own)
+    whole = own_zeros(sum(own)).split(own)
     return [
         single if layer is None else buffer[begin[layer] + start :][:size]
         for single, layer, start, size in zip(whole, layers, starts, sizes, strict=True)
     ]
+
+
+def _kept_memory(sizes: Sequence[int], zeros: Callable[[int], Tensor]) -> Sequence[Tensor]:
+    """Zeros [size] for every span, in one allocation."""
+    return (zeros(sum(sizes)) if any(sizes) else torch.empty(0)).split(list(sizes))
 
 
 @torch.no_grad()
