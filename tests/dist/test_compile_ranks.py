@@ -20,9 +20,15 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 NEVER = 10**6
 
 
-def config(layout: Layout, **options):
+IN_FLOAT8 = {"precision": "fp8", "bf16_ends": 0, "head_dim": 16}
+GRADIENTS_TOO = IN_FLOAT8 | {"precision": "fp8_weight_gradients"}
+
+
+def config(layout: Layout, shape, **options):
     made = tiny(graph=True, steps=4, checkpoint_every=100)
-    model = dataclasses.replace(made.model, tie_embeddings=False, num_heads=4, num_kv_heads=2)
+    model = dataclasses.replace(
+        made.model, tie_embeddings=False, num_heads=4, num_kv_heads=2, **shape
+    )
     return dataclasses.replace(
         made,
         model=model,
@@ -55,25 +61,27 @@ def go(mesh, folder, settings):
 
 
 @pytest.mark.parametrize(
-    ("layout", "granularity"),
+    ("layout", "granularity", "shape"),
     [
-        (Layout(tp=2), "chunk"),
-        (Layout(dp=2), "chunk"),
-        (Layout(dp=1, pp=2), "layer"),
-        (Layout(dp=1, pp=2), "step"),
-        (Layout(dp=1, cp=2), "chunk"),
+        (Layout(tp=2), "chunk", {}),
+        (Layout(tp=2), "chunk", IN_FLOAT8),
+        (Layout(tp=2), "chunk", GRADIENTS_TOO),
+        (Layout(dp=2), "chunk", {}),
+        (Layout(dp=1, pp=2), "layer", {}),
+        (Layout(dp=1, pp=2), "step", {}),
+        (Layout(dp=1, cp=2), "chunk", {}),
     ],
-    ids=["TP2", "DP2", "PP2", "PP2-step", "CP2"],
+    ids=["TP2", "TP2-fp8", "TP2-fp8_weight_gradients", "DP2", "PP2", "PP2-step", "CP2"],
 )
-def test_graphs_of_compiled_stages_equal_the_stages(layout, granularity, tmp_path):
+def test_graphs_of_compiled_stages_equal_the_stages(layout, granularity, shape, tmp_path):
     eager, graphs = (
         run_ranks(
             go,
             2,
             str(tmp_path / name),
-            config(layout, warmup=warmup, granularity=granularity),
+            config(layout, shape, warmup=warmup, granularity=granularity),
             layout=layout,
-            seconds=240.0,
+            seconds=290.0,
         )
         for name, warmup in (("eager", NEVER), ("graph", 2))
     )

@@ -15,6 +15,8 @@ import torch
 from parallelkit import Run, steps_of_packs
 
 from packgraph.bench.shard_ways import without_peers
+from packgraph.models.config import PRODUCTS
+from packgraph.ops.linear import NATIVE
 from packgraph.ops.symmetric_memory import symmetric_bytes
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
@@ -79,6 +81,7 @@ def main():
     parser.add_argument("--sequence", action="store_true")
     parser.add_argument("--granularity", default="chunk")
     parser.add_argument("--shard", default="none")
+    parser.add_argument("--precision", choices=PRODUCTS, default=NATIVE)
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     launch = Launch.read()
@@ -89,6 +92,7 @@ def main():
             "sequence": options.sequence and options.tp > 1,
             "granularity": options.granularity,
             "shard": options.shard,
+            "precision": options.precision,
         }
         tokens = []
         expected, eager_times, *_ = train(

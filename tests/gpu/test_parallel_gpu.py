@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
     [
         "--tp 2 --sequence",
         "--tp 2 --granularity layer",
+        "--tp 2 --sequence --precision fp8",
+        "--tp 2 --granularity layer --precision fp8_weight_gradients",
         "--tp 1",
         "--tp 1 --granularity layer",
         "--tp 1 --shard gradients --granularity layer",

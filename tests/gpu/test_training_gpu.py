@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.dist]
     [
         (2, "--pp 2 --chunks 2 --tied"),
         (2, "--tp 2 --granularity step --optimizer"),
+        (2, "--tp 2 --precision fp8 --compile"),
         (2, "--granularity step --optimizer"),
         (2, "--pp 2 --tied --granularity step --optimizer"),
         (2, "--granularity step --optimizer --shard gradients"),

@@ -4,6 +4,9 @@
     PYTHONPATH=src:tests/helpers torchrun --nproc-per-node 4 tests/gpu/training_ranks.py --tp 2
     --pp 2 --chunks 2 --tied
 
+With --compile both runs are of compiled stages, without dropout; the one that is not by graphs
+calls them as they are.
+
 Every rank compares digests of all its weights, optimizer state and random states after the last
 step; rank 0 also the loss and norm of every step. Prints one JSON line a rank; exits with an error
 when anything differs or does not end.
@@ -21,8 +24,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.models.config import ExpertConfig
+from packgraph.models.config import PRODUCTS, ExpertConfig
 from packgraph.models.decoder import DecoderConfig
+from packgraph.ops.linear import NATIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.packing.pack import PackReport, pack
 from packgraph.parallel.pieces import Pieces
@@ -65,6 +69,7 @@ SHAPES = {
         dropout=0.1,
     ),
 }
+EAGER = {"warmup": 10**6}
 CAPACITIES = {
     "tiny": (Capacity(64, 8), Capacity(128, 16)),
     "8b": (Capacity(1024, 16), Capacity(2048, 32)),
@@ -142,14 +147,22 @@ def train(config, folder, device, mesh):
         found,
         [(row["loss"], row["gradient_norm"]) for row in rows],
         totals,
-        round(time.monotonic() - started, 1),
+        {
+            "all": round(time.monotonic() - started, 1),
+            "steps": [round(row["seconds"], 4) for row in rows[-4:]],
+        },
     )
 
 
 def settings(options, device):
     """The run that was asked for."""
     shape = SHAPES[options.model]
-    changes = {"tie_embeddings": options.tied, "num_layers": options.layers or shape.num_layers}
+    changes = {
+        "tie_embeddings": options.tied,
+        "num_layers": options.layers or shape.num_layers,
+        "precision": options.precision,
+        "dropout": 0.0 if options.compile else shape.dropout,
+    }
     if options.ep > 1:
         changes["experts"] = ExpertConfig(
             count=8, per_token=2, intermediate_size=shape.intermediate_size // 8
@@ -161,6 +174,7 @@ def settings(options, device):
         graph=GraphConfig(
             granularity=options.granularity,
             optimizer=options.optimizer,
+            compile=options.compile,
             strict=True,
             capacities=CAPACITIES[options.model],
         ),
@@ -192,6 +206,8 @@ def main():
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--optimizer", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--precision", choices=PRODUCTS, default=NATIVE)
     parser.add_argument("--granularity", default="chunk")
     parser.add_argument("--shard", default="none")
     parser.add_argument("--steps", type=int, default=12)
@@ -217,7 +233,9 @@ def main():
             dist.broadcast_object_list(folders, src=0)
         results = {}
         for enabled in (False, True):
-            graph = GraphConfig(**(vars(config.graph) | {"enabled": enabled}))
+            # Code is compiled where graphs are on: before the first of them, where none is to be.
+            changes = {"enabled": enabled or options.compile} | ({} if enabled else EAGER)
+            graph = GraphConfig(**(vars(config.graph) | changes))
             one = TrainConfig(**(vars(config) | {"graph": graph}))
             results[enabled] = train(one, Path(folders[0]) / str(enabled), device, mesh)
         (eager, eager_rows, _, eager_seconds), (found, rows, totals, seconds) = (

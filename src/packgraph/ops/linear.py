@@ -43,7 +43,8 @@ class LinearProduct(ABC):
 
     Attributes:
         name: In `DecoderConfig.precision`.
-        splits: Whether layers can be split over tensor-parallel ranks, as DTensors.
+        splits: Whether layers can be split over tensor-parallel ranks, as `parallel/tensor.py`
+            does: by DTensor's styles, or as layers in float8 by themselves.
     """
 
     name: ClassVar[str]

@@ -11,6 +11,9 @@ rows everywhere. Embedding and head are split along the vocabulary. The invarian
 stage to stage of the model is a plain tensor, this rank's rows or all of them; DTensors live
 between a module's entry and its exit only, so graphs see local tensors.
 
+Layers in float8 are split alike, and multiply local tensors (`ops/float8/split.py`). They have no
+hooks, so layers that read one input go on to cast it once.
+
 Experts are not split: every rank routes all rows, as its router's balance needs, and keeps its own
 rows of the result (`whole_rows`, `own_rows`). Their gradients are whole on every rank.
 """  # noqa: E501
@@ -30,10 +33,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from packgraph.ops.float8.linear import Float8Linear, layer_problem
+from packgraph.ops.float8.split import RankSplit
 from packgraph.ops.linear import PRODUCTS
 from packgraph.parallel.mesh import Mesh
 
 VOCABULARY = ("embed_tokens", "lm_head")
+BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+BY_INPUTS = ("o_proj", "down_proj")
 
 
 def tensor_problems(config: Any, ranks: int) -> list[str]:
@@ -85,29 +92,63 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) ->
     T / ranks rows then. Make the optimizer afterwards. Raises ValueError with all reasons when the
     sizes of the model do not divide.
     """
-    problems = tensor_problems(model.config, mesh.size())
+    problems = tensor_problems(model.config, mesh.size()) + _float8_problems(model, mesh.size())
     if problems:
         raise ValueError("; ".join(problems))
     styles = _styles(Shard(0) if sequence else Replicate())
+    float8 = _float8_to_split(model)
     plan = {
         name: styles[name.rpartition(".")[2]]
         for name, _ in model.named_modules()
-        if name.rpartition(".")[2] in styles
+        if name.rpartition(".")[2] in styles and name not in float8
     }
     parallelize_module(model, mesh, plan, src_data_rank=None)
+    by_outputs, by_inputs = RankSplit(mesh, True), RankSplit(mesh, False, sequence)
+    for name, layer in float8.items():
+        is_by_outputs = name.rpartition(".")[2] in BY_OUTPUTS
+        layer.split = by_outputs if is_by_outputs else by_inputs
+        _distribute(layer, "weight", mesh, Shard(0 if is_by_outputs else 1))
+        if layer.bias is not None:
+            _distribute(layer, "bias", mesh, Shard(0) if is_by_outputs else Replicate())
     for name, module in model.named_children():
-        if (
-            name in VOCABULARY
-        ):  # `parallel/vocabulary.py` reads these weights, the modules are never called
-            whole = module.get_parameter("weight")
-            split = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter(
-                "weight", nn.Parameter(split, requires_grad=whole.requires_grad)
-            )
+        if name in VOCABULARY:
+            # `parallel/vocabulary.py` reads these weights, the modules are never called.
+            _distribute(module, "weight", mesh, Shard(0))
     model.split_rows = sequence  # type: ignore[assignment]
     for module in model.modules() if sequence else ():
         if hasattr(module, "row_mesh"):
             module.row_mesh = mesh  # type: ignore[assignment]
+
+
+def parts_of_layer(name: str, ranks: int) -> tuple[int, int]:
+    """Over how many of `ranks` inputs and outputs of the linear layer called `name` are split."""
+    last = name.rpartition(".")[2]
+    return ranks if last in BY_INPUTS else 1, ranks if last in BY_OUTPUTS else 1
+
+
+def _float8_to_split(model: nn.Module) -> dict[str, Float8Linear]:
+    """The layers of `model` in float8 whose matrices are to be split, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear) and parts_of_layer(name, 2) != (1, 1)
+    }
+
+
+def _float8_problems(model: nn.Module, ranks: int) -> list[str]:
+    """Every reason why layers of `model` in float8 cannot be split over `ranks`."""
+    return [
+        f"{name}: {problem}"
+        for name, layer in _float8_to_split(model).items()
+        if (problem := layer_problem(layer, *parts_of_layer(name, ranks)))
+    ]
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Let the parameter `name` of `module`, equal on all ranks, be a DTensor."""
+    whole = module.get_parameter(name)
+    split = distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(split, requires_grad=whole.requires_grad))
 
 
 def whole_rows(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -143,10 +184,8 @@ def _styles(rows: Placement) -> dict[str, ParallelStyle]:
         ),
         "mlp": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
     }
-    styles |= dict.fromkeys(
-        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel()
-    )
-    styles |= dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel(output_layouts=rows))
+    styles |= dict.fromkeys(BY_OUTPUTS, ColwiseParallel())
+    styles |= dict.fromkeys(BY_INPUTS, RowwiseParallel(output_layouts=rows))
     # Every rank normalises its own heads, so the gradients of these weights are sums over ranks: as
     # DTensors they are.
     styles |= dict.fromkeys(

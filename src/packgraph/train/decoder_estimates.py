@@ -49,7 +49,7 @@ class DecoderMemory:
         per_token = 3 * _branches(model) * model.hidden_size + _columns(model) / self.parts
         head = 4 * head_weights(model)
         kept = self.layers * per_token * self.itemsize * tokens * (COMPILED if self.compiled else 1)
-        codes = _codes(model, tokens) if self.layers else 0
+        codes = _codes(model, tokens, self.parts) if self.layers else 0
         return round(kept + self._logits(tokens) + head / self.parts) + codes
 
     def _logits(self, tokens: int) -> float:
@@ -88,11 +88,13 @@ def decoder_cost(
     )
 
 
-def _codes(model: DecoderConfig, tokens: int) -> int:
-    """Bytes of the largest product's operands in float8, and of what their rows are scaled by."""
+def _codes(model: DecoderConfig, tokens: int, parts: int) -> int:
+    """Bytes of the largest product's operands in float8, and of what their rows are scaled by.
+    parts: as in `DecoderMemory`."""
     if not is_float8(model.precision):
         return 0
-    hidden, width = model.hidden_size, max(model.intermediate_size, model.hidden_size)
+    hidden = model.hidden_size
+    width = max(model.intermediate_size // parts, hidden)
     of_rows = tokens * (width + SCALE_BYTES) + width * (hidden + SCALE_BYTES)
     of_columns = (width + hidden) * (tokens + SCALE_BYTES)
     return max(of_rows, of_columns if model.precision == FLOAT8_GRADIENTS else 0)

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from packgraph.ops.float8.linear import is_float8
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pieces import collect, parts_of
@@ -64,10 +65,13 @@ FIRST_WEIGHTS, LOSS, NORM, GRADIENTS, PARAMETERS, COPIES, STATE = (
 # over two to four ranks stay below a fifth of them. One rounding is 6e-8 of a value in float32,
 # 4e-3 in bfloat16. A loss is a mean over tokens, taken in float32, so little is left of them; a
 # gradient adds up terms of either sign, so more is. The norm, which clipping divides by, is a
-# float32 sum over all elements of the model.
+# float32 sum over all elements of the model. A code of float8 has three bits of mantissa, so a
+# rounding before a cast may move an element by 6e-2; layouts that cut rows cast parts of them by
+# scales of their own.
 LIMITS: Mapping[str, Mapping[str, float]] = {
     "float32": {LOSS: 1e-5, NORM: 1e-4, GRADIENTS: 1e-4, PARAMETERS: 1e-5},
     "bfloat16": {LOSS: 1e-3, NORM: 2e-2, GRADIENTS: 2e-1, PARAMETERS: 5e-3},
+    "float8": {LOSS: 2e-3, NORM: 5e-2, GRADIENTS: 3e-1, PARAMETERS: 5e-3},
 }
 # Float32 whatever the run's type is, made elementwise from equal gradients, but divided by the
 # norm, squares twice.
@@ -124,7 +128,8 @@ class Distance:
 
 @dataclass
 class OneProcessReport:
-    """The comparison of a run with one process. distances: kind -> the largest one, in order of
+    """The comparison of a run with one process. dtype: the narrowest that values are rounded to, a
+    key of `LIMITS`. distances: kind -> the largest one, in order of
     comparison. changed: what both sides do otherwise than the run that was asked for."""
 
     dtype: str
@@ -184,7 +189,8 @@ def compare_with_one_process(
         model=replace(config.model, dropout=0.0),
         graph=replace(config.graph, optimizer=False),
     )
-    report = OneProcessReport(config.run.dtype)
+    narrow = is_float8(config.model.precision)
+    report = OneProcessReport("float8" if narrow else config.run.dtype)
     if config.optimizer.name == "adamw8bit":
         report.changed = "by adamw: each layout rounds state in eight bits in blocks of its own"
         config = replace(config, optimizer=replace(config.optimizer, name="adamw"))

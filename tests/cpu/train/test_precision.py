@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from trainkit import tiny
 
+from packgraph.models.recompute import EXCHANGES
 from packgraph.ops.float8.linear import Float8Linear, float8_problems
 from packgraph.packing.capacity import Capacity
 from packgraph.train.build import build_model
@@ -30,16 +31,50 @@ def in_float8(config: TrainConfig, **model) -> TrainConfig:
     return replace(config, model=replace(config.model, **shape))
 
 
-def test_sizes_and_layouts_are_refused_all_at_once():
-    config = in_float8(tiny_config("layer", 0.0, 4), intermediate_size=40)
-    found = validate(replace(config, parallel=ParallelConfig(tp=2)), "cpu", world=2)
-    assert [problem for problem in found if "fp8" in problem] == [
-        "model.precision = fp8: mlp.gate_proj: 32 x 40 is not made of multiples of 16",
-        "model.precision = fp8: mlp.up_proj: 32 x 40 is not made of multiples of 16",
-        "model.precision = fp8: mlp.down_proj: 40 x 32 is not made of multiples of 16",
-        "tensor parallelism over 2 ranks is not known with model.precision = fp8; use pipeline or "
-        "data parallelism",
+def fp8_problems(config, world):
+    found = validate(config, "cpu", world=world)
+    return [
+        problem.removeprefix("model.precision = fp8: ")
+        for problem in found
+        if "model.precision" in problem
     ]
+
+
+def test_sizes_are_refused_all_at_once():
+    config = in_float8(tiny_config("layer", 0.0, 4), intermediate_size=40)
+    assert fp8_problems(config, 1) == [
+        "mlp.gate_proj: 32 x 40 is not made of multiples of 16",
+        "mlp.up_proj: 32 x 40 is not made of multiples of 16",
+        "mlp.down_proj: 40 x 32 is not made of multiples of 16",
+    ]
+
+
+def test_sizes_on_tensor_parallel_ranks_are_refused_all_at_once():
+    """Whole matrices are made of multiples of 16, and parts of them are not."""
+    config = in_float8(tiny_config("layer", 0.0, 4), intermediate_size=48)
+    assert not fp8_problems(config, 1)
+    spread = replace(config, parallel=ParallelConfig(tp=2))
+    assert fp8_problems(spread, 2) == [
+        "self_attn.k_proj: on each of 2 ranks 32 x 8 is not made of multiples of 16",
+        "self_attn.v_proj: on each of 2 ranks 32 x 8 is not made of multiples of 16",
+        "mlp.gate_proj: on each of 2 ranks 32 x 24 is not made of multiples of 16",
+        "mlp.up_proj: on each of 2 ranks 32 x 24 is not made of multiples of 16",
+        "mlp.down_proj: on each of 2 ranks 24 x 32 is not made of multiples of 16",
+    ]
+    assert not fp8_problems(in_float8(spread, intermediate_size=64, head_dim=16), 2)
+
+
+def test_what_tensor_parallel_ranks_cannot_do_in_float8_either_is_refused_all_at_once():
+    config = in_float8(tiny_config("layer", 0.0, 4), head_dim=16)
+    config = replace(
+        config,
+        parallel=ParallelConfig(tp=2),
+        lora=replace(config.lora, rank=4),
+        run=replace(config.run, recompute="full"),
+    )
+    found = validate(config, "cpu", world=2)
+    for reason in (EXCHANGES, "lora.rank with parallel.tp = 2"):
+        assert any(reason in problem for problem in found)
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,18 @@ kept from call to call that a graph would freeze.
 
 The invariant: a row of the result depends on this row of x alone. Elsewhere than on CUDA products
 are those of the same codes, multiplied in float32.
+
+Where matrices are split over ranks, all this holds for each rank's part (`split.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from packgraph.ops.float8.cast import (
     SMALLEST_INVERSE,
@@ -42,6 +45,7 @@ from packgraph.ops.float8.cast import (
     from_float8,
     rows_to_float8,
 )
+from packgraph.ops.float8.split import RankSplit, local_part
 from packgraph.ops.grouped_gemm import products as grouped
 from packgraph.ops.linear import NATIVE, PRODUCTS, NativeProduct, autocast, is_plain
 
@@ -49,6 +53,10 @@ FLOAT8 = "fp8"
 FLOAT8_GRADIENTS = "fp8_weight_gradients"
 MULTIPLE = 16  # of columns of both operands, as torch._scaled_mm wants them
 ADA, HOPPER = (8, 9), (9, 0)
+DISTRIBUTED = (
+    "its matrix is a DTensor, which float8 takes from packgraph.parallel.tensor.parallelize alone"
+)
+SPLIT = "layers in float8 that are split over ranks stay so"
 FAST_ACCUMULATION = True  # as torchao's recipe has it; benchmarks/fp8_products.py measures both
 
 
@@ -238,24 +246,43 @@ def float8_linear(
 ) -> tuple[Tensor, ...]:
     """What `layers` make of the same x [..., I], which is cast once: [..., O] of each, in x's dtype
     (autocast: in that). Differentiable in x, weights and biases; gradients: those of weights are in
-    float8, too. Raises ValueError for sizes that float8 does not take."""
-    for layer in layers:
-        if problem := size_problem(layer.in_features, layer.out_features):
+    float8, too. Layers that are split over ranks are so in one way, and return plain tensors
+    (`RankSplit`). Raises ValueError for sizes that float8 does not take, and for layers that are
+    split in different ways, or that nobody said are split."""
+    split = _split_of(layers)
+    own = [local_part(layer.weight) for layer in layers]
+    for weight in own:
+        if problem := size_problem(weight.shape[1], weight.shape[0]):
             raise ValueError(f"a linear layer in float8: {problem}")
-    x, *weights = autocast(x, *(layer.weight for layer in layers))
+    x, *weights = autocast(x if split is None else split.operand(x), *own)
     rows = x.flatten(0, -2)
     cast = rows_to_float8(rows.detach())
     found = []
     for layer, made in zip(layers, _Products.apply(gradients, rows, *cast, *weights), strict=True):
         made = made.unflatten(0, x.shape[:-1])
-        found.append(made if layer.bias is None else made + layer.bias.to(made.dtype))
+        if split is not None:
+            found.append(split.result(made, layer.bias))
+        else:
+            found.append(made if layer.bias is None else made + layer.bias.to(made.dtype))
     return tuple(found)
 
 
+def _split_of(layers: tuple[nn.Linear, ...]) -> RankSplit | None:
+    """How all of `layers` are split over ranks, None = they are not."""
+    split: RankSplit | None = getattr(layers[0], "split", None)
+    if any(getattr(layer, "split", None) is not split for layer in layers):
+        raise ValueError("linear layers in float8 that read one input are split in different ways")
+    if split is None and any(isinstance(layer.weight, DTensor) for layer in layers):
+        raise ValueError(f"a linear layer in float8: {DISTRIBUTED}")
+    return split
+
+
 class Float8Linear(nn.Linear):
-    """An `nn.Linear` that multiplies in float8, over the same parameters."""
+    """An `nn.Linear` that multiplies in float8, over the same parameters. split: how its matrix is
+    split over ranks, None = it is not (set by `parallel/tensor.py`)."""
 
     by, gradients = FLOAT8, False
+    split: RankSplit | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return float8_linear(x, (self,), self.gradients)[0]
@@ -280,7 +307,7 @@ def is_float8(precision: str) -> bool:
 class Float8Product(NativeProduct):
     """Products in float8 but for the gradient of stacks of matrices, which is that of `native`."""
 
-    name, splits = FLOAT8, False
+    name, splits = FLOAT8, True
     kind: type[Float8Linear] = Float8Linear
 
     def multiply(
@@ -305,10 +332,18 @@ class Float8GradientsProduct(Float8Product):
     kind = Float8GradientsLinear
 
 
-def float8_layers(layers: nn.Module) -> tuple[list[str], list[nn.Linear]]:
+Parts = Callable[[str], tuple[int, int]]
+"""Over how many ranks inputs and outputs of the layer of a name are split."""
+
+
+def _whole(name: str) -> tuple[int, int]:
+    return 1, 1
+
+
+def float8_layers(layers: nn.Module, parts: Parts = _whole) -> tuple[list[str], list[nn.Linear]]:
     """The linear layers of `layers` that can change their product, and before them every reason why
     one cannot multiply in float8. Those of other classes than `nn.Linear`, and adapters of low
-    rank, are not among them."""
+    rank, are not among them. parts: of layers that are yet to be split over ranks."""
     found = {
         place: module
         for place, module in layers.named_modules()
@@ -317,16 +352,29 @@ def float8_layers(layers: nn.Module) -> tuple[list[str], list[nn.Linear]]:
     problems = [
         f"{place}: {problem}"
         for place, module in found.items()
-        if (problem := size_problem(module.in_features, module.out_features))
+        if (problem := layer_problem(module, *parts(place)))
     ]
     return problems, [*found.values()]
+
+
+def layer_problem(layer: nn.Linear, inputs: int, outputs: int) -> str | None:
+    """Why a layer whose inputs and outputs are to be split over so many ranks cannot be in float8,
+    None if it can."""
+    if isinstance(layer.weight, DTensor) and getattr(layer, "split", None) is None:
+        return DISTRIBUTED
+    problem = size_problem(layer.in_features // inputs, layer.out_features // outputs)
+    if problem is None or inputs * outputs == 1:
+        return problem
+    return f"on each of {inputs * outputs} ranks {problem}"
 
 
 def multiply_by(layers: nn.Module, name: str) -> list[str]:
     """Let the linear layers of `layers` (see `float8_layers`) multiply by `name`, one of `LAYERS`,
     over the same parameters. Returns every reason why one cannot; then none is changed."""
     problems, found = float8_layers(layers)
-    if is_float8(name) and problems:
+    if not is_float8(name):
+        problems = [SPLIT] if any(getattr(module, "split", None) for module in found) else []
+    if problems:
         return problems
     for module in found:
         module.__class__ = LAYERS[name]

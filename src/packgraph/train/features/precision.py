@@ -1,6 +1,7 @@
 """Float8 in the trainer: what keeps the layers of a run from it, all reasons at once."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from packgraph.models.config import DecoderConfig
 from packgraph.models.layers.decoder import DecoderLayer
 from packgraph.ops.float8.linear import float8_layers, float8_problems, is_float8, size_problem
 from packgraph.ops.linear import NATIVE
+from packgraph.parallel.tensor import parts_of_layer
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.features.live import live_shape
 
@@ -27,18 +29,19 @@ def problems_of_precision(config: TrainConfig, device_type: str) -> list[str]:
     if config.hf.path is not None:
         found += live_shape(config.hf.path).in_float8(model.bf16_ends)
     else:
-        found += _problems_of_sizes(model)
+        found += _problems_of_sizes(model, config.parallel.tp)
     return [f"model.precision = {model.precision}: {problem}" for problem in found]
 
 
-def _problems_of_sizes(model: DecoderConfig) -> list[str]:
-    """Matrices of the layers in float8 whose sizes it does not take, once for all like layers."""
+def _problems_of_sizes(model: DecoderConfig, ranks: int) -> list[str]:
+    """Matrices of the layers in float8 whose sizes it does not take, once for all like layers.
+    ranks: which each matrix is split over."""
     native, found = replace(model, precision=NATIVE), dict[str, None]()
     inside = [n for n in range(model.num_layers) if is_float8(model.of_layer(n).precision)]
     for number in {model.branches(n): n for n in inside}.values():
         with torch.device("meta"):
             layer: nn.Module = DecoderLayer(native, number)
-        found |= dict.fromkeys(float8_layers(layer)[0])
+        found |= dict.fromkeys(float8_layers(layer, partial(parts_of_layer, ranks=ranks))[0])
     experts = model.experts
     if experts.enabled:
         problem = size_problem(routed_width(model), experts.intermediate_size)
