@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.buckets import plan_gradient_buckets
+from packgraph.parallel.buckets import GradientBucketPlan, plan_gradient_buckets
 from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import ShardGroups
 from packgraph.parallel.peer_copies import PeerParts, Peers
@@ -204,87 +204,116 @@ def make_spans(
             each.layer if shard != "none" and within[each.copies].shard is not None else None
             for each in of
         ]
-        by_copies = [
-            None if turn is None or each.copies != WHOLE else peers
-            for turn, each in zip(turns, of, strict=True)
-        ]
-        read = peers if any(by_copies) else None
         zeros = partial(torch.zeros, dtype=dtype, device=local_tensor(ours[0][1]).device)
-        shown = zeros if read is None else partial(read.allocate, dtype=dtype)
-        # Two storages: whoever journals writes to gradients must not have to save the parameters
-        # with them.
-        flats = zip(
-            _memory(
-                [plan.size if moves else 0 for plan in plans],
-                turns if shard == "parameters" else [None] * len(plans),
-                zeros,
-                zeros,
-            ),
-            _memory(
-                [plan.size if each.trained else 0 for plan, each in zip(plans, of, strict=True)],
-                turns,
-                zeros,
-                shown,
-            ),
-            _kept_memory(
-                [
-                    0 if found is None or shard != "parameters" else plan.size // found.ranks
-                    for plan, found in zip(plans, by_copies, strict=True)
-                ],
-                shown,
-            ),
-            strict=True,
-        )
-        for plan, each, turn, found, (parameters, gradients, room) in zip(
-            plans, of, turns, by_copies, flats, strict=True
+        for plan, each, room in zip(
+            plans, of, _make_rooms(plans, of, turns, moves, shard, peers, zeros), strict=True
         ):
             chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
-            is_gathered = shard == "parameters" and turn is not None
-            if is_gathered:
-                parameters.zero_()  # what another layer has left between the members
-            members = [_place(named, at, parameters, gradients) for named, at in chosen]
             group = groups[each.copies]
-            shares = ShardGroups(group) if turn is None else within[each.copies]
+            shares = ShardGroups(group) if room.turn is None else within[each.copies]
             sharers = _sharers(each, chosen[0][0][1], ties)
-            kept = _part(slice(0, plan.size), shares.shard if moves else None)
-            own = _part(kept, shares.across)
-            inside = slice(own.start - kept.start, own.stop - kept.start)
-            # A copy, before the next layer gets the same memory.
-            kept_parameters = parameters[kept]
-            if is_gathered:
-                kept_parameters = (
-                    room if room.numel() else torch.empty_like(kept_parameters)
-                ).copy_(kept_parameters)
-            alone = not moves or (group is None and sharers is None)
-            kept_gradients = gradients if alone else torch.zeros_like(gradients[kept])
-            spans.append(
-                GradientBucket(
-                    members,
-                    parameters,
-                    gradients,
-                    group,
-                    own,
-                    kept_parameters[inside],
-                    kept_gradients
-                    if shares.across is None
-                    else torch.zeros_like(kept_gradients[inside]),
-                    each.decays,
-                    each.sharded,
-                    sharers,
-                    each.tied,
-                    shares,
-                    kept_parameters,
-                    kept_gradients,
-                    turn,
-                    is_gathered,
-                    None
-                    if found is None
-                    else PeerParts(
-                        found, parameters, kept_parameters if is_gathered else None, gradients
-                    ),
-                )
-            )
+            spans.append(_make_bucket(chosen, each, room, group, shares, sharers, moves))
     return spans
+
+
+class _Room(NamedTuple):
+    """Memory of a span. parameters, gradients: [size], empty where it has none. kept: for what this
+    rank keeps of parameters that are gathered. turn: of its layer, None = the memory is its own.
+    peers: who reads gradients and `kept`."""
+
+    parameters: Tensor
+    gradients: Tensor
+    kept: Tensor
+    turn: int | None
+    is_gathered: bool
+    peers: Peers | None
+
+
+def _make_rooms(
+    plans: Sequence[GradientBucketPlan],
+    kinds: Sequence[_Kind],
+    turns: Sequence[int | None],
+    moves: bool,
+    shard: Shard,
+    peers: Peers | None,
+    zeros: Callable[[int], Tensor],
+) -> list[_Room]:
+    """Memory of spans of one dtype. turns: of their layers. moves, peers: as in `make_spans`.
+    zeros: makes it."""
+    reading = [
+        None if turn is None or kind.copies != WHOLE else peers
+        for turn, kind in zip(turns, kinds, strict=True)
+    ]
+    dtype = zeros(0).dtype
+    read = peers if any(reading) else None
+    shown = zeros if read is None else partial(read.allocate, dtype=dtype)
+    gathers = [shard == "parameters" and turn is not None for turn in turns]
+    ranks = [1 if found is None else found.ranks for found in reading]
+    kept = [
+        plan.size // many if gathered and many > 1 else 0
+        for plan, gathered, many in zip(plans, gathers, ranks, strict=True)
+    ]
+    # Two storages: whoever journals writes to gradients must not have to save the parameters with
+    # them.
+    parameters = _memory(
+        [plan.size if moves else 0 for plan in plans],
+        turns if shard == "parameters" else [None] * len(plans),
+        zeros,
+        zeros,
+    )
+    sizes = [plan.size if kind.trained else 0 for plan, kind in zip(plans, kinds, strict=True)]
+    gradients = _memory(sizes, turns, zeros, shown)
+    rooms = (shown(sum(kept)) if any(kept) else zeros(0)).split(kept)
+    return list(map(_Room, parameters, gradients, rooms, turns, gathers, reading))
+
+
+def _make_bucket(
+    chosen: Sequence[tuple[tuple[str, nn.Parameter], slice]],
+    kind: _Kind,
+    room: _Room,
+    group: dist.ProcessGroup | None,
+    shares: ShardGroups,
+    sharers: dist.ProcessGroup | None,
+    moves: bool,
+) -> GradientBucket:
+    """The bucket of parameters, which move into its memory. chosen: with their places."""
+    parameters, gradients = room.parameters, room.gradients
+    if room.is_gathered:
+        parameters.zero_()  # what another layer has left between the members
+    members = [_place(named, at, parameters, gradients) for named, at in chosen]
+    size = max(parameters.numel(), gradients.numel())
+    kept = _part(slice(0, size), shares.shard if moves else None)
+    own = _part(kept, shares.across)
+    inside = slice(own.start - kept.start, own.stop - kept.start)
+    kept_parameters = parameters[kept]
+    if room.is_gathered:  # a copy, before the next layer gets the same memory
+        target = room.kept if room.kept.numel() else torch.empty_like(kept_parameters)
+        kept_parameters = target.copy_(kept_parameters)
+    alone = not moves or (group is None and sharers is None)
+    kept_gradients = gradients if alone else torch.zeros_like(gradients[kept])
+    parts = None
+    if room.peers is not None:
+        read = kept_parameters if room.is_gathered else None
+        parts = PeerParts(room.peers, parameters, read, gradients)
+    return GradientBucket(
+        members,
+        parameters,
+        gradients,
+        group,
+        own,
+        kept_parameters[inside],
+        kept_gradients if shares.across is None else torch.zeros_like(kept_gradients[inside]),
+        kind.decays,
+        kind.sharded,
+        sharers,
+        kind.tied,
+        shares,
+        kept_parameters,
+        kept_gradients,
+        room.turn,
+        room.is_gathered,
+        parts,
+    )
 
 
 def _sharers(
@@ -333,11 +362,6 @@ def _memory(
         single if layer is None else buffer[begin[layer] + start :][:size]
         for single, layer, start, size in zip(whole, layers, starts, sizes, strict=True)
     ]
-
-
-def _kept_memory(sizes: Sequence[int], zeros: Callable[[int], Tensor]) -> Sequence[Tensor]:
-    """Zeros [size] for every span, in one allocation."""
-    return (zeros(sum(sizes)) if any(sizes) else torch.empty(0)).split(list(sizes))
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from torch import Tensor
 from packgraph.ops.symmetric_memory import SymmetricMemory, hosts_problem, symmetric_problem
 
 
-class Wait(Protocol):
+class Exchange(Protocol):
     """Something under way."""
 
     def wait(self) -> object:
@@ -57,7 +57,7 @@ class Peers(Protocol):
     def meet(self) -> None:
         """Wait, on the current stream, until all ranks are here."""
 
-    def beside(self) -> contextlib.AbstractContextManager[Wait]:
+    def beside(self) -> contextlib.AbstractContextManager[Exchange]:
         """Within the block, work is launched on the stream of copies, behind what the current
         stream has; it may be waited for after the block."""
 
@@ -66,7 +66,7 @@ class PeerReduction(NamedTuple):
     """Gradients of all ranks on their way. parts: by rank. own: whose part is this rank's, in the
     memory of its gradients, which is not to be written."""
 
-    work: Wait
+    work: Exchange
     parts: list[Tensor]
     own: int
 
@@ -108,7 +108,7 @@ class PeerParts:
         """See `Peers`."""
         self._peers.meet()
 
-    def gather(self) -> Wait:
+    def gather(self) -> Exchange:
         """Begin to make `parameters` whole."""
         with self._peers.beside() as work:
             for target, source in self._copies:
@@ -160,7 +160,7 @@ class CudaPeers:
         self._flags["beside" if is_beside else "main"].meet()
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[Wait]:
+    def beside(self) -> Iterator[Exchange]:
         """As `Peers.beside`."""
         done = _Event(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -60,7 +60,7 @@ from packgraph.ops.add_sum import add_sum
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.flat_buffers import GradientBucket
-from packgraph.parallel.peer_copies import Wait
+from packgraph.parallel.peer_copies import Exchange
 
 ENTER, LEAVE = "shard_gather", "shard_leave"
 FROZEN_TIMES = 4  # adapters of rank 64 are a tenth of a layer of 1,024 numbers, and less of others
@@ -116,7 +116,7 @@ class _Reduction(NamedTuple):
     """A reduction under way. parts: their sum is this rank's part of that of all ranks. own: which
     of several is this rank's, in memory of its gradients. kept: what is added to."""
 
-    work: Wait
+    work: Exchange
     parts: list[Tensor]
     own: int
     kept: Tensor
@@ -143,7 +143,7 @@ class ShardedLayer:
         self._peers = next((s.peers for s in spans if s.is_gathered and s.peers is not None), None)
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
-        self._gathers = list[Wait]()  # of a neighbour, empty but between `enter` and `leave`
+        self._gathers = list[Exchange]()  # of a neighbour, empty but between `enter` and `leave`
         self._reductions = list[_Reduction]()  # of the layer behind
         for span in spans:
             for member in span.members:
@@ -202,7 +202,7 @@ class ShardedLayer:
         return state if self.after is None else {**state, _LEFT: (self.number, has_node)}
 
     @torch.no_grad()
-    def gather(self) -> list[Wait]:
+    def gather(self) -> list[Exchange]:
         """Begin to make the parameters whole, where they are sharded; what to wait for."""
         return [_gather(span) for span in self.spans if span.is_gathered]
 
@@ -211,7 +211,7 @@ class ShardedLayer:
         """Begin to sum the gradients of all ranks."""
         return [_reduce(span) for span in self.trained]
 
-    def wait_for(self, gathers: Sequence[Wait]) -> None:
+    def wait_for(self, gathers: Sequence[Exchange]) -> None:
         """Wait for gathers."""
         for work in gathers:
             work.wait()
@@ -262,11 +262,11 @@ class ShardedLayer:
             self.meet()
 
 
-def _gather(span: GradientBucket) -> Wait:
+def _gather(span: GradientBucket) -> Exchange:
     """Begin to make its parameters whole."""
     if span.peers is not None:
         return span.peers.gather()
-    work: Wait = all_gather_flat(
+    work: Exchange = all_gather_flat(
         span.parameters, span.kept_parameters, group=span.within.shard, async_op=True
     )
     return work
