@@ -40,7 +40,7 @@ for case in "$@"; do
     1) bench 2 140 --model qwen3-0.6b --tokens 1024 --step-tokens 16384 --rounds 2 --steps 1 \
         --ways fsdp+compile fsdp-keep+compile parameters+compile none+compile none+step+compile alone+compile ;;
     2) bench 2 130 --model qwen3-0.6b --tokens 4096 --step-tokens 32768 --rounds 3 --steps 1 --exchanges \
-        --ways none+compile alone+compile parameters+compile parameters+compile+quiet fsdp-keep+compile fsdp+compile \
+        --ways none+compile alone+compile parameters+compile parameters+compile+quiet gradients+compile fsdp-keep+compile fsdp+compile \
         none+layer+compile none+compile+quiet ;;
     3) bench 2 85 --model qwen3-8b --tokens 4096 --step-tokens 8192 --rounds 2 --steps 2 --together 1 --exchanges \
         --ways parameters+compile fsdp+compile ;;

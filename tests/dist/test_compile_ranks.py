@@ -81,7 +81,7 @@ def test_graphs_of_compiled_stages_equal_the_stages(layout, granularity, shape, 
             str(tmp_path / name),
             config(layout, shape, warmup=warmup, granularity=granularity),
             layout=layout,
-            seconds=240.0,
+            seconds=290.0,
         )
         for name, warmup in (("eager", NEVER), ("graph", 2))
     )

@@ -106,7 +106,7 @@ WITHOUT = {
 
 def add_at_once(reductions):
     for reduction in reductions:
-        reduction.kept.add_(reduction.part)
+        reduction.add()
 
 
 def begin_on_what_is_there(self, late, begin=ShardedLayer.begin_backward):

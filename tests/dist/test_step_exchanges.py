@@ -71,7 +71,7 @@ def test_combinations(case):
 
 def add_at_once(self, reductions):
     for reduction in reductions:
-        reduction.kept.add_(reduction.part)
+        reduction.add()
 
 
 def begin_early(self, parameters, settled=None, expect=FlatParameters.expect):

@@ -51,7 +51,7 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout, Mesh
 from packgraph.parallel.processes import Launch, processes
 from packgraph.train.config.values import Count, option
-from packgraph.train.step import count_loss_tokens
+from packgraph.train.step import count_loss_tokens, shares
 
 WAYS = ("fsdp+compile", "fsdp-keep+compile", "alone+compile", "none+compile", "parameters+compile")
 STEPS = 4  # different steps that the rounds go through
@@ -90,7 +90,8 @@ class ShardArguments(ComparedArguments):
     ways: tuple[str, ...] = option(
         WAYS,
         "alone, none, gradients, parameters (each with +layer or +step, +compile, +offload, +quiet "
-        f"without exchanges), fsdp, fsdp-keep (each with +compile, +prefetch); {FIRST}",
+        "without exchanges, +collectives in place of copies between GPUs), "
+        f"fsdp, fsdp-keep (each with +compile, +prefetch); {FIRST}",
         metavar="WAY ...",
     )
     documents: Count = option(64, "at most in one microbatch", metavar="N")
@@ -167,7 +168,7 @@ class ShardComparison(Comparison[ShardWay]):
         packs = [refit(pack, self.capacity) for pack in drawn]
         self.steps = [
             RankStep(
-                packs[start + ranks.rank : start + together : ranks.size],
+                shares(packs[start : start + together], ranks.size, ranks.size)[ranks.rank],
                 count_loss_tokens(packs[start : start + together]),
                 sum(pack.num_tokens for pack in packs[start : start + together]) / ranks.size,
             )

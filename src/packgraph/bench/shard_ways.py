@@ -57,6 +57,7 @@ FSDP, KEEP = "fsdp", "fsdp-keep"
 KINDS = (*OURS, FSDP, KEEP)
 GRANULARITIES = ("layer", "step")  # beside chunk, which goes without saying
 COMPILE, OFFLOAD, QUIET, PREFETCH = "compile", "offload", "quiet", "prefetch"
+COLLECTIVES = "collectives"  # sharded layers are exchanged by them, not by copies of peers
 WARMUP = 1  # eager steps
 AHEAD = WARMUP + 1  # steps before anything is checked or timed, by every way
 LEARNING_RATE = 1e-5
@@ -73,6 +74,7 @@ class WayName:
     offload: bool = False
     quiet: bool = False
     prefetch: bool = False
+    collectives: bool = False
 
     @property
     def sums(self) -> bool:
@@ -90,7 +92,8 @@ class WayName:
         kind, *words = name.split("+")
         if kind not in KINDS:
             raise ValueError(f"{name}: {kind!r} is none of {', '.join(KINDS)}")
-        known = (*GRANULARITIES, COMPILE, OFFLOAD, QUIET) if kind in OURS else (COMPILE, PREFETCH)
+        ours = (*GRANULARITIES, COMPILE, OFFLOAD, QUIET, COLLECTIVES)
+        known = ours if kind in OURS else (COMPILE, PREFETCH)
         if wrong := [word for word in words if word not in known]:
             raise ValueError(f"{name}: {kind} knows {', '.join(known)}, not {', '.join(wrong)}")
         cut = [word for word in words if word in GRANULARITIES]
@@ -103,6 +106,7 @@ class WayName:
             offload=OFFLOAD in words,
             quiet=QUIET in words,
             prefetch=PREFETCH in words,
+            collectives=COLLECTIVES in words,
         )
 
 
@@ -181,7 +185,9 @@ class TrainerWay:
         self._around = without_exchanges if said.quiet else contextlib.nullcontext
         made = FreshModel(config, device=device, dtype=dtype_on(device))
         self.model = ModelChunks([made.train()])
-        self.optimizer = make_optimizer(self.model, run, ours)
+        by_collectives = said.collectives or said.quiet
+        with without_peers() if by_collectives else contextlib.nullcontext():
+            self.optimizer = make_optimizer(self.model, run, ours)
         self.executor = make_executor(self.model, run, device, ours)
         self._eager: Counter[str] = Counter()
 
@@ -219,6 +225,16 @@ class TrainerWay:
         """As `ShardWay.close`."""
         self.executor.close()
         del self.executor, self.optimizer, self.model
+
+
+@contextlib.contextmanager
+def without_peers() -> Iterator[None]:
+    """Layers that are sharded within the block are exchanged by collectives."""
+    before, data.find_peers = data.find_peers, lambda group, device: None
+    try:
+        yield
+    finally:
+        data.find_peers = before
 
 
 @contextlib.contextmanager

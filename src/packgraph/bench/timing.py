@@ -27,11 +27,13 @@ from torch.autograd import DeviceType
 
 from packgraph.graphs.memory.allocator import Stretch, free_memory
 from packgraph.graphs.timer import Stopwatch, synchronize
+from packgraph.ops.symmetric_memory import symmetric_bytes
 
 Result = TypeVar("Result")
 CUDA_DEFAULT_POOL = (0, 0)
 WALL_RUNS = 3
-NCCL = "nccl"  # in the names of its kernels
+# In the names of what exchanges data: NCCL's kernels, copies from other GPUs, meetings with them.
+EXCHANGES = ("nccl", "PtoP", "symmetric_memory")
 
 
 class Deadline:
@@ -121,13 +123,13 @@ def _private(device: torch.device) -> tuple[int, int]:
 
 
 def held_bytes(device: torch.device) -> int | None:
-    """Bytes of live tensors outside private pools plus bytes that private pools reserve; None on a
-    CPU."""
+    """Bytes of live tensors outside private pools, plus bytes that private pools reserve and those
+    of symmetric memory; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
     reserved, live = _private(device)
-    return torch.cuda.memory_allocated(device) - live + reserved
+    return torch.cuda.memory_allocated(device) - live + reserved + symmetric_bytes()
 
 
 def free_bytes(device: torch.device) -> int:
@@ -162,7 +164,7 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
     run()
     torch.cuda.synchronize(device)
     reserved, live = _private(device)
-    return stretch.most_allocated() - live + reserved
+    return stretch.most_allocated() - live + reserved + symmetric_bytes()
 
 
 def with_most_bytes(device: torch.device, run: Callable[[], Result]) -> tuple[Result, int | None]:
@@ -225,10 +227,15 @@ class ExchangeTimes:
     exposed_ms: float
 
 
+def _is_exchange(name: str) -> bool:
+    return any(part in name for part in EXCHANGES)
+
+
 def exchange_times(
     device: torch.device, run: Callable[[], object], lead: Callable[[], object]
 ) -> ExchangeTimes | None:
-    """How long NCCL's kernels run while `run` runs, right after `lead`; None on a CPU.
+    """How long NCCL's kernels, copies from other GPUs and meetings with them run while `run` runs,
+    right after `lead`; None on a CPU.
 
     Raises RuntimeError where the profiler sees nothing of the device.
     """
@@ -240,8 +247,8 @@ def exchange_times(
         run()
         torch.cuda.synchronize(device)
     events = profiler.events() or ()
-    others = device_intervals(event for event in events if NCCL not in event.name)
-    exchanges = device_intervals(event for event in events if NCCL in event.name)
+    others = device_intervals(event for event in events if not _is_exchange(event.name))
+    exchanges = device_intervals(event for event in events if _is_exchange(event.name))
     if not others:
         raise RuntimeError("torch.profiler recorded no kernel: CUPTI does not work here")
     return ExchangeTimes(union_length(exchanges) / 1000, exposed_length(exchanges, others) / 1000)

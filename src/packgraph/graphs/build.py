@@ -386,8 +386,8 @@ class VariantBuild:
             {place: t for place, t in forward.uses.reads.items() if place[0] not in slot}
         )
         written = {place: t for place, t in forward.uses.writes.items() if place[0] not in slot}
-        writes = self._originals(written)
-        counted = self._originals(
+        writes = self._changing(written)
+        counted = self._changing(
             {place: t for place, t in written.items() if place not in forward.uses.uncounted}
         )
         # Autograd saves parameters that a backward does not need after all, and raises when they
@@ -414,6 +414,12 @@ class VariantBuild:
             compiled=self.program.compiler is not None,
             asks_later=self.dry_run.unpacks or runs_python(forward.outputs),
         )
+
+    def _changing(self, written: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Those of `written` that are other values afterwards. Not sharded parameters: what is
+        gathered is what they have been, for whoever can read them."""
+        found = self._originals(written)
+        return {key: tensor for key, tensor in found.items() if not is_sharded(tensor)}
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Tensors by whose versions changes are seen: parameters in place of their aliases, which

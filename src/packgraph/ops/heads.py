@@ -12,9 +12,9 @@ whole.
 
 Which rows it takes follows from shapes, dtypes and the device alone, so that eager calls, compiled
 code and replays choose alike. On one H100 (`benchmarks/heads.py`: compiled layers of Qwen3-0.6B in
-chunk graphs, varlen attention), a layer over 4,096 tokens takes 1591.0 us with it and 1632.1 us by
-the single operations of `elementwise.py`. These stay for fewer rows, for more than `MOST_NUMBERS`
-and on other devices, where nothing was measured.
+chunk graphs, varlen attention), a layer over 4,096 tokens takes 1599.7 us with it and 1629.4 us by
+the single operations of `elementwise.py`, one over 1,024 tokens 437.2 and 462.2. These stay for
+fewer rows, for more than `MOST_NUMBERS` and on other devices, where nothing was measured.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 from packgraph.ops.grouped_gemm.configs import on_hopper
 from packgraph.ops.loss import HAS_TRITON
 
-LEAST_ROWS = 4096
+LEAST_ROWS = 1024
 MOST_NUMBERS = (
     2**12
 )  # of the heads of queries, or of keys, of a token: a program holds them at once

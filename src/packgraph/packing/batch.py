@@ -18,7 +18,7 @@ are allowed. `fill` writes documents into it without a loop over tokens.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -61,6 +61,12 @@ class BatchLayout:
     loss_mask: Field
     padding_mask: Field
     nbytes: int
+
+
+def count_pairs(lengths: Iterable[int]) -> int:
+    """Pairs of a query and a key of its document that is not behind it, of documents of these
+    lengths."""
+    return sum(length * (length + 1) // 2 for length in lengths)
 
 
 @functools.cache
@@ -280,6 +286,12 @@ class PackedBatch:
     def num_documents(self) -> int:
         """Documents in the pack, a host int."""
         return len(self.lengths)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key of its document that is not behind it, a host int: what causal
+        attention computes."""
+        return count_pairs(self.lengths)
 
     @property
     def num_loss_tokens(self) -> int:

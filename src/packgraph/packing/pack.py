@@ -122,13 +122,14 @@ class PlannedPack:
     """Which documents share a pack of which capacity, before its tokens are read.
 
     What all ranks need to know of each other's packs follows from it; `load` is for those that run
-    it.
+    it. num_pairs: as `PackedBatch.num_pairs`.
     """
 
     capacity: Capacity
     num_documents: int
     num_tokens: int
     num_loss_tokens: int
+    num_pairs: int
     read: Callable[[], list[Document]] = field(compare=False, repr=False)
 
     def load(self) -> PackedBatch:

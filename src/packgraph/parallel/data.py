@@ -54,6 +54,7 @@ from packgraph.parallel.flat_buffers import (
     make_spans,
 )
 from packgraph.parallel.mesh import ShardGroups
+from packgraph.parallel.peer_copies import find_peers
 
 Result = Literal["part", "sum", "mean"]
 
@@ -106,6 +107,11 @@ class FlatParameters:
                 "there is no parameter that needs a gradient, so there is nothing to train"
             )
         groups = {WHOLE: group, **(parts or {})}
+        sharing = {copies: ShardGroups(found) for copies, found in groups.items()}
+        sharing |= dict(within or {})
+        device = local_tensor(named[0][1]).device
+        is_shared = shard != "none" and any(name in layers for name, _ in named)
+        peers = find_peers(sharing[WHOLE].shard, device) if is_shared else None
         made = make_spans(
             named,
             groups,
@@ -115,7 +121,8 @@ class FlatParameters:
             layers,
             shard,
             apart,
-            {copies: ShardGroups(found) for copies, found in groups.items()} | dict(within or {}),
+            sharing,
+            peers,
         )
         self.spans = [span for span in made if not span.is_frozen]
         self.frozen = [span for span in made if span.is_frozen]

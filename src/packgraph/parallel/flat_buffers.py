@@ -14,8 +14,9 @@ Which parameters share a span is planned in `parallel/buckets.py`; what becomes 
 `parallel/data.py`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from packgraph.graphs.parameters import local_tensor
-from packgraph.parallel.buckets import plan_gradient_buckets
+from packgraph.parallel.buckets import GradientBucketPlan, plan_gradient_buckets
 from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import ShardGroups
+from packgraph.parallel.peer_copies import PeerParts, Peers
 from packgraph.parallel.pieces import Pieces, part_of
 from packgraph.parallel.turns import take_turns
 
@@ -77,12 +79,13 @@ class GradientBucket:
     no other. is_gathered: so are `parameters`, and kept_parameters are memory of their own.
     kept_parameters, kept_gradients: [size / ranks of `within.shard`], of a sharded layer: what
     this rank keeps of them, own_parameters are among it; the latter are sums over within.shard.
-    behind: what has its gradient only after those of a sharded layer are in kept_gradients; empty
-    where that is not known before the backward ends. decays: weight decay applies (two or more
-    dimensions). sharded: other tensor-parallel ranks hold other elements, not copies. sharers: the
-    ranks over which gradients of copies are still to be summed, None where every rank computes the
-    whole gradient. tied: the name of the one parameter here of which other pipeline stages (the
-    sharers) have copies, None for all others.
+    peers: how the layer's parts are exchanged where ranks read each other's memory, None = by
+    collectives. behind: what has its gradient only after those of a sharded layer are in
+    kept_gradients; empty where that is not known before the backward ends. decays: weight decay
+    applies (two or more dimensions). sharded: other tensor-parallel ranks hold other elements, not
+    copies. sharers: the ranks over which gradients of copies are still to be summed, None where
+    every rank computes the whole gradient. tied: the name of the one parameter here of which other
+    pipeline stages (the sharers) have copies, None for all others.
     """
 
     members: list[Member]
@@ -101,6 +104,7 @@ class GradientBucket:
     kept_gradients: Tensor
     sharded_layer: int | None = None
     is_gathered: bool = False
+    peers: PeerParts | None = None
     behind: Sequence[Member] = ()
 
     @property
@@ -162,10 +166,12 @@ def make_spans(
     shard: Shard,
     apart: Collection[str],
     within: Mapping[str, ShardGroups],
+    peers: Peers | None = None,
 ) -> list[GradientBucket]:
     """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
     gets its own part of the sums, and parameters move. layers, shard, within: as in
-    FlatParameters."""
+    FlatParameters. peers: the ranks of `within[WHOLE].shard`, where they read each other's
+    memory."""
 
     def kind(name: str, parameter: nn.Parameter) -> _Kind:
         copies = WHOLE if (part := part_of(parameter)) is None else part.copies
@@ -198,63 +204,116 @@ def make_spans(
             each.layer if shard != "none" and within[each.copies].shard is not None else None
             for each in of
         ]
-        # Two storages: whoever journals writes to gradients must not have to save the parameters
-        # with them.
-        device = local_tensor(ours[0][1]).device
-        flats = zip(
-            _memory(
-                [plan.size if moves else 0 for plan in plans],
-                turns if shard == "parameters" else [None] * len(plans),
-                dtype,
-                device,
-            ),
-            _memory(
-                [plan.size if each.trained else 0 for plan, each in zip(plans, of, strict=True)],
-                turns,
-                dtype,
-                device,
-            ),
-            strict=True,
-        )
-        for plan, each, turn, (parameters, gradients) in zip(plans, of, turns, flats, strict=True):
+        zeros = partial(torch.zeros, dtype=dtype, device=local_tensor(ours[0][1]).device)
+        for plan, each, room in zip(
+            plans, of, _make_rooms(plans, of, turns, moves, shard, peers, zeros), strict=True
+        ):
             chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
-            is_gathered = shard == "parameters" and turn is not None
-            if is_gathered:
-                parameters.zero_()  # what another layer has left between the members
-            members = [_place(named, at, parameters, gradients) for named, at in chosen]
             group = groups[each.copies]
-            shares = ShardGroups(group) if turn is None else within[each.copies]
+            shares = ShardGroups(group) if room.turn is None else within[each.copies]
             sharers = _sharers(each, chosen[0][0][1], ties)
-            kept = _part(slice(0, plan.size), shares.shard if moves else None)
-            own = _part(kept, shares.across)
-            inside = slice(own.start - kept.start, own.stop - kept.start)
-            # A copy, before the next layer gets the same memory.
-            kept_parameters = parameters[kept].clone() if is_gathered else parameters[kept]
-            alone = not moves or (group is None and sharers is None)
-            kept_gradients = gradients if alone else torch.zeros_like(gradients[kept])
-            spans.append(
-                GradientBucket(
-                    members,
-                    parameters,
-                    gradients,
-                    group,
-                    own,
-                    kept_parameters[inside],
-                    kept_gradients
-                    if shares.across is None
-                    else torch.zeros_like(kept_gradients[inside]),
-                    each.decays,
-                    each.sharded,
-                    sharers,
-                    each.tied,
-                    shares,
-                    kept_parameters,
-                    kept_gradients,
-                    turn,
-                    is_gathered,
-                )
-            )
+            spans.append(_make_bucket(chosen, each, room, group, shares, sharers, moves))
     return spans
+
+
+class _Room(NamedTuple):
+    """Memory of a span. parameters, gradients: [size], empty where it has none. kept: for what this
+    rank keeps of parameters that are gathered. turn: of its layer, None = the memory is its own.
+    peers: who reads gradients and `kept`."""
+
+    parameters: Tensor
+    gradients: Tensor
+    kept: Tensor
+    turn: int | None
+    is_gathered: bool
+    peers: Peers | None
+
+
+def _make_rooms(
+    plans: Sequence[GradientBucketPlan],
+    kinds: Sequence[_Kind],
+    turns: Sequence[int | None],
+    moves: bool,
+    shard: Shard,
+    peers: Peers | None,
+    zeros: Callable[[int], Tensor],
+) -> list[_Room]:
+    """Memory of spans of one dtype. turns: of their layers. moves, peers: as in `make_spans`.
+    zeros: makes it."""
+    reading = [
+        None if turn is None or kind.copies != WHOLE else peers
+        for turn, kind in zip(turns, kinds, strict=True)
+    ]
+    dtype = zeros(0).dtype
+    read = peers if any(reading) else None
+    shown = zeros if read is None else partial(read.allocate, dtype=dtype)
+    gathers = [shard == "parameters" and turn is not None for turn in turns]
+    ranks = [1 if found is None else found.ranks for found in reading]
+    kept = [
+        plan.size // many if gathered and many > 1 else 0
+        for plan, gathered, many in zip(plans, gathers, ranks, strict=True)
+    ]
+    # Two storages: whoever journals writes to gradients must not have to save the parameters with
+    # them.
+    parameters = _memory(
+        [plan.size if moves else 0 for plan in plans],
+        turns if shard == "parameters" else [None] * len(plans),
+        zeros,
+        zeros,
+    )
+    sizes = [plan.size if kind.trained else 0 for plan, kind in zip(plans, kinds, strict=True)]
+    gradients = _memory(sizes, turns, zeros, shown)
+    rooms = (shown(sum(kept)) if any(kept) else zeros(0)).split(kept)
+    return list(map(_Room, parameters, gradients, rooms, turns, gathers, reading))
+
+
+def _make_bucket(
+    chosen: Sequence[tuple[tuple[str, nn.Parameter], slice]],
+    kind: _Kind,
+    room: _Room,
+    group: dist.ProcessGroup | None,
+    shares: ShardGroups,
+    sharers: dist.ProcessGroup | None,
+    moves: bool,
+) -> GradientBucket:
+    """The bucket of parameters, which move into its memory. chosen: with their places."""
+    parameters, gradients = room.parameters, room.gradients
+    if room.is_gathered:
+        parameters.zero_()  # what another layer has left between the members
+    members = [_place(named, at, parameters, gradients) for named, at in chosen]
+    size = max(parameters.numel(), gradients.numel())
+    kept = _part(slice(0, size), shares.shard if moves else None)
+    own = _part(kept, shares.across)
+    inside = slice(own.start - kept.start, own.stop - kept.start)
+    kept_parameters = parameters[kept]
+    if room.is_gathered:  # a copy, before the next layer gets the same memory
+        target = room.kept if room.kept.numel() else torch.empty_like(kept_parameters)
+        kept_parameters = target.copy_(kept_parameters)
+    alone = not moves or (group is None and sharers is None)
+    kept_gradients = gradients if alone else torch.zeros_like(gradients[kept])
+    parts = None
+    if room.peers is not None:
+        read = kept_parameters if room.is_gathered else None
+        parts = PeerParts(room.peers, parameters, read, gradients)
+    return GradientBucket(
+        members,
+        parameters,
+        gradients,
+        group,
+        own,
+        kept_parameters[inside],
+        kept_gradients if shares.across is None else torch.zeros_like(kept_gradients[inside]),
+        kind.decays,
+        kind.sharded,
+        sharers,
+        kind.tied,
+        shares,
+        kept_parameters,
+        kept_gradients,
+        room.turn,
+        room.is_gathered,
+        parts,
+    )
 
 
 def _sharers(
@@ -283,11 +342,11 @@ def _part(whole: slice, group: dist.ProcessGroup | None) -> slice:
 def _memory(
     sizes: Sequence[int],
     layers: Sequence[int | None],
-    dtype: torch.dtype,
-    device: torch.device,
+    own_zeros: Callable[[int], Tensor],
+    shared_zeros: Callable[[int], Tensor],
 ) -> list[Tensor]:
     """Zeros [size] for every span: memory of its own where it has no layer, else a place in the
-    buffer in which layers take turns in their order."""
+    buffer in which layers take turns in their order. own_zeros, shared_zeros: make these."""
     order = sorted({layer for layer in layers if layer is not None})
     ends, starts = dict.fromkeys(order, 0), list[int]()
     for size, layer in zip(sizes, layers, strict=True):
@@ -296,9 +355,9 @@ def _memory(
             ends[layer] += size
     places, count = take_turns([ends[layer] for layer in order])
     begin = dict(zip(order, places, strict=True))
-    buffer = torch.zeros(count, dtype=dtype, device=device)
+    buffer = shared_zeros(count) if count else own_zeros(0)
     own = [size if layer is None else 0 for size, layer in zip(sizes, layers, strict=True)]
-    whole = torch.zeros(sum(own), dtype=dtype, device=device).split(own)
+    whole = own_zeros(sum(own)).split(own)
     return [
         single if layer is None else buffer[begin[layer] + start :][:size]
         for single, layer, start, size in zip(whole, layers, starts, sizes, strict=True)

@@ -56,9 +56,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from packgraph.graphs.gradients import add_waiting_gradients
 from packgraph.graphs.parameters import mark_sharded
 from packgraph.graphs.stages import Stage, State, run_stages
+from packgraph.ops.add_sum import add_sum
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.flat_buffers import GradientBucket
+from packgraph.parallel.peer_copies import Exchange
 
 ENTER, LEAVE = "shard_gather", "shard_leave"
 FROZEN_TIMES = 4  # adapters of rank 64 are a tenth of a layer of 1,024 numbers, and less of others
@@ -111,11 +113,20 @@ def layers_of(
 
 
 class _Reduction(NamedTuple):
-    """A reduction under way. part: gets this rank's part of the sum. kept: what it is added to."""
+    """A reduction under way. parts: their sum is this rank's part of that of all ranks. own: which
+    of several is this rank's, in memory of its gradients. kept: what is added to."""
 
-    work: Any
-    part: Tensor
+    work: Exchange
+    parts: list[Tensor]
+    own: int
     kept: Tensor
+
+    def add(self) -> None:
+        """Add this rank's part of the sum to what it keeps, once it is waited for."""
+        if len(self.parts) == 1:
+            self.kept.add_(self.parts[0])
+        else:
+            add_sum(self.kept, self.parts, self.own)
 
 
 class ShardedLayer:
@@ -129,9 +140,10 @@ class ShardedLayer:
     def __init__(self, number: int, spans: Sequence[GradientBucket]) -> None:
         self.number, self.spans = number, list(spans)
         self.trained = [span for span in spans if not span.is_frozen]
+        self._peers = next((s.peers for s in spans if s.is_gathered and s.peers is not None), None)
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
-        self._gathers = list[Any]()  # of a neighbour, empty but between `enter` and `leave`
+        self._gathers = list[Exchange]()  # of a neighbour, empty but between `enter` and `leave`
         self._reductions = list[_Reduction]()  # of the layer behind
         for span in spans:
             for member in span.members:
@@ -159,6 +171,7 @@ class ShardedLayer:
         state = dict(state)
         left = state.pop(_LEFT, None)
         if self.before is None:
+            self.meet()
             self.wait_for(self.gather())
         elif left is None or left[0] != self.before.number:
             raise RuntimeError(
@@ -183,33 +196,22 @@ class ShardedLayer:
         late = state.pop(_WITHIN)
         self.wait_for(self._gathers)
         self._gathers = []
+        if self.after is None:
+            self.meet()
         state, has_node = _through(_Leave, (self, late), state)
         return state if self.after is None else {**state, _LEFT: (self.number, has_node)}
 
     @torch.no_grad()
-    def gather(self) -> list[Any]:
+    def gather(self) -> list[Exchange]:
         """Begin to make the parameters whole, where they are sharded; what to wait for."""
-        return [
-            all_gather_flat(
-                span.parameters, span.kept_parameters, group=span.within.shard, async_op=True
-            )
-            for span in self.spans
-            if span.is_gathered
-        ]
+        return [_gather(span) for span in self.spans if span.is_gathered]
 
     @torch.no_grad()
     def reduce(self) -> list[_Reduction]:
         """Begin to sum the gradients of all ranks."""
-        found = list[_Reduction]()
-        for span in self.trained:
-            # As tensors without a past: backwards in flight do not depend on what was there.
-            gradients, kept = span.gradients.data, span.kept_gradients.data
-            part = torch.empty_like(kept)
-            work = reduce_scatter_flat(part, gradients, group=span.within.shard, async_op=True)
-            found.append(_Reduction(work, part, kept))
-        return found
+        return [_reduce(span) for span in self.trained]
 
-    def wait_for(self, gathers: Sequence[Any]) -> None:
+    def wait_for(self, gathers: Sequence[Exchange]) -> None:
         """Wait for gathers."""
         for work in gathers:
             work.wait()
@@ -219,7 +221,12 @@ class ShardedLayer:
         """Wait for reductions, and add them to what the rank keeps."""
         for reduction in reductions:
             reduction.work.wait()
-            reduction.kept.add_(reduction.part)
+            reduction.add()
+
+    def meet(self) -> None:
+        """Wait for ranks that read this one's parameters, so that they may be written, or were."""
+        if self._peers is not None:
+            self._peers.meet()
 
     @torch.no_grad()
     def begin_backward(self, late: bool) -> None:
@@ -241,8 +248,8 @@ class ShardedLayer:
                         "up what comes to its own memory only. Leave .grad alone, or set it to None"
                     )
             span.gradients.data.zero_()
-        self._reductions = [] if self.after is None else self.after.reduce()
         self._gathers = [] if self.before is None or late else self.before.gather()
+        self._reductions = [] if self.after is None else self.after.reduce()
 
     def end_backward(self, hands_over: bool) -> None:
         """The gradients are complete. hands_over: the layer in front reduces them."""
@@ -252,6 +259,28 @@ class ShardedLayer:
         self._gathers, self._reductions = [], []
         if not hands_over:
             self.add(self.reduce())
+            self.meet()
+
+
+def _gather(span: GradientBucket) -> Exchange:
+    """Begin to make its parameters whole."""
+    if span.peers is not None:
+        return span.peers.gather()
+    work: Exchange = all_gather_flat(
+        span.parameters, span.kept_parameters, group=span.within.shard, async_op=True
+    )
+    return work
+
+
+def _reduce(span: GradientBucket) -> _Reduction:
+    """Begin to sum its gradients over all ranks."""
+    # As tensors without a past: backwards in flight do not depend on what was there.
+    gradients, kept = span.gradients.data, span.kept_gradients.data
+    if span.peers is not None:
+        return _Reduction(*span.peers.reduce(), kept)
+    part = torch.empty_like(kept)
+    work = reduce_scatter_flat(part, gradients, group=span.within.shard, async_op=True)
+    return _Reduction(work, [part], 0, kept)
 
 
 class ShardedLayers:

@@ -50,6 +50,9 @@ class StepPack(Protocol):
     @property
     def num_loss_tokens(self) -> int: ...
 
+    @property
+    def num_pairs(self) -> int: ...
+
 
 Pack = TypeVar("Pack", bound=StepPack)
 
@@ -119,18 +122,28 @@ def shares(
 
 def _rounds(batches: Sequence[Pack], together: int) -> list[list[Pack | PackedBatch]]:
     """Packs of equal capacity, `together` at a time, filled up with empty ones; in the order of
-    their first packs."""
-    rounds: list[list[Pack | PackedBatch]] = []
-    open_rounds: dict[Capacity, list[Pack | PackedBatch]] = {}
-    for batch in batches:
-        found = open_rounds.setdefault(batch.capacity, [])
-        if not found:
-            rounds.append(found)
-        found.append(batch)
-        if len(found) == together:
-            del open_rounds[batch.capacity]
-    for capacity, found in open_rounds.items():
-        found += [PackedBatch.empty(capacity)] * (together - len(found))
+    their first packs.
+
+    Ranks wait for each other in every round. So packs of a round are those whose attention takes
+    about as long: neighbours in the order of their pairs. Among equal ones the order of the step
+    counts. The fewest pairs have empty packs beside them.
+    """
+    if together == 1:
+        return [[batch] for batch in batches]
+    places: dict[Capacity, list[int]] = {}
+    for place, batch in enumerate(batches):
+        places.setdefault(batch.capacity, []).append(place)
+    chosen = [
+        ordered[start : start + together]
+        for found in places.values()
+        for ordered in [sorted(found, key=lambda place: -batches[place].num_pairs)]
+        for start in range(0, len(ordered), together)
+    ]
+    rounds = list[list[Pack | PackedBatch]]()
+    for some in sorted(chosen, key=min):
+        packs: list[Pack | PackedBatch] = [batches[place] for place in some]
+        packs += [PackedBatch.empty(packs[0].capacity)] * (together - len(some))
+        rounds.append(packs)
     return rounds
 
 

@@ -2,16 +2,11 @@
 
     memory of a rank   | rows [room, width] | weights float32 [room] |     published by its owner, read by all
 
-torch's symmetric memory (its CUDA backend: memory of one host's GPUs, mapped into every process)
-gives addresses and a barrier on the device. The barrier (torch 2.11, CUDASymmetricMemory) sets a
-flag in every peer's memory, waits for those of all peers and clears them again, so it can be
-replayed; without a time limit it waits as long as a peer takes. Memory is allocated and made known
-to the peers outside of captures; what it holds between two exchanges means nothing.
+It is symmetric memory (`ops/symmetric_memory.py`). What it holds between two exchanges means
+nothing.
 """  # noqa: E501
 
 import math
-import os
-import socket
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,16 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from packgraph.ops import symmetric_memory
 from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.symmetric_memory import NoSymmetricMemory, SymmetricMemory, hosts_problem
 
-MOST_RANKS = 8
 MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products like
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class NoSymmetricMemory(RuntimeError):
-    """There is no memory that these ranks could read from each other; the message says why and what
-    to do."""
 
 
 class Buffers(Protocol):
@@ -95,13 +86,10 @@ def meet(memory: Tensor, group: str) -> None:
 def symmetric_problem(device: torch.device, ranks: int) -> str | None:
     """Why symmetric buffers cannot be had, None where they can. Host facts only, equal on all ranks
     of a host."""
-    if device.type != "cuda":
-        return f"symmetric memory is memory of GPUs, not of {device.type}"
-    if not 2 <= ranks <= MOST_RANKS:
-        return f"symmetric memory is for 2 to {MOST_RANKS} ranks of one host, not {ranks}"
-    if not HAS_TRITON:
+    problem = symmetric_memory.symmetric_problem(device, ranks)
+    if problem is None and not HAS_TRITON:
         return "the kernels that read it need Triton, which is not installed"
-    return None
+    return problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +111,7 @@ class SymmetricBuffers:
     rows: int = field(init=False)
     group: str = field(init=False)
     rank: int = field(init=False)
+    symmetric: SymmetricMemory = field(init=False)
 
     def __post_init__(self) -> None:
         """Collective over the ranks. Raises NoSymmetricMemory where it cannot be had, RuntimeError
@@ -132,20 +121,21 @@ class SymmetricBuffers:
         if problem is None and self.dtype not in DTYPES:
             problem = f"rows travel in bfloat16, float16 or float32, not {self.dtype}"
         if problem is None:
-            problem = _hosts_problem(self.members)
+            problem = hosts_problem(self.members)
         if problem is not None:
             raise NoSymmetricMemory(f"{problem}; use dispatcher = padded")
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "symmetric memory cannot be allocated while a graph is captured: make it before"
-            )
-        rows, group = rows_for(self.pairs, self.factor, ranks), str(self.members.group_name)
-        memory, peers = _allocate(bytes_for(rows, self.width, self.dtype), group, self.device)
+        rows = rows_for(self.pairs, self.factor, ranks)
+        size = bytes_for(rows, self.width, self.dtype)
+        try:
+            made = SymmetricMemory(size, self.members, self.device)
+        except NoSymmetricMemory as error:
+            raise NoSymmetricMemory(f"{error}; use dispatcher = padded") from error
         for name, value in (
-            ("memory", memory),
-            ("peers", peers),
+            ("symmetric", made),
+            ("memory", made.memory),
+            ("peers", torch.tensor(made.addresses, dtype=torch.int64, device=self.device)),
             ("rows", rows),
-            ("group", group),
+            ("group", str(self.members.group_name)),
             ("rank", dist.get_rank(self.members)),
         ):
             object.__setattr__(self, name, value)
@@ -155,39 +145,3 @@ class SymmetricBuffers:
         return SymmetricBuffers(
             self.members, self.pairs, factor, self.width, self.dtype, self.device
         )
-
-
-def _hosts_problem(members: dist.ProcessGroup) -> str | None:
-    names: list[str] = [""] * dist.get_world_size(members)
-    dist.all_gather_object(names, socket.gethostname(), group=members)
-    if len(set(names)) == 1:
-        return None
-    return (
-        "symmetric memory is for ranks of one host, but these are on "
-        f"{', '.join(sorted(set(names)))}"
-    )
-
-
-def _allocate(size: int, group: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """This rank's memory and where it is on all ranks: uint8 [size] and int64 [ranks]."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-    from torch.distributed import _symmetric_memory as symmetric
-
-    # As for NCCL (parallel/processes.py): multicast memory is not freed when graphs that used it
-    # are.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    if symmetric.get_backend(device) != "CUDA":
-        symmetric.set_backend("CUDA")
-    # Not from a pool: there a tensor may begin at another offset on every rank.
-    memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
-    handle = symmetric.rendezvous(memory, group)  # type: ignore[arg-type]
-    if handle.buffer_ptrs[handle.rank] != memory.data_ptr():
-        raise NoSymmetricMemory(
-            f"torch {torch.__version__} says that its symmetric memory begins elsewhere than the "
-            "tensor in it; use dispatcher = padded"
-        )
-    memory.zero_()
-    peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    torch.cuda.synchronize(device)
-    handle.barrier()  # builds what the first one builds
-    return memory, peers

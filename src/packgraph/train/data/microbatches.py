@@ -28,7 +28,7 @@ from functools import partial
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple, Protocol
 
-from packgraph.packing.batch import PackedBatch
+from packgraph.packing.batch import PackedBatch, count_pairs
 from packgraph.packing.capacity import Capacity, CapacitySet
 from packgraph.packing.document import Document, PackableDocument
 from packgraph.packing.pack import PackingWindow, PackReport, PlannedPack, fitting_parts
@@ -161,11 +161,17 @@ class Microbatches:
 
     def _planned(self, chosen: Sequence[Waiting], capacity: Capacity) -> PlannedPack:
         """A pack of these documents; counted."""
-        tokens = sum([one.tokens for one in chosen])
+        lengths = [one.tokens for one in chosen]
+        tokens = sum(lengths)
         self.report.count_pack(len(chosen), tokens, capacity.tokens)
         loss_tokens = sum([one.loss_tokens for one in chosen])
         return PlannedPack(
-            capacity, len(chosen), tokens, loss_tokens, partial(self._documents_of, chosen)
+            capacity,
+            len(chosen),
+            tokens,
+            loss_tokens,
+            count_pairs(lengths),
+            partial(self._documents_of, chosen),
         )
 
     def _documents_of(self, chosen: Sequence[Waiting]) -> list[Document]:

@@ -61,15 +61,11 @@ from packgraph.models.decoder import ModelChunks
 from packgraph.models.layers.moe import Gate, MoEBlock, moe_blocks
 from packgraph.moe.balance import update_bias
 from packgraph.moe.dispatch.choose import Budgeted, with_factor
-from packgraph.moe.peer_read.buffers import (
-    Buffers,
-    NoSymmetricMemory,
-    SymmetricBuffers,
-    symmetric_problem,
-)
+from packgraph.moe.peer_read.buffers import Buffers, SymmetricBuffers, symmetric_problem
 from packgraph.moe.stash.experts import columns_of
 from packgraph.moe.stash.plan import grown_pages, pages_for
 from packgraph.moe.stash.stash import Stash
+from packgraph.ops.symmetric_memory import NoSymmetricMemory
 from packgraph.parallel.mesh import Mesh
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.reading import ConfigError

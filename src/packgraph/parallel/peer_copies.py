@@ -1,0 +1,206 @@
+"""Exchanges of sharded layers between the GPUs of one host by copies, without collectives.
+
+Every rank reads what the others keep of a layer, and their sums of gradients, from their memory
+(`ops/symmetric_memory.py`). Such copies are made by the copy engines of a GPU, so that products go
+on with all multiprocessors, where a collective's kernels take some of them; and a rank waits for
+the others only where data changes:
+
+    parameters   | meet |  copies, layer by layer, forward  | meet | copies, backward |  meet | update
+                 everyone has updated                       nobody reads any more
+
+    gradients    | meet |  copies  | meet |  add to what is kept, in the order of ranks
+                 of a layer are complete   their buffer is free
+
+Between the first meeting of a forward and its last nobody writes parameters, nor in a backward, so
+gathers need no meeting of their own. One stream beside the main one has all copies, in program
+order. It forks from the main stream and is joined within the stages of one layer, so captured
+graphs hold whole exchanges. Sums are added in the order of ranks, each rounded to the dtype, as the
+hops of a ring would; with two ranks they have the bits of a collective.
+"""  # noqa: E501
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packgraph.ops.symmetric_memory import SymmetricMemory, hosts_problem, symmetric_problem
+
+
+class Exchange(Protocol):
+    """Something under way."""
+
+    def wait(self) -> object:
+        """Whatever is launched afterwards on the current stream sees it done."""
+
+
+class Peers(Protocol):
+    """The ranks of a group that read each other's memory.
+
+    Attributes:
+        rank: Of this process in the group.
+        ranks: Processes of the group.
+    """
+
+    rank: int
+    ranks: int
+
+    def allocate(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Zeros [size] that the others read. Collective; sizes are equal."""
+
+    def of_rank(self, rank: int, mine: Tensor) -> Tensor:
+        """The same place of another rank's memory as `mine`, a part of what was allocated."""
+
+    def meet(self) -> None:
+        """Wait, on the current stream, until all ranks are here."""
+
+    def beside(self) -> contextlib.AbstractContextManager[Exchange]:
+        """Within the block, work is launched on the stream of copies, behind what the current
+        stream has; it may be waited for after the block."""
+
+
+class PeerReduction(NamedTuple):
+    """Gradients of all ranks on their way. parts: by rank. own: whose part is this rank's, in the
+    memory of its gradients, which is not to be written."""
+
+    work: Exchange
+    parts: list[Tensor]
+    own: int
+
+
+class PeerParts:
+    """A bucket of a sharded layer in the memory of all ranks.
+
+    Args:
+        peers: The ranks.
+        parameters: [ranks * n], whole while the layer runs.
+        kept_parameters: [n], this rank's part, in memory that peers read; None where they are not
+            gathered.
+        gradients: [ranks * n], this rank's sums, in such memory; empty where it is frozen.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        parameters: Tensor,
+        kept_parameters: Tensor | None,
+        gradients: Tensor,
+    ) -> None:
+        self._peers = peers
+        # Nearest first, so that all ranks read from different ones.
+        self._others = [(peers.rank + step) % peers.ranks for step in range(1, peers.ranks)]
+        self._copies = list[tuple[Tensor, Tensor]]()
+        if kept_parameters is not None:
+            wholes = parameters.view(peers.ranks, -1).unbind()
+            self._copies = [(wholes[peers.rank], kept_parameters)] + [
+                (wholes[rank], peers.of_rank(rank, kept_parameters)) for rank in self._others
+            ]
+        self._sums = dict[int, Tensor]()
+        if gradients.numel():
+            own = gradients.data.view(peers.ranks, -1)[peers.rank]
+            self._sums = {rank: peers.of_rank(rank, own) for rank in self._others}
+            self._sums[peers.rank] = own
+
+    def meet(self) -> None:
+        """See `Peers`."""
+        self._peers.meet()
+
+    def gather(self) -> Exchange:
+        """Begin to make `parameters` whole."""
+        with self._peers.beside() as work:
+            for target, source in self._copies:
+                target.copy_(source, non_blocking=True)
+        return work
+
+    def reduce(self) -> PeerReduction:
+        """Begin to bring this rank's part of all ranks' gradients here. Collective."""
+        here, own = dict(self._sums), self._peers.rank
+        for rank in self._others:
+            here[rank] = torch.empty_like(self._sums[own])
+        with self._peers.beside() as work:
+            self._peers.meet()
+            for rank in self._others:
+                here[rank].copy_(self._sums[rank], non_blocking=True)
+            self._peers.meet()
+        return PeerReduction(work, [here[rank] for rank in sorted(here)], own)
+
+
+class CudaPeers:
+    """`Peers` on GPUs of one host. Making them is collective.
+
+    Raises:
+        RuntimeError: Where there is no such memory, or the driver refuses it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._device = group, device
+        self._memories = list[SymmetricMemory]()
+        self._flags = {name: SymmetricMemory(16, group, device) for name in ("main", "beside")}
+        # Its few small kernels begin before those of the main stream that wait, too.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def allocate(self, size: int, dtype: torch.dtype) -> Tensor:
+        """As `Peers.allocate`."""
+        made = SymmetricMemory(size * dtype.itemsize, self._group, self._device)
+        self._memories.append(made)
+        return made.memory.view(dtype)
+
+    def of_rank(self, rank: int, mine: Tensor) -> Tensor:
+        """As `Peers.of_rank`."""
+        (memory,) = (memory for memory in self._memories if memory.holds(mine))
+        return memory.of_rank(rank, mine)
+
+    def meet(self) -> None:
+        """As `Peers.meet`."""
+        is_beside = torch.cuda.current_stream(self._device) == self._stream
+        self._flags["beside" if is_beside else "main"].meet()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Exchange]:
+        """As `Peers.beside`."""
+        done = _Event(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield done
+            done.record()
+
+
+class _Event:
+    """When the stream of copies has come to a point."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._event = device, torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+def find_peers(group: dist.ProcessGroup | None, device: torch.device) -> Peers | None:
+    """The ranks of `group` as peers; None where they are not 2 to 8 GPUs of one host, or the driver
+    maps no memory of theirs, which is said. Collective."""
+    if group is None or symmetric_problem(device, dist.get_world_size(group)) is not None:
+        return None
+    if hosts_problem(group) is not None:
+        return None
+    made, problem = None, ""
+    try:
+        made = CudaPeers(group, device)
+    except RuntimeError as error:
+        problem = f"rank {dist.get_rank(group)}: {error}"
+    problems = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    if not any(problems):
+        return made
+    warnings.warn(
+        "sharded layers are exchanged by collectives, which is slower: GPUs cannot read each "
+        f"other's memory ({next(filter(None, problems))})",
+        stacklevel=2,
+    )
+    return None
