@@ -3,6 +3,7 @@
 import builtins
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -633,3 +634,14 @@ def test_a_run_that_was_made_meanwhile_is_not_destroyed(
         p.name for p in folder.iterdir()
     ) == [".claim", "checkpoints", "summary.json"]
     assert name or (tmp_path / "runs" / "qwen3-tiny-2" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_long_imports_collect_no_garbage(collects: bool) -> None:
+    (gc.enable if collects else gc.disable)()
+    try:
+        with cli._long_imports():
+            assert not gc.isenabled()
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()

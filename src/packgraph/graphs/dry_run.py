@@ -38,6 +38,7 @@ from packgraph.graphs.checks.escapes import Observation, ObservingChecker
 from packgraph.graphs.checks.host_calls import (
     SavedTensorHooks,
     Unseen,
+    UnseenLoop,
     unwatched,
     watch_also,
     watched_calls,
@@ -335,9 +336,11 @@ def _once(
         compiled_code(program.compiler is not None),
     ):
         parameters, found = [*aliases.alias_of.values()], list[DryRun]()
-        run = _CheckedRun(shown, effects, backend, gradients, journal, parameters, seen)
+        with UnseenLoop():
+            run = _CheckedRun(shown, effects, backend, gradients, journal, parameters, seen)
         how(lambda: found.append(run(args, kwargs)))
-    state.moved()  # which lets go of what was there in the run
+    with UnseenLoop():
+        state.moved()  # which lets go of what was there in the run
     return found[0]
 
 
@@ -438,12 +441,12 @@ class _CheckedRun:
                     "register it (nn.Parameter attribute or register_parameter), or pass it as an "
                     "argument",
                 )
-        staged = {t.untyped_storage()._cdata for t in given}
-        inside = (
-            staged | self.seen.storages()
-        )  # an earlier run of stages may have made what this one reads
-        self.read |= {key: tensor for key, tensor in watch.external.items() if key not in inside}
-        self.written |= {key: tensor for key, tensor in watch.written.items() if key not in inside}
+        with UnseenLoop():
+            staged = {t.untyped_storage()._cdata for t in given}
+            # An earlier run of stages may have made what this one reads.
+            inside = staged | self.seen.storages()
+            for mine, seen in ((self.read, watch.external), (self.written, watch.written)):
+                mine.update((key, tensor) for key, tensor in seen.items() if key not in inside)
         state = with_lengths(state, shown, result)
         return state if self.whole else self._cut(state, given)
 
@@ -482,6 +485,7 @@ class _CheckedRun:
                 end.register_hook(watch_also())
         with (
             self._unchanged(),
+            self.seen.calls.above(),
             HostSyncCheck(self.device),
             ObservingChecker(self.journal, self.device, self.seen, forward=False),
             torch.autocast(self.device_type, enabled=False),
@@ -567,16 +571,17 @@ def _undone(
     module: torch.nn.Module, backend: Backend, effects: SideEffects, watched: bool
 ) -> Iterator[Journal]:
     journal = Journal()
-    backend.extra_generators = module_generators(module)
-    generators = backend.generators()
     collecting = gc.isenabled()
     gc.disable()
-    torch.clear_autocast_cache()
-    effects.begin(generators)
-    with torch.no_grad():
-        for buffer in effects.buffers():
-            journal.before_write(buffer)
-    journal.draws = effects.draws
+    with UnseenLoop():
+        backend.extra_generators = module_generators(module)
+        generators = backend.generators()
+        torch.clear_autocast_cache()
+        effects.begin(generators)
+        with torch.no_grad():
+            for buffer in effects.buffers():
+                journal.before_write(buffer)
+        journal.draws = effects.draws
     try:
         with (
             fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
@@ -586,10 +591,11 @@ def _undone(
             yield journal
         effects.check()
     finally:
-        effects.undo()
-        torch.clear_autocast_cache()
-        with torch.no_grad():
-            journal.restore()
+        with UnseenLoop():
+            effects.undo()
+            torch.clear_autocast_cache()
+            with torch.no_grad():
+                journal.restore()
         if collecting:
             gc.enable()
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packgraph.graphs.checks.host_calls import SeesBuiltin, Unseen, Watcher, watched_calls
+from packgraph.graphs.checks.host_calls import SeesBuiltin, UnseenLoop, Watcher, watched_calls
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, FunctionWatcher
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.parameters import local_tensor
@@ -63,6 +63,7 @@ _COMPILERS = tuple(
 )
 _ORIGINS = {_TENSOR.is_leaf.__get__: "Tensor.is_leaf", _TENSOR.grad_fn.__get__: "Tensor.grad_fn"}
 _SWITCHES = (torch.Tensor.requires_grad_, _TENSOR.requires_grad.__set__)
+_LOOKED_AT = {*_REFUSED, *_ORIGINS, *_SWITCHES}
 
 
 class _Facts(NamedTuple):
@@ -113,7 +114,7 @@ def only_forward(
 
 
 def _facts_of(tensors: Iterable[torch.Tensor]) -> list[_Facts]:
-    with Unseen(), torch._C.DisableTorchFunction():  # what is looked at here is nobody's call
+    with UnseenLoop(), torch._C.DisableTorchFunction():  # what is looked at here is nobody's call
         return [_Facts.of(tensor) for tensor in tensors]
 
 
@@ -220,6 +221,8 @@ class _ForwardCalls(FunctionWatcher):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _LOOKED_AT:
+            return func(*args, **kwargs)
         refused = _REFUSED.get(func)
         if refused is not None:
             if func == _DATA:

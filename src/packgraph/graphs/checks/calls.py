@@ -7,11 +7,12 @@ form, and those of the module by where they lie, too: so another expert of the s
 call.
 """
 
+import contextlib
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,7 @@ class OperationLog:
         self._digest: tuple[int, int] | None = None
         self._owned: set[int] = set()
         self._files: dict[str, bool] = {}
+        self._base: tuple[FrameType, Line | str] | None = None
 
     def tell_apart(self, tensors: Iterable[torch.Tensor]) -> None:
         """These are parameters and buffers of the module: operations on them differ by which they
@@ -145,16 +147,33 @@ class OperationLog:
             place = storage, operand.storage_offset(), operand.stride()
         return _Tensor(place, tuple(operand.shape), operand.dtype, operand.device)
 
+    @contextlib.contextmanager
+    def above(self) -> Iterator[None]:
+        """Within the block the user's code that calls the caller stays where it is: frames above
+        it are looked through once."""
+        with Unseen():
+            frame = sys._getframe(2)
+            self._base = frame, self._line_from(frame)
+        try:
+            yield
+        finally:
+            self._base = None
+
     def line(self) -> Line | str:
         """Where the user's code is now."""
-        frame = sys._getframe(2)
+        return self._line_from(sys._getframe(2))
+
+    def _line_from(self, frame: FrameType | None) -> Line | str:
+        base, found = self._base or (None, "")
         while frame is not None:
+            if frame is base:
+                return found
             name = frame.f_code.co_filename
             if name not in self._files:
                 self._files[name] = is_user_file(name)
             if self._files[name]:
                 return Line(frame.f_code, frame.f_lineno)
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return "the autograd engine"
 
 
@@ -282,10 +301,8 @@ class Uses(CodeWatcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and shapes_only(types):
-            return func(*args, **kwargs)
         if types and not PLAIN_TENSORS.issuperset(types):
-            return NotImplemented
+            return func(*args, **kwargs) if shapes_only(types) else NotImplemented
         operation = operation_of(func)
         if operation is None:
             return func(*args, **kwargs)

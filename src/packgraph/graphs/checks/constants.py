@@ -17,7 +17,7 @@ import torch
 from packgraph.graphs.checks.host_sync import FunctionWatcher
 from packgraph.graphs.errors import CaptureError, user_line
 
-_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _OUTSIDE = "make the tensor once outside, or use torch.full / new_zeros / arange"
 _VARIES = "pass what changes from call to call to forward as an argument, as a tensor"
 

@@ -212,16 +212,17 @@ class Unseen:
     """Within a block of the machinery, which watches nothing, this thread's calls are not looked
     at: to save time. A profiler that captured code has begun stays, and is found. From Python 3.12
     on all are looked at: to take the profile function off and put it back costs more there than the
-    function does."""
+    function does for the few calls of a block."""
 
     __slots__ = ("_see",)
+    _pays = _CHEAP
 
     def __enter__(self) -> None:
         hook = _THREAD.hook
         if hook is not None and hook.told.importing is not None:
             hook.go_on()
         self._see = (
-            hook.see if _CHEAP and hook is not None and sys.getprofile() is hook.see else None
+            hook.see if self._pays and hook is not None and sys.getprofile() is hook.see else None
         )
         if self._see is not None:
             sys.setprofile(None)
@@ -229,6 +230,14 @@ class Unseen:
     def __exit__(self, *raised: object) -> None:
         if self._see is not None:
             sys.setprofile(self._see)
+
+
+class UnseenLoop(Unseen):
+    """The same for a block that goes through all of a module: its calls grow with the layers, and
+    are left out by every Python."""
+
+    __slots__ = ()
+    _pays = True
 
 
 def watch_also() -> Callable[[object], None]:

@@ -10,12 +10,15 @@ those that it knows are advanced by replays; drawing from any other is refused.
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,6 +85,7 @@ _MASKS = (
     "are not looked at"
 )
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
+_LOOKED_AT = _HOST_READS.keys() | _FROM_PYTHON
 _REPEAT = "pass output_size= (a static number) to repeat_interleave"
 _WAYS_OUT = {
     "nonzero": _SHAPE,
@@ -95,11 +99,6 @@ _WAYS_OUT = {
     "_local_scalar_dense": _KEEP,
     "equal": "compare on the device: (a == b).all()",
     "is_nonzero": _KEEP,
-}
-_SPARSE = {
-    "_sparse_coo_tensor_with_dims_and_tensors",
-    "_sparse_coo_tensor_with_dims",
-    "_sparse_coo_tensor_unsafe",
 }
 _FIXED: ContextVar[bool] = ContextVar("packgraph_compiled_before", default=False)
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
@@ -205,6 +204,8 @@ class HostSyncCheck(FunctionWatcher):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name not in _LOOKED_AT:
+            return func(*args, **(kwargs or {}))
         if (
             name in _HOST_READS
             and args
@@ -263,9 +264,36 @@ def all_is_compiled() -> bool:
 class CodeWatcher(TorchDispatchMode):
     """A dispatch mode that is told of compiled code as of one operation."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        own = cls.__dict__.get("__torch_dispatch__")
+        super().__init_subclass__(**kwargs)
+        if own is not None:
+            cls.__torch_dispatch__ = _hidden_from_compiler(own, cls.__torch_dispatch__)  # type: ignore[method-assign]
+
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         """Asked by torch when the mode begins: whether torch.compile may work under it."""
         return _COMPILED.get()
+
+
+def _hidden_from_compiler(
+    own: Callable[..., Any], disabled: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A dispatch mode's `__torch_dispatch__` that torch.compile does not trace.
+
+    torch wraps it to that end (`disabled`), in ten calls for every operation. Where no compiler
+    waits for frames there is nothing to hide.
+    """
+
+    @skip
+    @functools.wraps(own)
+    def dispatch(
+        self: TorchDispatchMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if get_eval_frame_callback() is None:
+            return own(self, func, types, args, kwargs)
+        return disabled(self, func, types, args, kwargs)
+
+    return dispatch
 
 
 class CaptureChecker(CodeWatcher):
@@ -286,10 +314,8 @@ class CaptureChecker(CodeWatcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and shapes_only(types):
-            return func(*args, **kwargs)
         if types and not PLAIN_TENSORS.issuperset(types):
-            return NotImplemented
+            return func(*args, **kwargs) if shapes_only(types) else NotImplemented
         with Unseen():
             operation = operation_of(func)
             if operation is not None:
@@ -302,7 +328,7 @@ class CaptureChecker(CodeWatcher):
             else func(*args, **kwargs)
         )
         with Unseen():
-            results = flat((result,))
+            results = [result] if type(result) in PLAIN_TENSORS else flat((result,))
             self._own.update(storages(results).keys() - inputs)
             self.has_run(operation, inputs, operands, written, results)
         return result
@@ -320,9 +346,9 @@ class CaptureChecker(CodeWatcher):
             if key not in self._own:
                 self.journal.before_write(tensor)
                 self.written[key] = tensor
-        self.external.update(
-            (key, tensor) for key, tensor in inputs.items() if key not in self._own
-        )
+        for key, tensor in inputs.items():
+            if key not in self._own:
+                self.external[key] = tensor
         return operands, inputs.keys(), written.keys()
 
     def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
@@ -352,7 +378,7 @@ def refuse_unsafe(
     advance, or compute otherwise than eager calls.
     """
     name, tensors = operation.name, tensors_of(operands)
-    sparse = name in _SPARSE
+    sparse = operation.makes_sparse
     for tensor in tensors:
         sparse = sparse or tensor.layout is not torch.strided
     if sparse:
@@ -361,6 +387,8 @@ def refuse_unsafe(
             user_line(),
             "use dense gradients: nn.Embedding(sparse=False). " + LEAVE_OUT,
         )
+    if operation.is_harmless:
+        return
     _refuse_random(operation, operands, tensors, kwargs.get("device"), device)
     if operation.is_product and args[0].requires_grad and torch.is_grad_enabled():
         raise CaptureError(
@@ -384,7 +412,7 @@ def refuse_unsafe(
                 _SHAPE,
             )
         return
-    if name == "_to_copy" and device is not None:
+    if operation.copies and device is not None:
         _refuse_transfer(args[0], kwargs)
     if operation.waits and kwargs.get("output_size") is None:
         shown = (

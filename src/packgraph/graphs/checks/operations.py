@@ -38,6 +38,11 @@ _RESIZING = {
     aten.set_.source_Tensor,
     aten.set_.default,
 }
+_SPARSE = {
+    "_sparse_coo_tensor_with_dims_and_tensors",
+    "_sparse_coo_tensor_with_dims",
+    "_sparse_coo_tensor_unsafe",
+}
 # Namespaces whose operations draw only if they are tagged so.
 _KNOWN_NAMESPACES = {"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -61,7 +66,8 @@ class Operation(NamedTuple):
     changes running averages, too. is_view: it reads no values, its results are other views of its
     inputs. waits: the host needs a result. draws: random numbers. moves: it may draw from default
     generators, which cannot be told. may_draw: either. maskable: a boolean mask among its indices
-    makes it wait.
+    makes it wait. copies: it may copy from one device to another. is_harmless: a graph can hold it,
+    whatever it is given, but for sparse tensors.
     """
 
     function: Any
@@ -79,15 +85,20 @@ class Operation(NamedTuple):
     resizes: bool
     is_product: bool
     takes_generator: bool
+    makes_sparse: bool
+    copies: bool
+    is_harmless: bool
 
     def written_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors among the arguments that a call changes in place."""
         if self.undeclared:
             return self.uncounted_of(args, kwargs)
+        if not self.written:
+            return []
         values = [
             args[index] if index < len(args) else kwargs.get(name) for index, name in self.written
         ]
-        return tensors_of(flat(values)) if values else []
+        return tensors_of(flat(values))
 
     def uncounted_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Those that a call changes though the schema does not say so: their versions do not count
@@ -133,9 +144,13 @@ def _facts(function: Any) -> Operation:
     ]  # compiled code has none
     draws = torch.Tag.nondeterministic_seeded in tags
     moves = not overload or (not draws and function.namespace not in _KNOWN_NAMESPACES)
+    name = function.overloadpacket.__name__
+    waits = not DATA_DEPENDENT.isdisjoint(tags)
+    takes_generator = not overload or "Generator" in str(schema)
+    special = overload and function in _MASKABLE | _RESIZING | _PRODUCTS
     return Operation(
         function,
-        function.overloadpacket.__name__,
+        name,
         str(function),
         schema.is_mutable,
         tuple(
@@ -145,14 +160,17 @@ def _facts(function: Any) -> Operation:
         ),
         overload and function in _UNDECLARED,
         bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
-        waits=not DATA_DEPENDENT.isdisjoint(tags),
+        waits=waits,
         draws=draws,
         moves=moves,
         may_draw=draws or moves,
         maskable=overload and function in _MASKABLE,
         resizes=overload and function in _RESIZING,
         is_product=overload and function in _PRODUCTS,
-        takes_generator=not overload or "Generator" in str(schema),
+        takes_generator=takes_generator,
+        makes_sparse=name in _SPARSE,
+        copies=name == "_to_copy",
+        is_harmless=not (waits or draws or takes_generator or special or name == "_to_copy"),
     )
 
 
@@ -188,8 +206,13 @@ def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def storages(values: Iterable[Any]) -> dict[int, torch.Tensor]:
     """The tensors among `values` by storage; without those that have none."""
-    return {
-        tensor.untyped_storage()._cdata: tensor
-        for tensor in tensors_of(values)
-        if tensor.layout is torch.strided
-    }
+    found: dict[int, torch.Tensor] = {}
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN_VALUES:
+            continue
+        if (kind in PLAIN_TENSORS or isinstance(value, torch.Tensor)) and (
+            value.layout is torch.strided
+        ):
+            found[value.untyped_storage()._cdata] = value
+    return found

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from packgraph.graphs.checks.host_calls import Unseen
+from packgraph.graphs.checks.host_calls import UnseenLoop
 from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.checks.module_state import PLAIN, Mark, ModuleState, owners
 from packgraph.graphs.checks.random_state import Draws
@@ -138,7 +138,7 @@ class SideEffects:
 
         parameters_too: False while aliases stand in for the parameters.
         """
-        with Unseen():
+        with UnseenLoop():
             expected = [] if self._latest.is_same(parameters_too=False) else self._latest.others
             if parameters_too:
                 expected = expected + self._before.parameters
@@ -163,14 +163,16 @@ class SideEffects:
     def allowed(self) -> Iterator[None]:
         """Eager code runs in this block, at every replay too: it may do what it likes. Checks what
         went before."""
-        with Unseen():
-            self.check(parameters_too=False)
-            if not self._latest.is_same():
+        with UnseenLoop():
+            if self._latest.is_same():
+                self.draws.check(forward_line(self.module))
+            else:
+                self.check(parameters_too=False)
                 self._latest = _Looked(self.module)
             self._state.moved()
         with self.draws.allowed():
             yield
-        with Unseen():
+        with UnseenLoop():
             self.volatile |= self._state.moved()
             if not self._latest.is_same():
                 for content in [*self._latest.others, *self._latest.parameters]:
@@ -190,28 +192,30 @@ class _Looked:
             content for content in found.values() if content.attribute == "_parameters"
         ]
         self.others = [content for content in found.values() if content.attribute != "_parameters"]
-        self._held = [
-            (containers, _held(containers))
-            for containers in (
-                [content.container for content in contents]
-                for contents in (self.others, self.parameters)
-            )
-        ]
+        self._held = [(held, held()) for held in map(_Holdings, (self.others, self.parameters))]
 
     def is_same(self, parameters_too: bool = True) -> bool:
         """Whether all of them hold the same objects as then. It errs on the safe side."""
         return all(
-            len(now := _held(containers)) == len(before) and all(map(operator.is_, now, before))
-            for containers, before in self._held[: 2 if parameters_too else 1]
+            len(now := held()) == len(before) and all(map(operator.is_, now, before))
+            for held, before in self._held[: 2 if parameters_too else 1]
         )
 
 
-def _held(containers: list[Any]) -> list[Any]:
-    """All that is in them, in order."""
-    values = map(
-        dict.values, (container for container in containers if isinstance(container, dict))
-    )
-    return [*map(len, containers), *chain.from_iterable(containers), *chain.from_iterable(values)]
+class _Holdings:
+    """All that is in containers, in order."""
+
+    def __init__(self, contents: list[_Content]) -> None:
+        self._containers = [content.container for content in contents]
+        self._dicts = [held for held in self._containers if isinstance(held, dict)]
+
+    def __call__(self) -> list[Any]:
+        values = map(dict.values, self._dicts)
+        return [
+            *map(len, self._containers),
+            *chain.from_iterable(self._containers),
+            *chain.from_iterable(values),
+        ]
 
 
 def _note(

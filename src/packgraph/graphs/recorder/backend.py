@@ -116,10 +116,8 @@ class _Recording(CodeWatcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, window = kwargs or {}, self.window
-        if types and shapes_only(types):
-            return func(*args, **kwargs)
         if types and not PLAIN_TENSORS.issuperset(types):
-            return NotImplemented
+            return func(*args, **kwargs) if shapes_only(types) else NotImplemented
         if (
             func is torch.ops.aten.lift_fresh.default
         ):  # a tensor made of numbers: each replay has one of its own

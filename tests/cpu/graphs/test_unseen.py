@@ -1,0 +1,104 @@
+"""What a capture leaves out of its watch of Python calls: its own work, and that of torch for a
+compiler."""
+
+import pytest
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import packgraph
+from packgraph.graphs.checks.host_calls import Unseen, UnseenLoop, Watcher, watched_calls
+from packgraph.graphs.checks.host_sync import CodeWatcher, compiled_stages
+
+
+class Names(Watcher):
+    """The functions that were called, and how often."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def entered(self, frame):
+        name = frame.f_code.co_qualname
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+
+def work():
+    return None
+
+
+class Adds(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+def capture_watched(layers):
+    """Names of what is called in a capture of so many layers."""
+    graphed = packgraph.graph(nn.Sequential(*(Adds() for _ in range(layers))), warmup=0)
+    watcher = Names()
+    with watched_calls(watcher):
+        graphed(torch.ones(3, requires_grad=True)).sum().backward()
+    assert graphed.stats.captured == 1 and not graphed.failures
+    return watcher.calls
+
+
+def test_what_grows_with_the_module_is_not_looked_at_and_its_code_is():
+    calls = capture_watched(4)
+    assert calls["Adds.forward"] >= 4
+    of_machinery = {"_note", "_copy", "_look", "Aliases.alias", "_Facts.of", "differing"}
+    assert not of_machinery & calls.keys()
+
+
+def test_a_block_is_not_looked_at_and_what_follows_is():
+    for block in (Unseen, UnseenLoop):
+        watcher = Names()
+        with watched_calls(watcher):
+            work()
+            with block():
+                work()
+            work()
+        seen_by_this_python = 2 if block._pays else 3
+        assert watcher.calls["work"] == seen_by_this_python
+    assert UnseenLoop._pays
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_compiler_traces_no_watcher_of_operations():
+    """torch hides a mode from its compiler in every call; this library's only where one waits."""
+    found = []
+
+    @skip
+    def left_to_eager(x):
+        return x + 1
+
+    def under(mode):
+        found.clear()
+        torch._dynamo.reset()
+        with compiled_stages(), mode:
+            torch.compile(lambda x: left_to_eager(x) * 2, backend="eager")(torch.ones(2))
+        assert found
+        return [one for one in found if one is not None]
+
+    class Hidden(CodeWatcher):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.append(get_eval_frame_callback())
+            return func(*args, **(kwargs or {}))
+
+    class Plain(TorchDispatchMode):
+        """Negative control: a compiler waits for the frames of what it has left to eager."""
+
+        @classmethod
+        def _should_skip_dynamo(cls):
+            return False
+
+        @classmethod
+        def ignore_compile_internals(cls):
+            return True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.append(get_eval_frame_callback())
+            return func(*args, **(kwargs or {}))
+
+    assert under(Hidden()) == []
+    assert under(Plain()) != []
