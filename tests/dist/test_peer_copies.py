@@ -5,11 +5,13 @@ import contextlib
 import dataclasses
 import functools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from distkit import CPU, run_ranks
-from peerkit import peers_on_cpus
+from peerkit import FilePeers, peers_on_cpus
 from shardedkit import settings, train
 from torch import nn
 from tracekit import differences
@@ -17,6 +19,8 @@ from tracekit import differences
 import packgraph
 from packgraph.graphs.stages import Stage, run_stages
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.peer_copies import PeerParts
+from packgraph.parallel.sharded_layers import ShardedLayers
 from packgraph.verification.matrix import budget_over, config_for, random_packs
 from packgraph.verification.ranks import verify_ranks
 
@@ -63,10 +67,41 @@ def test_combinations_have_the_bits_of_collectives(case):
 
 
 @pytest.mark.dist
-def test_four_ranks_add_in_their_order_and_graphs_have_the_bits_of_eager():
-    ways = [("parameters", False, True), ("parameters", True, True)]
-    for eager, graph in run_ranks(run_ways, 4, ways, {}, {"packs": 5}):
+def test_four_ranks_are_those_of_collectives_within_rounding_and_graphs_have_the_bits_of_eager():
+    """Ranks add in another order than gloo does."""
+    ways = [("parameters", False, False), ("parameters", False, True), ("parameters", True, True)]
+    for collectives, eager, graph in run_ranks(run_ways, 4, ways, {}, {"packs": 5}, seconds=200.0):
         assert graph["replayed"] and not differences(eager, graph)
+        for ours, theirs in zip(eager["trace"], collectives["trace"], strict=True):
+            torch.testing.assert_close(ours["norm"], theirs["norm"], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=1e-4, atol=1e-6)
+
+
+def reduced(mesh):
+    """This rank's part of the sum of gradients that count ranks, and its parts where two are
+    left."""
+    peers = FilePeers(dist.group.WORLD)
+    gradients = peers.allocate(8 * mesh.world, torch.float32).fill_(10.0**mesh.rank)
+    found = PeerParts(peers, torch.empty(0), None, gradients).reduce()
+    found.work.wait()
+    return sum(found.parts), [float(part[0]) for part in found.parts]
+
+
+@pytest.mark.dist
+def test_sums_are_made_from_this_rank_on_in_the_memory_of_two_parts():
+    for rank, (total, parts) in enumerate(run_ranks(reduced, 4)):
+        assert torch.equal(total, torch.full((8,), 1111.0))
+        assert parts[1] == 10.0 ** ((rank + 3) % 4)  # the farthest comes last
+
+
+def test_a_chain_meets_though_its_ends_have_nothing_that_is_copied():
+    """Such as layers of experts alone, whose replicas are another group."""
+    span = lambda layer, peers: SimpleNamespace(  # noqa: E731
+        sharded_layer=layer, is_gathered=True, is_frozen=False, peers=peers, members=[], behind=()
+    )
+    copied = object()
+    flat = SimpleNamespace(spans=[span(0, None), span(1, copied), span(2, None)], frozen=[])
+    assert [layer.peers for layer in ShardedLayers(flat).layers.values()] == [copied] * 3
 
 
 @pytest.mark.dist

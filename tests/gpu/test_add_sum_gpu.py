@@ -9,15 +9,12 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("size", [1, 4096, 100_001])
-def test_sums_have_the_bits_of_the_specification(count, size, dtype):
+@pytest.mark.parametrize("size", [0, 1, 4096, 100_001])
+def test_sums_have_the_bits_of_the_specification(size, dtype):
     draw = torch.Generator("cuda").manual_seed(size)
-    for kept in (0, count - 1):
-        total, *parts = torch.randn(
-            count + 1, size, generator=draw, device="cuda", dtype=dtype
-        ).unbind()
-        total = total.clone()
-        expected, before = naive_add_sum(total, parts), parts[kept].clone()
-        add_sum(total, parts, kept)
-        assert torch.equal(total, expected) and torch.equal(parts[kept], before)
+    total, one, other = (
+        torch.randn(size, generator=draw, device="cuda", dtype=dtype) for _ in range(3)
+    )
+    expected = naive_add_sum(total, one, other)
+    add_sum(total, one, other)
+    assert torch.equal(total, expected)

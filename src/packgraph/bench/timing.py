@@ -235,7 +235,7 @@ def exchange_times(
     device: torch.device, run: Callable[[], object], lead: Callable[[], object]
 ) -> ExchangeTimes | None:
     """How long NCCL's kernels, copies from other GPUs and meetings with them run while `run` runs,
-    right after `lead`; None on a CPU.
+    right after `lead`; None on a CPU. A copy of a rank's own part counts as other work.
 
     Raises RuntimeError where the profiler sees nothing of the device.
     """

@@ -46,6 +46,7 @@ from packgraph.graphs.parameters import (
     Aliases,
     ParameterEdge,
     has_hooks,
+    is_gathered,
     is_sharded,
     local_tensor,
     static_gradient,
@@ -416,10 +417,10 @@ class VariantBuild:
         )
 
     def _changing(self, written: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Those of `written` that are other values afterwards. Not sharded parameters: what is
-        gathered is what they have been, for whoever can read them."""
+        """Those of `written` whose values are others afterwards: not parameters that are gathered,
+        which have the same values whenever somebody reads them."""
         found = self._originals(written)
-        return {key: tensor for key, tensor in found.items() if not is_sharded(tensor)}
+        return {key: tensor for key, tensor in found.items() if not is_gathered(tensor)}
 
     def _originals(self, found: dict[Place, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Tensors by whose versions changes are seen: parameters in place of their aliases, which

@@ -45,17 +45,24 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _SHARDED, _STANDS_FOR = "packgraph_sharded", "packgraph_stands_for"
+_GATHERED = "packgraph_gathered"
 
 
-def mark_sharded(parameter: torch.nn.Parameter) -> None:
-    """Say that the memory of `parameter`'s gradient, and maybe its own, has its content only while
-    the layer runs, and is that of others in between."""
+def mark_sharded(parameter: torch.nn.Parameter, *, is_gathered: bool) -> None:
+    """Say that the memory of `parameter`'s gradient has its content only while the layer runs, and
+    is that of others in between. is_gathered: so is its own."""
     setattr(parameter, _SHARDED, True)
+    setattr(parameter, _GATHERED, is_gathered)
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether `mark_sharded` has said so of `parameter`."""
+    """Whether `mark_sharded` has been told of `parameter`."""
     return getattr(parameter, _SHARDED, False)
+
+
+def is_gathered(parameter: torch.Tensor) -> bool:
+    """Whether `mark_sharded` was told that the memory of `parameter` is that of others, too."""
+    return getattr(parameter, _GATHERED, False)
 
 
 def unaliased(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,8 @@
-"""A sum of several parts in their order, added to a total.
+"""The sum of two parts, added to a total.
 
-On CUDA the last two operations are one kernel of Triton, which moves four numbers of an element
-where two operations move six; its bits are those of `naive_add_sum`.
+On CUDA this is one kernel of Triton, which moves four numbers of an element where two operations
+move six. Its bits are those of `naive_add_sum`.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,33 +12,19 @@ from packgraph.ops.loss import HAS_TRITON
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def add_sum(total: Tensor, parts: Sequence[Tensor], kept: int) -> None:
-    """total += parts[0] + parts[1] + ...
+def add_sum(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one + other, the sum rounded to the dtype before it is added.
 
-    Args:
-        total: [size], contiguous.
-        parts: Two or more of the same shape and dtype, added from the first on, each sum rounded to
-            the dtype; their memory is used up but for one.
-        kept: Which of them is not written.
+    All are [size], contiguous and of one dtype.
     """
-    *head, last = parts
-    first = head[0]
-    if len(head) > 1:
-        first, second, *more = head
-        first = second.add_(first) if kept == 0 else first.add_(second)
-        for part in more:
-            first.add_(part)
     if HAS_TRITON and total.is_cuda and total.dtype in DTYPES:
         from packgraph.ops.add_sum_kernel import add_sum_of_two
 
-        add_sum_of_two(total, first, last)
+        add_sum_of_two(total, one, other)
     else:
-        total.add_(torch.add(first, last))
+        total.add_(torch.add(one, other))
 
 
-def naive_add_sum(total: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def naive_add_sum(total: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """The specification: a new tensor, nothing is written."""
-    found = parts[0]
-    for part in parts[1:]:
-        found = found + part
-    return total + found
+    return total + (one + other)

@@ -40,7 +40,8 @@ def symmetric_bytes() -> int:
 
 
 def hosts_problem(members: dist.ProcessGroup) -> str | None:
-    """The same of ranks on several hosts. Collective."""
+    """Why the ranks of a group cannot have it if they are on several hosts, else None.
+    Collective."""
     names: list[str] = [""] * dist.get_world_size(members)
     dist.all_gather_object(names, socket.gethostname(), group=members)
     if len(set(names)) == 1:
@@ -52,7 +53,9 @@ def hosts_problem(members: dist.ProcessGroup) -> str | None:
 
 
 class SymmetricMemory:
-    """Zeros of this rank, which the others of a group read. Making one is collective.
+    """Zeros of this rank, which the others of a group read. Making one is collective. The first
+    meeting must not be in a capture, nor may the memory be dropped in one: torch 2.11 ends the
+    process then.
 
     Args:
         size: Bytes, equal on all ranks.
@@ -81,6 +84,7 @@ class SymmetricMemory:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         if symmetric.get_backend(device) != "CUDA":
             symmetric.set_backend("CUDA")
+        torch.cuda.empty_cache()  # the driver does not know what torch could give back
         # Not from a pool: there a tensor may begin at another offset on every rank.
         self.memory: Tensor = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
         self._handle: Any = symmetric.rendezvous(self.memory, members.group_name)
@@ -93,7 +97,6 @@ class SymmetricMemory:
         self.memory.zero_()
         _allocated.add(self)
         torch.cuda.synchronize(device)
-        self.meet()  # builds what the first one builds
 
     def meet(self) -> None:
         """Wait on the device until all ranks are here, with everything that they launched before on

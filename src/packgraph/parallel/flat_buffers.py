@@ -346,7 +346,8 @@ def _memory(
     shared_zeros: Callable[[int], Tensor],
 ) -> list[Tensor]:
     """Zeros [size] for every span: memory of its own where it has no layer, else a place in the
-    buffer in which layers take turns in their order. own_zeros, shared_zeros: make these."""
+    buffer in which layers take turns in their order. own_zeros makes the former, shared_zeros the
+    latter."""
     order = sorted({layer for layer in layers if layer is not None})
     ends, starts = dict.fromkeys(order, 0), list[int]()
     for size, layer in zip(sizes, layers, strict=True):

@@ -8,14 +8,18 @@ the others only where data changes:
     parameters   | meet |  copies, layer by layer, forward  | meet | copies, backward |  meet | update
                  everyone has updated                       nobody reads any more
 
-    gradients    | meet |  copies  | meet |  add to what is kept, in the order of ranks
+    gradients    | meet |  copies  | meet |  add to what is kept
                  of a layer are complete   their buffer is free
 
 Between the first meeting of a forward and its last nobody writes parameters, nor in a backward, so
 gathers need no meeting of their own. One stream beside the main one has all copies, in program
 order. It forks from the main stream and is joined within the stages of one layer, so captured
-graphs hold whole exchanges. Sums are added in the order of ranks, each rounded to the dtype, as the
-hops of a ring would; with two ranks they have the bits of a collective.
+graphs hold whole exchanges. A rank adds its own part and those of the ranks behind it, in their
+order, each sum rounded to the dtype as by the hops of a ring; with two ranks the sums have the bits
+of a collective. Beside a layer's gradients a reduction takes memory for one of their parts, for two
+where there are more than two ranks.
+
+A meeting has no limit of time: a rank that is stuck, but lives, holds the others up.
 """  # noqa: E501
 
 import contextlib
@@ -63,12 +67,11 @@ class Peers(Protocol):
 
 
 class PeerReduction(NamedTuple):
-    """Gradients of all ranks on their way. parts: by rank. own: whose part is this rank's, in the
-    memory of its gradients, which is not to be written."""
+    """Gradients of all ranks on their way. parts: two, whose sum is this rank's part of that of all
+    ranks."""
 
     work: Exchange
-    parts: list[Tensor]
-    own: int
+    parts: tuple[Tensor, Tensor]
 
 
 class PeerParts:
@@ -98,11 +101,10 @@ class PeerParts:
             self._copies = [(wholes[peers.rank], kept_parameters)] + [
                 (wholes[rank], peers.of_rank(rank, kept_parameters)) for rank in self._others
             ]
-        self._sums = dict[int, Tensor]()
+        self._own, self._sums = gradients, list[Tensor]()
         if gradients.numel():
-            own = gradients.data.view(peers.ranks, -1)[peers.rank]
-            self._sums = {rank: peers.of_rank(rank, own) for rank in self._others}
-            self._sums[peers.rank] = own
+            self._own = gradients.data.view(peers.ranks, -1)[peers.rank]
+            self._sums = [peers.of_rank(rank, self._own) for rank in self._others]
 
     def meet(self) -> None:
         """See `Peers`."""
@@ -117,15 +119,18 @@ class PeerParts:
 
     def reduce(self) -> PeerReduction:
         """Begin to bring this rank's part of all ranks' gradients here. Collective."""
-        here, own = dict(self._sums), self._peers.rank
-        for rank in self._others:
-            here[rank] = torch.empty_like(self._sums[own])
+        first, *others = self._sums
+        total = torch.empty_like(self._own)
+        parts, last = (self._own, total), torch.empty_like(total) if others else total
         with self._peers.beside() as work:
             self._peers.meet()
-            for rank in self._others:
-                here[rank].copy_(self._sums[rank], non_blocking=True)
+            total.copy_(first, non_blocking=True)
+            for sums in others:
+                total.add_(self._own if parts[1] is total else last)
+                last.copy_(sums, non_blocking=True)
+                parts = (total, last)
             self._peers.meet()
-        return PeerReduction(work, [here[rank] for rank in sorted(here)], own)
+        return PeerReduction(work, parts)
 
 
 class CudaPeers:
@@ -162,24 +167,11 @@ class CudaPeers:
     @contextlib.contextmanager
     def beside(self) -> Iterator[Exchange]:
         """As `Peers.beside`."""
-        done = _Event(self._device)
+        done = torch.cuda.Event()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield done
             done.record()
-
-
-class _Event:
-    """When the stream of copies has come to a point."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._event = device, torch.cuda.Event()
-
-    def record(self) -> None:
-        self._event.record()
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 def find_peers(group: dist.ProcessGroup | None, device: torch.device) -> Peers | None:
@@ -196,7 +188,11 @@ def find_peers(group: dist.ProcessGroup | None, device: torch.device) -> Peers |
         problem = f"rank {dist.get_rank(group)}: {error}"
     problems = [""] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
-    if not any(problems):
+    if made is not None and not any(problems):
+        made.meet()  # builds what first meetings build; no rank waits for one that has failed
+        with made.beside() as met:
+            made.meet()
+        met.wait()
         return made
     warnings.warn(
         "sharded layers are exchanged by collectives, which is slower: GPUs cannot read each "

@@ -16,8 +16,10 @@ behind, and `leave` waits for them. In the backward their nodes of autograd do t
 layer in front: that of `leave` begins to gather its parameters and to reduce the gradients of the
 layer behind, and that of `enter` waits. A reduction leaves each rank its part of the sum over all
 ranks, which is added to what the rank keeps. Each exchange begins and ends in the stages of one
-layer, and so in one graph, whether that holds a layer or all. The nodes are identities, so all
-numbers are those without them. They are stages as others: a scope captures them, and recomputation
+layer, and so in one graph, whether that holds a layer or all. GPUs of one host exchange by copies,
+and meet where parameters may change: in the first and the last stage of a forward, and behind a
+backward (`parallel/peer_copies.py`). The nodes are identities, so all numbers are those without
+them. They are stages as others: a scope captures them, and recomputation
 lies between them, so that it needs no gather of its own.
 
 Why the order of autograd is the right one. Every differentiable tensor that gets into a layer goes
@@ -60,7 +62,7 @@ from packgraph.ops.add_sum import add_sum
 from packgraph.ops.collectives import all_gather_flat, reduce_scatter_flat
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.flat_buffers import GradientBucket
-from packgraph.parallel.peer_copies import Exchange
+from packgraph.parallel.peer_copies import Exchange, PeerParts
 
 ENTER, LEAVE = "shard_gather", "shard_leave"
 FROZEN_TIMES = 4  # adapters of rank 64 are a tenth of a layer of 1,024 numbers, and less of others
@@ -113,12 +115,11 @@ def layers_of(
 
 
 class _Reduction(NamedTuple):
-    """A reduction under way. parts: their sum is this rank's part of that of all ranks. own: which
-    of several is this rank's, in memory of its gradients. kept: what is added to."""
+    """A reduction under way. parts: this rank's part of the sum, or two whose sum that is. kept:
+    what it is added to."""
 
     work: Exchange
-    parts: list[Tensor]
-    own: int
+    parts: Sequence[Tensor]
     kept: Tensor
 
     def add(self) -> None:
@@ -126,7 +127,7 @@ class _Reduction(NamedTuple):
         if len(self.parts) == 1:
             self.kept.add_(self.parts[0])
         else:
-            add_sum(self.kept, self.parts, self.own)
+            add_sum(self.kept, *self.parts)
 
 
 class ShardedLayer:
@@ -140,14 +141,14 @@ class ShardedLayer:
     def __init__(self, number: int, spans: Sequence[GradientBucket]) -> None:
         self.number, self.spans = number, list(spans)
         self.trained = [span for span in spans if not span.is_frozen]
-        self._peers = next((s.peers for s in spans if s.is_gathered and s.peers is not None), None)
+        self.peers: PeerParts | None = None  # of any layer of the chain, where they are gathered
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
         self._gathers = list[Exchange]()  # of a neighbour, empty but between `enter` and `leave`
         self._reductions = list[_Reduction]()  # of the layer behind
         for span in spans:
             for member in span.members:
-                mark_sharded(member.parameter)
+                mark_sharded(member.parameter, is_gathered=span.is_gathered)
 
     def around(self, stages: Sequence[Stage]) -> list[Stage]:
         """The stages of the layer between those that shard it."""
@@ -224,9 +225,9 @@ class ShardedLayer:
             reduction.add()
 
     def meet(self) -> None:
-        """Wait for ranks that read this one's parameters, so that they may be written, or were."""
-        if self._peers is not None:
-            self._peers.meet()
+        """Wait for ranks that read this one's parameters, and whose parameters this one reads."""
+        if self.peers is not None:
+            self.peers.meet()
 
     @torch.no_grad()
     def begin_backward(self, late: bool) -> None:
@@ -280,7 +281,7 @@ def _reduce(span: GradientBucket) -> _Reduction:
         return _Reduction(*span.peers.reduce(), kept)
     part = torch.empty_like(kept)
     work = reduce_scatter_flat(part, gradients, group=span.within.shard, async_op=True)
-    return _Reduction(work, [part], 0, kept)
+    return _Reduction(work, [part], kept)
 
 
 class ShardedLayers:
@@ -297,6 +298,10 @@ class ShardedLayers:
             number: ShardedLayer(number, found) for number, found in sorted(spans.items())
         }
         ordered = list(self.layers.values())
+        read = (span.peers for layer in ordered for span in layer.spans if span.is_gathered)
+        peers = next((found for found in read if found is not None), None)
+        for layer in ordered:
+            layer.peers = peers
         for before, after in itertools.pairwise(ordered):
             before.after, after.before = after, before
         for behind, layer in zip(ordered, ordered[2:], strict=False):

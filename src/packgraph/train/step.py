@@ -88,14 +88,15 @@ def take_step(packs: Iterator[Pack] | StepSource[Pack], tokens_per_step: int) ->
 def own_share(
     batches: Sequence[Pack], replicas: int, replica: int, together: int = 1
 ) -> list[Pack | PackedBatch]:
-    """The packs of a step that one of `replicas` runs, in the order of the step; see `shares`."""
+    """The packs of a step that one of `replicas` runs, in its order; see `shares`."""
     return shares(batches, replicas, together)[replica]
 
 
 def shares(
     batches: Sequence[Pack], replicas: int, together: int = 1
 ) -> list[list[Pack | PackedBatch]]:
-    """The packs of a step that each of `replicas` runs, in the order of the step.
+    """The packs of a step that each of `replicas` runs. Those of replicas that run nothing together
+    are in the order of the step, rounds in that of their first packs.
 
     together: consecutive replicas that share experts, or the parts of layers, so that each of their
         microbatches is one exchange among all of

@@ -12,6 +12,7 @@ from packgraph.graphs.cuda import backend
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import graph
 from packgraph.graphs.recorder.backend import RecorderBackend
+from packgraph.ops import symmetric_memory
 
 
 def is_in_a_capture():
@@ -94,10 +95,11 @@ def capturing(monkeypatch):
     monkeypatch.setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", backend._is_capturing)
 
 
-def asked_by_torch():
+def asked_by(module):
+    """What code of a module is told."""
     found = {}
     exec(
-        compile("found = is_capturing()", torch.nn.__file__, "exec"),
+        compile("found = is_capturing()", module.__file__, "exec"),
         {"is_capturing": torch.cuda.is_current_stream_capturing},
         found,
     )
@@ -111,7 +113,8 @@ def test_code_of_modules_is_told_that_it_is_not_captured():
         with backend.told_as_in_eager_calls():
             assert not torch.cuda.is_current_stream_capturing()
         assert not torch.cuda.is_current_stream_capturing()
-        assert asked_by_torch()
+        assert asked_by(torch.nn)
+        assert asked_by(symmetric_memory)  # which must not allocate in a capture
         thread = threading.Thread(
             target=lambda: elsewhere.append(torch.cuda.is_current_stream_capturing())
         )

@@ -310,6 +310,7 @@ _KNOWING = tuple(
         Path(torch.__file__).parent,
         PACKAGE / "graphs",
         PACKAGE / "moe",
+        PACKAGE / "ops",
     )
 )
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing
