@@ -23,8 +23,8 @@ from packgraph.train.config.reading import read_config
 transformers = pytest.importorskip("transformers")
 
 # Gradients of D and of decays are sums over all tokens and columns of a head of which little is
-# left.
-CANCELLED = 1e-4
+# left: 1.9e-4 between kernels of two makers of CPUs.
+CANCELLED = 4e-4
 WIDE = dataclasses.replace(MAMBA, num_heads=4, head_dim=8)  # 32 columns, 2 x hidden_size
 MAMBA2 = hybrid(
     "M",
