@@ -145,8 +145,9 @@ def test_gradients_of_gradients_are_refused():
 
 
 def test_the_choice(monkeypatch):
-    q, k = draw((4096, 2, 8), (4096, 1, 8), dtype=torch.bfloat16)
-    weights, cos_sin = draw((8,), (8,), dtype=torch.float32), tables(4096, 8, torch.bfloat16)
+    rows = heads.LEAST_ROWS
+    q, k = draw((rows, 2, 8), (rows, 1, 8), dtype=torch.bfloat16)
+    weights, cos_sin = draw((8,), (8,), dtype=torch.float32), tables(rows, 8, torch.bfloat16)
     assert not turns_heads(q, k, weights, cos_sin), "nothing was measured on a CPU"
     monkeypatch.setattr(heads, "is_measured", lambda device: True)
     assert turns_heads(q, k, weights, cos_sin)
