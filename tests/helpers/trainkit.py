@@ -22,7 +22,7 @@ from packgraph.train.signals import StopRequest
 from packgraph.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-CAPACITIES = (Capacity(32, 4), Capacity(64, 8))
+CAPACITIES = (Capacity(16, 2), Capacity(32, 4), Capacity(64, 8))
 
 
 class RandomPacks:

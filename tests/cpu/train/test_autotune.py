@@ -11,8 +11,7 @@ import random
 
 import pytest
 import torch
-from trainkit import CAPACITIES as TWO_CAPACITIES
-from trainkit import CPU, RandomPacks, state_of, tiny, trainer
+from trainkit import CAPACITIES, CPU, RandomPacks, state_of, tiny, trainer
 
 from packgraph.graphs.graphed import Control, control, graph
 from packgraph.graphs.replay import ReplayHandle
@@ -20,7 +19,6 @@ from packgraph.graphs.slots import Slots
 from packgraph.graphs.step import GraphedStep
 from packgraph.graphs.timer import Stopwatch
 from packgraph.packing.batch import PackedBatch
-from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import single_process
 from packgraph.train import autotune
 from packgraph.train.autotune import (
@@ -48,7 +46,6 @@ from packgraph.verification.verify import verify
 # Two of warm-up, five timed each way, and some after the choice; every step times all buckets.
 STEPS = 2 + 2 * SAMPLES + 4
 TOKENS = 108
-CAPACITIES = (Capacity(16, 2), *TWO_CAPACITIES)
 NAMES = [render(capacity) for capacity in CAPACITIES]
 WAYS = [
     {},
@@ -61,10 +58,7 @@ WAYS = [
 def config(steps: int = STEPS, *, enabled: bool = True, **graph):
     made = tiny(graph=enabled, steps=steps, checkpoint_every=1000, tokens_per_step=TOKENS)
     return dataclasses.replace(
-        made,
-        graph=dataclasses.replace(
-            made.graph, **({"autotune": True, "capacities": CAPACITIES} | graph)
-        ),
+        made, graph=dataclasses.replace(made.graph, **({"autotune": True} | graph))
     )
 
 

@@ -70,7 +70,7 @@ def test_a_step_beyond_the_bank_or_the_capacities_runs_by_microbatch(tmp_path, m
     monkeypatch.setattr(
         "packgraph.train.step_runner.GraphedStep", functools.partial(GraphedStep, limit=1)
     )
-    graph = train(tmp_path / "graph", config(30, capacities=CAPACITIES[:1]))
+    graph = train(tmp_path / "graph", config(30, capacities=CAPACITIES[:2]))
     assert_equal(graph, train(tmp_path / "eager", config(30, enabled=False)))
     fallbacks = graph[2]["fallbacks"]
     assert fallbacks["whole step: too many different call signatures"] > 0
