@@ -108,7 +108,7 @@ def test_a_chain_meets_though_its_ends_have_nothing_that_is_copied():
 def test_blocks_of_two_read_each_other():
     ways = [("parameters", False, False), ("parameters", True, True)]
     changes = {"parallel": {"shard_ranks": 2}}
-    for collectives, graph in run_ranks(run_ways, 4, ways, changes, {"packs": 5}):
+    for collectives, graph in run_ranks(run_ways, 4, ways, changes, {"packs": 5}, seconds=200.0):
         assert graph["replayed"] and not differences(collectives, graph)
 
 
