@@ -1,5 +1,5 @@
 """Sharded layers whose ranks read each other's memory: the numbers of collectives, and every
-meeting is needed."""
+barrier is needed."""
 
 import contextlib
 import dataclasses
@@ -94,7 +94,7 @@ def test_sums_are_made_from_this_rank_on_in_the_memory_of_two_parts():
         assert parts[1] == 10.0 ** ((rank + 3) % 4)  # the farthest comes last
 
 
-def test_a_chain_meets_though_its_ends_have_nothing_that_is_copied():
+def test_a_chain_has_barriers_though_its_ends_have_nothing_that_is_copied():
     """Such as layers of experts alone, whose replicas are another group."""
     span = lambda layer, peers: SimpleNamespace(  # noqa: E731
         sharded_layer=layer, is_gathered=True, is_frozen=False, peers=peers, members=[], behind=()
@@ -146,7 +146,7 @@ def test_layouts_agree_with_one_process_and_graphs_with_eager(layout):
 
 
 def run_without(mesh, missing):
-    """Eager training where one meeting is missing, and a rank is late, against a right one: one
+    """Eager training where one barrier is missing, and a rank is late, against a right one: one
     computes gradients late, or copies them late."""
     late = {1: "taken"} if missing == "complete" else {0: "complete"}
     config, options = settings("parameters"), {"packs": 2, "steps": 3}
@@ -157,7 +157,7 @@ def run_without(mesh, missing):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("missing", ["", "complete", "taken"])
-def test_every_meeting_of_a_reduction_is_needed(missing):
+def test_every_barrier_of_a_reduction_is_needed(missing):
     found = run_ranks(run_without, 2, missing)
     assert any(found) == bool(missing), found
 
@@ -217,6 +217,6 @@ def run_late(mesh, missing):
 
 
 @pytest.mark.dist
-def test_meetings_around_parameters_are_needed():
+def test_barriers_around_parameters_are_needed():
     (right, same), (early, late) = (run_ranks(run_late, 2, missing) for missing in ("", "main"))
     assert right == same and (early != right or late != right)

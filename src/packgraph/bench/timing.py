@@ -32,7 +32,7 @@ from packgraph.ops.symmetric_memory import symmetric_bytes
 Result = TypeVar("Result")
 CUDA_DEFAULT_POOL = (0, 0)
 WALL_RUNS = 3
-# In the names of what exchanges data: NCCL's kernels, copies from other GPUs, meetings with them.
+# In the names of what exchanges data: NCCL's kernels, copies from other GPUs, barriers.
 EXCHANGES = ("nccl", "PtoP", "symmetric_memory")
 
 
@@ -234,7 +234,7 @@ def _is_exchange(name: str) -> bool:
 def exchange_times(
     device: torch.device, run: Callable[[], object], lead: Callable[[], object]
 ) -> ExchangeTimes | None:
-    """How long NCCL's kernels, copies from other GPUs and meetings with them run while `run` runs,
+    """How long NCCL's kernels, copies from other GPUs and barriers with them run while `run` runs,
     right after `lead`; None on a CPU. A copy of a rank's own part counts as other work.
 
     Raises RuntimeError where the profiler sees nothing of the device.

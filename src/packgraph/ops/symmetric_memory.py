@@ -1,4 +1,4 @@
-"""Memory of a GPU that the other ranks of a host read, and how these ranks meet on the device.
+"""Memory of a GPU that the other ranks of a host read, and a barrier on the device.
 
 torch's symmetric memory (its CUDA backend: memory of one host's GPUs, mapped into every process)
 gives addresses and a barrier on the device. The barrier (torch 2.11, CUDASymmetricMemory) sets a
@@ -54,7 +54,7 @@ def hosts_problem(members: dist.ProcessGroup) -> str | None:
 
 class SymmetricMemory:
     """Zeros of this rank, which the others of a group read. Making one is collective. The first
-    meeting must not be in a capture, nor may the memory be dropped in one: torch 2.11 ends the
+    barrier must not be in a capture, nor may the memory be dropped in one: torch 2.11 ends the
     process then.
 
     Args:
@@ -98,9 +98,9 @@ class SymmetricMemory:
         _allocated.add(self)
         torch.cuda.synchronize(device)
 
-    def meet(self) -> None:
-        """Wait on the device until all ranks are here, with everything that they launched before on
-        this stream. Can be captured."""
+    def barrier(self) -> None:
+        """The current stream waits until those of all ranks are here, with everything that was
+        launched on them before. Can be captured."""
         self._handle.barrier()
 
     def holds(self, tensor: Tensor) -> bool:

@@ -5,21 +5,21 @@ Every rank reads what the others keep of a layer, and their sums of gradients, f
 on with all multiprocessors, where a collective's kernels take some of them; and a rank waits for
 the others only where data changes:
 
-    parameters   | meet |  copies, layer by layer, forward  | meet | copies, backward |  meet | update
-                 everyone has updated                       nobody reads any more
+    parameters   | barrier |  copies, layer by layer, forward  | barrier | copies, backward | barrier | update
+                 everyone has updated                          nobody reads any more
 
-    gradients    | meet |  copies  | meet |  add to what is kept
-                 of a layer are complete   their buffer is free
+    gradients    | barrier |  copies  | barrier |  add to what is kept
+                 of a layer are complete         their buffer is free
 
-Between the first meeting of a forward and its last nobody writes parameters, nor in a backward, so
-gathers need no meeting of their own. One stream beside the main one has all copies, in program
+Between the first barrier of a forward and its last nobody writes parameters, nor in a backward, so
+gathers need no barrier of their own. One stream beside the main one has all copies, in program
 order. It forks from the main stream and is joined within the stages of one layer, so captured
 graphs hold whole exchanges. A rank adds its own part and those of the ranks behind it, in their
 order, each sum rounded to the dtype as by the hops of a ring; with two ranks the sums have the bits
 of a collective. Beside a layer's gradients a reduction takes memory for one of their parts, for two
 where there are more than two ranks.
 
-A meeting has no limit of time: a rank that is stuck, but lives, holds the others up.
+Barriers are kernels without a time limit: a rank that is stuck, but lives, holds the others up.
 """  # noqa: E501
 
 import contextlib
@@ -58,8 +58,8 @@ class Peers(Protocol):
     def of_rank(self, rank: int, mine: Tensor) -> Tensor:
         """The same place of another rank's memory as `mine`, a part of what was allocated."""
 
-    def meet(self) -> None:
-        """Wait, on the current stream, until all ranks are here."""
+    def barrier(self) -> None:
+        """The current stream waits until those of all ranks are here."""
 
     def beside(self) -> contextlib.AbstractContextManager[Exchange]:
         """Within the block, work is launched on the stream of copies, behind what the current
@@ -106,9 +106,9 @@ class PeerParts:
             self._own = gradients.data.view(peers.ranks, -1)[peers.rank]
             self._sums = [peers.of_rank(rank, self._own) for rank in self._others]
 
-    def meet(self) -> None:
-        """See `Peers`."""
-        self._peers.meet()
+    def barrier(self) -> None:
+        """As `Peers.barrier`."""
+        self._peers.barrier()
 
     def gather(self) -> Exchange:
         """Begin to make `parameters` whole."""
@@ -121,16 +121,16 @@ class PeerParts:
         """Begin to bring this rank's part of all ranks' gradients here. Collective."""
         first, *others = self._sums
         total = torch.empty_like(self._own)
-        parts, last = (self._own, total), torch.empty_like(total) if others else total
+        last, added = torch.empty_like(total) if others else total, self._own
         with self._peers.beside() as work:
-            self._peers.meet()
+            self._peers.barrier()
             total.copy_(first, non_blocking=True)
             for sums in others:
-                total.add_(self._own if parts[1] is total else last)
+                total.add_(added)
                 last.copy_(sums, non_blocking=True)
-                parts = (total, last)
-            self._peers.meet()
-        return PeerReduction(work, parts)
+                added = last
+            self._peers.barrier()
+        return PeerReduction(work, (total, added))
 
 
 class CudaPeers:
@@ -159,10 +159,10 @@ class CudaPeers:
         (memory,) = (memory for memory in self._memories if memory.holds(mine))
         return memory.of_rank(rank, mine)
 
-    def meet(self) -> None:
-        """As `Peers.meet`."""
+    def barrier(self) -> None:
+        """As `Peers.barrier`."""
         is_beside = torch.cuda.current_stream(self._device) == self._stream
-        self._flags["beside" if is_beside else "main"].meet()
+        self._flags["beside" if is_beside else "main"].barrier()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Exchange]:
@@ -189,10 +189,10 @@ def find_peers(group: dist.ProcessGroup | None, device: torch.device) -> Peers |
     problems = [""] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     if made is not None and not any(problems):
-        made.meet()  # builds what first meetings build; no rank waits for one that has failed
-        with made.beside() as met:
-            made.meet()
-        met.wait()
+        made.barrier()  # builds what first ones build; no rank waits for one that has failed
+        with made.beside() as done:
+            made.barrier()
+        done.wait()
         return made
     warnings.warn(
         "sharded layers are exchanged by collectives, which is slower: GPUs cannot read each "

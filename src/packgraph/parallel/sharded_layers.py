@@ -17,10 +17,10 @@ layer in front: that of `leave` begins to gather its parameters and to reduce th
 layer behind, and that of `enter` waits. A reduction leaves each rank its part of the sum over all
 ranks, which is added to what the rank keeps. Each exchange begins and ends in the stages of one
 layer, and so in one graph, whether that holds a layer or all. GPUs of one host exchange by copies,
-and meet where parameters may change: in the first and the last stage of a forward, and behind a
-backward (`parallel/peer_copies.py`). The nodes are identities, so all numbers are those without
-them. They are stages as others: a scope captures them, and recomputation
-lies between them, so that it needs no gather of its own.
+with barriers where parameters may change: in the first and the last stage of a forward, and behind
+a backward (`parallel/peer_copies.py`). The nodes are identities, so all numbers are those without
+them. They are stages as others: a scope captures them, and recomputation lies between them, so that
+it needs no gather of its own.
 
 Why the order of autograd is the right one. Every differentiable tensor that gets into a layer goes
 through the node of `enter`, every one that gets out through that of `leave`. So all gradients of
@@ -172,7 +172,7 @@ class ShardedLayer:
         state = dict(state)
         left = state.pop(_LEFT, None)
         if self.before is None:
-            self.meet()
+            self.barrier()
             self.wait_for(self.gather())
         elif left is None or left[0] != self.before.number:
             raise RuntimeError(
@@ -198,7 +198,7 @@ class ShardedLayer:
         self.wait_for(self._gathers)
         self._gathers = []
         if self.after is None:
-            self.meet()
+            self.barrier()
         state, has_node = _through(_Leave, (self, late), state)
         return state if self.after is None else {**state, _LEFT: (self.number, has_node)}
 
@@ -224,10 +224,10 @@ class ShardedLayer:
             reduction.work.wait()
             reduction.add()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for ranks that read this one's parameters, and whose parameters this one reads."""
         if self.peers is not None:
-            self.peers.meet()
+            self.peers.barrier()
 
     @torch.no_grad()
     def begin_backward(self, late: bool) -> None:
@@ -260,7 +260,7 @@ class ShardedLayer:
         self._gathers, self._reductions = [], []
         if not hands_over:
             self.add(self.reduce())
-            self.meet()
+            self.barrier()
 
 
 def _gather(span: GradientBucket) -> Exchange:

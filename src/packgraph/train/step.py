@@ -134,12 +134,10 @@ def _rounds(batches: Sequence[Pack], together: int) -> list[list[Pack | PackedBa
     places: dict[Capacity, list[int]] = {}
     for place, batch in enumerate(batches):
         places.setdefault(batch.capacity, []).append(place)
-    chosen = [
-        ordered[start : start + together]
-        for found in places.values()
-        for ordered in [sorted(found, key=lambda place: -batches[place].num_pairs)]
-        for start in range(0, len(ordered), together)
-    ]
+    chosen: list[list[int]] = []
+    for found in places.values():
+        found.sort(key=lambda place: -batches[place].num_pairs)
+        chosen += [found[n : n + together] for n in range(0, len(found), together)]
     rounds = list[list[Pack | PackedBatch]]()
     for some in sorted(chosen, key=min):
         packs: list[Pack | PackedBatch] = [batches[place] for place in some]

@@ -130,7 +130,7 @@ class SymmetricBuffers:
             made = SymmetricMemory(size, self.members, self.device)
         except NoSymmetricMemory as error:
             raise NoSymmetricMemory(f"{error}; use dispatcher = padded") from error
-        made.meet()  # builds what the first one builds
+        made.barrier()  # builds what the first one builds
         for name, value in (
             ("symmetric", made),
             ("memory", made.memory),
