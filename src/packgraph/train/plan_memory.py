@@ -19,20 +19,19 @@ from pathlib import Path
 from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.models.branches import token_weights
 from packgraph.models.config import DecoderConfig
-from packgraph.models.recompute import FULL, KINDS, NONE, SELECTIVE
+from packgraph.models.recompute import FULL, NONE, SELECTIVE
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.config.values import CommandArguments, Count, option
-from packgraph.train.decoder_estimates import COMPILED, DecoderMemory
 from packgraph.train.memory import need_of
 from packgraph.train.plan_world import (
     RowWork,
     Speeds,
     activation_choices,
-    moved_kind,
     world_choices,
 )
+from packgraph.train.predicted_peak import activation_bytes, kept_columns
 from packgraph.viz.drawing import aligned
 
 FITS = {None: "-", True: "yes", False: "no"}
@@ -119,28 +118,23 @@ class MemoryChoice:
 
 def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[MemoryChoice]:
     """All choices for a row, none first."""
-    model, tokens = config.model, asked.tokens
+    tokens = asked.tokens
+    capacity = Capacity(tokens, 1)
     sized = replace(
-        config, graph=replace(config.graph, enabled=False, capacities=(Capacity(tokens, 1),))
+        config,
+        graph=replace(config.graph, enabled=False, capacities=(capacity,)),
+        parallel=ParallelConfig(),
     )
-    need = need_of(sized, "cuda")
-    itemsize = 4 if config.run.dtype == "float32" else 2
-    head = DecoderMemory(model, 0, itemsize)(Capacity(tokens, 1))
-    work = row_work(config, asked)
-    columns, forward_s = work.columns, work.forward_s
-    layer = columns[NONE] / model.depth
-    found = []
+    state, work = need_of(sized, "cuda").state, row_work(config, asked)
+    forward_s, found = work.forward_s, []
     for kind, offload in activation_choices():
-        compiled = config.graph.compile and kind == NONE
-        kept = round(columns[kind] * itemsize * tokens * (COMPILED if compiled else 1))
-        working = round((0 if kind == NONE else layer) * itemsize * tokens)
-        moved = round(columns[moved_kind(kind)] * itemsize * tokens) if offload else 0
-        near = kept - moved + 2 * moved / model.depth
-        copy_s = moved / (asked.gb_s * 1e9)
+        of_kind = replace(sized, run=replace(config.run, recompute=kind))
+        kept = activation_bytes(of_kind, capacity, 1, offload)
+        copy_s = kept.moved / (asked.gb_s * 1e9)
         spent = max(forward_s, copy_s) + max(2 * forward_s + work.again_s[kind], copy_s)
-        device = need.state + head + working + round(near)
-        fits = None if (limit := asked.limit()) is None else device <= limit
-        found.append(MemoryChoice(kind, offload, device, moved, spent / (3 * forward_s), fits))
+        device, limit = state + kept.device, asked.limit()
+        fits = None if limit is None else device <= limit
+        found.append(MemoryChoice(kind, offload, device, kept.moved, spent / (3 * forward_s), fits))
     return found
 
 
@@ -148,26 +142,10 @@ def row_work(config: TrainConfig, asked: PlanMemoryArguments) -> RowWork:
     """What one row costs on one device."""
     model, tokens = config.model, asked.tokens
     itemsize = 4 if config.run.dtype == "float32" else 2
-    columns = {kind: _columns(model, kind) for kind in KINDS}
     forward = _operations(model, tokens, asked.length or tokens) / (asked.tflops * 1e12)
-    cheap = (columns[NONE] - columns[SELECTIVE]) * itemsize * tokens
+    cheap = (kept_columns(model, NONE) - kept_columns(model, SELECTIVE)) * itemsize * tokens
     again = {NONE: 0.0, SELECTIVE: BYTES_AGAIN * cheap / (asked.device_gb_s * 1e9), FULL: forward}
-    return RowWork(forward, again, columns)
-
-
-def _columns(model: DecoderConfig, kind: str) -> float:
-    """Numbers per token that all layers keep."""
-    hidden, layers = model.hidden_size, model.depth
-    if kind == FULL:
-        return layers * hidden
-    found = float(layers * hidden if kind == SELECTIVE else 0)
-    for name, branch in model.kinds().items():
-        count = model.count(name)
-        if kind == SELECTIVE:
-            found += count * branch.product_columns(model)
-        else:
-            found += count * (3 * hidden + branch.saved_columns(model))
-    return found
+    return RowWork(forward, again)
 
 
 def _operations(model: DecoderConfig, tokens: int, length: int) -> float:

@@ -32,8 +32,8 @@ from packgraph.models.recompute import FULL, KINDS, NONE
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.train.config.sections import GraphConfig, OffloadConfig, ParallelConfig, TrainConfig
-from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.memory import Need, need_of
+from packgraph.train.predicted_peak import activation_bytes
 from packgraph.train.updates import adamw, adamw8bit
 from packgraph.train.validate import validate
 
@@ -61,12 +61,11 @@ class Speeds:
 
 @dataclass(frozen=True)
 class RowWork:
-    """What one row costs, whole, on one device. forward_s: seconds. again_s, columns: by the kind
-    of recomputation, seconds of the second forward and numbers that a token keeps."""
+    """What one row costs, whole, on one device. forward_s: seconds. again_s: those of the second
+    forward, by the kind of recomputation."""
 
     forward_s: float
     again_s: dict[str, float]
-    columns: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -179,11 +178,6 @@ def activation_choices() -> Iterator[tuple[str, bool]]:
             yield kind, offload
 
 
-def moved_kind(recompute: str) -> str:
-    """The recomputation that keeps as much as offloading moves beside `recompute`."""
-    return NONE if recompute == NONE else FULL
-
-
 def _spread(
     config: TrainConfig,
     layout: Layout,
@@ -231,10 +225,10 @@ def _choice(
     parallel, recompute = config.parallel, config.run.recompute
     layout, offload = parallel.layout(), bool(config.offload.modules)
     (capacity,) = config.graph.captured_capacities()
-    moved, near, working, head = _activation_bytes(config, rows, work, offload)
+    kept = activation_bytes(config, capacity, rows, offload)
     parts = layout.tp * layout.cp * layout.pp
     forward, again = work.forward_s / parts, work.again_s[recompute] / parts
-    copies = moved / (speeds.copies * 1e9)
+    copies = kept.moved / (speeds.copies * 1e9)
     per_row = max(forward, copies) + max(2 * forward + again, copies)
     sent, waited = _sent(config, held, rows, forward, 2 * forward + again, speeds)
     bubble = (layout.pp - 1) / parallel.chunks * per_row
@@ -242,7 +236,7 @@ def _choice(
     passes = adamw8bit.PASSES if eight else adamw.PASSES[config.run.dtype]
     update = 2 * passes * need.optimizer / (speeds.device * 1e9)  # is read and written
     seconds = rows * per_row + bubble + sum(waited.values()) + update
-    device = need.state + head + working + near
+    device = need.state + kept.device
     return WorldChoice(
         dp=layout.dp or 1,
         pp=layout.pp,
@@ -254,37 +248,13 @@ def _choice(
         recompute=recompute,
         offload=offload,
         device=device,
-        host=moved * min(layout.pp, rows),
+        host=kept.moved * min(layout.pp, rows),
         seconds=seconds,
         tokens_per_second=rows * capacity.tokens / seconds / layout.inner,
         sent={axis: round(size) for axis, size in sent.items() if size},
         waits=(bubble + sum(waited.values())) / seconds,
         fits=None if limit is None else device <= limit,
     )
-
-
-def _activation_bytes(
-    config: TrainConfig, rows: int, work: RowWork, offload: bool
-) -> tuple[int, int, int, int]:
-    """Of the fullest rank: what of one row waits on the host, what all rows in flight keep on the
-    device, what one layer computes again, and the head."""
-    model, layout = config.model, config.parallel.layout()
-    (capacity,) = config.graph.captured_capacities()
-    itemsize = 4 if config.run.dtype == "float32" else 2
-    recompute = config.run.recompute
-    compiled = config.graph.compile and recompute == NONE
-    memory = DecoderMemory(model, 0, itemsize, layout.tp, layout.cp, compiled)
-    head = memory(capacity)
-    layers = -(-model.depth // layout.pp)
-    whole = replace(memory, layers=layers)(capacity) - head
-    kept, passing = (
-        round(whole * work.columns[kind] / work.columns[NONE])
-        for kind in (recompute, moved_kind(recompute))
-    )
-    moved = passing if offload else 0
-    near = (kept - moved) * min(layout.pp, rows) + round(2 * moved / layers)
-    working = 0 if recompute == NONE else round(whole / layers)
-    return moved, near, working, head
 
 
 def _sent(
