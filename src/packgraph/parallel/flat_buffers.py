@@ -33,6 +33,7 @@ from packgraph.parallel.pieces import Pieces, part_of
 from packgraph.parallel.turns import take_turns
 
 Shard = Literal["none", "gradients", "parameters"]
+SHARDS: tuple[Shard, ...] = ("none", "gradients", "parameters")  # each takes less than the last
 # Large enough for full bandwidth, small enough that most of a model overlaps with the backward.
 SPAN_BYTES = 32 * 2**20
 WHOLE = "copies"  # the group of parameters that are no part of anything: `Part.copies`

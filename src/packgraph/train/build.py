@@ -50,7 +50,7 @@ def build_model(
 def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> ModelChunks:
     """This rank's chunks of the model of a run, in training mode, spread over the ranks of
     `mesh`."""
-    parts = config.parallel.shard == "parameters" and mesh.group("copies") is not None
+    parts = config.parallel.known_shard == "parameters" and mesh.group("copies") is not None
     if config.hf.path is not None or config.lora.enabled:
         model = build_model(config, device, deferred=parts and not config.lora.enabled)
         apply_recompute(config, [model])
@@ -74,7 +74,7 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
     executor."""
     layers = {name: number for chunk in model.chunks for name, number in layers_of(chunk).items()}
     optimizer = Optimizer(
-        model.named_parameters(), config.optimizer, mesh, layers, config.parallel.shard
+        model.named_parameters(), config.optimizer, mesh, layers, config.parallel.known_shard
     )
     if config.parallel.shards and mesh.group("copies") is not None:
         for chunk in model.chunks:

@@ -42,7 +42,8 @@ from packgraph.train.data import (
 from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.features.context import context_notes, context_request, places_multiple
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
-from packgraph.train.memory import available_memory, check_memory
+from packgraph.train.features.shard import most_sharded, with_chosen_shard
+from packgraph.train.memory import agreement, available_memory, check_memory
 from packgraph.train.progress import ProgressView, left_out_line
 from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import (
@@ -178,13 +179,9 @@ def _train(
     )
     prepared = prepare(config, device, launch.world)
     config = prepared.config
-    check_memory(
-        config,
-        device,
-        available_memory(device, launch.local_world),
-        world=launch.world,
-        rank=launch.rank,
-    )
+    available = available_memory(device, launch.local_world)
+    least = most_sharded(config, device.type, launch.world)
+    check_memory(least, device, available, world=launch.world, rank=launch.rank)
     told = _nccl_notes(device, launch)
     # The folder was chosen before the processes meet, so all have looked before one of them creates
     # it.
@@ -201,9 +198,17 @@ def _train(
         )
         nodes = begin_in(folder, mesh, config.run.per_node_folder, held)
         whereabouts.at("start")
+        config, sharding = with_chosen_shard(
+            config,
+            device.type,
+            available,
+            launch.world,
+            launch.rank,
+            agreement(mesh.everyone(), device),
+        )
         layout = "" if mesh.world == 1 else f", {mesh.layout}"
         view.note(f"{config.preset} on {device}{layout}, written to {folder}")
-        for note in [*prepared.notes, *told]:
+        for note in [*prepared.notes, *told, *sharding]:
             view.note(note)
         if nodes.others:
             view.note(

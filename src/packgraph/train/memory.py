@@ -386,7 +386,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     if config.optimizer.offload and device_type == "cuda":
         state = 2 * HELD * min(PIECE, round(updated))
     return Need(
-        held - (spared if config.parallel.shard == "parameters" else 0),
+        held - (spared if config.parallel.known_shard == "parameters" else 0),
         held - spared + sums,
         state,
         0 if _may_keep_less(config) else microbatch,
@@ -397,7 +397,8 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
 
 def _need_of_frozen(config: TrainConfig, world: int) -> Need:
     """The same of a model of transformers, or of one with adapters: weights, and what trains all
-    of them; adapters and microbatches are not counted."""
+    of them; adapters and microbatches are not counted. What is sharded of a model of transformers
+    is estimated by its sizes, as if it had no experts."""
     if config.hf.path is not None:
         elements = live_shape(config.hf.path).elements
     else:
@@ -405,10 +406,13 @@ def _need_of_frozen(config: TrainConfig, world: int) -> Need:
     itemsize = getattr(torch, config.run.dtype).itemsize
     trained = 0 if config.lora.enabled else elements
     state = _state_bytes(config, trained, trained / world)
-    if config.parallel.shard == "parameters" and config.hf.path is None and world > 1:
+    gradients = trained
+    if config.parallel.shards and world > 1:
         layout = config.parallel.layout().resolved(world)
-        elements -= round(_spared(_sharded(config, layout, 0), layout))
-    return Need(elements * itemsize, trained * itemsize, state, 0, 0, _sure_capacity(config))
+        spared = round(_spared(_sharded(config, layout, 0), layout))
+        elements -= spared if config.parallel.known_shard == "parameters" else 0
+        gradients -= spared if trained else 0
+    return Need(elements * itemsize, gradients * itemsize, state, 0, 0, _sure_capacity(config))
 
 
 def _state_bytes(config: TrainConfig, held: int, updated: float, hidden: float = 0.0) -> int:
@@ -481,9 +485,9 @@ def _way_out(need: Need, available: int) -> str:
         return (
             "The model alone does not fit: choose a smaller one (another preset, "
             "--model.num-layers, "
-            "--model.hidden-size), spread it over more devices (torchrun with --parallel.tp or "
-            "--parallel.pp; more "
-            "replicas share the optimizer state), or take a machine with more memory"
+            "--model.hidden-size), spread it over more devices (torchrun: replicas share what they "
+            "hold with --parallel.shard auto, and --parallel.tp and --parallel.pp cut a model), or "
+            "take a machine with more memory"
         )
     graphs = " or --graph.enabled false," if need.graphs else ""
     return (

@@ -25,20 +25,17 @@ kernel's efficiency at a small shape.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from packgraph.models.decoder import end_units, layer_matrices
 from packgraph.models.recompute import FULL, KINDS, NONE
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.flat_buffers import SHARDS, Shard
 from packgraph.parallel.mesh import Layout
 from packgraph.train.config.sections import GraphConfig, OffloadConfig, ParallelConfig, TrainConfig
 from packgraph.train.memory import Need, need_of
 from packgraph.train.predicted_peak import activation_bytes
 from packgraph.train.updates import adamw, adamw8bit
 from packgraph.train.validate import validate
-
-Shard = Literal["none", "gradients", "parameters"]
-SHARDS: tuple[Shard, ...] = ("none", "gradients", "parameters")
 
 
 @dataclass(frozen=True)
@@ -243,7 +240,7 @@ def _choice(
         cp=layout.cp,
         tp=layout.tp,
         ep=layout.ep,
-        shard=parallel.shard,
+        shard=parallel.known_shard,
         shard_ranks=parallel.shard_ranks,
         recompute=recompute,
         offload=offload,
@@ -264,7 +261,7 @@ def _sent(
 
     held: bytes of its weights if nothing were sharded. forward, backward: seconds of a row's."""
     model, parallel = config.model, config.parallel
-    layout, shard = parallel.layout(), parallel.shard
+    layout, shard = parallel.layout(), parallel.known_shard
     (capacity,) = config.graph.captured_capacities()
     itemsize = 4 if config.run.dtype == "float32" else 2
     layers = -(-model.depth // layout.pp)

@@ -63,13 +63,11 @@ def activation_bytes(
     return ActivationBytes(moved, near, working, head)
 
 
-def predicted_peak(
-    config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
-) -> int | None:
-    """Bytes that a rank takes at the peak; None for a model of transformers, of which weights alone
-    are known. Allocates nothing.
+def predicted_peak(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0) -> int:
+    """Bytes that a rank takes at the peak. Allocates nothing.
 
     Recomputation of some stages counts as none, and so does `auto`, which takes what is left.
+    Activations of a model of transformers are those of a decoder of its sizes.
 
     Args:
         config: A run whose capacities are known.
@@ -77,8 +75,6 @@ def predicted_peak(
         world: Number of processes.
         rank: This one's.
     """
-    if config.hf.path is not None:
-        return None
     need = need_of(config, device_type, world, rank)
     if device_type == "cpu":
         return need.total

@@ -16,6 +16,7 @@ from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.models.decoder import DecoderConfig
 from packgraph.offloading.knobs import OffloadKnobs
 from packgraph.packing.capacity import Capacity
+from packgraph.parallel.flat_buffers import Shard
 from packgraph.parallel.mesh import Layout, context_sizes
 from packgraph.train.config.evaluation import EvalConfig
 from packgraph.train.config.fine_tuning import HfConfig, LoraConfig
@@ -210,8 +211,9 @@ class ParallelConfig:
         more transfers.
     sequence: under tp, norms and residuals work on a part of the rows instead of all; saves memory.
     shard: what of the layers' matrices each replica keeps a part of, instead of all: gradients; or
-        parameters and gradients, which are then whole only while a layer runs. The optimizer's
-        state is always in parts.
+        parameters and gradients, which are then whole only while a layer runs; auto = the first of
+        none, gradients and parameters that is predicted to fit. The optimizer's state is always in
+        parts.
     shard_ranks: how many consecutive replicas (ranks of dp x cp) share a layer, such as those of a
         host, so that layers travel between them alone; what they keep is summed over the others
         once a step. 0 = all replicas.
@@ -245,7 +247,7 @@ class ParallelConfig:
     pp: int = 1
     chunks: int = 1
     sequence: bool = True
-    shard: Literal["none", "gradients", "parameters"] = "none"
+    shard: Literal["auto", "none", "gradients", "parameters"] = "auto"
     shard_ranks: int = 0
     ep: int = 1
     dispatcher: Literal["auto", "local", "host_splits", "padded", "symmetric"] = "auto"
@@ -321,9 +323,14 @@ class ParallelConfig:
         return context_sizes(self.cp, self.min_cp)
 
     @property
+    def known_shard(self) -> Shard:
+        """`shard`; none while `auto` is not decided, which `train.launch` does."""
+        return "none" if self.shard == "auto" else self.shard
+
+    @property
     def shards(self) -> bool:
         """Whether layers are sharded over the replicas."""
-        return self.shard != "none"
+        return self.known_shard != "none"
 
     @property
     def dispatcher_name(self) -> str:
