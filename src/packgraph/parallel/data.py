@@ -5,7 +5,8 @@ all parameters (or, with an optimizer that knows of no parts, all of them).
     reduce     span complete -> reduce-scatter: each rank gets the sum of its own part
     update     the optimizer changes own parts only (ZeRO stage 1, Rajbhandari et al. 2020,
                arXiv:1910.02054)
-    gather     all-gather puts the new parts into everyone's parameters, in place
+    gather     all-gather puts the new parts into everyone's parameters, in place, span by span,
+               while others are updated
 
 Other optimizers want whole gradients: `result` "sum" or "mean" sends spans by all-reduce, and
 leaves parameters where they are; only gradients are views of a flat buffer then.
@@ -147,6 +148,7 @@ class FlatParameters:
         self._launched = 0
         self._one_at_a_time = threading.Lock()
         self._works: list[Any] = []
+        self._gathers = dict[int, Any]()  # under way, by the id of their span
         self._handles: list[Any] = []
 
     def members(self) -> Iterable[Member]:
@@ -257,18 +259,23 @@ class FlatParameters:
         self._works, self._handles = [], []
 
     @torch.no_grad()
+    def begin_gather(self, span: GradientBucket) -> None:
+        """Say that the rank has updated its part of a span; starts to give it to the others, while
+        other spans are updated. In the same order on all ranks, and `gather` must follow."""
+        if span.within.across is None:
+            self._begin_gather(span)
+
+    @torch.no_grad()
     def gather(self) -> None:
         """Give every rank the parts that the others have updated. Work queued afterwards sees all
         of them."""
         for work in self._gather_across():
             work.wait()
-        works = [
-            all_gather_flat(span.parameters, span.kept_parameters, group=group, async_op=True)
-            for span in self.spans
-            if (group := span.within.shard) is not None and not span.is_gathered
-        ]
-        for work in works:
+        for span in self.spans:
+            self._begin_gather(span)
+        for work in self._gathers.values():
             work.wait()
+        self._gathers = {}
         # What layers will gather next is something else: a backward that waits for it must know.
         torch.autograd.graph.increment_version(
             [m.parameter for span in self.spans if span.is_gathered for m in span.members]
@@ -290,6 +297,14 @@ class FlatParameters:
         gathered = {id(member.parameter) for span in spans for member in span.members}
         whole = [local_tensor(p.detach()) for p in parameters if id(p) not in gathered]
         return whole + [span.kept_parameters for span in spans]
+
+    def _begin_gather(self, span: GradientBucket) -> None:
+        """Once a step; nothing for what its layer gathers."""
+        group = span.within.shard
+        if group is not None and not span.is_gathered and id(span) not in self._gathers:
+            self._gathers[id(span)] = all_gather_flat(
+                span.parameters, span.kept_parameters, group=group, async_op=True
+            )
 
     def _reduce_across(self, span: GradientBucket) -> None:
         """Begin to sum what is kept over all that keep the same."""

@@ -18,7 +18,7 @@ floor     /         ‾‾‾‾‾     /           ‾‾‾
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.choose import make_copy_streams
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.data import FlatParameters
-from packgraph.parallel.flat_buffers import WHOLE, Shard
+from packgraph.parallel.flat_buffers import WHOLE, GradientBucket, Shard
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import part_of
 from packgraph.parallel.pipeline.links import tie_groups
@@ -142,7 +142,7 @@ class Optimizer:
         self._rules = (
             [HostState(self.flat.spans, make_copy_streams(device), config)]
             if config.offload
-            else _rules(self._updated, config, matrices)
+            else _rules(self._updated, config, matrices, self.flat.begin_gather)
         )
         self.zero_grad()
 
@@ -264,10 +264,13 @@ class Optimizer:
 
 
 def _rules(
-    updated: Sequence[Updated], config: OptimizerConfig, matrices: Collection[str]
+    updated: Sequence[Updated],
+    config: OptimizerConfig,
+    matrices: Collection[str],
+    done: Callable[[GradientBucket], None],
 ) -> list[UpdateRule]:
     """What updates which spans. matrices: names of those of hidden layers, which share spans with
-    each other only."""
+    each other only. done: told of spans whose parameters are new; of others by the end alone."""
     if config.name == "adafactor":
         return [Adafactor(updated, config)]
     if config.name == "muon":
@@ -278,4 +281,4 @@ def _rules(
         special = AdamW8bit(chosen, config)
     among = {id(each) for each in chosen}
     rest = [each for each in updated if id(each) not in among]
-    return [AdamW(rest, config), *([special] if chosen else [])]
+    return [AdamW(rest, config, done=done), *([special] if chosen else [])]

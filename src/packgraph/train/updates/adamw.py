@@ -8,13 +8,14 @@ are never those of all gradients.
 Bits of the two differ in the last place: a run keeps to one of them, on the device or on the host.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from packgraph.ops.loss import HAS_TRITON
+from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.rule import Updated, slices_of, write_parameters
 
@@ -31,10 +32,15 @@ class AdamW:
     kernel."""
 
     def __init__(
-        self, updated: Sequence[Updated], config: OptimizerConfig, group: int = GROUP
+        self,
+        updated: Sequence[Updated],
+        config: OptimizerConfig,
+        group: int = GROUP,
+        done: Callable[[GradientBucket], None] = lambda span: None,
     ) -> None:
-        """group: elements that are updated at a time."""
-        self._updated, self._config = list(updated), config
+        """group: elements that are updated at a time. done: told of each span as soon as its
+        parameters are new."""
+        self._updated, self._config, self._done = list(updated), config, done
         self._narrow = [n for n, each in enumerate(self._updated) if _is_narrow(each)]
         self._wide = [each for each in self._updated if not _is_narrow(each)]
         self._groups = list(_groups(self._updated, group))
@@ -61,6 +67,7 @@ class AdamW:
                 self._config,
                 decays=span.decays,
             )
+            self._done(span)
         ordinal = steps + 1
         for group in self._groups:
             fused_adamw(
@@ -75,6 +82,8 @@ class AdamW:
                 decays=self._updated[group[0][0]].span.decays,
             )
         write_parameters(self._wide)
+        for each in self._wide:
+            self._done(each.span)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """As `UpdateRule.state_tensors`, all of it live."""
