@@ -69,12 +69,19 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     return ModelChunks(models)
 
 
-def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optimizer:
+def make_optimizer(
+    model: ModelChunks, config: TrainConfig, mesh: Mesh, *, sums_apart: bool = False
+) -> Optimizer:
     """The optimizer of these chunks; its update moves the routers' biases, too. Make it before the
-    executor."""
+    executor. sums_apart: as in `FlatParameters`."""
     layers = {name: number for chunk in model.chunks for name, number in layers_of(chunk).items()}
     optimizer = Optimizer(
-        model.named_parameters(), config.optimizer, mesh, layers, config.parallel.known_shard
+        model.named_parameters(),
+        config.optimizer,
+        mesh,
+        layers,
+        config.parallel.known_shard,
+        sums_apart=sums_apart,
     )
     if config.parallel.shards and mesh.group("copies") is not None:
         for chunk in model.chunks:

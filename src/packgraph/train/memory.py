@@ -377,10 +377,11 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     sharded = matrices if config.parallel.shards else []
     spared = _spared(sharded, layout)
     spared = round(spared * itemsize) if replicas > 1 else 0
-    # Beside the gradients of its own microbatches a rank has its part of their sum; of layers that
-    # all replicas share that is what it keeps.
-    alone = 0 if layout.sharers() < replicas else _kept(sharded, layout, replicas)
-    sums = round((updated - alone) * itemsize) if replicas > 1 else 0
+    # Sums over replicas are made in place, but those over blocks of what a rank keeps.
+    shared_experts = layout.sharers(experts=True) > 1
+    kept_again = [(d, e if shared_experts else 0.0) for d, e in sharded]
+    blocks = replicas > 1 and layout.sharers() < replicas
+    sums = round(_kept(kept_again, layout, replicas) * itemsize) if blocks else 0
     hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
     if config.optimizer.offload and device_type == "cuda":

@@ -111,8 +111,10 @@ class Optimizer:
         mesh: Mesh | None = None,
         layers: Mapping[str, int] | None = None,
         shard: Shard = "none",
+        *,
+        sums_apart: bool = False,
     ) -> None:
-        """layers, shard: as in `FlatParameters`."""
+        """layers, shard, sums_apart: as in `FlatParameters`."""
         self._mesh, named = mesh or single_process(), list(named_parameters)
         ties = tie_groups(
             self._mesh, [name for name, parameter in named if parameter.requires_grad]
@@ -132,6 +134,7 @@ class Optimizer:
             shard=shard,
             apart=matrices,
             within={copies: self._mesh.shard_groups(copies) for copies in (WHOLE, *parts)},
+            sums_apart=sums_apart,
         )
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device

@@ -76,7 +76,7 @@ class ComparedRun:
             self.mesh, rank_tokens(config), in_step=config.replicas_in_step
         )
         self.model = build_chunks(config, device, self.mesh)
-        self.optimizer = make_optimizer(self.model, config, self.mesh)
+        self.optimizer = make_optimizer(self.model, config, self.mesh, sums_apart=True)
         # Some steps have all their microbatches in flight.
         several = replace(config, graph=replace(config.graph, slots=None))
         self.executor = make_executor(self.model, several, device, self.mesh)

@@ -103,6 +103,7 @@ _WAYS_OUT = {
 _FIXED: ContextVar[bool] = ContextVar("packgraph_compiled_before", default=False)
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
+SLACK = 1.1  # a pool does not take the very blocks that eager code has left
 LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
 
@@ -162,14 +163,16 @@ def _copied(whole: torch.Tensor) -> torch.Tensor:
 
 
 def _has_room(whole: torch.Tensor) -> bool:
-    """Whether a copy leaves the device what the process has needed beyond what it holds now: it
-    stays there while the rest of a step is dry-run. Small ones do anyway."""
-    if whole.device.type != "cuda" or whole.numel() < LARGE:
+    """Whether a copy leaves the device what the process has needed beyond what it holds now, and
+    SLACK: it stays there while the rest of a step is dry-run and captured. Small ones do anyway."""
+    device = whole.device
+    if device.type != "cuda" or whole.numel() < LARGE:
         return True
-    free, _ = torch.cuda.mem_get_info(whole.device)
-    held = torch.cuda.memory_allocated(whole.device)
-    free += torch.cuda.memory_reserved(whole.device) - held
-    return free - whole.numel() >= most_allocated(whole.device) - held
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_allocated(device)
+    free += torch.cuda.memory_reserved(device) - held
+    allowed = torch.cuda.memory.get_per_process_memory_fraction(device) * total - held
+    return min(free, allowed) - whole.numel() >= SLACK * (most_allocated(device) - held)
 
 
 @contextlib.contextmanager
