@@ -27,6 +27,7 @@ from packgraph.train.features.offload import make_offloading
 from packgraph.train.features.recompute import AUTO, apply_recompute
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.parallelisms import PARALLELISMS
+from packgraph.train.resident_state import resident_on
 from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner
 from packgraph.train.step import MicrobatchAssignment
 from packgraph.train.step_runner import StepRunner
@@ -74,7 +75,12 @@ def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optim
     executor."""
     layers = {name: number for chunk in model.chunks for name, number in layers_of(chunk).items()}
     optimizer = Optimizer(
-        model.named_parameters(), config.optimizer, mesh, layers, config.parallel.known_shard
+        model.named_parameters(),
+        config.optimizer,
+        mesh,
+        layers,
+        config.parallel.known_shard,
+        resident_on(model, config, mesh),
     )
     if config.parallel.shards and mesh.group("copies") is not None:
         for chunk in model.chunks:
