@@ -114,13 +114,14 @@ class GradientBucket:
         """Whether its parameters are gathered only: there is no memory for gradients."""
         return not self.gradients.numel() and self.parameters.numel() > 0
 
-    def part(self, member: Member, flat: Tensor) -> Tensor:
-        """What `flat` (a value for each element of this rank's part) says about one parameter,
-        without a copy.
+    def part(self, member: Member, flat: Tensor, first: int = 0) -> Tensor:
+        """What `flat` says about one parameter, without a copy.
 
-        A tensor of the parameter's shape where every rank has all of it, else `Pieces`.
+        flat: a value for each element of this rank's part from `first` on, or of some of them, with
+        all that this rank has of the parameter. Returns a tensor of the parameter's shape where
+        every rank has all of it, else `Pieces`.
         """
-        return self._part(member, flat, self.own)
+        return self._part(member, flat, self.own, first)
 
     def kept_part(self, member: Member) -> Tensor:
         """The same of kept_parameters."""
@@ -128,9 +129,10 @@ class GradientBucket:
         start = self.own.start // size * size
         return self._part(member, self.kept_parameters, slice(start, start + size))
 
-    def _part(self, member: Member, flat: Tensor, place: slice) -> Tensor:
+    def _part(self, member: Member, flat: Tensor, place: slice, first: int = 0) -> Tensor:
         start, stop = max(member.place.start, place.start), min(member.place.stop, place.stop)
-        held = flat[start - place.start : max(start, stop) - place.start]
+        before = place.start + first
+        held = flat[start - before : max(start, stop) - before]
         local, part = local_tensor(member.parameter), part_of(member.parameter)
         shape, offsets = member.parameter.shape, (0,) * local.ndim
         if part is not None:

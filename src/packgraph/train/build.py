@@ -27,6 +27,7 @@ from packgraph.train.features.offload import make_offloading
 from packgraph.train.features.recompute import AUTO, apply_recompute
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.parallelisms import PARALLELISMS
+from packgraph.train.resident_state import resident_on
 from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner
 from packgraph.train.step import MicrobatchAssignment
 from packgraph.train.step_runner import StepRunner
@@ -81,6 +82,7 @@ def make_optimizer(
         mesh,
         layers,
         config.parallel.known_shard,
+        resident=resident_on(model, config, mesh),
         sums_apart=sums_apart,
     )
     if config.parallel.shards and mesh.group("copies") is not None:
