@@ -111,10 +111,10 @@ def test_the_eager_run_is_gone_when_the_graph_run_is_made(
     free = mock.Mock(side_effect=apart.free_memory)
     monkeypatch.setattr(apart, "free_memory", free)
 
-    def make(*args: Any) -> Any:
+    def make(*args: Any, **options: Any) -> Any:
         alive.append([reference() is not None for reference in made])
         assert free.call_count == len(alive), "also of what refers to itself"
-        optimizer = original(*args)
+        optimizer = original(*args, **options)
         made.extend(
             weakref.ref(tensor)
             for tensor in [
