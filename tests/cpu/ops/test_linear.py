@@ -85,7 +85,14 @@ def named(config, by):
 
 
 @pytest.mark.parametrize("granularity", [pytest.param("layer", marks=pytest.mark.slow), "chunk"])
-@pytest.mark.parametrize("kind", [tiny_config, tiny_experts_config, tiny_hybrid_config])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(tiny_config, marks=pytest.mark.slow),
+        tiny_experts_config,
+        tiny_hybrid_config,
+    ],
+)
 def test_a_toy_product_trains_through_graphs_bit_by_bit(toy, kind, granularity):
     config = named(kind(granularity, 0.1, 5), toy)
     report = verify("toy", config, random_packs(seed=1), CPU)

@@ -148,7 +148,7 @@ def test_the_loss_against_the_load_of_the_step_before_trains_routers_and_goes_on
     assert all("step_load" not in name for name in without)
     loads = [value for name, value in expected.items() if name.endswith(".step_load")]
     assert len(loads) == 2 and all(load.sum() > 0 for load in loads)
-    go(tmp_path / "parts", with_batch_loss(0.5, steps=3))
+    go(tmp_path / "parts", with_batch_loss(0.5, steps=3, enabled=False))
     run = trainer(tmp_path / "parts", with_batch_loss(0.5))
     try:
         run.resume()
@@ -158,8 +158,8 @@ def test_the_loss_against_the_load_of_the_step_before_trains_routers_and_goes_on
         run.close()
 
 
-def test_a_step_that_is_made_again_has_the_load_of_the_same_step_before(tmp_path):
-    expected, *_ = go(tmp_path / "plain", with_batch_loss(0.5))
+def test_a_step_that_is_made_again_has_the_load_of_the_same_step_before(eager_with_loss, tmp_path):
+    expected = eager_with_loss
     found, _, again = go(tmp_path / "few", with_batch_loss(0.5, stash=1.0), pages=1)
     equal(expected, found)
     assert again >= 1
@@ -226,8 +226,8 @@ def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tie
 
 
 def test_a_run_goes_on_bitwise_with_another_stash(tmp_path):
-    whole, *_ = go(tmp_path / "whole", config(5))
-    go(tmp_path / "parts", config(3))
+    whole, *_ = go(tmp_path / "whole", config(5, enabled=False))
+    go(tmp_path / "parts", config(3, enabled=False))
     other = {"expert_stash_host": 1.0, "expert_stash_page_rows": 16, "expert_stash_resident": True}
     settings = config(5, stash=0.2, of_stash=other)
     write_json(tmp_path / "parts" / CONFIG, to_dict(config(3)))
