@@ -10,7 +10,7 @@ import pytest
 import torch
 from distkit import run_ranks
 from torch import nn
-from trainkit import tiny, trainer
+from trainkit import CAPACITIES, PacksOfOneCapacity, tiny, trainer
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.data import FlatParameters
@@ -75,7 +75,7 @@ def train(mesh, folder, settings, how):
     """Tensors at the end, and how many spans were on their way before the end of each step. how:
     overlap or not."""
     with mock.patch("packgraph.train.optimizer.FlatParameters", SMALL):
-        run = trainer(Path(folder), settings, mesh=mesh)
+        run = trainer(Path(folder), settings, PacksOfOneCapacity(), mesh=mesh)
     flat, launched = run.optimizer.flat, []
     reduce, overlap = flat.reduce, flat.overlap
 
@@ -112,7 +112,7 @@ def run(tmp_path, how, **graph):
         made,
         parallel=ParallelConfig(dp=2, pp=2, chunks=2),
         model=dataclasses.replace(made.model, num_layers=4),
-        graph=dataclasses.replace(made.graph, **graph),
+        graph=dataclasses.replace(made.graph, capacities=CAPACITIES[-1:], **graph),
     )
     name = f"{how} {graph}"
     return run_ranks(train, 4, str(tmp_path / name), settings, how, layout=DP2_PP2, seconds=120.0)
