@@ -107,7 +107,7 @@ def test_paths_of_every_kind_are_read(tmp_path: Path) -> None:
     paths = (lines, str(tmp_path / "shards"), str(tmp_path / "texts"))
     options = dataclasses.replace(
         config(lines, EvalConfig(every=2, path=paths)),
-        data=DataConfig(source="jsonl", path=lines, overlong="split"),
+        data=DataConfig(overlong="split"),
     )
     found = prepare(options, torch.device("cpu")).evaluation
     assert list(found) == list(paths)
