@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -74,10 +74,13 @@ def write_data(folder: Path, lengths: Sequence[int], words: int) -> DataConfig:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once, since every rank writes the same."""
+    """Whole or not at all, by the first rank that comes: all of them write the same, and a file
+    that another rank has opened must stay."""
     own = path.with_suffix(f".{os.getpid()}")
     own.write_text(text, encoding="utf-8")
-    os.replace(own, path)
+    with suppress(FileExistsError):
+        os.link(own, path)
+    own.unlink()
 
 
 def run_config(setting: Setting, world: int, folder: Path, data: DataConfig) -> TrainConfig:
