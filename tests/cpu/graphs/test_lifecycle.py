@@ -82,12 +82,12 @@ def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
 @pytest.mark.parametrize(
     ("nbytes", "free", "share", "beside", "fits"),
     [
-        (100, 134, 1.0, 0, False),
-        (100, 136, 1.0, 0, True),
-        (100, 200, 0.204, 0, False),
-        (100, 200, 0.206, 0, True),
-        (100, 145, 1.0, 10, False),
-        (100, 147, 1.0, 10, True),
+        (100, 154, 1.0, 0, False),
+        (100, 155, 1.0, 0, True),
+        (100, 200, 0.224, 0, False),
+        (100, 200, 0.226, 0, True),
+        (100, 169, 1.0, 10, False),
+        (100, 170, 1.0, 10, True),
         (99, 0, 1.0, 0, True),
     ],
 )

@@ -103,7 +103,7 @@ _WAYS_OUT = {
 _FIXED: ContextVar[bool] = ContextVar("packgraph_compiled_before", default=False)
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
-SLACK = 1.1  # a pool does not take the very blocks that eager code has left
+SLACK = 1.5  # a pool does not take the very blocks that eager code has left
 LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
 
