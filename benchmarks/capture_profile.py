@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--banks", type=int, default=4)
+    parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--lines", type=int, default=45)
     given = parser.parse_args()
@@ -46,7 +47,10 @@ def main() -> None:
     config = shape(given.model, given.layers)
     model = build_part("model", config, device, dtype_on(device))
     zero_gradients([model])
-    shapes = [Capacity(given.tokens * n // given.banks, 16) for n in range(1, given.banks + 1)]
+    shapes = [
+        Capacity(given.tokens * n // given.banks, given.documents)
+        for n in range(1, given.banks + 1)
+    ]
     drawn = [
         draw_batches(one, 1, config.vocab_size, mean=given.tokens / 16, sigma=1.0, seed=0)[0]
         for one in reversed(shapes)

@@ -36,6 +36,7 @@ from packgraph.bench.rows import FAILURES, Column, Row, facts, gibibytes, value,
 from packgraph.bench.timing import start_anew
 from packgraph.models.branches import head_weights, token_weights
 from packgraph.models.config import DecoderConfig
+from packgraph.ops.symmetric_memory import most_symmetric_bytes
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.processes import Launch
 from packgraph.train.config.fine_tuning import LoraConfig
@@ -132,12 +133,12 @@ def measure(setting: Setting, launch: Launch, device: torch.device) -> Row:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         where, summary = train(config)
+        if launch.rank:  # the first rank reads its files, and deletes them then
+            return {}
         rows = [row for row in read_metrics(where / METRICS) if not row["starting"]]
     peaks = {}
     if device.type == "cuda":
-        peaks["peak_bytes"] = torch.cuda.max_memory_reserved(device)
-    if launch.rank:
-        return {}
+        peaks["peak_bytes"] = torch.cuda.max_memory_reserved(device) + most_symmetric_bytes()
     counted = rows[1:]  # the first began while the device captured
     rate = median(row["tokens"] / row["seconds"] for row in counted) / launch.world
     return peaks | {
@@ -214,14 +215,12 @@ def tiny(setting: Setting) -> Setting:
     )
     documents, rows = setting.documents, setting.capacities
     documents = replace(documents, mean=documents.mean // TINY, longest=documents.longest // TINY)
-    capacities = tuple(
-        Capacity(row.tokens // TINY, row.documents, row.bound // TINY) for row in rows
-    )
+    fewer = (Capacity(row.tokens // TINY, row.documents, max(2, row.bound // TINY)) for row in rows)
     return replace(
         setting,
         model=small,
         documents=documents,
-        capacities=capacities,
+        capacities=tuple(dict.fromkeys(fewer)),
         step_tokens=setting.step_tokens and setting.step_tokens // TINY,
         gpus=dict.fromkeys(setting.gpus, 0),
         dispatcher="auto",

@@ -224,11 +224,13 @@ def _whole_steps(**more: object) -> Setting:
     return replace(settings, **more)  # type: ignore[arg-type]
 
 
-INSTRUCTIONS = Documents(mean=200, sigma=0.6, longest=2048)
+INSTRUCTIONS = Documents(mean=200, sigma=0.6, longest=1024)
+PADDED_TO = (256, 320, 384, 448, 512, 640, 768, 1024)
 
 
 def _unsloth(capacities: tuple[Capacity, ...], **more: object) -> Setting:
-    """8 of Llama-3-8B's layers with adapters, batches of 8 documents."""
+    """8 of Llama-3-8B's layers with adapters, batches of 8 documents. Not compiled, so that many
+    shapes cost little and batches are padded about as far as their longest document."""
     setting = Setting(
         model=LLAMA3_8B,
         documents=INSTRUCTIONS,
@@ -236,6 +238,8 @@ def _unsloth(capacities: tuple[Capacity, ...], **more: object) -> Setting:
         step_tokens=4 * 8 * INSTRUCTIONS.mean,
         gpus=MappingProxyType({1: 8}),
         lora_rank=16,
+        compile=False,
+        timed=24,
         differs="lengths of short instructions, theirs are not given",
     )
     return replace(setting, **more)  # type: ignore[arg-type]
@@ -253,7 +257,7 @@ def _unsloth_theirs(figure: float) -> Published:
 
 
 def _halo(capacities: tuple[Capacity, ...], figure: float | None, **more: object) -> Setting:
-    """Batches of 2 documents a GPU."""
+    """Batches of 2 documents a GPU, not compiled for the same reason."""
     theirs = None
     if figure is not None:
         theirs = Published(
@@ -271,6 +275,8 @@ def _halo(capacities: tuple[Capacity, ...], figure: float | None, **more: object
         step_tokens=15_000,
         gpus=MappingProxyType({1: 4, 2: 8}),
         shares_experts=True,
+        compile=False,
+        timed=12,
         theirs=theirs,
         over=None if figure is None else "halo-padded",
         differs="nothing recomputed; lognormal lengths",
@@ -319,11 +325,11 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "qwen3-0.6b-steps-one-graph": _whole_steps(one_graph=True),
         "qwen3-0.6b-steps-fp8": _whole_steps(precision="fp8"),
         "unsloth-padded": _unsloth(
-            tuple(Capacity(8 * longest, 8, longest) for longest in (256, 384, 512, 1024, 2048)),
+            tuple(Capacity(8 * longest, 8, longest) for longest in PADDED_TO),
             window=8,
         ),
         "unsloth-padding-free": _unsloth(
-            tuple(Capacity(tokens, 8) for tokens in (1024, 1536, 2048, 3072, 8192)),
+            tuple(Capacity(4 * longest, 8) for longest in PADDED_TO),
             window=8,
             theirs=_unsloth_theirs(1.85),
             over="unsloth-padded",
@@ -331,7 +337,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "unsloth-packed": _unsloth((Capacity(8192, 64),), over="unsloth-padded"),
         "halo-padded": _halo((Capacity(2 * 4096, 2),), None, window=2),
         "halo-padding-free": _halo(
-            tuple(Capacity(tokens, 2) for tokens in (1536, 2560, 4096, 8192)), 2.33, window=2
+            tuple(Capacity(tokens, 2) for tokens in (*range(1024, 3073, 512), 4096, 5120, 8192)),
+            2.33,
+            window=2,
         ),
         "halo-packed": _halo((Capacity(2 * 4096, 32),), 9.22),
         "moonlight": _experts(moonlight().model),

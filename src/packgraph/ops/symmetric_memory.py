@@ -10,7 +10,7 @@ to the peers outside of captures.
 import os
 import socket
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,11 @@ def symmetric_problem(device: torch.device, ranks: int) -> str | None:
 def symmetric_bytes() -> int:
     """Bytes of this process's GPU in symmetric memory, which torch's allocator does not count."""
     return sum(made.memory.numel() for made in _allocated)
+
+
+def most_symmetric_bytes() -> int:
+    """The most that `symmetric_bytes` has been in this process."""
+    return SymmetricMemory.most_bytes
 
 
 def hosts_problem(members: dist.ProcessGroup) -> str | None:
@@ -71,6 +76,8 @@ class SymmetricMemory:
         RuntimeError: In a capture.
     """
 
+    most_bytes: ClassVar[int] = 0  # of all together
+
     def __init__(self, size: int, members: dist.ProcessGroup, device: torch.device) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory as symmetric
@@ -96,6 +103,7 @@ class SymmetricMemory:
             )
         self.memory.zero_()
         _allocated.add(self)
+        SymmetricMemory.most_bytes = max(SymmetricMemory.most_bytes, symmetric_bytes())
         torch.cuda.synchronize(device)
 
     def barrier(self) -> None:
