@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -74,10 +74,13 @@ def write_data(folder: Path, lengths: Sequence[int], words: int) -> DataConfig:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once, since every rank writes the same."""
+    """At once, and what is there stays: every rank writes the same, and a run that has begun minds
+    when another file takes the place of its data."""
     own = path.with_suffix(f".{os.getpid()}")
     own.write_text(text, encoding="utf-8")
-    os.replace(own, path)
+    with suppress(FileExistsError):
+        os.link(own, path)
+    own.unlink()
 
 
 def run_config(setting: Setting, world: int, folder: Path, data: DataConfig) -> TrainConfig:
@@ -164,7 +167,8 @@ def _shared_folder(launch: Launch) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as name:
             yield Path(name)
         return
-    folder = Path(tempfile.gettempdir(), f"packgraph-published-{os.environ['MASTER_PORT']}")
+    name = f"packgraph-published-{os.environ['MASTER_PORT']}-{os.environ['TORCHELASTIC_RUN_ID']}"
+    folder = Path(tempfile.gettempdir(), name)
     folder.mkdir(exist_ok=True)
     try:
         yield folder
