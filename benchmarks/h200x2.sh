@@ -49,7 +49,7 @@ for case in "$@"; do
     5) bench 2 70 --model qwen3-4b --tokens 16384 --step-tokens 32768 --rounds 3 --steps 2 --together 2 \
         --ways none+compile alone+compile none+layer+compile ;;
     6) bench 1 130 --model qwen3-8b --layers 14 --tokens 8192 --step-tokens 65536 --rounds 1 --steps 2 --together 1 \
-        --ways none+compile none+offload+compile ;;
+        --ways none+compile none+offload=0+compile ;;
     7) bench 1 120 --model qwen3-8b --tokens 8192 --step-tokens 65536 --rounds 1 --steps 1 \
         --ways none+offload+compile ;;
     8) bench 2 70 --model qwen3-0.6b --tokens 1024 --step-tokens 16384 --rounds 3 --steps 1 \

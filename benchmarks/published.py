@@ -74,8 +74,8 @@ def write_data(folder: Path, lengths: Sequence[int], words: int) -> DataConfig:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once, and what is there stays: every rank writes the same, and a run that has begun minds
-    when another file takes the place of its data."""
+    """Whole or not at all, by the first rank that comes: all of them write the same, and a file
+    that another rank has opened must stay."""
     own = path.with_suffix(f".{os.getpid()}")
     own.write_text(text, encoding="utf-8")
     with suppress(FileExistsError):

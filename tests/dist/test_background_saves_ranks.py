@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.core]
 DP2 = Layout(dp=2)
 
 
-def settings(in_background, **run):
+def settings(in_background, graph=True, **run):
     options = {"steps": 6, "checkpoint_every": 2, "keep_checkpoints": 9} | run
-    return tiny(graph=True, async_checkpoints=in_background, **options)
+    return tiny(graph, async_checkpoints=in_background, **options)
 
 
 def held(run):
@@ -50,7 +50,7 @@ def slow_on(rank, mesh, seconds):
 
 def train(mesh, folder, in_background):
     slow_on(1, mesh, 0.2)
-    run = trainer(folder / "run", settings(in_background), mesh=mesh)
+    run = trainer(folder / "run", settings(in_background, graph=in_background), mesh=mesh)
     run.run(StopRequest())
     run.close()
     return held(run)
@@ -104,7 +104,8 @@ def train_on_a_full_disk(mesh, folder, rank, where):
         return original(*arguments, **options)
 
     setattr(checkpoint, where, failing)
-    run = trainer(folder / "run", settings(True, steps=1000, checkpoint_every=4), mesh=mesh)
+    options = settings(True, graph=False, steps=1000, checkpoint_every=4)
+    run = trainer(folder / "run", options, mesh=mesh)
     try:
         run.run(StopRequest())
     except CheckpointError as error:

@@ -145,8 +145,12 @@ def test_a_way_that_exchanges_nothing_may_fail_on_one_rank(fails):
 
 
 def test_a_single_process_trains_with_the_state_on_the_host_and_knows_no_fsdp():
-    none, host, fsdp = measured(single_process(), options("none", "none+offload", "fsdp"))
-    assert none["reason"] is None and host["loss_difference"] == host["gradient_difference"] == 0.0
+    ways = options("none", "none+offload", "none+offload=50", "none+offload=100", "fsdp")
+    none, *host, fsdp = measured(single_process(), ways)
+    assert none["reason"] is None
+    for way in host:
+        assert way["reason"] is None
+        assert way["loss_difference"] == way["gradient_difference"] == 0.0
     assert fsdp["reason"].startswith("ValueError: FSDP2 shards over several ranks")
 
 
@@ -154,7 +158,13 @@ def test_names_of_ways_are_read_or_refused():
     assert WayName.read("fsdp-keep+compile") == WayName("fsdp-keep", compile=True)
     found = WayName("parameters", "step", compile=True, offload=True)
     assert WayName.read("parameters+step+compile+offload") == found
+    found = WayName("none", compile=True, offload=True, resident=60)
+    assert WayName.read("none+offload=60+compile") == found
     for wrong, text in (
+        ("none+offload=101", "101 % of the state are more than there is"),
+        ("none+offload=6GiB", "none knows .*, not offload=6GiB"),
+        ("none+offload+offload=60", "a word twice"),
+        ("fsdp+offload=60", "fsdp knows compile, prefetch, not offload"),
         ("zero3", "'zero3' is none of alone, none,"),
         ("fsdp+layer", "fsdp knows compile, prefetch, not layer"),
         ("none+layer+step", "two granularities"),

@@ -188,23 +188,24 @@ def test_overlap_and_gradients_set_to_none_change_nothing():
 def poisoned_until_gathered(mesh):
     """Before the parts come together every other rank's part is made NaN: nobody may have used the
     old values."""
-    run, flat = Run(mesh, graphs=True), None
-    flat = run.optimizer.flat
-    gather = flat.gather
+    begin, poisoned = FlatParameters.begin_gather, []
 
-    def poison_and_gather():
-        for span in flat.spans:
+    def poison_and_gather(flat, span):
+        with torch.no_grad():
             own = span.own_parameters.clone()
             span.parameters.fill_(float("nan"))
             span.own_parameters.copy_(own)
-        gather()
+        poisoned.append(span)
+        begin(flat, span)
 
-    places = [parameter.data_ptr() for parameter in run.model.parameters()]
-    flat.gather = poison_and_gather
-    trace = [run.step(number, packs) for number, packs in enumerate(steps_of_packs(4))]
-    assert places == [parameter.data_ptr() for parameter in run.model.parameters()]
-    run.executor.close()
-    flat.gather = gather
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatParameters, "begin_gather", poison_and_gather)
+        run = Run(mesh, graphs=True)
+        places = [parameter.data_ptr() for parameter in run.model.parameters()]
+        trace = [run.step(number, packs) for number, packs in enumerate(steps_of_packs(4))]
+        assert places == [parameter.data_ptr() for parameter in run.model.parameters()]
+        assert len(poisoned) == 4 * len(run.optimizer.flat.spans)
+        run.executor.close()
     return {"trace": trace}, train(mesh, graphs=True, steps=4)
 
 

@@ -38,8 +38,15 @@ def run_ways(mesh, ways, changes, options):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
-@pytest.mark.parametrize("shard", ["gradients", pytest.param("parameters", marks=pytest.mark.core)])
+@pytest.mark.parametrize(
+    ("shard", "granularity"),
+    [
+        ("gradients", "layer"),
+        ("gradients", "chunk"),
+        ("parameters", "layer"),
+        pytest.param("parameters", "chunk", marks=pytest.mark.core),
+    ],
+)
 def test_two_ranks_have_the_bits_of_collectives(shard, granularity):
     ways = [(shard, False, False), (shard, False, True), (shard, True, True)]
     changes = {"graph_options": {"granularity": granularity, "strict": True}}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from distkit import run_ranks
 from torch import nn
-from trainkit import tiny, trainer
+from trainkit import CAPACITIES, PacksOfOneCapacity, tiny, trainer
 
 from packgraph.graphs.parameters import local_tensor
 from packgraph.parallel.data import FlatParameters
@@ -75,7 +75,7 @@ def train(mesh, folder, settings, how):
     """Tensors at the end, and how many spans were on their way before the end of each step. how:
     overlap or not."""
     with mock.patch("packgraph.train.optimizer.FlatParameters", SMALL):
-        run = trainer(Path(folder), settings, mesh=mesh)
+        run = trainer(Path(folder), settings, PacksOfOneCapacity(), mesh=mesh)
     flat, launched = run.optimizer.flat, []
     reduce, overlap = flat.reduce, flat.overlap
 
@@ -107,15 +107,21 @@ def _held(value):
 
 
 def run(tmp_path, how, **graph):
-    made = tiny(graph=True, steps=8, checkpoint_every=100)
+    made = tiny(graph=True, steps=6, checkpoint_every=100)
     settings = dataclasses.replace(
         made,
         parallel=ParallelConfig(dp=2, pp=2, chunks=2),
         model=dataclasses.replace(made.model, num_layers=4),
-        graph=dataclasses.replace(made.graph, **graph),
+        graph=dataclasses.replace(made.graph, capacities=CAPACITIES[-1:], **graph),
     )
     name = f"{how} {graph}"
     return run_ranks(train, 4, str(tmp_path / name), settings, how, layout=DP2_PP2, seconds=120.0)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Eager steps that reduce all gradients at their end."""
+    return run(tmp_path_factory.mktemp("plain"), "plain", enabled=False)
 
 
 def differing(left, right):
@@ -127,8 +133,7 @@ def differing(left, right):
     ]
 
 
-def test_reductions_start_before_the_end_of_a_step_and_change_nothing(tmp_path):
-    plain = run(tmp_path, "plain", enabled=False)
+def test_reductions_start_before_the_end_of_a_step_and_change_nothing(plain, tmp_path):
     overlapped = run(tmp_path, "overlap", enabled=False)
     graphs = run(tmp_path, "overlap", granularity="chunk")
     assert not differing(plain, overlapped) and not differing(plain, graphs)
@@ -140,6 +145,8 @@ def test_reductions_start_before_the_end_of_a_step_and_change_nothing(tmp_path):
     assert all(max(launched) == 0 for _, launched, _ in plain)
 
 
-def test_gradients_reduced_before_all_chunks_are_done_are_wrong_and_the_test_sees_it(tmp_path):
+def test_gradients_reduced_before_all_chunks_are_done_are_wrong_and_the_test_sees_it(
+    plain, tmp_path
+):
     """Negative control: each chunk's last backward is taken for the last one of the step."""
-    assert differing(run(tmp_path, "plain", enabled=False), run(tmp_path, "early", enabled=False))
+    assert differing(plain, run(tmp_path, "early", enabled=False))

@@ -12,11 +12,13 @@ from shardedkit import LAYERS, broken, settings, train
 from torch import nn
 from tracekit import differences
 
+from packgraph.graphs.memory.budget import budget_bytes
 from packgraph.graphs.stages import Stage, run_stages
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel import sharded_layers
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.mesh import Layout
+from packgraph.parallel.pieces import parts_of
 from packgraph.parallel.sharded_layers import ShardedLayer, ShardedLayers, layers_of
 from packgraph.train.build import build_chunks, make_optimizer
 from packgraph.train.validate import validate
@@ -391,15 +393,48 @@ def test_layouts_are_verified(layout, granularity, apart):
         assert list(report.one_process.distances)[-1] == STATE and not report.silent_ranks()
 
 
-def both(mesh, shard):
+SOME = ("4KiB", "12KiB")  # of each rank's 23 KiB of state
+
+
+def places(mesh):
+    """Of the optimizer's state: on the device, on the host, and on each rank another part."""
+    return {"offload": False}, {"offload": True}, {"offload": True, "resident": SOME[mesh.rank]}
+
+
+def trained_everywhere(mesh, shard):
     return [
-        train(mesh, settings(shard, graph=True, optimizer={"offload": offload}), packs=4)
-        for offload in (False, True)
+        train(mesh, settings(shard, graph=True, optimizer=place), packs=4) for place in places(mesh)
     ]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("shard", ["none", "parameters"])
 def test_state_on_the_host_changes_no_bit(shard):
-    for here, there in run_ranks(both, 2, shard):
-        assert not differences(here, there)
+    for here, *there in run_ranks(trained_everywhere, 2, shard):
+        assert not [differences(here, other) for other in there if differences(here, other)]
+
+
+def stored_forms(mesh, shard):
+    """Rectangles of all state, and bytes that stay on the device."""
+    found = []
+    for place in places(mesh):
+        config = settings(shard, optimizer=place)
+        model = build_chunks(config, CPU, mesh)
+        optimizer = make_optimizer(model, config, mesh)
+        forms = {
+            name: [(offsets, tuple(part.shape)) for offsets, part in parts_of(tensor)]
+            for name, tensor in optimizer.state_tensors().items()
+        }
+        state = optimizer.host_state
+        found.append((forms, state and (state.resident, state.moved)))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_checkpoints_do_not_depend_on_where_the_state_is(shard):
+    """Ranks that hold copies of state, as of norms with tp, would store other rectangles of it."""
+    for rank, (here, there, some) in enumerate(run_ranks(stored_forms, 2, shard)):
+        assert here[0] == there[0] == some[0]
+        (none, whole), (stays, moves) = there[1], some[1]
+        assert none == 0 < stays <= budget_bytes(SOME[rank], None) and stays + moves == whole

@@ -4,6 +4,7 @@ norm are in it too, and all ranks capture or none."""
 import dataclasses
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.fallback import APART
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
+from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
@@ -165,7 +167,13 @@ def one_capacity(settings):
 
 
 def train_beside(mesh, folder, settings):
-    """Losses and norms of every step, and all tensors at last."""
+    """Losses and norms of every step, and all tensors at last. Packs count as equally long: only
+    where replicas run in rounds does it decide who gets which."""
+    with mock.patch.object(PackedBatch, "num_pairs", 0):
+        return _train_beside(mesh, folder, settings)
+
+
+def _train_beside(mesh, folder, settings):
     run = trainer(Path(folder), settings, PacksOfOneCapacity(), mesh=mesh)
     try:
         run.run(StopRequest())

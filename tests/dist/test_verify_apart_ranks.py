@@ -41,9 +41,9 @@ def both(mesh, settings):
     lockstep = verify_ranks("run", settings, packs, CPU, mesh, one_process=False, budget=budget_of)
     original, made, left = side.make_optimizer, [], []
 
-    def make(*arguments):
+    def make(*arguments, **options):
         left.append(sum(reference() is not None for reference in made))
-        optimizer = original(*arguments)
+        optimizer = original(*arguments, **options)
         made.extend(weakref.ref(span.parameters) for span in optimizer.flat.spans)
         return optimizer
 

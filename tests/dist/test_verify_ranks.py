@@ -274,7 +274,10 @@ def test_a_wrong_scale_of_gradients_is_no_run_of_one_process():
 
 
 def not_gathered(mesh, settings):
-    with mock.patch.object(FlatParameters, "gather", return_value=None):
+    with (
+        mock.patch.object(FlatParameters, "begin_gather", return_value=None),
+        mock.patch.object(FlatParameters, "gather", return_value=None),
+    ):
         return compared(mesh, settings)
 
 

@@ -15,7 +15,7 @@ from packgraph.train import optimizer as optimizers
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.optimizer import TINY, Optimizer
 from packgraph.train.spikes import Limits
-from packgraph.train.updates import adamw
+from packgraph.train.updates import adamw, host_state
 from packgraph.train.updates.adamw import (
     GROUP,
     MEANS,
@@ -39,14 +39,16 @@ SIZES = [1, 127, 4096, 4097, 2**20 + 128]
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # a kernel rounds a product and a sum together
 
 
-def made(name: str, layers: int, width: int, **more: Any) -> tuple[nn.Module, Optimizer]:
+def made(
+    name: str, layers: int, width: int, resident: int | None = 0, **more: Any
+) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     blocks = [nn.Linear(width, 3 * width, device=CUDA) for _ in range(layers)]
     model = nn.ModuleDict(
         {"embed_tokens": nn.Embedding(50 * width, width, device=CUDA), "up": nn.ModuleList(blocks)}
     ).bfloat16()
     options = OptimizerConfig(name=name, weight_decay=0.1, **more)  # type: ignore[arg-type]
-    return model, Optimizer(model.named_parameters(), options)
+    return model, Optimizer(model.named_parameters(), options, resident=resident or 0)
 
 
 def draw(optimizer: Optimizer, seed: int) -> None:
@@ -156,21 +158,32 @@ def test_bits_of_the_kernel_do_not_depend_on_where_a_span_is_cut() -> None:
             assert torch.equal(found, expected)
 
 
-def test_state_on_the_host_has_the_bits_of_that_on_the_device() -> None:
-    ends = []
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_state_on_the_host_has_the_bits_of_that_on_the_device(
+    buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stays on the device: nothing, a part, what is no multiple of anything, all."""
+    monkeypatch.setattr(host_state, "BUFFERS", buffers)
     kind = functools.partial(HostState, piece=128 * 99)
-    with mock.patch.object(optimizers, "HostState", kind):
-        for offload in (False, True):
-            model, optimizer = made("adamw", 3, 64, offload=offload)
+    first: dict[str, Tensor] | None = None
+    for resident in (None, 0, 12 * 64 * 64 * 3, 1_234_567, 2**30):
+        with mock.patch.object(optimizers, "HostState", kind):
+            model, optimizer = made("adamw", 3, 64, resident, offload=resident is not None)
             optimizer.watch()
             for step in range(6):
                 optimizer.set_limits(Limits(norm=0.0) if step == 4 else Limits())
                 draw(optimizer, step)
                 optimizer.step(1e-3 * (step + 1), torch.ones((), device=CUDA))
-            state = {**dict(model.named_parameters()), **optimizer.state_tensors()}
-            ends.append({key: value.detach().cpu() for key, value in state.items()})
-    assert ends[0].keys() == ends[1].keys() and ends[0]["step"] == 5
-    assert not [key for key in ends[0] if not torch.equal(ends[0][key], ends[1][key])]
+        state = {**dict(model.named_parameters()), **optimizer.state_tensors()}
+        where = optimizer.host_state
+        if where is not None:
+            here = [value for key, value in state.items() if key.endswith(".exp_avg")]
+            assert any(value.is_cuda for value in here) == (where.resident > 0)
+            assert any(value.is_pinned() for value in here) == (where.moved > 0)
+        end = {key: value.detach().cpu() for key, value in state.items()}
+        first = end if first is None else first
+        assert first.keys() == end.keys() and end["step"] == 5
+        assert not [key for key in first if not torch.equal(first[key], end[key])]
 
 
 def _never(parameters: Tensor) -> bool:

@@ -34,7 +34,7 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    function: Any, world: int, *arguments: Any, layout: Layout | None = None, seconds: float = 60.0
+    function: Any, world: int, *arguments: Any, layout: Layout | None = None, seconds: float = 180.0
 ) -> list[Any]:
     """`function(mesh, *arguments)` on `world` gloo processes; what they return, by rank. Raises
     RankFailed.

@@ -102,6 +102,17 @@ HELD: dict[str, Held] = {
     "Tied embeddings, and those of multi-token": {
         "tests/dist/test_sharded_ends.py": ["test_what_one_stage_alone_reads_is_shared"],
     },
+    "How much of the optimizer's state is resident": {
+        "tests/cpu/train/test_host_state.py": [
+            "test_what_fits_beside_the_predicted_peak_stays",
+            "test_updates_have_the_bits_of_those_on_the_device",
+        ],
+    },
+    "Spans are cut between parameters": {
+        "tests/cpu/train/test_host_state.py": [
+            "test_what_stays_is_whole_parameters_within_the_size",
+        ],
+    },
     "Experts were measured in bfloat16": MEASURED,
     "Newer GPUs take torch's grouped product": {
         HERE: [

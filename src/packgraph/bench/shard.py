@@ -89,8 +89,9 @@ class ShardArguments(ComparedArguments):
     )
     ways: tuple[str, ...] = option(
         WAYS,
-        "alone, none, gradients, parameters (each with +layer or +step, +compile, +offload, +quiet "
-        "without exchanges, +collectives in place of copies between GPUs), "
+        "alone, none, gradients, parameters (each with +layer or +step, +compile, +offload, or "
+        "+offload=60 with 60 % of the optimizer's state on the device, +quiet without exchanges, "
+        "+collectives in place of copies between GPUs), "
         f"fsdp, fsdp-keep (each with +compile, +prefetch); {FIRST}",
         metavar="WAY ...",
     )

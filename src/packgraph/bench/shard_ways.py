@@ -10,10 +10,10 @@ model.
                               off), and gradients are reduced with the last microbatch alone
 
 Further words stand behind a plus: `layer` or `step`, graphs of layers or of whole steps with their
-update instead of chunks; `compile`; `offload`, the optimizer's state in host memory; `quiet`, the
-same work without gathers and reductions, whose gradients are zeros. FSDP2 knows `compile`, every
-layer through torch.compile, and `prefetch`: a layer's forward begins to gather the next one, beside
-what FSDP2 does by itself.
+update instead of chunks; `compile`; `offload`, the optimizer's state in host memory, but for what
+fits on the device, or `offload=60`, but for 60 % of it; `quiet`, the same work without gathers and
+reductions, whose gradients are zeros. FSDP2 knows `compile`, every layer through torch.compile, and
+`prefetch`: a layer's forward begins to gather the next one, beside what FSDP2 does by itself.
 
 All train the same decoder with the same kernels, in the same arithmetic: weights, activations,
 gradients and their sums in bfloat16, float32 masters and running means, the norm clipped, fused
@@ -23,9 +23,10 @@ MixedPrecisionPolicy), so it has no bfloat16 parts beside them.
 
 import contextlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,11 +46,15 @@ from packgraph.parallel import data, sharded_layers
 from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.train.build import make_executor, make_optimizer
 from packgraph.train.config.sections import (
+    NONE,
     GraphConfig,
     OptimizerConfig,
     ParallelConfig,
+    RunConfig,
     TrainConfig,
 )
+from packgraph.train.memory import need_of
+from packgraph.train.resident_state import without_host_state
 
 ALONE = "alone"
 OURS = (ALONE, "none", "gradients", "parameters")
@@ -66,7 +71,8 @@ EXCHANGING = (data, sharded_layers)  # modules that gather parameters and reduce
 
 @dataclass(frozen=True)
 class WayName:
-    """What the name of a way says."""
+    """What the name of a way says. resident: percent of the optimizer's state that stay on the
+    device with `offload`, None = as many as fit."""
 
     kind: str
     granularity: str = "chunk"
@@ -75,6 +81,7 @@ class WayName:
     quiet: bool = False
     prefetch: bool = False
     collectives: bool = False
+    resident: int | None = None
 
     @property
     def sums(self) -> bool:
@@ -90,6 +97,10 @@ class WayName:
     def read(name: str) -> "WayName":
         """Raises ValueError with what is wrong with it."""
         kind, *words = name.split("+")
+        resident = None
+        for number, word in enumerate(words):
+            if found := re.fullmatch(f"{OFFLOAD}=([0-9]+)", word):
+                words[number], resident = OFFLOAD, int(found[1])
         if kind not in KINDS:
             raise ValueError(f"{name}: {kind!r} is none of {', '.join(KINDS)}")
         ours = (*GRANULARITIES, COMPILE, OFFLOAD, QUIET, COLLECTIVES)
@@ -99,6 +110,8 @@ class WayName:
         cut = [word for word in words if word in GRANULARITIES]
         if len(set(words)) < len(words) or len(cut) > 1:
             raise ValueError(f"{name}: a word twice, or two granularities")
+        if (resident or 0) > 100:
+            raise ValueError(f"{name}: {resident} % of the state are more than there is")
         return WayName(
             kind,
             cut[0] if cut else "chunk",
@@ -107,6 +120,7 @@ class WayName:
             quiet=QUIET in words,
             prefetch=PREFETCH in words,
             collectives=COLLECTIVES in words,
+            resident=resident,
         )
 
 
@@ -167,6 +181,7 @@ class TrainerWay:
         run = TrainConfig(
             preset="bench",
             model=config,
+            run=RunConfig(dtype=str(dtype_on(device)).removeprefix("torch.")),  # type: ignore[arg-type]
             optimizer=OptimizerConfig(offload=said.offload),
             graph=GraphConfig(
                 warmup=WARMUP,
@@ -182,6 +197,8 @@ class TrainerWay:
             ),
         )
         ours = single_process() if said.kind == ALONE else mesh
+        if said.resident is not None:
+            run = _with_resident(run, device, ours, said.resident)
         self._around = without_exchanges if said.quiet else contextlib.nullcontext
         made = FreshModel(config, device=device, dtype=dtype_on(device))
         self.model = ModelChunks([made.train()])
@@ -225,6 +242,14 @@ class TrainerWay:
         """As `ShardWay.close`."""
         self.executor.close()
         del self.executor, self.optimizer, self.model
+
+
+def _with_resident(run: TrainConfig, device: torch.device, mesh: Mesh, percent: int) -> TrainConfig:
+    """The run with that share of a rank's state on the device."""
+    state = need_of(without_host_state(run), device.type, mesh.world, mesh.rank).optimizer
+    size = -(-state * percent // 100 // 1024)  # whole KiB, rounded up
+    kept = f"{size}KiB" if size else NONE
+    return replace(run, optimizer=replace(run.optimizer, resident=kept))
 
 
 @contextlib.contextmanager

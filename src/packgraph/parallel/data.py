@@ -73,6 +73,8 @@ class FlatParameters:
     layer share a span, whatever `span_bytes` says. shard: what of them each rank keeps its own part
     of alone. apart: names of parameters that share spans with each other only. within: by
     `Part.copies`, of what groups each rank keeps a part, where those are not all replicas.
+    sums_apart: whether sums over replicas have memory of their own, so that gradients stay what
+    this rank has added up, and may be reduced again.
 
     Attributes:
         spans: Of all parameters that are trained.
@@ -91,6 +93,7 @@ class FlatParameters:
         shard: Shard = "none",
         apart: Collection[str] = (),
         within: Mapping[str, ShardGroups] | None = None,
+        sums_apart: bool = False,
     ) -> None:
         """Moves the parameters into the buffers (gradients only, where they are whole). Raises
         ValueError when there is nothing to train, or a tied parameter is copied over tensor
@@ -124,6 +127,7 @@ class FlatParameters:
             apart,
             sharing,
             peers,
+            sums_apart,
         )
         self.spans = [span for span in made if not span.is_frozen]
         self.frozen = [span for span in made if span.is_frozen]

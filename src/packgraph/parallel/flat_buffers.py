@@ -75,7 +75,8 @@ class GradientBucket:
     parameters, gradients: [size] of one dtype; parameters is empty where every rank gets whole
     gradients, since none of them has moved. group: the replicas that hold the same parameters,
     None = no other rank does. own: the part of this rank. own_parameters, own_gradients: [size /
-    ranks of the group]; after `reduce` the latter are the sums over the group. sharded_layer: whose
+    ranks of the group]; after `reduce` the latter are the sums over the group, in place of what
+    this rank's microbatches have added up unless there is memory apart. sharded_layer: whose
     `gradients` are memory of other layers, too, so that sums are in kept_gradients alone; None = of
     no other. is_gathered: so are `parameters`, and kept_parameters are memory of their own.
     kept_parameters, kept_gradients: [size / ranks of `within.shard`], of a sharded layer: what
@@ -113,13 +114,14 @@ class GradientBucket:
         """Whether its parameters are gathered only: there is no memory for gradients."""
         return not self.gradients.numel() and self.parameters.numel() > 0
 
-    def part(self, member: Member, flat: Tensor) -> Tensor:
-        """What `flat` (a value for each element of this rank's part) says about one parameter,
-        without a copy.
+    def part(self, member: Member, flat: Tensor, first: int = 0) -> Tensor:
+        """What `flat` says about one parameter, without a copy.
 
-        A tensor of the parameter's shape where every rank has all of it, else `Pieces`.
+        flat: a value for each element of this rank's part from `first` on, or of some of them, with
+        all that this rank has of the parameter. Returns a tensor of the parameter's shape where
+        every rank has all of it, else `Pieces`.
         """
-        return self._part(member, flat, self.own)
+        return self._part(member, flat, self.own, first)
 
     def kept_part(self, member: Member) -> Tensor:
         """The same of kept_parameters."""
@@ -127,9 +129,10 @@ class GradientBucket:
         start = self.own.start // size * size
         return self._part(member, self.kept_parameters, slice(start, start + size))
 
-    def _part(self, member: Member, flat: Tensor, place: slice) -> Tensor:
+    def _part(self, member: Member, flat: Tensor, place: slice, first: int = 0) -> Tensor:
         start, stop = max(member.place.start, place.start), min(member.place.stop, place.stop)
-        held = flat[start - place.start : max(start, stop) - place.start]
+        before = place.start + first
+        held = flat[start - before : max(start, stop) - before]
         local, part = local_tensor(member.parameter), part_of(member.parameter)
         shape, offsets = member.parameter.shape, (0,) * local.ndim
         if part is not None:
@@ -168,9 +171,10 @@ def make_spans(
     apart: Collection[str],
     within: Mapping[str, ShardGroups],
     peers: Peers | None = None,
+    sums_apart: bool = False,
 ) -> list[GradientBucket]:
     """groups: the replicas of whole parameters, and of parts by `Part.copies`. moves: each rank
-    gets its own part of the sums, and parameters move. layers, shard, within: as in
+    gets its own part of the sums, and parameters move. layers, shard, within, sums_apart: as in
     FlatParameters. peers: the ranks of `within[WHOLE].shard`, where they read each other's
     memory."""
 
@@ -213,7 +217,9 @@ def make_spans(
             group = groups[each.copies]
             shares = ShardGroups(group) if room.turn is None else within[each.copies]
             sharers = _sharers(each, chosen[0][0][1], ties)
-            spans.append(_make_bucket(chosen, each, room, group, shares, sharers, moves))
+            spans.append(
+                _make_bucket(chosen, each, room, group, shares, sharers, moves, sums_apart)
+            )
     return spans
 
 
@@ -276,6 +282,7 @@ def _make_bucket(
     shares: ShardGroups,
     sharers: dist.ProcessGroup | None,
     moves: bool,
+    sums_apart: bool,
 ) -> GradientBucket:
     """The bucket of parameters, which move into its memory. chosen: with their places."""
     parameters, gradients = room.parameters, room.gradients
@@ -290,8 +297,10 @@ def _make_bucket(
     if room.is_gathered:  # a copy, before the next layer gets the same memory
         target = room.kept if room.kept.numel() else torch.empty_like(kept_parameters)
         kept_parameters = target.copy_(kept_parameters)
-    alone = not moves or (group is None and sharers is None)
-    kept_gradients = gradients if alone else torch.zeros_like(gradients[kept])
+    # Of a layer's gradients the memory is other layers', too; elsewhere sums are made in place.
+    kept_gradients, is_summed = gradients[kept], group is not None or sharers is not None
+    if room.turn is not None or (moves and sums_apart and is_summed):
+        kept_gradients = torch.zeros_like(kept_gradients)
     parts = None
     if room.peers is not None:
         read = kept_parameters if room.is_gathered else None

@@ -27,6 +27,7 @@ from packgraph.train.features.offload import make_offloading
 from packgraph.train.features.recompute import AUTO, apply_recompute
 from packgraph.train.optimizer import Optimizer
 from packgraph.train.parallelisms import PARALLELISMS
+from packgraph.train.resident_state import resident_on
 from packgraph.train.runners import MicrobatchRunner, PipelineRunner, Runner
 from packgraph.train.step import MicrobatchAssignment
 from packgraph.train.step_runner import StepRunner
@@ -69,12 +70,20 @@ def build_chunks(config: TrainConfig, device: torch.device, mesh: Mesh) -> Model
     return ModelChunks(models)
 
 
-def make_optimizer(model: ModelChunks, config: TrainConfig, mesh: Mesh) -> Optimizer:
+def make_optimizer(
+    model: ModelChunks, config: TrainConfig, mesh: Mesh, *, sums_apart: bool = False
+) -> Optimizer:
     """The optimizer of these chunks; its update moves the routers' biases, too. Make it before the
-    executor."""
+    executor. sums_apart: as in `FlatParameters`."""
     layers = {name: number for chunk in model.chunks for name, number in layers_of(chunk).items()}
     optimizer = Optimizer(
-        model.named_parameters(), config.optimizer, mesh, layers, config.parallel.known_shard
+        model.named_parameters(),
+        config.optimizer,
+        mesh,
+        layers,
+        config.parallel.known_shard,
+        resident=resident_on(model, config, mesh),
+        sums_apart=sums_apart,
     )
     if config.parallel.shards and mesh.group("copies") is not None:
         for chunk in model.chunks:

@@ -227,6 +227,8 @@ def _train(
         )
         if trainer.attention:
             view.note(f"attention by {trainer.attention}")
+        if (state := trainer.optimizer.host_state) is not None:
+            view.note(f"optimizer state: {state.places()}")
         if isinstance(offloading := trainer.executor.prepare, TrainerOffloading):
             offloading.when_planned = partial(
                 report_offloading, mesh=mesh, folder=folder, note=view.note

@@ -60,7 +60,7 @@ from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.features.context import stage_tokens
 from packgraph.train.features.live import live_shape
 from packgraph.train.updates import adamw, adamw8bit, muon
-from packgraph.train.updates.host_state import PIECE
+from packgraph.train.updates.host_state import BUFFERS, PIECE
 
 Arguments = Callable[[int, Capacity], tuple[Any, ...]]
 Agree = Callable[[bool], bool]
@@ -340,6 +340,9 @@ class Need:
 def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0) -> Need:
     """What the run of `config` takes on one rank. Allocates nothing.
 
+    Of state on the host counts what stays on the device for sure: `optimizer.resident`, where that
+    is a size.
+
     Args:
         config: A run whose capacities are known.
         device_type: `cpu` or `cuda`.
@@ -348,7 +351,7 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     """
     layout, model = config.parallel.layout().resolved(world), config.model
     if config.hf.path is not None or config.lora.enabled:
-        return _need_of_frozen(config, world)
+        return _need_of_frozen(config, device_type, world)
     dense, experts, layers = _elements(config, layout, rank)
     is_last = layout.coordinates(rank)["pp"] == layout.pp - 1
     itemsize = getattr(torch, config.run.dtype).itemsize
@@ -377,25 +380,24 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     sharded = matrices if config.parallel.shards else []
     spared = _spared(sharded, layout)
     spared = round(spared * itemsize) if replicas > 1 else 0
-    # Beside the gradients of its own microbatches a rank has its part of their sum; of layers that
-    # all replicas share that is what it keeps.
-    alone = 0 if layout.sharers() < replicas else _kept(sharded, layout, replicas)
-    sums = round((updated - alone) * itemsize) if replicas > 1 else 0
+    # Sums over replicas are made in place, but those over blocks of what a rank keeps.
+    shared_experts = layout.sharers(experts=True) > 1
+    kept_again = [(d, e if shared_experts else 0.0) for d, e in sharded]
+    blocks = replicas > 1 and layout.sharers() < replicas
+    sums = round(_kept(kept_again, layout, replicas) * itemsize) if blocks else 0
     hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
-    if config.optimizer.offload and device_type == "cuda":
-        state = 2 * HELD * min(PIECE, round(updated))
     return Need(
         held - (spared if config.parallel.known_shard == "parameters" else 0),
         held - spared + sums,
-        state,
+        _on_device(config, state, updated) if device_type == "cuda" else state,
         0 if _may_keep_less(config) else microbatch,
         microbatch if _has_pool(config, device_type) else 0,
         capacity,
     )
 
 
-def _need_of_frozen(config: TrainConfig, world: int) -> Need:
+def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     """The same of a model of transformers, or of one with adapters: weights, and what trains all
     of them; adapters and microbatches are not counted. What is sharded of a model of transformers
     is estimated by its sizes, as if it had no experts."""
@@ -406,6 +408,8 @@ def _need_of_frozen(config: TrainConfig, world: int) -> Need:
     itemsize = getattr(torch, config.run.dtype).itemsize
     trained = 0 if config.lora.enabled else elements
     state = _state_bytes(config, trained, trained / world)
+    if device_type == "cuda":
+        state = _on_device(config, state, trained / world)
     gradients = trained
     if config.parallel.shards and world > 1:
         layout = config.parallel.layout().resolved(world)
@@ -413,6 +417,14 @@ def _need_of_frozen(config: TrainConfig, world: int) -> Need:
         elements -= spared if config.parallel.known_shard == "parameters" else 0
         gradients -= spared if trained else 0
     return Need(elements * itemsize, gradients * itemsize, state, 0, 0, _sure_capacity(config))
+
+
+def _on_device(config: TrainConfig, state: int, updated: float) -> int:
+    """Bytes on the device of so many of the optimizer's state for `updated` elements."""
+    if not config.optimizer.offload:
+        return state
+    stays = min(state, config.optimizer.resident_bytes() or 0)
+    return stays + (BUFFERS * HELD * min(PIECE, round(updated)) if stays < state else 0)
 
 
 def _state_bytes(config: TrainConfig, held: int, updated: float, hidden: float = 0.0) -> int:

@@ -111,8 +111,12 @@ class Optimizer:
         mesh: Mesh | None = None,
         layers: Mapping[str, int] | None = None,
         shard: Shard = "none",
+        *,
+        resident: int = 0,
+        sums_apart: bool = False,
     ) -> None:
-        """layers, shard: as in `FlatParameters`."""
+        """layers, shard, sums_apart: as in `FlatParameters`. resident: bytes of state that may stay
+        on the device with `config.offload`."""
         self._mesh, named = mesh or single_process(), list(named_parameters)
         ties = tie_groups(
             self._mesh, [name for name, parameter in named if parameter.requires_grad]
@@ -132,6 +136,7 @@ class Optimizer:
             shard=shard,
             apart=matrices,
             within={copies: self._mesh.shard_groups(copies) for copies in (WHOLE, *parts)},
+            sums_apart=sums_apart,
         )
         self._clip_norm = config.clip_norm
         device = self.flat.spans[0].parameters.device
@@ -139,10 +144,14 @@ class Optimizer:
         here = [] if config.offload else self.flat.spans  # whose state is on the device
         self._updated = [Updated.of(span) for span in here]
         self._step = torch.zeros((), dtype=torch.float32, device=device)
+        self.host_state: HostState | None = None
+        if config.offload:
+            streams = make_copy_streams(device)
+            self.host_state = HostState(self.flat.spans, streams, config, resident)
         self._rules = (
-            [HostState(self.flat.spans, make_copy_streams(device), config)]
-            if config.offload
-            else _rules(self._updated, config, matrices, self.flat.begin_gather)
+            _rules(self._updated, config, matrices, self.flat.begin_gather)
+            if self.host_state is None
+            else [self.host_state]
         )
         self.zero_grad()
 

@@ -32,6 +32,7 @@ from packgraph.train.plan_world import (
     world_choices,
 )
 from packgraph.train.predicted_peak import activation_bytes, kept_columns
+from packgraph.train.resident_state import planned_state, without_host_state
 from packgraph.viz.drawing import aligned
 
 FITS = {None: "-", True: "yes", False: "no"}
@@ -126,15 +127,18 @@ def memory_choices(config: TrainConfig, asked: PlanMemoryArguments) -> list[Memo
         parallel=ParallelConfig(),
     )
     state, work = need_of(sized, "cuda").state, row_work(config, asked)
+    whole = need_of(without_host_state(sized), "cuda").optimizer
     forward_s, found = work.forward_s, []
     for kind, offload in activation_choices():
         of_kind = replace(sized, run=replace(config.run, recompute=kind))
         kept = activation_bytes(of_kind, capacity, 1, offload)
         copy_s = kept.moved / (asked.gb_s * 1e9)
         spent = max(forward_s, copy_s) + max(2 * forward_s + work.again_s[kind], copy_s)
-        device, limit = state + kept.device, asked.limit()
-        fits = None if limit is None else device <= limit
-        found.append(MemoryChoice(kind, offload, device, kept.moved, spent / (3 * forward_s), fits))
+        peak, limit = state + kept.device, asked.limit()
+        stays, away = planned_state(sized, whole, peak, limit)
+        fits = None if limit is None else peak + stays <= limit
+        time, host = spent / (3 * forward_s), kept.moved + away
+        found.append(MemoryChoice(kind, offload, peak + stays, host, time, fits))
     return found
 
 

@@ -25,6 +25,7 @@ kernel's efficiency at a small shape.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from packgraph.models.decoder import end_units, layer_matrices
 from packgraph.models.recompute import FULL, KINDS, NONE
@@ -34,6 +35,7 @@ from packgraph.parallel.mesh import Layout
 from packgraph.train.config.sections import GraphConfig, OffloadConfig, ParallelConfig, TrainConfig
 from packgraph.train.memory import Need, need_of
 from packgraph.train.predicted_peak import activation_bytes
+from packgraph.train.resident_state import planned_state, without_host_state
 from packgraph.train.updates import adamw, adamw8bit
 from packgraph.train.validate import validate
 
@@ -120,10 +122,12 @@ def world_choices(
             if validate(plain, "cuda", None, world):
                 continue
             need, held = _need(plain, world), _need(_whole(plain), world).weights
+            optimizer = _need(without_host_state(plain), world).optimizer
             for recompute, offload in activation_choices():
                 spread = _spread(config, laid, shard, recompute, offload, tokens)
                 if not validate(spread, "cuda", None, world):
-                    found.append(_choice(spread, need, held, rows, work, speeds, limit))
+                    sizes = _Sizes(need, held, optimizer)
+                    found.append(_choice(spread, sizes, rows, work, speeds, limit))
     return sorted(found, key=lambda choice: (choice.fits is False, choice.seconds, choice.device))
 
 
@@ -209,16 +213,23 @@ def _spread(
     )
 
 
+class _Sizes(NamedTuple):
+    """Bytes of the fullest rank. held: of its weights if nothing were sharded. optimizer: of all
+    of its state, wherever that is."""
+
+    need: Need
+    held: int
+    optimizer: int
+
+
 def _choice(
     config: TrainConfig,
-    need: Need,
-    held: int,
+    sizes: _Sizes,
     rows: int,
     work: RowWork,
     speeds: Speeds,
     limit: int | None,
 ) -> WorldChoice:
-    """need: of the fullest rank. held: bytes of its weights if nothing were sharded."""
     parallel, recompute = config.parallel, config.run.recompute
     layout, offload = parallel.layout(), bool(config.offload.modules)
     (capacity,) = config.graph.captured_capacities()
@@ -227,13 +238,16 @@ def _choice(
     forward, again = work.forward_s / parts, work.again_s[recompute] / parts
     copies = kept.moved / (speeds.copies * 1e9)
     per_row = max(forward, copies) + max(2 * forward + again, copies)
-    sent, waited = _sent(config, held, rows, forward, 2 * forward + again, speeds)
+    sent, waited = _sent(config, sizes.held, rows, forward, 2 * forward + again, speeds)
     bubble = (layout.pp - 1) / parallel.chunks * per_row
     eight = config.optimizer.name == "adamw8bit"
     passes = adamw8bit.PASSES if eight else adamw.PASSES[config.run.dtype]
-    update = 2 * passes * need.optimizer / (speeds.device * 1e9)  # is read and written
+    peak = sizes.need.state + kept.device
+    stays, away = planned_state(config, sizes.optimizer, peak, limit)
+    update = 2 * passes * sizes.optimizer / (speeds.device * 1e9)  # is read and written
+    update = max(update, away / (speeds.copies * 1e9))  # in both directions at once
     seconds = rows * per_row + bubble + sum(waited.values()) + update
-    device = need.state + kept.device
+    device = peak + stays
     return WorldChoice(
         dp=layout.dp or 1,
         pp=layout.pp,
@@ -245,7 +259,7 @@ def _choice(
         recompute=recompute,
         offload=offload,
         device=device,
-        host=kept.moved * min(layout.pp, rows),
+        host=kept.moved * min(layout.pp, rows) + away,
         seconds=seconds,
         tokens_per_second=rows * capacity.tokens / seconds / layout.inner,
         sent={axis: round(size) for axis, size in sent.items() if size},

@@ -101,6 +101,8 @@ FREE_ON_RESUME = (
     "graph.granularity",
     "graph.optimizer",
     "graph.autotune",
+    "optimizer.offload",
+    "optimizer.resident",
     "data.path",
     "data.mixture",
     "data.prefetch",

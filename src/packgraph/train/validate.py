@@ -2,7 +2,7 @@
 
 from packgraph.graphs.stages import scope_errors
 from packgraph.models.decoder import named_stages
-from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.sections import AUTO, TrainConfig
 from packgraph.train.features.live import live_problems, live_shape
 from packgraph.train.features.lora import lora_problems
 from packgraph.train.features.moe import exchange_problems
@@ -87,8 +87,7 @@ def validate(
         for name in missing_trackers(config.run.tracker)
     ]
     found += _optimizer_problems(config, world) + _rule_problems(config, world)
-    if config.optimizer.offload:
-        found += _host_state_problems(config)
+    found += _host_state_problems(config)
     for parallelism in PARALLELISMS:
         found += parallelism.problems(config, world)
     return found + exchange_problems(config, device_type)
@@ -115,7 +114,10 @@ def _rule_problems(config: TrainConfig, world: int) -> list[str]:
 
 def _host_state_problems(config: TrainConfig) -> list[str]:
     """What keeps the optimizer's state from the host."""
-    name = config.optimizer.name
+    name, resident = config.optimizer.name, config.optimizer.resident
+    if not config.optimizer.offload:
+        alone = f"optimizer.resident = {resident} is of a state on the host: say optimizer.offload"
+        return [f"{alone}, too, or leave it out"] if resident != AUTO else []
     problems = {
         f"optimizer.offload with optimizer.name = {name} is not there yet: only AdamW's float32 "
         "state can be updated piece by piece; leave one of them out": name != "adamw",

@@ -31,7 +31,7 @@ from packgraph.parallel.mesh import Mesh, single_process
 from packgraph.parallel.pieces import parts_of
 from packgraph.parallel.tensor import dropout_seed
 from packgraph.train.build import build_chunks, make_executor, make_optimizer
-from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.sections import AUTO, NONE, TrainConfig
 from packgraph.train.features.context import rank_tokens
 from packgraph.train.features.prediction import sums_of
 from packgraph.train.random_state import random_states, set_random_states
@@ -76,7 +76,8 @@ class ComparedRun:
             self.mesh, rank_tokens(config), in_step=config.replicas_in_step
         )
         self.model = build_chunks(config, device, self.mesh)
-        self.optimizer = make_optimizer(self.model, config, self.mesh)
+        alone = _beside_others(config)
+        self.optimizer = make_optimizer(self.model, alone, self.mesh, sums_apart=True)
         # Some steps have all their microbatches in flight.
         several = replace(config, graph=replace(config.graph, slots=None))
         self.executor = make_executor(self.model, several, device, self.mesh)
@@ -221,6 +222,14 @@ class Step:
     def number(self) -> int:
         """For people, from 1 on."""
         return self.index + 1
+
+
+def _beside_others(config: TrainConfig) -> TrainConfig:
+    """The run beside others on its device: what is left there is not for its optimizer's state."""
+    options = config.optimizer
+    if options.resident == AUTO:
+        options = replace(options, resident=NONE)
+    return replace(config, optimizer=options)
 
 
 def some_in_flight(step: int) -> bool:

@@ -2,8 +2,8 @@
 warning, or an error.
 
 A failure names the entry, the loop and the first number that differs. `PACKGRAPH_CORPUS=fft` runs
-the entries whose name contains `fft`. `make test` runs one loop of each entry, of all kinds by
-turns; `make test-all` runs the others, too.
+the entries whose name contains `fft`. `make test` runs one loop of an entry, of all kinds by
+turns, and of sweeps every second or third entry; `make test-all` runs the others, too.
 """
 
 import pytest
@@ -13,8 +13,18 @@ from corpus.facts import SILENT
 from corpus.loops import check, failures, loops_of, numbers
 
 NAMES = list(ENTRIES)
+# Groups that try one thing after another (layers, models, names), and of how many entries one is
+# quick.
+SWEEPS = {"names": 3, "complex": 2, "layers": 2, "outputs": 2, "transformers": 2, "vision": 2}
 # The warning comes when a module goes; that nothing replays is judged before.
 pytestmark = pytest.mark.filterwarnings("ignore:.*none of its calls was replayed")
+
+
+def is_quick(number):
+    """Whether `make test` runs the entry; of n neighbours another one each time, since families
+    add variants of several things by turns."""
+    stride = SWEEPS.get(ENTRIES[NAMES[number]].group, 1)
+    return number % stride == number // stride % stride
 
 
 def cases():
@@ -22,7 +32,8 @@ def cases():
         name = NAMES[number]
         loops = loops_of(ENTRIES[name])
         first = loops.pop(number % len(loops))
-        yield pytest.param(name, [first], id=name)
+        slow = [] if is_quick(number) else [pytest.mark.slow]
+        yield pytest.param(name, [first], id=name, marks=slow)
         if loops:
             yield pytest.param(name, loops, id=f"{name} (others)", marks=pytest.mark.slow)
 

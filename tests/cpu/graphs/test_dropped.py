@@ -3,6 +3,7 @@ collects garbage when it likes, on a device that has no room meanwhile."""
 
 import dataclasses
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 
@@ -26,12 +27,26 @@ def no_garbage_is_collected() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("closed", [True, False])
-@pytest.mark.parametrize("modules", [(), EXPERTS])
+CHUNK, LAYER, SCOPE = (
+    {"granularity": "chunk"},
+    {"granularity": "layer"},
+    {"scope": ("attn", "moe_router")},
+)
+QUICK = [
+    (CHUNK, (), True),
+    (CHUNK, EXPERTS, False),
+    (LAYER, (), False),
+    (LAYER, EXPERTS, True),
+    (SCOPE, EXPERTS, False),
+]
+
+
 @pytest.mark.parametrize(
-    "where",
-    [{"granularity": "chunk"}, {"granularity": "layer"}, {"scope": ("attn", "moe_router")}],
-    ids=["chunk", "layer", "scope"],
+    ("where", "modules", "closed"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
+        for case in itertools.product((CHUNK, LAYER, SCOPE), ((), EXPERTS), (True, False))
+    ],
 )
 def test_a_graphed_model_goes_with_its_last_reference(where, modules, closed):
     model = DecoderModel(config(2, experts=True), seed=1)
@@ -73,9 +88,14 @@ def test_a_layer_may_outlive_the_one_it_was_taken_from():
     )
 
 
-@pytest.mark.parametrize("granularity", ["chunk", "step"])
 @pytest.mark.parametrize(
-    "offload", [{}, {"modules": DENSE, "min_bytes": 1}], ids=["kept", "offloaded"]
+    ("offload", "granularity"),
+    [
+        ({}, "chunk"),
+        ({"modules": DENSE, "min_bytes": 1}, "step"),
+        pytest.param({}, "step", marks=pytest.mark.slow),
+        pytest.param({"modules": DENSE, "min_bytes": 1}, "chunk", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_is_closed_goes_with_its_last_reference(granularity, offload, tmp_path):
     made = tiny(True, steps=10)

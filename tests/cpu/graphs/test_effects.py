@@ -429,7 +429,7 @@ NOT_UNDONE = {
 }  # named, but out of reach
 
 
-@pytest.mark.parametrize("warmup", [0, 2])
+@pytest.mark.parametrize("warmup", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("function", [*LEAVES, *CHANGES], ids=lambda function: function.__name__)
 def test_what_a_replay_would_not_do_falls_back_with_one_warning_and_equals_eager(function, warmup):
     eager, got, graphed, told = both(function, warmup)

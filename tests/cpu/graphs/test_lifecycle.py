@@ -80,20 +80,33 @@ def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "free", "fits"), [(100, 129, False), (100, 130, True), (99, 0, True)]
+    ("nbytes", "free", "share", "beside", "fits"),
+    [
+        (100, 134, 1.0, 0, False),
+        (100, 136, 1.0, 0, True),
+        (100, 200, 0.204, 0, False),
+        (100, 200, 0.206, 0, True),
+        (100, 145, 1.0, 10, False),
+        (100, 147, 1.0, 10, True),
+        (99, 0, 1.0, 0, True),
+    ],
 )
-def test_a_copy_leaves_the_device_what_the_process_has_needed(nbytes, free, fits, monkeypatch):
-    """20 of 70 bytes that are reserved are not used, and 50 more than now have been."""
+def test_a_copy_leaves_the_device_what_the_process_has_needed(
+    nbytes, free, share, beside, fits, monkeypatch
+):
+    """20 of 70 bytes that are reserved are not used, and 50 more than now have been; share: of
+    1,000 bytes that the process may take. What earlier copies take is needed beside them."""
     monkeypatch.setattr(guard, "LARGE", 100)
     for name, found in {
-        "mem_get_info": (free, 0),
+        "mem_get_info": (free, 1000),
         "memory_allocated": 50,
         "memory_reserved": 70,
         "max_memory_allocated": 100,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda device: share)
     whole = SimpleNamespace(device=torch.device("cuda", 0), numel=lambda: nbytes)
-    assert guard._has_room(whole) == fits
+    assert guard._has_room(whole, beside) == fits
 
 
 def test_strict_raises_and_names_the_injected_error(monkeypatch):

@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-SLOW = ("wrapped", "without checkpointing", "LoRA, packed")
+SLOW = ("tokens", "packed", "wrapped", "without checkpointing", "DoRA, bf16", "LoRA, packed")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,13 @@ def every_other(trace: OffloadTrace) -> OffloadPlan:
     )
 
 
-@pytest.mark.parametrize("late", [("out",), ("back",), ("out", "back")])
+@pytest.mark.parametrize(
+    "late",
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (("out",), ("back",))),
+        ("out", "back"),
+    ],
+)
 @pytest.mark.parametrize("granularity", [None, "layer", "chunk"])
 def test_parts_of_what_a_block_saves_move_by_themselves(granularity, late, dense):
     found, runtime, _ = train(

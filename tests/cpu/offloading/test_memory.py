@@ -113,8 +113,15 @@ def planned(trace: OffloadTrace, share: float) -> OffloadPlan:
     return plan_for_bytes(trace, SPEED, int(least + share * (trace.kept_peak_bytes - least)))
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("experts", "parts"),
+    [
+        pytest.param(False, 4, id="dense-4"),
+        pytest.param(True, 1, id="experts-1"),
+        pytest.param(False, 1, id="dense-1", marks=pytest.mark.slow),
+        pytest.param(True, 4, id="experts-4", marks=pytest.mark.slow),
+    ],
+)
 def test_peak_memory_falls_by_what_the_plan_says(experts, parts):
     made = replace(config(layers=4, experts=experts), intermediate_size=96)
     modules = EXPERTS if experts else DENSE

@@ -1,6 +1,7 @@
 """What graphs of a module that offloads will take is said before they are captured, and saying it
 changes nothing."""
 
+import itertools
 import weakref
 
 import pytest
@@ -20,6 +21,8 @@ POLICIES = {
     "half": by_hand(fraction=0.5),
     "planned": lambda trace: plan_for_time(trace, CopySpeed(), 0.5),
 }
+QUICK_POSTPONED = (("layer", "planned"), ("chunk", "everything"))
+QUICK_TRACED = (("everything", False), ("planned", True))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,10 @@ POLICIES = {
 )
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=[pytest.mark.slow] * (way == "half")) for way in ("kept", *POLICIES)],
+    [
+        pytest.param(way, marks=[pytest.mark.slow] * (way in ("half", "everything")))
+        for way in ("kept", *POLICIES)
+    ],
 )
 def test_what_graphs_take_is_predicted_with_what_has_moved(way, experts, granularity, slots):
     """Twin of the test on CUDA, to the byte."""
@@ -51,8 +57,13 @@ def test_what_moves_is_no_part_of_what_is_predicted():
     assert moved < 0.6 * kept
 
 
-@pytest.mark.parametrize("way", POLICIES)
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
+@pytest.mark.parametrize(
+    ("granularity", "way"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK_POSTPONED))
+        for case in itertools.product(("layer", "chunk"), POLICIES)
+    ],
+)
 def test_what_eager_work_postpones_graphs_do_not(granularity, way):
     """So what is sent after the next launch of a graph in eager work is gone in time in a trace,
     too."""
@@ -132,8 +143,13 @@ def test_a_capture_of_a_step_gets_what_eager_work_of_all_chunks_had():
     ]
 
 
-@pytest.mark.parametrize("times_graphs", [False, True])
-@pytest.mark.parametrize("way", POLICIES)
+@pytest.mark.parametrize(
+    ("way", "times_graphs"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK_TRACED))
+        for case in itertools.product(POLICIES, (False, True))
+    ],
+)
 def test_a_trace_leaves_engine_and_lanes_as_they_were(way, times_graphs):
     """So what is captured after it is what would be captured without, and eager work stays eager
     work."""

@@ -85,7 +85,14 @@ def named(config, by):
 
 
 @pytest.mark.parametrize("granularity", [pytest.param("layer", marks=pytest.mark.slow), "chunk"])
-@pytest.mark.parametrize("kind", [tiny_config, tiny_experts_config, tiny_hybrid_config])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(tiny_config, marks=pytest.mark.slow),
+        tiny_experts_config,
+        tiny_hybrid_config,
+    ],
+)
 def test_a_toy_product_trains_through_graphs_bit_by_bit(toy, kind, granularity):
     config = named(kind(granularity, 0.1, 5), toy)
     report = verify("toy", config, random_packs(seed=1), CPU)
@@ -101,6 +108,8 @@ def test_a_toy_product_adds_to_gradients_in_compiled_layers(toy, monkeypatch):
         "packgraph.train.runners.graph", lambda *given, compile, **rest: by_tracing(*given, **rest)
     )
     config = named(tiny_experts_config("layer", 0.0, 5), toy)
+    experts = replace(config.model.experts, first_dense=0)
+    config = replace(config, model=replace(config.model, num_layers=1, experts=experts))
     graphs = replace(config.graph, compile=True, capacities=CAPACITIES[:1])
     packs = (pack([[1, 2, 3] * 4, [5] * 9], [CAPACITIES[0]])[0] for _ in itertools.count())
     report = verify("toy", replace(config, graph=graphs), packs, CPU)

@@ -128,7 +128,8 @@ def test_losses_of_sources_are_told_apart_and_add_up(tmp_path):
         for name, count, seed in (("abc", 20, 1), ("xyzuvw", 12, 2))
     ]
     data = documents(tmp_path / "data.jsonl")
-    one, _ = run(tmp_path / "run", config(data, EvalConfig(every=4, path=tuple(names))))
+    evaluation = EvalConfig(every=4, path=tuple(names))
+    one, _ = run(tmp_path / "run", config(data, evaluation, graph=False))
     row, (model,) = rows(tmp_path / "run")[-1], one.model.chunks
     total = labels = 0
     for name in names:
@@ -207,10 +208,10 @@ def test_a_limit_takes_the_same_documents_every_time(tmp_path):
     limited = replace(SHARE, tokens=60)
     found = []
     for number in (0, 1):
-        run(tmp_path / f"run{number}", config(data, limited, steps=4))
+        run(tmp_path / f"run{number}", config(data, limited, graph=False, steps=4))
         found.append([row.get("eval_tokens") for row in rows(tmp_path / f"run{number}")])
     assert found[0] == found[1] and 30 < found[0][1] < 90
-    run(tmp_path / "whole", config(data, SHARE, steps=4))
+    run(tmp_path / "whole", config(data, SHARE, graph=False, steps=4))
     assert rows(tmp_path / "whole")[1]["eval_tokens"] > found[0][1]
 
 
@@ -221,7 +222,8 @@ def _falling(one, losses):
 
 
 def test_the_best_checkpoint_is_kept_and_named(tmp_path):
-    options = config(documents(tmp_path / "data.jsonl"), SHARE, keep_checkpoints=1, steps=12)
+    data = documents(tmp_path / "data.jsonl")
+    options = config(data, SHARE, graph=False, keep_checkpoints=1, steps=12)
     one = made(tmp_path / "run", options)
     _falling(one, [3.0, 2.0, 2.5, math.nan, 2.0, 2.1])
     summary = one.run(StopRequest())
@@ -237,7 +239,8 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path):
 
 
 def test_a_run_goes_on_from_the_best_checkpoint(tmp_path):
-    options = config(documents(tmp_path / "data.jsonl"), SHARE, steps=8, keep_checkpoints=2)
+    data = documents(tmp_path / "data.jsonl")
+    options = config(data, SHARE, graph=False, steps=8, keep_checkpoints=2)
     one = made(tmp_path / "run", options)
     _falling(one, [3.0, 2.0, 2.5, 2.6])
     one.run(StopRequest())
@@ -257,7 +260,8 @@ def test_a_run_goes_on_from_the_best_checkpoint(tmp_path):
 
 
 def test_a_run_stops_early_and_goes_on_when_asked(tmp_path):
-    options = config(documents(tmp_path / "data.jsonl"), replace(SHARE, patience=2), steps=12)
+    data = documents(tmp_path / "data.jsonl")
+    options = config(data, replace(SHARE, patience=2), graph=False, steps=12)
     one = made(tmp_path / "run", options)
     _falling(one, [3.0, 2.0, 2.5, 2.0, 1.0])
     summary = one.run(StopRequest())
@@ -292,7 +296,7 @@ def test_a_resumed_run_evaluates_as_one_that_never_stopped(tmp_path):
 def test_other_documents_begin_a_best_loss_of_their_own(tmp_path):
     data = documents(tmp_path / "data.jsonl")
     paths = [(documents(tmp_path / f"{seed}.jsonl", 9, seed),) for seed in (1, 2)]
-    options = config(data, EvalConfig(every=2, path=paths[0]), steps=4)
+    options = config(data, EvalConfig(every=2, path=paths[0]), graph=False, steps=4)
     run(tmp_path / "run", options)
     longer = replace(options, run=replace(options.run, steps=6))
     longer = replace(longer, eval=EvalConfig(every=2, path=paths[1]))
@@ -303,7 +307,7 @@ def test_other_documents_begin_a_best_loss_of_their_own(tmp_path):
 
 def test_another_share_is_another_run(tmp_path):
     data = documents(tmp_path / "data.jsonl")
-    options = config(data, SHARE, steps=4)
+    options = config(data, SHARE, graph=False, steps=4)
     run(tmp_path / "run", options)
     other = replace(options, eval=replace(SHARE, share=0.3))
     with pytest.raises(DataError, match="other data than before"):
@@ -315,7 +319,7 @@ def test_a_bad_document_ends_the_run_with_its_last_step_written(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"text": "a" * 500}) + "\n")
     with pytest.raises(DataError, match=r"50\d tokens"):
-        run(tmp_path / "run", config(data, EvalConfig(every=2, path=(str(bad),))))
+        run(tmp_path / "run", config(data, EvalConfig(every=2, path=(str(bad),)), graph=False))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
     assert len(checkpoints_by_step(tmp_path / "run" / "checkpoints")) == 1
 

@@ -88,7 +88,7 @@ def test_folders_of_a_mixture_have_losses_of_their_own(tmp_path: Path) -> None:
         data = DataConfig(source="jsonl", path=path)
         folders.append(str(tmp_path / name))
         shards_of(data, tmp_path / name)
-    options = config("later", SHARE, steps=4)
+    options = config("later", SHARE, graph=False, steps=4)
     mixture = (f"{folders[0]}=0.5", f"{folders[1]}=0.5")
     data = dataclasses.replace(options.data, source="shards", path=None, mixture=mixture)
     run = made(tmp_path / "run", dataclasses.replace(options, data=data))
@@ -106,7 +106,8 @@ def test_paths_of_every_kind_are_read(tmp_path: Path) -> None:
     (tmp_path / "texts" / "one.txt").write_text("abcabc")
     paths = (lines, str(tmp_path / "shards"), str(tmp_path / "texts"))
     options = dataclasses.replace(
-        config(lines, EvalConfig(every=2, path=paths)), data=DataConfig(overlong="split")
+        config(lines, EvalConfig(every=2, path=paths)),
+        data=DataConfig(overlong="split"),
     )
     found = prepare(options, torch.device("cpu")).evaluation
     assert list(found) == list(paths)
@@ -119,7 +120,8 @@ def test_paths_of_every_kind_are_read(tmp_path: Path) -> None:
 
 def test_what_autotuning_has_given_up_is_evaluated_eagerly(tmp_path: Path) -> None:
     options = config(documents(tmp_path / "data.jsonl"), SHARE, steps=4)
-    reference = made(tmp_path / "other", options)
+    eager = dataclasses.replace(options.graph, enabled=False)
+    reference = made(tmp_path / "other", dataclasses.replace(options, graph=eager))
     reference.run(StopRequest())
     reference.close()
     run = made(tmp_path / "run", options)
@@ -197,13 +199,13 @@ def test_compiled_stages_are_evaluated_by_compiled_code(
         return graph(*modules, compile="aot_eager" if compile else False, **options)
 
     monkeypatch.setattr("packgraph.train.runners.graph", tracing)
-    data = documents(tmp_path / "data.jsonl", 30)
-    found = []
+    data, found = documents(tmp_path / "data.jsonl", 30), []
     for name, every in (("plain", 0), ("evaluated", 2)):
         torch._dynamo.reset()
         evaluation = dataclasses.replace(SHARE, every=every)
         changes = {"compile": True, "capacities": (Capacity(64, 8),)}
-        run = made(tmp_path / name, config(data, evaluation, steps=4, graph_=changes))
+        options = config(data, evaluation, steps=4, graph_=changes, model_={"num_layers": 1})
+        run = made(tmp_path / name, options)
         summary = run.run(StopRequest())
         found.append(state_of(run))
         run.close()
@@ -230,7 +232,8 @@ def test_evaluations_that_never_come_are_refused() -> None:
 
 
 def test_rows_hold_numbers_that_json_has(tmp_path: Path) -> None:
-    run = made(tmp_path / "run", config(documents(tmp_path / "data.jsonl"), SHARE, steps=4))
+    data = documents(tmp_path / "data.jsonl")
+    run = made(tmp_path / "run", config(data, SHARE, graph=False, steps=4))
     run.evaluation._sums = lambda: ({"data": float("inf")}, {"data": 1})  # type: ignore[method-assign]
     run.run(StopRequest())
     run.close()

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from trainkit import CPU, tiny, trainer
+from trainkit import CAPACITIES, CPU, PacksOfOneCapacity, RandomPacks, tiny, trainer
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig, LatentConfig
@@ -47,6 +47,7 @@ EXPERTS = ExpertConfig(
 
 
 def config(steps=6, stash=0.0, of_stash=None, **graph):
+    """Of one capacity, unless told otherwise: shapes are the matter of one test alone."""
     made = tiny(graph=True, steps=steps, checkpoint_every=100)
     model = dataclasses.replace(
         made.model,
@@ -58,15 +59,21 @@ def config(steps=6, stash=0.0, of_stash=None, **graph):
     return dataclasses.replace(
         made,
         model=model,
-        graph=dataclasses.replace(made.graph, **graph),
+        graph=dataclasses.replace(made.graph, **({"capacities": CAPACITIES[-1:]} | graph)),
         parallel=ParallelConfig(expert_stash=stash, **(of_stash or {})),
     )
+
+
+def trainer_of(folder, settings):
+    """With packs of the capacities that are captured."""
+    several = len(settings.graph.capacities) > 1
+    return trainer(folder, settings, RandomPacks() if several else PacksOfOneCapacity())
 
 
 def go(folder, settings, pages=None):
     """Train to the end: all tensors, summary, and how many steps were made again. pages: of the
     stash at first."""
-    run = trainer(folder, settings)
+    run = trainer_of(folder, settings)
     blocks = moe_blocks(run.model.chunks)
     if pages is not None:
         stash = blocks[0].stash
@@ -96,6 +103,13 @@ def eager_of_four(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def eager_of_several_shapes(tmp_path_factory):
+    """Tensors after eager steps with batches of several capacities."""
+    settings = config(enabled=False, capacities=CAPACITIES)
+    return go(tmp_path_factory.mktemp("eager") / "run", settings)[0]
+
+
+@pytest.fixture(scope="module")
 def eager(tmp_path_factory):
     """Tensors after eager steps."""
     return go(tmp_path_factory.mktemp("eager") / "run", config(enabled=False))[0]
@@ -105,13 +119,16 @@ def eager(tmp_path_factory):
     "granularity",
     ["layer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chunk", "step"))],
 )
-def test_biases_and_graphs_of_every_granularity_equal_eager(granularity, eager, tmp_path):
-    expected = eager
+def test_biases_and_graphs_of_every_granularity_equal_eager(
+    granularity, eager_of_several_shapes, tmp_path
+):
+    expected = eager_of_several_shapes
     assert any(
         name.endswith("e_score_correction_bias") and value.abs().max() > 0
         for name, value in expected.items()
     )
-    found, totals, again = go(tmp_path / "run", config(granularity=granularity, stash=1.2))
+    settings = config(granularity=granularity, stash=1.2, capacities=CAPACITIES)
+    found, totals, again = go(tmp_path / "run", settings)
     equal(expected, found)
     assert totals["replayed"] > 0 and again == 0
 
@@ -148,8 +165,8 @@ def test_the_loss_against_the_load_of_the_step_before_trains_routers_and_goes_on
     assert all("step_load" not in name for name in without)
     loads = [value for name, value in expected.items() if name.endswith(".step_load")]
     assert len(loads) == 2 and all(load.sum() > 0 for load in loads)
-    go(tmp_path / "parts", with_batch_loss(0.5, steps=3))
-    run = trainer(tmp_path / "parts", with_batch_loss(0.5))
+    go(tmp_path / "parts", with_batch_loss(0.5, steps=3, enabled=False))
+    run = trainer_of(tmp_path / "parts", with_batch_loss(0.5))
     try:
         run.resume()
         run.run(StopRequest())
@@ -158,8 +175,8 @@ def test_the_loss_against_the_load_of_the_step_before_trains_routers_and_goes_on
         run.close()
 
 
-def test_a_step_that_is_made_again_has_the_load_of_the_same_step_before(tmp_path):
-    expected, *_ = go(tmp_path / "plain", with_batch_loss(0.5))
+def test_a_step_that_is_made_again_has_the_load_of_the_same_step_before(eager_with_loss, tmp_path):
+    expected = eager_with_loss
     found, _, again = go(tmp_path / "few", with_batch_loss(0.5, stash=1.0), pages=1)
     equal(expected, found)
     assert again >= 1
@@ -189,7 +206,7 @@ def test_options_of_the_stash_change_no_bit(of_stash, granularity, eager_of_four
     expected = eager_of_four
     settings = config(4, stash=0.2 if "expert_stash_host" in of_stash else 1.2, of_stash=of_stash)
     graph = dataclasses.replace(settings.graph, granularity=granularity)
-    run = trainer(tmp_path / "run", dataclasses.replace(settings, graph=graph))
+    run = trainer_of(tmp_path / "run", dataclasses.replace(settings, graph=graph))
     blocks = moe_blocks(run.model.chunks)
     stash = blocks[0].stash
     try:
@@ -212,7 +229,7 @@ def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tie
 ):
     expected = eager_of_four
     settings = config(4, stash=0.1, of_stash={"expert_stash_host": 0.9})
-    run = trainer(tmp_path / "few", settings)
+    run = trainer_of(tmp_path / "few", settings)
     stash, blocks = moe_blocks(run.model.chunks)[0].stash, moe_blocks(run.model.chunks)
     stash.allocate(1, 1, columns=dict(stash.columns))
     share(stash, blocks)
@@ -226,13 +243,13 @@ def test_pages_that_were_too_few_are_added_on_the_host_where_there_is_such_a_tie
 
 
 def test_a_run_goes_on_bitwise_with_another_stash(tmp_path):
-    whole, *_ = go(tmp_path / "whole", config(5))
-    go(tmp_path / "parts", config(3))
+    whole, *_ = go(tmp_path / "whole", config(5, enabled=False))
+    go(tmp_path / "parts", config(3, enabled=False))
     other = {"expert_stash_host": 1.0, "expert_stash_page_rows": 16, "expert_stash_resident": True}
     settings = config(5, stash=0.2, of_stash=other)
     write_json(tmp_path / "parts" / CONFIG, to_dict(config(3)))
     check_same_run(tmp_path / "parts", settings)
-    run = trainer(tmp_path / "parts", settings)
+    run = trainer_of(tmp_path / "parts", settings)
     try:
         run.resume()
         run.run(StopRequest())
@@ -359,7 +376,7 @@ def test_a_stash_of_less_than_a_balanced_load_is_refused():
 def test_pages_are_for_the_microbatches_that_are_in_flight(tmp_path):
     """One at a time where there is no pipeline: every page more is memory wasted."""
     settings = config(stash=1.0, granularity="layer")
-    run = trainer(tmp_path / "run", settings)
+    run = trainer_of(tmp_path / "run", settings)
     try:
         blocks = moe_blocks(run.model.chunks)
         tokens = max(capacity.tokens for capacity in settings.graph.packing_capacities())
@@ -417,7 +434,7 @@ def test_a_run_goes_on_with_the_pages_it_had_at_last(tmp_path):
     many again."""
     settings, pages = config(steps=3, stash=1.0, warmup=1), {}
     for resume in (False, True):
-        run = trainer(
+        run = trainer_of(
             tmp_path / "run",
             dataclasses.replace(
                 settings, run=dataclasses.replace(settings.run, steps=5 if resume else 3)

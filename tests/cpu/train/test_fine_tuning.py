@@ -81,8 +81,8 @@ FACTORS = ("--optimizer.name", "adafactor")
         (),
         LORA,
         pytest.param((*LORA, "--lora.dora"), marks=pytest.mark.slow),
-        EIGHT_BITS,
-        FACTORS,
+        pytest.param(EIGHT_BITS, marks=pytest.mark.slow),
+        pytest.param(FACTORS, marks=pytest.mark.slow),
     ],
     ids=["all", "lora", "dora", "eight bits", "adafactor"],
 )

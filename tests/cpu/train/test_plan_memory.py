@@ -1,6 +1,7 @@
 """`packgraph plan memory`: time against memory, from the shape of a model."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -49,3 +50,32 @@ def test_what_fits_is_said(capsys):
 def test_nonsense_is_refused(words, capsys):
     assert main(["plan", "memory", *words]) == 2
     assert words[0] in capsys.readouterr().err
+
+
+def test_state_of_the_optimizer_is_on_the_host_as_far_as_it_does_not_fit():
+    """Qwen3-0.6B: 6.7 GiB of state, and 0.75 GiB of buffers beside state on the host."""
+    config = PRESETS["qwen3-0.6b"]()
+    config = replace(config, run=replace(config.run, dtype="bfloat16"))
+    away = replace(config, optimizer=replace(config.optimizer, offload=True))
+    kept = replace(away, optimizer=replace(away.optimizer, resident="2GiB"))
+
+    def full(run, memory):
+        asked = PlanMemoryArguments(tokens=8192, memory=memory)
+        return next(
+            c for c in memory_choices(run, asked) if c.recompute == "full" and not c.offload
+        )
+
+    here, all_away = full(config, None), full(away, None)
+    state = all_away.host
+    assert here.host == 0 and state == pytest.approx(6.7 * 2**30, rel=0.01)
+    buffers = all_away.device - (here.device - state)
+    assert buffers == 2 * 12 * 2**25
+    some = full(away, "8GiB")
+    stays = state - some.host
+    assert some.fits and 0 < stays < state
+    assert some.device == all_away.device + stays == pytest.approx(0.9 * 8 * 2**30, abs=1)
+    assert full(away, "80GiB").host == 0
+    assert full(away, "2GiB").host == state and not full(away, "2GiB").fits
+    for memory in (None, "8GiB", "80GiB"):
+        assert full(kept, memory).host == state - 2 * 2**30
+        assert full(kept, memory).device == all_away.device + 2 * 2**30

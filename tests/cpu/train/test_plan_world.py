@@ -11,6 +11,7 @@ from packgraph.models.decoder import DecoderModel
 from packgraph.train.config.presets import PRESETS
 from packgraph.train.plan_memory import PlanMemoryArguments, memory_choices, row_work
 from packgraph.train.plan_world import Speeds, WorldChoice, world_choices
+from packgraph.train.updates import adamw
 
 SPEEDS = Speeds(tflops=500, device=4000, copies=50, host=300, net=40, per_host=8)
 TOKENS = 4096
@@ -66,6 +67,24 @@ def test_optimizers_change_memory_and_time():
     assert saved == pytest.approx((8 - 2.03125) * elements / 2, rel=0.01)
     assert plain.device - factors.device == pytest.approx(8 * elements / 2, rel=0.01)
     assert factors.seconds < plain.seconds < eight.seconds  # plain operations, not one kernel
+
+
+def test_state_on_the_host_takes_the_time_of_its_copies():
+    config = PRESETS["qwen3-0.6b"]()
+    config = replace(config, run=replace(config.run, dtype="bfloat16"))
+    away = replace(config, optimizer=replace(config.optimizer, offload=True))
+    work = row_work(config, PlanMemoryArguments(tokens=TOKENS))
+
+    def chosen(run, limit):
+        choices = world_choices(run, 2, TOKENS, 2 * TOKENS, work, SPEEDS, limit)
+        return the(choices, dp=2, recompute="full")
+
+    here, there = chosen(config, None), chosen(away, None)
+    assert here.host == 0 < there.host
+    passes = 2 * adamw.PASSES["bfloat16"] * there.host / (SPEEDS.device * 1e9)
+    copies = there.host / (SPEEDS.copies * 1e9)
+    assert there.seconds - here.seconds == pytest.approx(copies - passes, rel=1e-6)
+    assert chosen(away, 2**40).seconds == here.seconds and chosen(away, 2**40).host == 0
 
 
 def test_what_ranks_send_is_what_the_axes_say():

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from trainkit import CAPACITIES, RandomPacks, StopAfter, equal, state_of, tiny, trainer
+from trainkit import (
+    CAPACITIES,
+    PacksOfOneCapacity,
+    RandomPacks,
+    StopAfter,
+    equal,
+    state_of,
+    tiny,
+    trainer,
+)
 
 from packgraph.graphs.graphed import graph
 from packgraph.models.config import ExpertConfig
@@ -30,7 +39,10 @@ EXPERTS = ExpertConfig(
 def config(
     graph=True, experts=False, recompute="none", depths=2, tied=True, stash=0.0, offload=(), **more
 ):
+    """Graphs of several shapes without experts, of one with them."""
     made = tiny(graph=graph, recompute=recompute, checkpoint_every=100)
+    if experts:
+        more = {"capacities": CAPACITIES[-1:]} | more
     model = replace(
         made.model,
         mtp_layers=depths,
@@ -46,10 +58,15 @@ def config(
     )
 
 
+def packs_of(settings):
+    """Packs of the capacities that are captured."""
+    return RandomPacks() if len(settings.graph.capacities) > 1 else PacksOfOneCapacity()
+
+
 def finish(folder, settings, resume=False, stop=None):
     """All tensors and the metrics of a run."""
     folder.parent.mkdir(exist_ok=True)
-    run = trainer(folder, settings, RandomPacks())
+    run = trainer(folder, settings, packs_of(settings))
     try:
         if resume:
             run.resume()
@@ -157,7 +174,7 @@ def test_a_step_that_is_made_again_counts_once(eager, tmp_path):
     """Too few pages of the stash: the step is made again with more."""
     settings = config(experts=True, granularity="chunk", stash=1.5)
     folder = tmp_path / "run"
-    run = trainer(folder, settings, RandomPacks())
+    run = trainer(folder, settings, packs_of(settings))
     blocks = moe_blocks(run.model.chunks)
     stash = blocks[0].stash
     stash.allocate(4, columns=dict(stash.columns))

@@ -5,13 +5,14 @@ import json
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from verifykit import BROKEN, break_gradient, break_random_state
+from verifykit import BROKEN, break_gradient, break_random_state, one_capacity, packs_of_one
 
 from packgraph import cli
 from packgraph.train.config.presets import preset
@@ -43,17 +44,17 @@ def granular(granularity: str, *, optimizer: bool = False, steps: int = 4) -> Tr
 
 
 def with_stash(steps: int) -> TrainConfig:
-    """Experts whose stash has pages for a balanced load only."""
-    return replace(
-        tiny_experts_config("chunk", 0.1, steps), parallel=ParallelConfig(expert_stash=1.0)
-    )
+    """Experts whose stash has pages for a balanced load only, of one capacity."""
+    config = one_capacity(tiny_experts_config("chunk", 0.1, steps))
+    return replace(config, parallel=ParallelConfig(expert_stash=1.0))
 
 
 def both(config: TrainConfig) -> tuple[VerifyReport, VerifyReport]:
     """The reports of the runs in lockstep, and of the runs one after the other."""
+    packs = partial(random_packs, 1) if len(config.graph.capacities) > 1 else packs_of_one
     return (
-        verify("run", config, random_packs(1), CPU, budget=budget_of),
-        verify_sequential("run", config, lambda: random_packs(1), CPU, budget=budget_of),
+        verify("run", config, packs(), CPU, budget=budget_of),
+        verify_sequential("run", config, packs, CPU, budget=budget_of),
     )
 
 
@@ -86,9 +87,7 @@ def test_graphs_are_gone_before_there_is_more_room(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         Overflow, "make_room", lambda self, *args: (events.append("room"), room(self, *args))[1]
     )
-    report = verify_sequential(
-        "run", with_stash(steps=4), lambda: random_packs(1), CPU, budget=budget_of
-    )
+    report = verify_sequential("run", with_stash(steps=4), packs_of_one, CPU, budget=budget_of)
     assert report.made_again > 0
     before = ["", *events]
     assert all(before[place] == "free" for place, event in enumerate(events) if event == "room")
@@ -102,7 +101,9 @@ def test_packs_may_end_before_the_steps_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [granular("chunk", steps=3), with_stash(steps=3)], ids=["dense", "experts"]
+    "config",
+    [one_capacity(granular("chunk", steps=3)), with_stash(steps=3)],
+    ids=["dense", "experts"],
 )
 def test_the_eager_run_is_gone_when_the_graph_run_is_made(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
@@ -111,10 +112,10 @@ def test_the_eager_run_is_gone_when_the_graph_run_is_made(
     free = mock.Mock(side_effect=apart.free_memory)
     monkeypatch.setattr(apart, "free_memory", free)
 
-    def make(*args: Any) -> Any:
+    def make(*args: Any, **options: Any) -> Any:
         alive.append([reference() is not None for reference in made])
         assert free.call_count == len(alive), "also of what refers to itself"
-        optimizer = original(*args)
+        optimizer = original(*args, **options)
         made.extend(
             weakref.ref(tensor)
             for tensor in [
@@ -125,20 +126,18 @@ def test_the_eager_run_is_gone_when_the_graph_run_is_made(
         return optimizer
 
     monkeypatch.setattr(side, "make_optimizer", make)
-    assert verify_sequential("run", config, lambda: random_packs(1), CPU).good
+    assert verify_sequential("run", config, packs_of_one, CPU).good
     first, second = alive
     assert first == [] and second and not any(second)
 
 
 def test_one_eager_run_is_enough_for_many_graph_runs() -> None:
-    runs = SequentialRuns(
-        lambda: random_packs(1), CPU, in_flight=lambda step: False, budget=budget_of
-    )
-    expected = runs.eager_run(granular("layer", steps=3))
+    runs = SequentialRuns(packs_of_one, CPU, in_flight=lambda step: False, budget=budget_of)
+    expected = runs.eager_run(one_capacity(granular("layer", steps=3)))
     for name in ("layer", "chunk", "step"):
-        report = runs.graph_run(name, granular(name, steps=3), expected)
+        report = runs.graph_run(name, one_capacity(granular(name, steps=3)), expected)
         assert report.good and report.title == name and report.steps == 3, name
-    faster = granular("chunk", steps=3)
+    faster = one_capacity(granular("chunk", steps=3))
     faster = replace(
         faster,
         optimizer=replace(faster.optimizer, learning_rate=2 * faster.optimizer.learning_rate),
@@ -154,7 +153,10 @@ def places(report: VerifyReport) -> dict[str, tuple[int, str]]:
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(tiny_config("layer", 0.0, 4), marks=pytest.mark.slow), granular("chunk")],
+    [
+        pytest.param(tiny_config("layer", 0.0, 4), marks=pytest.mark.slow),
+        one_capacity(granular("chunk")),
+    ],
     ids=["layer", "chunk"],
 )
 def test_a_broken_gradient_is_named_by_step_kind_and_tensor(
@@ -169,9 +171,9 @@ def test_a_broken_gradient_is_named_by_step_kind_and_tensor(
 
 def test_a_random_state_that_graphs_move_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     break_random_state(monkeypatch)
-    assert places(
-        verify_sequential("broken", tiny_config("chunk", 0.0, 3), lambda: random_packs(1), CPU)
-    ) == {"random states": (3, "cpu")}
+    config = one_capacity(tiny_config("chunk", 0.0, 3))
+    report = verify_sequential("broken", config, packs_of_one, CPU)
+    assert places(report) == {"random states": (3, "cpu")}
 
 
 def test_a_buffer_that_one_run_leaves_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +187,8 @@ def test_a_buffer_that_one_run_leaves_alone_is_named(monkeypatch: pytest.MonkeyP
             original(self, skip)
 
     monkeypatch.setattr(ExpertBalance, "update", update)
-    report = verify_sequential(
-        "biases", tiny_experts_config("layer", 0.0, 3), lambda: random_packs(1), CPU
-    )
+    config = one_capacity(tiny_experts_config("layer", 0.0, 3))
+    report = verify_sequential("biases", config, packs_of_one, CPU)
     assert places(report)["parameters"] == (1, "layers.1.mlp.gate.e_score_correction_bias")
 
 

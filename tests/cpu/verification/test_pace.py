@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from verifykit import one_capacity, packs_of_one
 
 from packgraph import cli
 from packgraph.verification import command
-from packgraph.verification.matrix import random_packs, tiny_config
+from packgraph.verification.matrix import tiny_config
 from packgraph.verification.sequential import verify_sequential
 from packgraph.verification.verify import SILENT, VerificationProgress, verify
 
@@ -81,19 +82,19 @@ def test_the_runs_in_lockstep_are_one_phase_and_those_apart_are_two() -> None:
     lines: list[str] = []
     often, config = (
         VerificationProgress(lines.append, Clock(), every=0.0),
-        tiny_config("chunk", 0.0, 3),
+        one_capacity(tiny_config("chunk", 0.0, 3)),
     )
-    together = verify("run", config, random_packs(1), CPU, progress=often)
+    together = verify("run", config, packs_of_one(), CPU, progress=often)
     assert lines == ["step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s"]
     lines.clear()
-    apart = verify_sequential("run", config, lambda: random_packs(1), CPU, progress=often)
+    apart = verify_sequential("run", config, packs_of_one, CPU, progress=often)
     assert lines == [
         f"{phase}: {text}"
         for phase in ("eager run", "graph run")
         for text in ("step 1 of 3, 0 s", "step 2 of 3, 0 s", "3 steps in 0 s")
     ]
     assert together.good and together == apart == verify(
-        "run", config, random_packs(1), CPU, progress=SILENT
+        "run", config, packs_of_one(), CPU, progress=SILENT
     )
 
 

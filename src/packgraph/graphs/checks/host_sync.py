@@ -103,6 +103,7 @@ _WAYS_OUT = {
 _FIXED: ContextVar[bool] = ContextVar("packgraph_compiled_before", default=False)
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
+SLACK = 1.1  # a pool does not take the very blocks that eager code has left
 LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
 
@@ -122,6 +123,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._beside = 0  # bytes of copies on the device
         self.draws: Draws | None = None
 
     def before_write(self, tensor: torch.Tensor) -> None:
@@ -131,7 +133,9 @@ class Journal:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
                 tensor.untyped_storage()
             )
-            self._saved[key] = (whole, _copied(whole))
+            copy = _copied(whole, self._beside)
+            self._beside += copy.numel() if copy.device.type == "cuda" else 0
+            self._saved[key] = (whole, copy)
 
     def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the capture's code that may draw, with random numbers that nobody
@@ -148,28 +152,33 @@ class Journal:
             if whole.untyped_storage().nbytes() == old.numel():
                 whole.copy_(old)
         self._saved.clear()
+        self._beside = 0
 
     def written(self) -> list[torch.Tensor]:
         """The saved storages, as flat byte tensors."""
         return [whole for whole, _ in self._saved.values()]
 
 
-def _copied(whole: torch.Tensor) -> torch.Tensor:
-    if _has_room(whole):
+def _copied(whole: torch.Tensor, beside: int) -> torch.Tensor:
+    if _has_room(whole, beside):
         with contextlib.suppress(torch.OutOfMemoryError):
             return whole.clone()
     return torch.empty_like(whole, device="cpu").copy_(whole)
 
 
-def _has_room(whole: torch.Tensor) -> bool:
-    """Whether a copy leaves the device what the process has needed beyond what it holds now: it
-    stays there while the rest of a step is dry-run. Small ones do anyway."""
-    if whole.device.type != "cuda" or whole.numel() < LARGE:
+def _has_room(whole: torch.Tensor, beside: int) -> bool:
+    """Whether a copy leaves the device what the process has needed beyond what it holds now, and
+    SLACK: it stays there while the rest of a step is dry-run and captured. Small ones do anyway.
+    beside: bytes that are held for earlier copies alone."""
+    device = whole.device
+    if device.type != "cuda" or whole.numel() < LARGE:
         return True
-    free, _ = torch.cuda.mem_get_info(whole.device)
-    held = torch.cuda.memory_allocated(whole.device)
-    free += torch.cuda.memory_reserved(whole.device) - held
-    return free - whole.numel() >= most_allocated(whole.device) - held
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_allocated(device)
+    free += torch.cuda.memory_reserved(device) - held
+    allowed = torch.cuda.memory.get_per_process_memory_fraction(device) * total - held
+    needed = most_allocated(device) - (held - beside)
+    return min(free, allowed) - whole.numel() >= SLACK * needed
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from packgraph.train.config.values import path_problem, shown
 from packgraph.train.trackers import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
+AUTO, NONE = "auto", "none"  # of `OptimizerConfig.resident`
 
 
 def _refuse(problems: dict[str, bool]) -> None:
@@ -55,6 +56,8 @@ class OptimizerConfig:
     clip_norm: largest global gradient norm; none = no clipping.
     offload: keep AdamW's state in host memory, and bring it to the device piece by piece for each
         update; saves 12 bytes a parameter under bfloat16, which are copied each way instead.
+    resident: how much of the state stays on the device all the same, with offload: none, a size as
+        20GiB or 512MiB, or auto = what is left beside the peak that is predicted.
     """
 
     name: Literal["adamw", "muon", "adamw8bit", "adafactor"] = "adamw"
@@ -70,6 +73,7 @@ class OptimizerConfig:
     min_learning_rate_fraction: float = 0.1
     clip_norm: float | None = 1.0
     offload: bool = False
+    resident: str = "auto"
 
     def __post_init__(self) -> None:
         _refuse(
@@ -98,6 +102,17 @@ class OptimizerConfig:
                 and self.clip_norm <= 0,
             }
         )
+        try:
+            self.resident_bytes()
+        except ValueError:
+            told = f"resident must be auto, none or a size such as 20GiB, got {self.resident!r}"
+            raise ValueError(told) from None
+
+    def resident_bytes(self) -> int | None:
+        """Bytes of state that stay on the device with `offload`; None = what is left there."""
+        if self.resident in (AUTO, NONE):
+            return None if self.resident == AUTO else 0
+        return budget_bytes(self.resident, None)
 
 
 @dataclass(frozen=True, kw_only=True)

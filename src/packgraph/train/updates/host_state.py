@@ -1,27 +1,35 @@
-r"""Optimizer state in host memory, brought to the device piece by piece for each update.
+r"""Optimizer state in host memory, brought to the device piece by piece for each update; what fits
+stays on the device.
 
     back   | piece 0 | piece 1 |    | piece 2 |    ...       host ─▶ device
-    main             | AdamW 0 | AdamW 1 |    | AdamW 2 |
+    main   | stays   | AdamW 0, stays | AdamW 1, stays | ...
     out                        | piece 0 |    | piece 1 |    device ─▶ host
 
-Two sets of buffers take turns, so the device holds two pieces of the state, whatever the model.
+A span is cut once, between two parameters: the state of those before is on the device, of those
+behind on the host. So whatever stays, a parameter's state is one tensor (or the `Pieces` of this
+rank's part), and checkpoints do not depend on it.
+
+Two sets of buffers take turns, so the device holds two pieces of what travels, whatever the model.
 Each piece is updated by the kernel that updates all of it on the device (AdamW, element by
 element), so the bits are the same. Copies in both directions run at the same time; how they are
-ordered is said in `graphs/copy_streams.py`. The update takes as long as the slower of the two: 12
-bytes a parameter each way.
+ordered is said in `graphs/copy_streams.py`. What stays is updated in equal shares while a piece is
+on its way, which takes a twentieth of the time of a copy of as many elements. So the update takes
+as long as the slower direction: 12 bytes each way for every element that travels.
 
 After an update copies to the host may be under way. Whoever reads the state waits for them
 (`settle`); the next update waits by itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from packgraph.graphs.copy_streams import Copy, CopyStreams, HostMemory
 from packgraph.graphs.cuda.copy_streams import pinned
+from packgraph.graphs.memory.budget import shown
 from packgraph.parallel.flat_buffers import GradientBucket
 from packgraph.train.config.sections import OptimizerConfig
 from packgraph.train.updates.adamw import (
@@ -34,15 +42,37 @@ from packgraph.train.updates.adamw import (
 from packgraph.train.updates.rule import clipped, slices_of
 
 PIECE = 2**25  # elements: 128 MiB of float32, long enough for the full speed of a link
+BUFFERS = 2  # sets, of a piece each, that take turns
 MASTER = "master"
+
+State = Mapping[str, Tensor]  # float32, by name: what the update of some elements reads and writes
+Update = Callable[["StatePiece", State], None]
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """The state of neighbouring parameters, elements `part` of a rank's own part of a span.
+    flats: float32 by name. on_host: where they are; otherwise on the span's device."""
+
+    span: GradientBucket
+    part: slice
+    flats: dict[str, Tensor]
+    on_host: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Of all flats."""
+        return sum(flat.nbytes for flat in self.flats.values())
 
 
 @dataclass(frozen=True)
 class StatePiece:
-    """Elements `part` of a rank's own part of a span; its state by name on the host."""
+    """Elements `part` of a rank's own part of a span. flats: their state by name, where it is for
+    good. hosts: the same memory for copies, where that is the host."""
 
     span: GradientBucket
     part: slice
+    flats: dict[str, Tensor]
     hosts: dict[str, HostMemory]
 
     @property
@@ -57,12 +87,14 @@ class StatePiece:
 
 
 class HostState:
-    """AdamW of spans whose state, masters among it, is on the host: an `UpdateRule`.
+    """AdamW of spans whose state, masters among it, is on the host, but for what fits on the
+    device: an `UpdateRule`.
 
     Args:
         spans: What this rank updates.
         copy_streams: Of eager work on the spans' device.
         config: Of AdamW.
+        resident: Bytes of state that may stay on the device. Ranks may differ in it.
         piece: Elements that are brought to the device at a time.
     """
 
@@ -71,32 +103,59 @@ class HostState:
         spans: Sequence[GradientBucket],
         copy_streams: CopyStreams,
         config: OptimizerConfig,
+        resident: int = 0,
         piece: int = PIECE,
     ) -> None:
-        self._streams, self._config, self._piece = copy_streams, config, piece
-        self._spans = [(span, _host_tensors(span)) for span in spans]
-        self._pieces = [made for each in self._spans for made in self._cut(*each)]
-        device = spans[0].parameters.device
-        longest = max(made.gradients.numel() for made in self._pieces)
+        self._streams, self._config = copy_streams, config
+        self._device = spans[0].parameters.device
+        self._staying, self._moving = list[StatePart](), list[StatePart]()
+        for span in spans:
+            end = _boundary(span, resident)
+            size = span.own_parameters.numel()
+            here = _state_part(span, slice(0, end), on_host=False)
+            self._staying.append(here)
+            self._moving.append(_state_part(span, slice(end, size), on_host=True))
+            resident -= here.nbytes
+        self._pieces = [made for part in self._moving for made in _cut(part, piece)]
+        beside = [made for part in self._staying for made in _cut(part, piece)]
+        self._beside = _shares(beside, max(1, len(self._pieces)))
+        longest = max((made.gradients.numel() for made in self._pieces), default=0)
         self._buffers = [
             {
-                name: torch.empty(longest, dtype=torch.float32, device=device)
+                name: torch.empty(longest, dtype=torch.float32, device=self._device)
                 for name in (MASTER, *MEANS)
             }
-            for _ in range(2)
+            for _ in range(BUFFERS)
         ]
-        self._leaving: list[list[Copy]] = [[], []]  # copies to the host from each set of buffers
+        # Copies to the host from each set of buffers.
+        self._leaving: list[list[Copy]] = [[] for _ in range(BUFFERS)]
+
+    @property
+    def resident(self) -> int:
+        """Bytes of state that stay on the device."""
+        return sum(part.nbytes for part in self._staying)
+
+    @property
+    def moved(self) -> int:
+        """Bytes of state on the host, which each update copies in both directions."""
+        return sum(part.nbytes for part in self._moving)
+
+    def places(self) -> str:
+        """How much is where, for people."""
+        return f"{shown(self.resident)} on the device, {shown(self.moved)} on the host"
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """As `UpdateRule.state_tensors`, on the host, all of it live. The host waits for the
-        device."""
+        """As `UpdateRule.state_tensors`, on the device and on the host, all of it live. The host
+        waits for the device."""
         self._settle()
-        return {
-            f"{member.name}.{key}": span.part(member, flat)
-            for span, hosts in self._spans
-            for member in span.members
-            for key, flat in hosts.items()
-        }
+        found: dict[str, Tensor] = {}
+        for here, there in zip(self._staying, self._moving, strict=True):
+            span = here.span
+            for member in span.members:
+                held = here if _start(span, member.place) < here.part.stop else there
+                for key, flat in held.flats.items():
+                    found[f"{member.name}.{key}"] = span.part(member, flat, held.part.start)
+        return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Nothing: they are live."""
@@ -105,94 +164,92 @@ class HostState:
         """Wait until the host has what was updated. The host waits for the device."""
         for copies in self._leaving:
             self._wait(copies)
-        device = self._buffers[0][MASTER].device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     @torch.no_grad()
     def step(
         self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
     ) -> None:
         """As `UpdateRule.step`, but cannot be captured."""
-        narrow = any(in_one_kernel(piece.parameters) for piece in self._pieces)
-        numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config) if narrow else None
-        ordinal = steps + 1
+        update = self._update_of(learning_rate, steps, scale, blocked)
         arriving = self._bring(0)
-        for number, piece in enumerate(self._pieces):
+        for number, beside in enumerate(self._beside):
+            for piece in beside:
+                update(piece, piece.flats)
+            if number == len(self._pieces):  # nothing travels
+                continue
             self._wait(arriving)
-            if number + 1 < len(self._pieces):
-                arriving = self._bring(number + 1)
-            if numbers is not None and in_one_kernel(piece.parameters):
-                self._update_narrow(number, numbers)
-            else:
-                self._update(number, learning_rate, ordinal, scale, blocked)
-            buffers = self._of(number)
-            self._leaving[number % 2] = [
+            arriving = self._bring(number + 1)
+            piece, buffers = self._pieces[number], self._of(number)
+            update(piece, buffers)
+            self._leaving[number % BUFFERS] = [
                 self._streams.out([_bytes(buffers[name])], host)
                 for name, host in piece.hosts.items()
             ]
 
     def _bring(self, number: int) -> list[Copy]:
-        """Queue the state of a piece, into buffers that an earlier one has left."""
-        self._wait(self._leaving[number % 2])
+        """Queue the state of a piece, if there is one, into buffers that an earlier one has
+        left."""
+        if number == len(self._pieces):
+            return []
+        self._wait(self._leaving[number % BUFFERS])
         buffers = self._of(number)
         return [
             self._streams.back(host, [_bytes(buffers[name])])
             for name, host in self._pieces[number].hosts.items()
         ]
 
-    def _update_narrow(self, number: int, numbers: Numbers) -> None:
-        piece, buffers = self._pieces[number], self._of(number)
-        narrow_adamw(
-            piece.parameters,
-            piece.gradients,
-            buffers[MASTER],
-            buffers[MEANS[0]],
-            buffers[MEANS[1]],
-            numbers,
-            self._config,
-            decays=piece.span.decays,
-        )
+    def _update_of(
+        self, learning_rate: Tensor, steps: Tensor, scale: Tensor | None, blocked: Tensor | None
+    ) -> Update:
+        """What updates a piece, whose state is in given tensors of the device. Arguments are those
+        of `step`."""
+        spans = [part.span for part in self._staying]
+        narrow = any(in_one_kernel(span.own_parameters) for span in spans)
+        numbers = Numbers.of(learning_rate, steps, scale, blocked, self._config) if narrow else None
+        ordinal = steps + 1
 
-    def _update(
-        self,
-        number: int,
-        learning_rate: Tensor,
-        ordinal: Tensor,
-        scale: Tensor | None,
-        blocked: Tensor | None,
-    ) -> None:
-        piece, buffers = self._pieces[number], self._of(number)
-        weight = piece.parameters
-        master = buffers[MASTER] if MASTER in piece.hosts else weight
-        fused_adamw(
-            [master],
-            [clipped(piece.gradients, scale)],
-            [buffers[MEANS[0]]],
-            [buffers[MEANS[1]]],
-            self._config,
-            learning_rate,
-            ordinal,
-            blocked,
-            decays=piece.span.decays,
-        )
-        if master is not weight:
-            weight.copy_(master)
+        def update(piece: StatePiece, state: State) -> None:
+            weight, means = piece.parameters, [state[name] for name in MEANS]
+            if numbers is not None and in_one_kernel(weight):
+                narrow_adamw(
+                    weight,
+                    piece.gradients,
+                    state[MASTER],
+                    means[0],
+                    means[1],
+                    numbers,
+                    self._config,
+                    decays=piece.span.decays,
+                )
+                return
+            master = state[MASTER] if MASTER in piece.flats else weight
+            fused_adamw(
+                [master],
+                [clipped(piece.gradients, scale)],
+                [means[0]],
+                [means[1]],
+                self._config,
+                learning_rate,
+                ordinal,
+                blocked,
+                decays=piece.span.decays,
+            )
+            if master is not weight:
+                weight.copy_(master)
+
+        return update
 
     def _of(self, number: int) -> dict[str, Tensor]:
         """The buffers of a piece, as long as it is."""
         length = self._pieces[number].gradients.numel()
-        return {name: flat[:length] for name, flat in self._buffers[number % 2].items()}
+        return {name: flat[:length] for name, flat in self._buffers[number % BUFFERS].items()}
 
     def _wait(self, copies: list[Copy]) -> None:
         for copy in copies:
             self._streams.wait(copy)
         copies.clear()
-
-    def _cut(self, span: GradientBucket, flats: Mapping[str, Tensor]) -> Iterator[StatePiece]:
-        for part in parts_of(span, self._piece):
-            hosts = {name: HostMemory((_bytes(flat[part]),)) for name, flat in flats.items()}
-            yield StatePiece(span, part, hosts)
 
 
 def parts_of(span: GradientBucket, piece: int = PIECE) -> list[slice]:
@@ -200,23 +257,51 @@ def parts_of(span: GradientBucket, piece: int = PIECE) -> list[slice]:
     return list(slices_of(span.own_gradients.numel(), piece))
 
 
-def _host_tensors(span: GradientBucket) -> dict[str, Tensor]:
-    """Pinned beside CUDA: running means of zeros, and where the span is narrower than float32 a
-    copy of its values."""
-    own = span.own_parameters
-    names = MEANS if own.dtype == torch.float32 else (*MEANS, MASTER)
-    nbytes = own.numel() * torch.float32.itemsize
-    made = {
-        name: (
-            pinned(nbytes).view(torch.float32)
-            if own.is_cuda
-            else torch.empty(own.numel(), dtype=torch.float32)
-        )
-        for name in names
-    }
-    for name, flat in made.items():
-        flat.copy_(own.detach()) if name == MASTER else flat.zero_()
-    return made
+def _cut(part: StatePart, piece: int) -> Iterator[StatePiece]:
+    first = part.part.start
+    for inside in slices_of(part.part.stop - first, piece):
+        flats = {name: flat[inside] for name, flat in part.flats.items()}
+        copied = flats if part.on_host else {}
+        hosts = {name: HostMemory((_bytes(flat),)) for name, flat in copied.items()}
+        place = slice(first + inside.start, first + inside.stop)
+        yield StatePiece(part.span, place, flats, hosts)
+
+
+def _shares(pieces: Sequence[StatePiece], count: int) -> list[Sequence[StatePiece]]:
+    """`pieces` in `count` shares of about as many."""
+    ends = [len(pieces) * number // count for number in range(count + 1)]
+    return [pieces[start:stop] for start, stop in pairwise(ends)]
+
+
+def _start(span: GradientBucket, place: slice) -> int:
+    """Where a parameter begins in this rank's own part."""
+    return min(max(place.start - span.own.start, 0), span.own.stop - span.own.start)
+
+
+def _boundary(span: GradientBucket, most: int) -> int:
+    """Elements at the beginning of this rank's own part that are whole parameters, or the whole
+    part, and have at most that many bytes of state."""
+    ends = [0, *(_start(span, m.place) for m in span.members), span.own_parameters.numel()]
+    of_element = len(_names(span)) * torch.float32.itemsize
+    return max(end for end in ends if end * of_element <= most)
+
+
+def _names(span: GradientBucket) -> Sequence[str]:
+    """What AdamW keeps of it: where it is narrower than float32 a copy of its values, too."""
+    return MEANS if span.own_parameters.dtype == torch.float32 else (*MEANS, MASTER)
+
+
+def _state_part(span: GradientBucket, part: slice, *, on_host: bool) -> StatePart:
+    """Running means of zeros and masters, pinned beside CUDA where they are on the host."""
+    own = span.own_parameters[part]
+    flats = {}
+    for name in _names(span):
+        if on_host and own.is_cuda:
+            flat = pinned(own.numel() * torch.float32.itemsize).view(torch.float32)
+        else:
+            flat = torch.empty_like(own, dtype=torch.float32)
+        flats[name] = flat.copy_(own.detach()) if name == MASTER else flat.zero_()
+    return StatePart(span, part, flats, on_host)
 
 
 def _bytes(flat: Tensor) -> Tensor:

@@ -184,8 +184,17 @@ def test_reentrant_checkpointing_says_why_it_runs_eagerly():
     assert any("checkpoint" in str(warning.message) for warning in caught)
 
 
-@pytest.mark.parametrize("granularity", ["layer", "chunk"])
-@pytest.mark.parametrize("scope", [None, ["layer"], ["embed", "head"]])
+@pytest.mark.parametrize(
+    ("granularity", "scope"),
+    [
+        ("layer", None),
+        ("chunk", ["layer"]),
+        ("layer", ["embed", "head"]),
+        pytest.param("chunk", None, marks=pytest.mark.slow),
+        pytest.param("layer", ["layer"], marks=pytest.mark.slow),
+        pytest.param("chunk", ["embed", "head"], marks=pytest.mark.slow),
+    ],
+)
 def test_scopes_and_granularities(granularity, scope):
     options = {"granularity": granularity, "scope": scope, "strict": True, "warmup": 1}
     found = packgraph.verify(

@@ -75,7 +75,10 @@ def padded(examples):
         {},
         {"bf16": True},
         {"gradient_checkpointing": True},
-        {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "weight_decay": 0.1},
+        pytest.param(
+            {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine", "weight_decay": 0.1},
+            marks=pytest.mark.slow,
+        ),
         {"eval_strategy": "steps", "eval_steps": 2, "dataloader_num_workers": 1},
         {"save_strategy": "steps", "save_steps": 2},
     ],

@@ -2,6 +2,7 @@
 compiled or not."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -191,7 +192,8 @@ def trained(stash, draws, compile, **options):
     """Two rounds over a decoder's graphs: losses, gradients and buffers; shapes that its first call
     saves; counts."""
     torch.manual_seed(5)
-    model = DecoderModel(CONFIG, seed=1)
+    config = replace(CONFIG, num_layers=1) if compile else CONFIG  # compiling takes long
+    model = DecoderModel(config, seed=1)
     if stash is not None:
         share(stash, moe_blocks([model]))
     graphed = packgraph.graph(model, CAPACITY, warmup=1, compile=compile, **options)

@@ -92,8 +92,14 @@ def test_a_stream_of_unseen_documents_has_little_padding(kind, cost):
     )
 
 
-@pytest.mark.parametrize("batch", [16, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "batch"),
+    [
+        pytest.param(kind, batch, marks=[pytest.mark.slow] * ((kind, batch) != ("code", 16)))
+        for kind in KINDS
+        for batch in (16, 64)
+    ],
+)
 def test_batches_of_unseen_documents_have_little_padding(kind, batch):
     """All documents of a step are packed, none waits for the next: as with rollouts, or an
     evaluation."""
