@@ -167,7 +167,8 @@ def _shared_folder(launch: Launch) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as name:
             yield Path(name)
         return
-    folder = Path(tempfile.gettempdir(), f"packgraph-published-{os.environ['MASTER_PORT']}")
+    name = f"packgraph-published-{os.environ['MASTER_PORT']}-{os.environ['TORCHELASTIC_RUN_ID']}"
+    folder = Path(tempfile.gettempdir(), name)
     folder.mkdir(exist_ok=True)
     try:
         yield folder

@@ -205,7 +205,7 @@ def _llama3_rows(figure: float, how: str, *, compile: bool = True, fp8: bool = F
         precision="fp8_weight_gradients" if fp8 else "bf16",
         shard="parameters",
         compile=compile,
-        timed=6,
+        timed=5,
         theirs=theirs,
         differs="two GPUs, so all is recomputed; rows one after another"
         + ("; float8 with a scale for each row" if fp8 else ""),

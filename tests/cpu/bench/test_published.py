@@ -67,6 +67,24 @@ def test_data_are_the_documents_of_the_setting(tmp_path: Path) -> None:
     assert set(lengths_of(SETTINGS["qwen3-0.6b-8k"])) == {8192}
 
 
+def test_data_that_a_run_has_opened_stay(tmp_path: Path) -> None:
+    """Ranks write the same data, some when others have begun to read."""
+    first = write_data(tmp_path, [3, 5], 7)
+    opened = [Path(str(path)).stat().st_ino for path in (first.path, first.tokenizer)]
+    assert write_data(tmp_path, [3, 5], 7) == first
+    assert [Path(str(path)).stat().st_ino for path in (first.path, first.tokenizer)] == opened
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_batches_are_padded_little_beyond_their_longest_document() -> None:
+    """Else a ratio over them is of the shapes that there are."""
+    setting = SETTINGS["unsloth-padded"]
+    lengths, bounds = lengths_of(setting), [row.bound for row in setting.capacities]
+    longest = [max(lengths[start : start + 8]) for start in range(0, len(lengths), 8)]
+    padded = [min(bound for bound in bounds if bound >= most) for most in longest]
+    assert sum(padded) < 1.12 * sum(longest)
+
+
 def test_a_padded_and_a_packed_run_of_toys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
