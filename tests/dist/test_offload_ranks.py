@@ -18,6 +18,7 @@ from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
 from packgraph.train.features.offload import TRIAL, Planner, TrainerOffloading, report_offloading
 from packgraph.train.signals import StopRequest
+from packgraph.train.validate import validate
 
 pytestmark = pytest.mark.dist
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_act")
@@ -104,6 +105,43 @@ def test_offloading_is_bitwise_keeping(layout, chunks, granularities, tmp_path):
     assert len(list((tmp_path / "1" / "offload").glob("*.svg"))) == len(names)
 
 
+def sharded(shard, **graph):
+    made = config(Layout(dp=2), 2, **graph)
+    parallel = dataclasses.replace(made.parallel, chunks=1, shard=shard)
+    return dataclasses.replace(made, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("shard", "granularity"),
+    [
+        ("gradients", "chunk"),
+        ("parameters", "chunk"),
+        ("parameters", "layer"),
+        ("parameters", "step"),  # with the update
+    ],
+)
+def test_offloading_beside_sharded_layers_is_bitwise_keeping(shard, granularity, tmp_path):
+    """Matrices lie in memory that layers share: what is saved of them must not move."""
+    modules = DENSE[1:] if granularity == "layer" else DENSE  # a slot owns a layer's input
+    graph = {"granularity": granularity, "optimizer": granularity == "step"}
+    moving = [
+        dataclasses.replace(
+            sharded(shard, **graph),
+            offload=OffloadConfig(modules=modules, min_bytes=1, margin=0, fraction=fraction),
+        )
+        for fraction in (1.0, 0.5)
+    ]
+    settings = [sharded(shard, enabled=False), *moving]
+    assert not [text for each in settings for text in validate(each, "cpu", world=2)]
+    for (expected, _), *others in run_ranks(
+        go, 2, str(tmp_path), settings, layout=Layout(dp=2), seconds=180.0
+    ):
+        for found, moved in others:
+            assert expected.keys() == found.keys()
+            assert not [name for name in found if not torch.equal(expected[name], found[name])]
+            assert all(nbytes > 0 and groups > 0 for nbytes, groups in moved)
+
+
 class Unplannable:
     """A runtime whose plan cannot be made on the last rank."""
 
@@ -121,12 +159,13 @@ class Unplannable:
             raise ConfigError(["offload.budget = 1KiB: nothing fits"])
 
 
-def chosen(mesh, folder, limits):
+def chosen(mesh, folder, limits, layout, shard):
     """For every limit: this rank's tensors at the end, the recomputation of its layers, and how
     many groups move."""
     results = []
     for number, limit in enumerate(limits):
-        made = config(Layout(dp=1, pp=2), 1, granularity="chunk", memory_budget=limit)
+        made = config(layout, 1, granularity="chunk", memory_budget=limit)
+        made = dataclasses.replace(made, parallel=dataclasses.replace(made.parallel, shard=shard))
         made = dataclasses.replace(
             made,
             model=dataclasses.replace(made.model, num_layers=4),
@@ -148,9 +187,13 @@ def chosen(mesh, folder, limits):
     return results
 
 
-def test_ranks_choose_the_same_recomputation_beside_offloading(tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "shard"), [(Layout(dp=1, pp=2), "none"), (Layout(dp=2), "parameters")], ids=str
+)
+def test_ranks_choose_the_same_recomputation_beside_offloading(layout, shard, tmp_path):
+    limits = [None, "1GiB", "20KiB"]
     results = run_ranks(
-        chosen, 2, str(tmp_path), [None, "1GiB", "20KiB"], layout=Layout(dp=1, pp=2), seconds=120
+        chosen, 2, str(tmp_path), limits, layout, shard, layout=layout, seconds=180.0
     )
     for (kept, _, _), (ours, none, moved), (theirs, full, inputs) in results:
         assert none == {""} and moved > 0 and full == {"", "full"} and inputs > 0

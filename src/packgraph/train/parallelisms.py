@@ -157,8 +157,6 @@ def _shard_problems(config: TrainConfig) -> list[str]:
         "graph.granularity = step, without graph.optimizer": graph.enabled
         and graph.granularity == "step"
         and not graph.optimizer,
-        "offload.modules": bool(config.offload.modules),
-        "run.recompute = auto": config.run.recompute == "auto",
     }
     found = [
         f"parallel.shard = {parallel.shard} is not there yet with {name}; leave one of them out"
