@@ -88,7 +88,7 @@ def exchanged(mesh):
 
     def early(self, reductions):
         for each in reductions if self.number == 2 else ():  # of the head
-            each.kept.add_(each.part)
+            each.add()
         if self.number != 2:
             add(self, reductions)
 
