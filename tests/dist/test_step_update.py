@@ -166,14 +166,15 @@ def one_capacity(settings):
     return dataclasses.replace(settings, graph=graph, model=model)
 
 
-def train_beside(mesh, folder, settings):
-    """Losses and norms of every step, and all tensors at last. Packs count as equally long: only
-    where replicas run in rounds does it decide who gets which."""
+def train_alike(mesh, folder, settings):
+    """As `train_beside`. Packs count as equally long: only where replicas run in rounds does that
+    decide who gets which."""
     with mock.patch.object(PackedBatch, "num_pairs", 0):
-        return _train_beside(mesh, folder, settings)
+        return train_beside(mesh, folder, settings)
 
 
-def _train_beside(mesh, folder, settings):
+def train_beside(mesh, folder, settings):
+    """Losses and norms of every step, and all tensors at last."""
     run = trainer(Path(folder), settings, PacksOfOneCapacity(), mesh=mesh)
     try:
         run.run(StopRequest())
@@ -191,7 +192,7 @@ def test_the_reduction_in_the_graph_has_the_bits_of_one_behind_graphs(tmp_path):
         config(graph={"optimizer": False, "granularity": "chunk"}, tokens_per_step=150)
     )
     results = [
-        run_ranks(train_beside, 2, str(tmp_path / name), settings, layout=DP2)
+        run_ranks(train_alike, 2, str(tmp_path / name), settings, layout=DP2)
         for name, settings in (("behind", behind), ("inside", inside))
     ]
     for (rows, tensors, totals), (others, found, whole) in zip(*results, strict=True):
