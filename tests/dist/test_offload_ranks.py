@@ -1,19 +1,26 @@
 """Offloading under pipelines and tensor parallelism: bitwise the run that keeps everything, with
 late copies."""
 
+import contextlib
 import dataclasses
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from distkit import run_ranks
 from offloadtraces import make_trace
+from peerkit import peers_on_cpus
 from trainkit import tiny, trainer
 
 from packgraph.graphs.parameters import local_tensor
+from packgraph.offloading import attach, group
+from packgraph.offloading.attach import OffloadedLayer
+from packgraph.offloading.group import GroupMemory
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
+from packgraph.train.config.fine_tuning import LoraConfig
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
 from packgraph.train.features.offload import TRIAL, Planner, TrainerOffloading, report_offloading
@@ -140,6 +147,54 @@ def test_offloading_beside_sharded_layers_is_bitwise_keeping(shard, granularity,
             assert expected.keys() == found.keys()
             assert not [name for name in found if not torch.equal(expected[name], found[name])]
             assert all(nbytes > 0 and groups > 0 for nbytes, groups in moved)
+
+
+class _OfNobody(OffloadedLayer):
+    """A layer of which nothing is known to stay."""
+
+    def stays(self, part):
+        return []
+
+
+def frozen_and_moved(mesh, folder, settings):
+    """As `go`, with copies of peers, of a run that keeps everything and one that moves; then of
+    that one without other rules than parameters' addresses, and without these, too."""
+    every = []
+    for number, layer in enumerate((None, OffloadedLayer, _OfNobody)):
+        place = Path(folder) / str(number)
+        place.mkdir(exist_ok=True)
+        with contextlib.ExitStack() as changed:
+            made = changed.enter_context(peers_on_cpus())
+            if layer is not None:
+                changed.enter_context(mock.patch.object(attach, "OffloadedLayer", layer))
+                changed.enter_context(mock.patch.object(group, "COVERED", 0.0))
+                changed.enter_context(mock.patch.object(GroupMemory, "is_held", return_value=False))
+            every += go(mesh, str(place), settings if layer is None else settings[1:])
+            assert made
+    return every
+
+
+@pytest.mark.core
+def test_frozen_weights_in_shared_memory_do_not_move(tmp_path):
+    """They are no leaves that need gradients, so their addresses tell them from activations. Where
+    nothing does they move, while other layers are gathered over them (control)."""
+    pytest.importorskip("peft")
+    kept, moving = (
+        dataclasses.replace(
+            sharded("parameters", enabled=enabled, granularity="chunk"),
+            lora=LoraConfig(rank=1),
+            offload=OffloadConfig(modules=DENSE if enabled else (), min_bytes=1, margin=0),
+        )
+        for enabled in (False, True)
+    )
+    assert not validate(moving, "cpu", world=2)
+    for (expected, _), (found, moved), (addressed, as_many), (wrong, more) in run_ranks(
+        frozen_and_moved, 2, str(tmp_path), [kept, moving], layout=Layout(dp=2), seconds=180.0
+    ):
+        for same in (found, addressed):
+            assert not [name for name in same if not torch.equal(expected[name], same[name])]
+        assert 0 < moved[0][0] <= as_many[0][0] < more[0][0]
+        assert [name for name in wrong if not torch.equal(expected[name], wrong[name])]
 
 
 class Unplannable:
