@@ -1,20 +1,31 @@
 """Layouts in which ranks are unlike: stages without experts, tensor parallel ranks beside
-experts."""
+experts, ranks with more pages than others."""
 
 import dataclasses
+import functools
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from distkit import run_ranks
+from distkit import CPU, run_ranks
 from trainkit import close, equal, tiny, trainer
 
 from packgraph.models.config import ExpertConfig
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import collect
 from packgraph.train.config.sections import ParallelConfig
+from packgraph.train.features import moe
+from packgraph.train.features.moe import set_pages
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
+from packgraph.verification.matrix import (
+    budget_over,
+    config_for,
+    random_packs,
+    tiny_experts_config,
+)
+from packgraph.verification.ranks import verify_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -131,3 +142,47 @@ def test_what_cannot_be_captured_or_split_is_refused_at_once():
     for sequence in (False, True):
         tensor = config(ParallelConfig(tp=2, sequence=sequence))
         assert not validate(tensor, "cpu", world=2)
+
+
+def with_few_pages(mesh, layout, granularity, shard):
+    """The report of a run whose stash is too small for some steps, and a rank's pages at last."""
+    parallel = dataclasses.replace(
+        config_for(layout, granularity, 4).parallel, expert_stash=1.2, shard=shard
+    )
+    made = dataclasses.replace(tiny_experts_config(granularity, 0.1, 4), parallel=parallel)
+    made = dataclasses.replace(made, graph=dataclasses.replace(made.graph, strict=True))
+    assert not validate(made, "cpu", world=mesh.world)
+    pages = []
+
+    def noting(stash, count, blocks):
+        pages.append(count)
+        return set_pages(stash, count, blocks)
+
+    packs = functools.partial(random_packs, seed=1)
+    with mock.patch.object(moe, "set_pages", noting):
+        report = verify_ranks("pages", made, packs, CPU, mesh, budget=budget_over(layout.dp))
+    return report, pages
+
+
+@pytest.mark.parametrize(
+    ("layout", "granularity", "shard"),
+    [
+        pytest.param(Layout(dp=2, ep=2), "layer", "none", marks=pytest.mark.core),
+        pytest.param(Layout(dp=2), "chunk", "parameters", marks=pytest.mark.core),
+        (Layout(dp=2), "layer", "gradients"),
+        (Layout(dp=2, ep=2), "layer", "parameters"),
+        pytest.param(Layout(dp=4, ep=2), "chunk", "parameters", marks=pytest.mark.slow),
+        pytest.param(Layout(dp=4, ep=2), "layer", "parameters", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_capture_again_together_where_only_some_get_more_pages(layout, granularity, shard):
+    """A step that lacks pages is made again, by graphs captured for the pages that a rank has now;
+    a rank that has as many as before must not begin to capture by itself."""
+    found = run_ranks(
+        with_few_pages, layout.dp, layout, granularity, shard, layout=layout, seconds=200.0
+    )
+    for report, _ in found:
+        assert report.good and report.one_process.good, report
+        assert not report.silent_ranks() and report.ranks[0].made_again
+    assert len({str(pages) for _, pages in found}) > 1

@@ -11,15 +11,19 @@ import pytest
 import torch
 from distkit import run_ranks
 from offloadtraces import make_trace
+from peerkit import peers_on_cpus
 from torch import nn
 from trainkit import tiny, trainer
 
 import packgraph
 from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.stages import Stage
+from packgraph.offloading import attach, group
 from packgraph.offloading.attach import OffloadedLayer
+from packgraph.offloading.group import GroupMemory
 from packgraph.parallel.mesh import Layout
 from packgraph.parallel.pieces import Pieces
+from packgraph.train.config.fine_tuning import LoraConfig
 from packgraph.train.config.reading import ConfigError
 from packgraph.train.config.sections import OffloadConfig, ParallelConfig
 from packgraph.train.features.offload import TRIAL, Planner, TrainerOffloading, report_offloading
@@ -211,6 +215,54 @@ def test_views_of_sharded_matrices_never_move(eager):
         (found, replays), _ = run_ranks(with_views, 2, True, knows, eager)
         assert torch.equal(found, kept) == knows
         assert replays == (0 if eager else 5)
+
+
+class _OfNobody(OffloadedLayer):
+    """A layer of which nothing is known to stay."""
+
+    def stays(self, part):
+        return []
+
+
+def frozen_and_moved(mesh, folder, settings):
+    """As `go`, with copies of peers, of a run that keeps everything and one that moves; then of
+    that one without other rules than parameters' addresses, and without these, too."""
+    every = []
+    for number, layer in enumerate((None, OffloadedLayer, _OfNobody)):
+        place = Path(folder) / str(number)
+        place.mkdir(exist_ok=True)
+        with contextlib.ExitStack() as changed:
+            made = changed.enter_context(peers_on_cpus())
+            if layer is not None:
+                changed.enter_context(mock.patch.object(attach, "OffloadedLayer", layer))
+                changed.enter_context(mock.patch.object(group, "COVERED", 0.0))
+                changed.enter_context(mock.patch.object(GroupMemory, "is_held", return_value=False))
+            every += go(mesh, str(place), settings if layer is None else settings[1:])
+            assert made
+    return every
+
+
+@pytest.mark.core
+def test_frozen_weights_in_shared_memory_do_not_move(tmp_path):
+    """They are no leaves that need gradients, so their addresses tell them from activations. Where
+    nothing does they move, while other layers are gathered over them (control)."""
+    pytest.importorskip("peft")
+    kept, moving = (
+        dataclasses.replace(
+            sharded("parameters", enabled=enabled, granularity="chunk"),
+            lora=LoraConfig(rank=1),
+            offload=OffloadConfig(modules=DENSE if enabled else (), min_bytes=1, margin=0),
+        )
+        for enabled in (False, True)
+    )
+    assert not validate(moving, "cpu", world=2)
+    for (expected, _), (found, moved), (addressed, as_many), (wrong, more) in run_ranks(
+        frozen_and_moved, 2, str(tmp_path), [kept, moving], layout=Layout(dp=2), seconds=180.0
+    ):
+        for same in (found, addressed):
+            assert not [name for name in same if not torch.equal(expected[name], same[name])]
+        assert 0 < moved[0][0] <= as_many[0][0] < more[0][0]
+        assert [name for name in wrong if not torch.equal(expected[name], wrong[name])]
 
 
 class Unplannable:

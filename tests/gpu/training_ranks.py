@@ -4,6 +4,7 @@
     PYTHONPATH=src:tests/helpers torchrun --nproc-per-node 4 tests/gpu/training_ranks.py --tp 2
     --pp 2 --chunks 2 --tied
 
+With --offload the run by graphs moves what these modules save, and the other keeps everything.
 With --compile both runs are of compiled stages, without dropout; the one that is not by graphs
 calls them as they are.
 
@@ -33,6 +34,7 @@ from packgraph.parallel.pieces import Pieces
 from packgraph.parallel.processes import Launch, processes
 from packgraph.train.config.sections import (
     GraphConfig,
+    OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -185,6 +187,7 @@ def settings(options, device):
             ep=options.ep,
             chunks=options.chunks,
             shard=options.shard,
+            expert_stash=options.stash,
         ),
         run=RunConfig(
             steps=options.steps,
@@ -210,6 +213,8 @@ def main():
     parser.add_argument("--precision", choices=PRODUCTS, default=NATIVE)
     parser.add_argument("--granularity", default="chunk")
     parser.add_argument("--shard", default="none")
+    parser.add_argument("--stash", type=float, default=0.0, help="parallel.expert_stash")
+    parser.add_argument("--offload", default="", help="modules, as offload.modules has them")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--packs", type=int, default=4, help="about as many microbatches a step")
     options = parser.parse_args()
@@ -236,7 +241,9 @@ def main():
             # Code is compiled where graphs are on: before the first of them, where none is to be.
             changes = {"enabled": enabled or options.compile} | ({} if enabled else EAGER)
             graph = GraphConfig(**(vars(config.graph) | changes))
-            one = TrainConfig(**(vars(config) | {"graph": graph}))
+            modules = tuple(filter(None, options.offload.split(","))) if enabled else ()
+            moving = OffloadConfig(modules=modules, min_bytes=1, margin=0)
+            one = TrainConfig(**(vars(config) | {"graph": graph, "offload": moving}))
             results[enabled] = train(one, Path(folders[0]) / str(enabled), device, mesh)
         (eager, eager_rows, _, eager_seconds), (found, rows, totals, seconds) = (
             results[False],

@@ -708,6 +708,18 @@ class Control:
         found = find_unsupported(self.module)
         return None if found is None else CaptureError(found.what, user_line(), found.remedy)
 
+    def refused_with_others(self) -> CaptureError | None:
+        """As `refused_now`, before a trial that all ranks make: if the module has changed on one of
+        them, all drop their graphs."""
+        if self._capturer.cache.joint.is_alone:
+            return self.refused_now()
+        with as_in_training(self.module):
+            self._turn()
+            reason = self._capturer.check_state_with_others()
+        if reason is not None:
+            return CaptureError(reason, user_line(), fallback.reason_of(reason).remedy)
+        return self.refused_now()
+
     def _reason_around(self) -> str | None:
         """Why no call can be a replay where this one is made."""
         self._refuse_released()

@@ -190,7 +190,7 @@ def _predicted(
     for number, chunk in enumerate(chunks):
         what = f"the memory of graphs of {str_of(capacity)}"
         # Before the trace, in whose exchanges others would wait for a rank that cannot begin it.
-        error = consensus(what, control(chunk).refused_now())
+        error = consensus(what, control(chunk).refused_with_others())
         try:
             if error is not None:
                 raise error

@@ -153,7 +153,6 @@ def _shard_problems(config: TrainConfig) -> list[str]:
     parallel, graph = config.parallel, config.graph
     others = {
         "parallel.dynamic_cp": parallel.dynamic_cp,
-        f"parallel.expert_stash = {parallel.expert_stash}": parallel.expert_stash > 0,
         "graph.granularity = step, without graph.optimizer": graph.enabled
         and graph.granularity == "step"
         and not graph.optimizer,

@@ -101,14 +101,12 @@ def test_adapters_have_no_gradients_to_share():
 def test_all_reasons_come_at_once():
     config = dataclasses.replace(
         tiny(graph=True),
-        parallel=dataclasses.replace(
-            SHARDED, cp=2, dynamic_cp=True, shard="gradients", expert_stash=1.5
-        ),
+        parallel=dataclasses.replace(SHARDED, cp=2, dynamic_cp=True, shard="gradients"),
     )
     config = dataclasses.replace(
         config, graph=dataclasses.replace(config.graph, granularity="step")
     )
     found = problems(config)
     assert all("parallel.shard = gradients" in text for text in found)
-    for name in ("dynamic_cp", "without graph.optimizer", "expert_stash"):
+    for name in ("dynamic_cp", "without graph.optimizer"):
         assert any(name in text for text in found), name
