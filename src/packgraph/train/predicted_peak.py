@@ -18,6 +18,10 @@ from packgraph.train.config.sections import TrainConfig
 from packgraph.train.decoder_estimates import DecoderMemory
 from packgraph.train.memory import need_of
 
+# Of the memory that there is: predictions of activations are off by some percent, allocators round
+# and pools fragment, libraries take some.
+SHARE = 0.9
+
 
 class ActivationBytes(NamedTuple):
     """Of the fullest rank. moved: what of one row waits on the host. near: what all rows in flight

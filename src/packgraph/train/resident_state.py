@@ -3,9 +3,8 @@
     device   | weights, gradients, activations: `predicted_peak` | state that stays | spare |
     host                                                           the rest of the state
 
-A tenth of the memory is spare: for what a prediction of activations is off (15 % of them), the
-allocator's rounding and what libraries take. `--optimizer.resident` says a size instead. Ranks may
-come to different amounts: neither bits nor checkpoints depend on them.
+Some of the memory is spare (`predicted_peak.SHARE`). `--optimizer.resident` says a size instead.
+Ranks may come to different amounts: neither bits nor checkpoints depend on them.
 """
 
 from dataclasses import replace
@@ -16,14 +15,12 @@ from packgraph.graphs.parameters import local_tensor
 from packgraph.models.decoder import ModelChunks
 from packgraph.parallel.mesh import Mesh
 from packgraph.train.config.sections import TrainConfig
-from packgraph.train.predicted_peak import predicted_peak
-
-SPARE = 0.1  # of the device's memory
+from packgraph.train.predicted_peak import SHARE, predicted_peak
 
 
 def left_for_state(memory: int, peak: int) -> int:
     """Bytes for state, of so many that a run may take, beside its peak without any."""
-    return max(0, round((1 - SPARE) * memory) - peak)
+    return max(0, round(SHARE * memory) - peak)
 
 
 def resident_bytes(config: TrainConfig, memory: int | None, world: int = 1, rank: int = 0) -> int:

@@ -12,8 +12,8 @@ from packgraph.train.config.presets import LIVE, preset
 from packgraph.train.config.reading import ConfigLayer, read_config
 from packgraph.train.config.sections import GraphConfig, OptimizerConfig, ParallelConfig
 from packgraph.train.features.live import live_layer
-from packgraph.train.features.shard import SHARE, most_sharded, with_chosen_shard
-from packgraph.train.predicted_peak import predicted_peak
+from packgraph.train.features.shard import most_sharded, with_chosen_shard
+from packgraph.train.predicted_peak import SHARE, predicted_peak
 
 EIGHT = DecoderConfig(
     vocab_size=151_936,
@@ -75,9 +75,10 @@ def test_the_choice_says_why():
     assert all(word in note for word in words), note
 
 
-def test_one_process_shards_nothing():
-    assert chosen(run(), GIB, world=1) == ("none", [])
-    assert chosen(run(tp=2), GIB, world=2) == ("none", []), "no replicas"
+def test_without_replicas_auto_stays_and_shards_nothing():
+    assert chosen(run(), GIB, world=1) == ("auto", [])
+    assert chosen(run(tp=2), GIB, world=2) == ("auto", []), "no replicas"
+    assert run().parallel.known_shard == "none" and not run().parallel.shards
 
 
 def test_ranks_choose_what_fits_on_all():
@@ -103,10 +104,7 @@ def test_only_what_is_legal_is_chosen():
     config = run()
     config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=8))
     assert chosen(config, 2 * GIB)[0] == "parameters"
-    cut = dataclasses.replace(config, parallel=ParallelConfig(dynamic_cp=True, cp=2))
-    refused = ParallelConfig(dynamic_cp=True, cp=2, shard="parameters")
-    assert chosen(dataclasses.replace(run(), parallel=refused), GIB)[0] == "parameters"
-    assert chosen(cut, GIB, world=4)[0] == "none", "refused beside dynamic_cp"
+    assert chosen(run(dynamic_cp=True, cp=2), GIB, world=4)[0] == "auto", "refused, both of them"
 
 
 def test_models_of_transformers_are_predicted_by_their_sizes(tmp_path):

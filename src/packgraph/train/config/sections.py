@@ -24,7 +24,7 @@ from packgraph.train.config.values import path_problem, shown
 from packgraph.train.trackers import TRACKERS
 
 DEFAULT_DOCUMENTS_CAP = 50
-AUTO, NONE = "auto", "none"  # of `OptimizerConfig.resident`
+AUTO, NONE = "auto", "none"
 
 
 def _refuse(problems: dict[str, bool]) -> None:

@@ -3,20 +3,18 @@
     none ──▶ fits? ──▶ gradients ──▶ fits? ──▶ parameters
 
 What is whole on every rank is exchanged once a step; what is sharded, in every microbatch. So the
-first that fits is the fastest, and each takes more memory than the next.
+first that fits is the fastest, and each takes more memory than the next. What was chosen is written
+into the run's config.json; a run goes on with it, unless it is told `auto` again.
 """
 
 from dataclasses import replace
 
 from packgraph.graphs.memory.budget import shown
 from packgraph.parallel.flat_buffers import SHARDS
-from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.sections import AUTO, TrainConfig
 from packgraph.train.memory import Agree
-from packgraph.train.predicted_peak import predicted_peak
+from packgraph.train.predicted_peak import SHARE, predicted_peak
 from packgraph.train.validate import validate
-
-AUTO = "auto"
-SHARE = 0.9  # of the memory that there is: predictions are off by up to 5 %, and pools fragment
 
 
 def most_sharded(config: TrainConfig, device_type: str, world: int) -> TrainConfig:
@@ -36,7 +34,8 @@ def with_chosen_shard(
 
     Collective where `agree` is: every rank predicts its own peak, and the choice is what fits on
     all. Where none is sure to fit it is what takes the least; where the memory of a device is not
-    known nothing is sharded.
+    known nothing is sharded. Where there are no replicas `auto` stays, for a run that goes on with
+    some.
 
     Args:
         config: A run whose capacities are known.
@@ -50,7 +49,7 @@ def with_chosen_shard(
         return config, []
     choices = _choices(config, device_type, world)
     if len(choices) == 1:
-        return choices[0], []
+        return config, []
     if not agree(available is not None):
         return choices[0], ["parallel.shard auto: the memory of devices is not known, so none"]
     told, room = [], round(SHARE * (available or 0))
