@@ -60,6 +60,7 @@ from packgraph.graphs.checks.side_effects import (
     refuse_changes,
 )
 from packgraph.graphs.errors import CaptureError, raised_line, user_line
+from packgraph.graphs.gradients import without_content
 from packgraph.graphs.output_gradients import KeyGradients, leaves_behind
 from packgraph.graphs.parameters import aliased_parameters, module_generators
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
@@ -489,6 +490,7 @@ class _CheckedRun:
             HostSyncCheck(self.device),
             ObservingChecker(self.journal, self.device, self.seen, forward=False),
             torch.autocast(self.device_type, enabled=False),
+            without_content(self.parameters),
         ):
             found = torch.autograd.grad(
                 ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True

@@ -46,16 +46,22 @@ multi-tensor kernel adds all of them.
 The invariant: gradients that wait hold at most WAITING_BYTES, so what a backward needs at most
 hardly grows. Code that reads gradients within a backward has them added first
 (`add_waiting_gradients`).
+
+A dry run needs no gradients of parameters, only what they are like. `torch.autograd.grad` would
+hold those of all layers until the backward ends, and where layers are sharded there is no memory
+for as much: each is replaced as it arrives (`without_content`).
 """  # noqa: E501
 
+import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
+from packgraph.graphs.checks.host_calls import UnseenLoop
 from packgraph.graphs.parameters import has_hooks, local_tensor
 from packgraph.graphs.slots import Launches
 
@@ -397,3 +403,26 @@ class Accumulator:
             if self._waiting:
                 torch._foreach_add_(*map(list, zip(*self._waiting, strict=True)))
         self._waiting, self._bytes = [], 0
+
+
+@contextlib.contextmanager
+def without_content(aliases: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within the block backwards leave one number in place of each gradient of `aliases`: of the
+    same shape, dtype, device and placements, without memory of that size."""
+    with UnseenLoop():
+        hooks = [alias.register_hook(_without_content) for alias in aliases if alias.requires_grad]
+    try:
+        yield
+    finally:
+        with UnseenLoop():
+            for hook in hooks:
+                hook.remove()
+
+
+def _without_content(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if gradient is None or gradient.layout is not torch.strided:
+        return None
+    local = local_tensor(gradient)
+    with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+        one = local.new_empty(()).expand(local.shape)
+    return with_local(gradient, one)
