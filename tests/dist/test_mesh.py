@@ -85,6 +85,20 @@ def test_without_a_launcher_there_is_one_process():
         pass
 
 
+def test_ranks_are_connected_before_anything_fills_their_devices(monkeypatch):
+    calls = []
+
+    def noted(name):
+        return lambda *args, **_: calls.append(name)
+
+    for name in ("init_process_group", "all_reduce", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, noted(name))
+    monkeypatch.setattr("packgraph.parallel.processes.make_mesh", noted("mesh"))
+    with processes(Layout(), torch.device("cpu"), Launch(world=2)):
+        calls.append("work")
+    assert calls[:4] == ["init_process_group", "all_reduce", "mesh", "work"]
+
+
 def sum_along_axes(mesh):
     sums = {}
     for axis in ("dp", "tp"):

@@ -117,6 +117,7 @@ def processes(
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **place)
     else:
         dist.init_process_group("gloo", timeout=timeout, **place)
+    _connect(device)
     yield make_mesh(layout, device)
     # Not in a `finally`: after an error others may wait in a collective for ever, and so would we.
     gc.collect()
@@ -124,6 +125,13 @@ def processes(
         torch.cuda.synchronize(device)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _connect(device: torch.device) -> None:
+    """Have the group of all processes take its memory on `device` now: NCCL connects ranks, and
+    allocates, in a group's first collective, and torch's allocator gives up no cached memory for
+    it. In a first step that fills the device there would be none."""
+    dist.all_reduce(torch.zeros(1, device=device))
 
 
 def beside(mesh: Mesh) -> Mesh:
