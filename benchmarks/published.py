@@ -99,7 +99,7 @@ def run_config(setting: Setting, world: int, folder: Path, data: DataConfig) -> 
         name="run",
         folder=str(folder),
         steps=AHEAD + setting.timed,
-        tokens_per_step=world * setting.tokens_per_step,
+        tokens_per_step=setting.tokens_per_step(world),
         checkpoint_every=0,
         tracker=(),
         dtype=setting.dtype,

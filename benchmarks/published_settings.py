@@ -106,13 +106,12 @@ class Setting:
         """Token slots of the largest row."""
         return max(capacity.tokens for capacity in self.capacities)
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Real tokens of one GPU at which a step has enough packs: half a row less than full ones
-        have, since rows of several documents are not quite full."""
+    def tokens_per_step(self, world: int) -> int:
+        """Real tokens of that many GPUs at which a step has enough packs: half a row less than full
+        ones have, since rows of several documents are not quite full."""
         if self.step_tokens is not None:
-            return self.step_tokens
-        return self.microbatches * self.tokens - self.tokens // 2
+            return world * self.step_tokens
+        return world * self.microbatches * self.tokens - self.tokens // 2
 
     def parallel(self, world: int) -> ParallelConfig:
         """How the run is spread over that many GPUs."""

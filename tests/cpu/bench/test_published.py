@@ -38,6 +38,13 @@ def test_the_trainer_takes_every_setting(name: str, world: int) -> None:
         assert max(lengths_of(made)) <= max(row.bound for row in made.capacities)
 
 
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_every_gpu_has_all_its_rows(world: int) -> None:
+    """Rows that are full: a step takes packs until it has its tokens."""
+    rows = SETTINGS["llama3.1-8b"]
+    assert -(-rows.tokens_per_step(world) // rows.tokens) == world * rows.microbatches
+
+
 def test_every_figure_of_others_has_a_source() -> None:
     for name, setting in SETTINGS.items():
         theirs = setting.theirs

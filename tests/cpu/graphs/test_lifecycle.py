@@ -80,28 +80,33 @@ def test_a_journal_waits_on_the_host_where_the_device_is_full(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "free", "share", "beside", "fits"),
+    ("nbytes", "free", "share", "beside", "most", "fits"),
     [
-        (100, 154, 1.0, 0, False),
-        (100, 155, 1.0, 0, True),
-        (100, 200, 0.224, 0, False),
-        (100, 200, 0.226, 0, True),
-        (100, 169, 1.0, 10, False),
-        (100, 170, 1.0, 10, True),
-        (99, 0, 1.0, 0, True),
+        (100, 1504, 10, 0, 1000, False),
+        (100, 1505, 10, 0, 1000, True),
+        (100, 1519, 10, 10, 1000, False),
+        (100, 1520, 10, 10, 1000, True),
+        (100, 779, 10, 0, 60, False),
+        (100, 780, 10, 0, 60, True),
+        (100, 849, 10, 10, 60, False),
+        (100, 850, 10, 10, 60, True),
+        (100, 2000, 0.849, 0, 60, False),
+        (100, 2000, 0.850, 0, 60, True),
+        (99, 0, 1, 0, 1000, True),
     ],
 )
 def test_a_copy_leaves_the_device_what_the_process_has_needed(
-    nbytes, free, share, beside, fits, monkeypatch
+    nbytes, free, share, beside, most, fits, monkeypatch
 ):
-    """20 of 70 bytes that are reserved are not used, and 50 more than now have been; share: of
-    1,000 bytes that the process may take. What earlier copies take is needed beside them."""
+    """20 of 70 bytes that are reserved are not used, and as many as `most` have been; share: of
+    1,000 bytes that the process may take. What earlier copies take is needed beside them. Before a
+    step has run nobody knows what it needs: all copies take an eighth of what was free."""
     monkeypatch.setattr(guard, "LARGE", 100)
     for name, found in {
         "mem_get_info": (free, 1000),
         "memory_allocated": 50,
         "memory_reserved": 70,
-        "max_memory_allocated": 100,
+        "max_memory_allocated": most,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda device: share)

@@ -104,6 +104,7 @@ _FIXED: ContextVar[bool] = ContextVar("packgraph_compiled_before", default=False
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
 SLACK = 1.5  # a pool does not take the very blocks that eager code has left
+FEW = 8  # of so many parts of free memory copies take at most one
 LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
 
@@ -167,9 +168,13 @@ def _copied(whole: torch.Tensor, beside: int) -> torch.Tensor:
 
 
 def _has_room(whole: torch.Tensor, beside: int) -> bool:
-    """Whether a copy leaves the device what the process has needed beyond what it holds now, and
-    SLACK: it stays there while the rest of a step is dry-run and captured. Small ones do anyway.
-    beside: bytes that are held for earlier copies alone."""
+    """Whether a copy may stay on the device while the rest of a step is dry-run and captured. Small
+    ones do anyway.
+
+    It leaves what the process has needed beyond what it holds now, and SLACK. Where no step has run
+    yet, compiled code being tried out, nobody knows how much that is: so all copies take one of FEW
+    parts at most. beside: bytes that are held for earlier ones alone.
+    """
     device = whole.device
     if device.type != "cuda" or whole.numel() < LARGE:
         return True
@@ -178,7 +183,9 @@ def _has_room(whole: torch.Tensor, beside: int) -> bool:
     free += torch.cuda.memory_reserved(device) - held
     allowed = torch.cuda.memory.get_per_process_memory_fraction(device) * total - held
     needed = most_allocated(device) - (held - beside)
-    return min(free, allowed) - whole.numel() >= SLACK * needed
+    room = min(free, allowed)
+    few = FEW * (whole.numel() + beside) <= room + beside
+    return few and room - whole.numel() >= SLACK * needed
 
 
 @contextlib.contextmanager
