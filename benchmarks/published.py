@@ -293,9 +293,14 @@ def _to_theirs(row: Row) -> str:
     return f"{row['tokens_per_second'] / theirs.figure:.2f}" if whole else "-"
 
 
+def _chip(device: str) -> str:
+    """Its name in one word: `H100` of `NVIDIA H100 80GB HBM3`."""
+    return device.removeprefix("NVIDIA ").split()[0]
+
+
 COLUMNS: list[Column] = [
     ("setting", value("way")),
-    ("GPUs", value("ranks")),
+    ("GPUs", lambda row: f"{row['ranks']} × {_chip(row['device'])}"),
     ("layers", lambda row: f"{row['layers']} of {row['of_layers']}"),
     ("tokens/s and GPU", value("tokens_per_second", ",.0f")),
     ("times padded", value("times_padded", ".2f")),
