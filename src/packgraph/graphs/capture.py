@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.graphs import fallback
@@ -20,14 +21,7 @@ from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.host_calls import unwatched
 from packgraph.graphs.checks.module_state import Change, ModuleState
 from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects
-from packgraph.graphs.dry_run import (
-    compile_ahead,
-    compiled_code,
-    dry_run,
-    dry_run_again,
-    explained,
-    undone,
-)
+from packgraph.graphs.dry_run import compile_ahead, dry_run, dry_run_again
 from packgraph.graphs.errors import CaptureError, user_line, warn
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffers, let_go
@@ -38,6 +32,7 @@ from packgraph.graphs.parameters import aliased_parameters, are_leaves
 from packgraph.graphs.program import Program
 from packgraph.graphs.replay import Variant
 from packgraph.graphs.slots import Calls, Slot, Slots
+from packgraph.graphs.undone import compiled_code, explained, undone
 
 MAX_KEYS = 64
 _MODULE_CHANGED = "module changed"
@@ -274,44 +269,66 @@ class Capturer:
     def _capture(
         self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Variant:
-        gradients = self._gradients.of(call.key)
         executes = self._backend.guard_device is None
         if executes and self._slots.launches.shared:  # other backwards may be adding to `.grad`
             let_go(self._buffers.all(), self._slots.launches)
         with self._slots.launches.during_capture(executes):
             self.compile(call, args, kwargs)
-            state = ModuleState(self._module)  # walked once for all runs
-            seen = self._dry_runs[call.key] = self._dry_run(call, gradients, args, kwargs, state)
-            variant = capture_variant(
-                self.program,
-                self._backend,
-                slot,
-                self._buffers,
-                gradients,
-                self.state.changed if self.state is not None else _nothing,
-                self._calls,
-                self.lends,
-                args,
-                kwargs,
-                seen,
-                state=state,
-            )
-            seen.calls.shorten()
+            like = None if call.key in self._dry_runs else self._like()
+            try:
+                variant = self._variant(call, slot, args, kwargs, like)
+            except CaptureError:
+                seen = self._dry_runs.get(call.key)
+                if seen is None or seen.is_confirmed:
+                    raise
+                del self._dry_runs[call.key]  # it may have filled a cache, or gone another way
+                variant = self._variant(call, slot, args, kwargs, None)
             self._refuse_repeated_moves(call.key, variant)
         return variant
 
-    def _dry_run(
+    def _variant(
         self,
         call: Signature,
-        gradients: KeyGradients,
+        slot: Slot,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        state: ModuleState,
-    ) -> DryRun:
+        like: DryRun | None,
+    ) -> Variant:
+        """Dry-runs a call and captures it. like: see `dry_run`."""
+        gradients = self._gradients.of(call.key)
+        state = ModuleState(self._module)  # walked once for all runs
+        about = self.program, self._backend, gradients, args, kwargs
         earlier = self._dry_runs.get(call.key)
-        if earlier is None:
-            return dry_run(self.program, self._backend, gradients, args, kwargs, state)
-        return dry_run_again(self.program, self._backend, gradients, args, kwargs, earlier, state)
+        seen = self._dry_runs[call.key] = (
+            dry_run(*about, state, like)
+            if earlier is None
+            else dry_run_again(*about, earlier, state)
+        )
+        variant = capture_variant(
+            self.program,
+            self._backend,
+            slot,
+            self._buffers,
+            gradients,
+            self.state.changed if self.state is not None else _nothing,
+            self._calls,
+            self.lends,
+            args,
+            kwargs,
+            seen,
+            state=state,
+        )
+        seen.calls.shorten()
+        self._dry_runs[call.key] = seen._replace(is_confirmed=True)
+        return variant
+
+    def _like(self) -> DryRun | None:
+        """The dry run of the newest call whose graphs were captured. None where other ranks may
+        have to run captured code as often as this one does."""
+        if not self.cache.joint.is_alone or (dist.is_initialized() and dist.get_world_size() > 1):
+            return None
+        newest = reversed(list(self._dry_runs.values()))
+        return next((seen for seen in newest if seen.calls.is_short), None)
 
     def _refuse_repeated_moves(self, key: Hashable, variant: Variant) -> None:
         """Looks at what the capture has changed in Python outside of the module, by running its

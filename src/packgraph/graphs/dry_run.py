@@ -5,13 +5,10 @@ everything undone, until two runs in a row agree: the first may fill caches, so 
 less. It finds what a graph could not hold or a replay would not do, at the user's line, while that
 is still harmless.
 
-What a dry run or a capture does is undone when it ends (`undone`), whether it fails or not: writes
-to tensors that existed before (journal), states of random generators, of Python's and numpy's too,
-of Python's garbage collector and of the autocast cache, the module's parameters and attributes.
+What it does is undone when it ends (`undone.py`), whether it fails or not.
 """
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from packgraph.graphs import fallback, saved_tensors
+from packgraph.graphs import saved_tensors
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import (
     check_outputs,
@@ -30,7 +27,6 @@ from packgraph.graphs.build import (
     numbers_of_tensors,
     refuse_changed_inputs,
 )
-from packgraph.graphs.cache import FREE_MEMORY, is_out_of_memory
 from packgraph.graphs.checks.autograd_calls import only_forward
 from packgraph.graphs.checks.calls import VARIES, DryRun
 from packgraph.graphs.checks.constants import Constants
@@ -48,8 +44,6 @@ from packgraph.graphs.checks.host_sync import (
     CaptureChecker,
     HostSyncCheck,
     Journal,
-    compiled_stages,
-    known_generators,
 )
 from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.checks.side_effects import (
@@ -59,13 +53,13 @@ from packgraph.graphs.checks.side_effects import (
     forward_line,
     refuse_changes,
 )
-from packgraph.graphs.errors import CaptureError, raised_line, user_line
+from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.gradients import without_content
 from packgraph.graphs.output_gradients import KeyGradients, leaves_behind
-from packgraph.graphs.parameters import aliased_parameters, module_generators
+from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import Program, hide_lengths, with_lengths
-from packgraph.graphs.slots import one_capture
 from packgraph.graphs.stages import Run, State
+from packgraph.graphs.undone import compiled_code, explained, undone
 
 _RETURN_GRADIENT = (
     "return the gradient from backward, and pass the parameter to the function as an input"
@@ -79,14 +73,22 @@ def dry_run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     state: ModuleState | None = None,
+    like: DryRun | None = None,
 ) -> DryRun:
     """Run forward and backward, watched, and forward again, and compare.
 
-    state: of the module, up to date; made here without it. Raises CaptureError at the line of what
-    a capture could not hold, or a replay would not do, while that is still harmless: operations,
-    tensors that leave other than through the outputs, numbers that differ between the runs.
+    state: of the module, up to date; made here without it. like: of a call of another shape whose
+    graphs were captured. Where this one calls the same operations at the same lines, and fills no
+    cache, it is not run again: the capture, which compares its calls, is the second run. Raises
+    CaptureError at the line of what a capture could not hold, or a replay would not do, while that
+    is still harmless: operations, tensors that leave other than through the outputs, numbers that
+    differ between the runs.
     """
     state = state or ModuleState(program.module)
+    if like is not None:
+        found = _run_as(like, program, backend, gradients, args, kwargs, state)
+        if found is not None:
+            return found
     around = Remembered(state)
     try:
         return _compared(program, backend, gradients, args, kwargs, state)
@@ -139,6 +141,53 @@ def dry_run_again(
     return earlier._replace(read=now.read, written=now.written) if backend.guard_device else earlier
 
 
+def _run_as(
+    like: DryRun,
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: ModuleState,
+) -> DryRun | None:
+    """One watched run. None where it does other things than that of another shape, or something
+    that two runs have to show: what first runs alone may do, say."""
+    try:
+        now, seen = _watched(program, backend, gradients, args, kwargs, state, is_first=False)
+        seen.check_gone()
+    except CaptureError:
+        return None
+    if seen.calls.path() != like.calls.path() or now.has_host_steps != like.has_host_steps:
+        return None
+    grads = torch.is_grad_enabled()
+    _refuse_other_kernels(program, backend, args, kwargs, now.written, grads, state)
+    used = now if backend.guard_device else now._replace(read=[], written=[])
+    return used._replace(is_confirmed=False)
+
+
+def _watched(
+    program: Program,
+    backend: Backend,
+    gradients: KeyGradients,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: ModuleState,
+    *,
+    is_first: bool,
+) -> tuple[DryRun, Observation]:
+    """A run whose calls of Python code are looked at. is_first: caches may be filled in it."""
+    seen, steps = Observation(Constants(), is_first=is_first), list[Any]()
+
+    def watched_run(run: Callable[[], None]) -> None:
+        with backend.watching_host(steps.append):
+            backend.warm_up(run)
+
+    hooks = SavedTensorHooks()
+    with watched_calls(hooks):
+        found = _once(program, backend, gradients, args, kwargs, watched_run, seen, state)
+    return found._replace(has_host_steps=bool(steps), unpacks=hooks.are_there), seen
+
+
 def _compared(
     program: Program,
     backend: Backend,
@@ -149,16 +198,8 @@ def _compared(
 ) -> DryRun:
     """Dry-run until two runs in a row agree: the first may have filled caches, so that the second
     does less. One of the two is on the stream of eager calls, which code may ask for."""
-    seen, steps = Observation(Constants(), is_first=True), list[Any]()
     grads = torch.is_grad_enabled()  # which forward may switch and leave
-
-    def watched_run(run: Callable[[], None]) -> None:
-        with backend.watching_host(steps.append):
-            backend.warm_up(run)
-
-    hooks = SavedTensorHooks()
-    with watched_calls(hooks):
-        _once(program, backend, gradients, args, kwargs, watched_run, seen, state)
+    first, seen = _watched(program, backend, gradients, args, kwargs, state, is_first=True)
     seen.check_gone()
     for as_called in (True, False):
         before, seen = seen, Observation(Constants())
@@ -177,7 +218,7 @@ def _compared(
         if seen.has_called_as(before):
             _refuse_other_kernels(program, backend, args, kwargs, now.written, grads, state)
             used = now if backend.guard_device else now._replace(read=[], written=[])
-            return used._replace(has_host_steps=bool(steps), unpacks=hooks.are_there)
+            return used._replace(has_host_steps=first.has_host_steps, unpacks=first.unpacks)
     raise seen.difference(before)
 
 
@@ -543,88 +584,3 @@ class _CheckedRun:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code
-# that meets a tensor where it expected a number raises one of the others. Anything else is not ours
-# to interpret.
-USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
-
-
-@contextlib.contextmanager
-def undone(
-    module: torch.nn.Module,
-    backend: Backend,
-    effects: SideEffects | None = None,
-    watched: bool = True,
-) -> Iterator[Journal]:
-    """Undo every effect on tensors, random generators and the module's Python state when the block
-    ends.
-
-    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls
-    of Python code are looked at, which slows compilers down. Raises CaptureError, after undoing
-    all, when the block has changed Python state that a replay would not change.
-    """
-    with one_capture():
-        yield from _undone(module, backend, effects or SideEffects(module), watched)
-
-
-def _undone(
-    module: torch.nn.Module, backend: Backend, effects: SideEffects, watched: bool
-) -> Iterator[Journal]:
-    journal = Journal()
-    collecting = gc.isenabled()
-    gc.disable()
-    with UnseenLoop():
-        backend.extra_generators = module_generators(module)
-        generators = backend.generators()
-        torch.clear_autocast_cache()
-        effects.begin(generators)
-        with torch.no_grad():
-            for buffer in effects.buffers():
-                journal.before_write(buffer)
-        journal.draws = effects.draws
-    try:
-        with (
-            fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
-            known_generators(generators),
-            effects.draws.watching() if watched else contextlib.nullcontext(),
-        ):
-            yield journal
-        effects.check()
-    finally:
-        with UnseenLoop():
-            effects.undo()
-            torch.clear_autocast_cache()
-            with torch.no_grad():
-                journal.restore()
-        if collecting:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
-    """Within the block captured stages run as compiled code, if `there` is any. fixed: all of it
-    was compiled before, and code that would have to be compiled now is an error, since a capture
-    cannot hold that.
-    """
-    with contextlib.ExitStack() as stack:
-        if there:
-            stack.enter_context(compiled_stages(fixed))
-        yield
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turn whatever user code raises during a capture into a CaptureError at the user's line."""
-    try:
-        yield
-    except CaptureError:
-        raise
-    except USER_ERRORS as error:
-        what = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CaptureError(
-            f"{type(error).__name__} while capturing: {what}",
-            raised_line(error.__traceback__),
-            FREE_MEMORY if is_out_of_memory(error) else LEAVE_OUT,
-        ) from error

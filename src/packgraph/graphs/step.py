@@ -47,7 +47,6 @@ from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
 from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.checks.unsupported import find_unsupported
 from packgraph.graphs.copy_streams import CopyStreams
-from packgraph.graphs.dry_run import compiled_code, explained, undone
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
@@ -56,6 +55,7 @@ from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import hide_lengths
 from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
+from packgraph.graphs.undone import compiled_code, explained, undone
 
 MAX_STEP_KEYS = 16
 WHOLE = "a whole step"

@@ -41,7 +41,6 @@ import torch
 import torch.distributed as dist
 
 from packgraph.graphs.agreement import Consensus, alone
-from packgraph.graphs.capture import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import OVER_BUDGET
 from packgraph.graphs.graphed import GraphedModule, control
@@ -49,6 +48,7 @@ from packgraph.graphs.key import CapturedCapacities
 from packgraph.graphs.memory.allocator import free_memory
 from packgraph.graphs.memory.budget import budget_bytes, shown
 from packgraph.graphs.memory.trial import BankMemory, trial_memory
+from packgraph.graphs.undone import explained
 from packgraph.models.decoder import end_units, layer_matrices, stage_layers, stage_weights
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.buckets import ALIGNMENT

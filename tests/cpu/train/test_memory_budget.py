@@ -11,12 +11,12 @@ import pytest
 import torch
 from trainkit import CAPACITIES, CPU, state_of, tiny, trainer
 
-from packgraph.graphs.dry_run import explained
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.graphed import control, graph
 from packgraph.graphs.key import OVER_BUDGET, CapturedCapacities
 from packgraph.graphs.memory import trial as memory_trial
 from packgraph.graphs.memory.budget import budget_bytes, shown
+from packgraph.graphs.undone import explained
 from packgraph.packing.capacity import Capacity
 from packgraph.train import memory as memory_budget
 from packgraph.train.auto_capacities import bucket_request

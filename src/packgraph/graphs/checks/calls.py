@@ -75,6 +75,7 @@ class OperationLog:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._digest: tuple[int, int] | None = None
+        self._path: int | None = None
         self._owned: set[int] = set()
         self._files: dict[str, bool] = {}
         self._base: tuple[FrameType, Line | str] | None = None
@@ -115,9 +116,22 @@ class OperationLog:
             return self._digest
         return len(self._calls), hash(tuple([call for call, _ in self._calls]))
 
+    def path(self) -> int:
+        """A number for the operations without what they were given, and for the lines that called
+        them: for two shapes it is the same."""
+        if self._path is not None:
+            return self._path
+        return hash(tuple([(call[0], line) for call, line in self._calls]))
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a capture has called the same."""
+        return self._digest is not None
+
     def shorten(self) -> None:
-        """Keep the digest alone: enough to tell whether another run is the same."""
-        self._digest = self.digest()
+        """A capture has called the same: keep numbers alone, enough to tell whether another run is
+        the same."""
+        self._digest, self._path = self.digest(), self.path()
         self._calls = []
 
     def difference(self, other: "OperationLog") -> CaptureError | None:
@@ -260,6 +274,7 @@ class DryRun(NamedTuple):
         has_host_steps: Whether host functions run within.
         unpacks: Whether forwards have hooks around that make saved tensors anew in backwards, as
             checkpoints do.
+        is_confirmed: Whether a second run has called the same. Else the capture has to.
     """
 
     read: list[torch.Tensor]
@@ -269,6 +284,7 @@ class DryRun(NamedTuple):
     placements: dict[int, tuple[Placement, ...]]
     has_host_steps: bool = False
     unpacks: bool = False
+    is_confirmed: bool = True
 
 
 Place = tuple[int, int]  # storage and address

@@ -1,0 +1,112 @@
+"""What code that is dry-run or captured does is undone when that ends, whether it fails or not.
+
+Writes to tensors that existed before (journal), states of random generators, of Python's and
+numpy's too, of Python's garbage collector and of the autocast cache, the module's parameters and
+attributes. What such code raises is told at the user's line (`explained`), and stages run as
+compiled code in it, if there is any (`compiled_code`).
+"""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+
+from packgraph.graphs import fallback
+from packgraph.graphs.backend import Backend
+from packgraph.graphs.cache import FREE_MEMORY, is_out_of_memory
+from packgraph.graphs.checks.host_calls import UnseenLoop
+from packgraph.graphs.checks.host_sync import (
+    LEAVE_OUT,
+    Journal,
+    compiled_stages,
+    known_generators,
+)
+from packgraph.graphs.checks.side_effects import SideEffects
+from packgraph.graphs.errors import CaptureError, raised_line
+from packgraph.graphs.parameters import module_generators
+from packgraph.graphs.slots import one_capture
+
+# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code
+# that meets a tensor where it expected a number raises one of the others. Anything else is not ours
+# to interpret.
+USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
+
+
+@contextlib.contextmanager
+def undone(
+    module: torch.nn.Module,
+    backend: Backend,
+    effects: SideEffects | None = None,
+    watched: bool = True,
+) -> Iterator[Journal]:
+    """Undo every effect on tensors, random generators and the module's Python state when the block
+    ends.
+
+    effects: of the module, if somebody else tells it where eager code runs. watched: whether calls
+    of Python code are looked at, which slows compilers down. Raises CaptureError, after undoing
+    all, when the block has changed Python state that a replay would not change.
+    """
+    with one_capture():
+        yield from _undone(module, backend, effects or SideEffects(module), watched)
+
+
+def _undone(
+    module: torch.nn.Module, backend: Backend, effects: SideEffects, watched: bool
+) -> Iterator[Journal]:
+    journal = Journal()
+    collecting = gc.isenabled()
+    gc.disable()
+    with UnseenLoop():
+        backend.extra_generators = module_generators(module)
+        generators = backend.generators()
+        torch.clear_autocast_cache()
+        effects.begin(generators)
+        with torch.no_grad():
+            for buffer in effects.buffers():
+                journal.before_write(buffer)
+        journal.draws = effects.draws
+    try:
+        with (
+            fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
+            known_generators(generators),
+            effects.draws.watching() if watched else contextlib.nullcontext(),
+        ):
+            yield journal
+        effects.check()
+    finally:
+        with UnseenLoop():
+            effects.undo()
+            torch.clear_autocast_cache()
+            with torch.no_grad():
+                journal.restore()
+        if collecting:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def compiled_code(there: bool, *, fixed: bool = False) -> Iterator[None]:
+    """Within the block captured stages run as compiled code, if `there` is any. fixed: all of it
+    was compiled before, and code that would have to be compiled now is an error, since a capture
+    cannot hold that.
+    """
+    with contextlib.ExitStack() as stack:
+        if there:
+            stack.enter_context(compiled_stages(fixed))
+        yield
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn whatever user code raises during a capture into a CaptureError at the user's line."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except USER_ERRORS as error:
+        what = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CaptureError(
+            f"{type(error).__name__} while capturing: {what}",
+            raised_line(error.__traceback__),
+            FREE_MEMORY if is_out_of_memory(error) else LEAVE_OUT,
+        ) from error

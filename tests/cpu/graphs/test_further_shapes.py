@@ -1,0 +1,147 @@
+"""Of a further shape, whose code goes the same way, one dry run and the capture are compared; whose
+code does more, it is run as often as the first."""
+
+import functools
+import itertools
+import random
+import time
+
+import pytest
+import torch
+from statekit import One, quietly
+
+from packgraph.graphs import dry_run as runs
+from packgraph.graphs.checks.state_kinds import assume_constant
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.graphed import graph
+
+FIRST, KEPT = 8, []  # the largest is captured first
+
+COUNT = assume_constant(itertools.count(1))  # a lie: runs alone tell that it varies
+
+
+def plain(m, x):
+    return m.linear(x)
+
+
+@functools.cache
+def column(rows):
+    return torch.arange(float(rows))[:, None]
+
+
+def a_cache(m, x):
+    return m.linear(x) * column(len(x))
+
+
+def another_way(m, x):
+    return m.linear(x).tanh() if len(x) < FIRST else m.linear(x)
+
+
+def an_iterator(m, x):
+    return m.linear(x) * (next(COUNT) if len(x) < FIRST else 1)
+
+
+def an_iterator_in_a_constant(m, x):
+    return m.linear(x) + torch.tensor([float(next(COUNT) if len(x) < FIRST else 1)])
+
+
+def a_clock(m, x):
+    return m.linear(x) * (time.time() if len(x) < FIRST else 1.0)
+
+
+def a_draw(m, x):
+    return m.linear(x) * (random.random() if len(x) < FIRST else 1.0)
+
+
+def a_kept_tensor(m, x):
+    out = m.linear(x)
+    if len(x) < FIRST:
+        KEPT.append(out)
+    return out
+
+
+def a_kept_constant(m, x):
+    made = torch.zeros(1)
+    if len(x) < FIRST:
+        KEPT.append(made)
+    return m.linear(x) + made
+
+
+def an_attribute(m, x):
+    if len(x) < FIRST:
+        m.seen = object()
+    return m.linear(x)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept():
+    yield
+    KEPT.clear()
+    column.cache_clear()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The shapes that were dry-run."""
+    once, seen = runs._once, []
+
+    def noted(program, backend, gradients, args, *more):
+        seen.append(len(args[0]))
+        return once(program, backend, gradients, args, *more)
+
+    monkeypatch.setattr(runs, "_once", noted)
+    return seen
+
+
+def train(function, sizes, graphed=False):
+    torch.manual_seed(3)
+    module = One(function)
+    model = graph(module, warmup=1, strict=True) if graphed else module
+    if graphed:
+        x = torch.randn(sizes[0], 4, requires_grad=True)
+        quietly(model(x).pow(2).sum().backward)  # the warm-up
+        module.zero_grad()
+        model.build([(torch.randn(n, 4, requires_grad=True),) for n in dict.fromkeys(sizes)])
+    torch.manual_seed(5)
+    found = []
+    for size in sizes:
+        x = torch.randn(size, 4, requires_grad=True)
+        out = model(x)
+        quietly(out.pow(2).sum().backward)
+        found += [out.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
+    return found, model
+
+
+@pytest.mark.parametrize(
+    ("function", "dry_runs"),
+    [
+        (plain, [8, 8, 5, 3]),
+        (a_cache, [8, 8, 8, 5, 5, 5, 3]),
+        (another_way, [8, 8, 5, 5, 5, 3]),
+    ],
+)
+def test_a_further_shape_is_dry_run_once_where_that_tells_enough(function, dry_runs, counted):
+    sizes = [3, 5, 8] * 4
+    eager, _ = train(function, sizes)
+    column.cache_clear()
+    found, model = train(function, sizes, graphed=True)
+    assert all(map(torch.equal, found, eager)) and len(found) == len(eager)
+    assert counted == dry_runs and model.stats.replayed == len(sizes)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        an_iterator,
+        an_iterator_in_a_constant,
+        a_clock,
+        a_draw,
+        a_kept_tensor,
+        a_kept_constant,
+        an_attribute,
+    ],
+)
+def test_what_only_a_further_shape_does_is_refused(function):
+    train(function, [8, 8, 8], graphed=True)
+    with pytest.raises(CaptureError):
+        train(function, [8, 3], graphed=True)
