@@ -420,9 +420,12 @@ def without_content(aliases: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _without_content(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """None where the gradient stays: it is sparse, or of a type that has no memory of its own."""
     if gradient is None or gradient.layout is not torch.strided:
         return None
     local = local_tensor(gradient)
+    if type(local) is not torch.Tensor:
+        return None
     with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
         one = local.new_empty(()).expand(local.shape)
     return with_local(gradient, one)
