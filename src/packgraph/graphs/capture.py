@@ -275,13 +275,15 @@ class Capturer:
         with self._slots.launches.during_capture(executes):
             self.compile(call, args, kwargs)
             like = None if call.key in self._dry_runs else self._like()
+            variant: Variant | None = None
             try:
                 variant = self._variant(call, slot, args, kwargs, like)
             except CaptureError:
                 seen = self._dry_runs.get(call.key)
                 if seen is None or seen.is_confirmed:
                     raise
-                del self._dry_runs[call.key]  # it may have filled a cache, or gone another way
+            if variant is None:  # it may have filled a cache, or gone another way
+                del self._dry_runs[call.key]
                 variant = self._variant(call, slot, args, kwargs, None)
             self._refuse_repeated_moves(call.key, variant)
         return variant
