@@ -93,10 +93,10 @@ def counted(monkeypatch):
     return seen
 
 
-def train(function, sizes, graphed=False):
+def train(function, sizes, graphed=False, compile=False):
     torch.manual_seed(3)
     module = One(function)
-    model = graph(module, warmup=1, strict=True) if graphed else module
+    model = graph(module, warmup=1, strict=True, compile=compile) if graphed else module
     if graphed:
         x = torch.randn(sizes[0], 4, requires_grad=True)
         quietly(model(x).pow(2).sum().backward)  # the warm-up
@@ -145,3 +145,10 @@ def test_what_only_a_further_shape_does_is_refused(function):
     train(function, [8, 8, 8], graphed=True)
     with pytest.raises(CaptureError):
         train(function, [8, 3], graphed=True)
+
+
+def test_compiled_code_of_a_further_shape_may_not_vary_either():
+    _, model = train(plain, [8, 3, 8, 3], graphed=True, compile="aot_eager")
+    assert model.stats.replayed == 4
+    with pytest.raises(CaptureError):
+        train(an_iterator, [8, 3], graphed=True, compile="aot_eager")

@@ -104,7 +104,7 @@ _FIXED: ContextVar[bool] = ContextVar("packgraph_compiled_before", default=False
 _COMPILED: ContextVar[bool] = ContextVar("packgraph_compiled_stages", default=False)
 _KNOWN: ContextVar[frozenset[int] | None] = ContextVar("packgraph_known_generators", default=None)
 SLACK = 1.5  # a pool does not take the very blocks that eager code has left
-FEW = 8  # of so many parts of free memory copies take at most one
+COPIES = 1 / 8  # of free memory, for all copies together
 LARGE = 2**26  # bytes of memory whose old contents may have to wait on the host
 LEAVE_OUT = "leave this stage out of the scope, or run the call under packgraph.eager(...)"
 
@@ -172,8 +172,8 @@ def _has_room(whole: torch.Tensor, beside: int) -> bool:
     ones do anyway.
 
     It leaves what the process has needed beyond what it holds now, and SLACK. Where no step has run
-    yet, compiled code being tried out, nobody knows how much that is: so all copies take one of FEW
-    parts at most. beside: bytes that are held for earlier ones alone.
+    yet, compiled code being tried out, nobody knows how much that is: so all copies take COPIES of
+    free memory at most. beside: bytes that are held for earlier ones alone.
     """
     device = whole.device
     if device.type != "cuda" or whole.numel() < LARGE:
@@ -184,7 +184,7 @@ def _has_room(whole: torch.Tensor, beside: int) -> bool:
     allowed = torch.cuda.memory.get_per_process_memory_fraction(device) * total - held
     needed = most_allocated(device) - (held - beside)
     room = min(free, allowed)
-    few = FEW * (whole.numel() + beside) <= room + beside
+    few = whole.numel() + beside <= COPIES * (room + beside)
     return few and room - whole.numel() >= SLACK * needed
 
 
