@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packgraph.ops.attention.clear_rows import clear_rows
 from packgraph.ops.attention.metadata import AttentionMetadata
 from packgraph.ops.attention.options import (
     PLAIN,
@@ -273,8 +274,7 @@ def _forward(
     are for the backward.
     """
     kernels = _kernels()
-    # Zeroed beforehand and not masked afterwards: that would read and write it all once more.
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     kernels.forward(
         q,
@@ -291,10 +291,10 @@ def _forward(
         lse=lse,
         **_window(left),
     )
-    if sinks is None:
-        return out, lse
-    out, lse = with_sinks(out, lse, sinks)
-    return out.masked_fill(padding[:, None, None], 0.0), lse
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    clear_rows((out,), (padding,))
+    return out, lse
 
 
 @_forward.register_fake
@@ -328,13 +328,16 @@ def _backward(
     lse: Tensor,
     cu_seqlens: Tensor,
     cu_keys: Tensor,
+    padding: Tensor,
+    key_tail: Tensor,
     longest: int,
     most_keys: int,
     scale: float,
     deterministic: bool,
+    clears: bool,
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, shaped as q, k and v; not written in padding."""
+    """dq, dk and dv, shaped as q, k and v; in padding zero if `clears`, else not written."""
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     _kernels().backward(
         q,
@@ -355,6 +358,8 @@ def _backward(
         dv=dv,
         **_window(left),
     )
+    if clears:
+        clear_rows((dq, dk, dv), (padding, key_tail, key_tail))
     return dq, dk, dv
 
 
@@ -368,10 +373,13 @@ def _backward_shapes(
     lse: Tensor,
     cu_seqlens: Tensor,
     cu_keys: Tensor,
+    padding: Tensor,
+    key_tail: Tensor,
     longest: int,
     most_keys: int,
     scale: float,
     deterministic: bool,
+    clears: bool,
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -389,22 +397,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     # With a sink, out and log-sum-exp are those of all keys and the sink: the gradients of scores
     # that the kernel makes of them are then right as they are.
-    *saved, mask, key_tail, sinks = ctx.saved_tensors
-    padding, tail = mask[:, None, None], key_tail[:, None, None]
-    grad = grad if ctx.finite else grad.masked_fill(padding, 0.0)
-    dq, dk, dv = _backward(
-        grad, *saved, ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic, ctx.left
-    )
-    if (
-        ctx.finite
-    ):  # otherwise q, k and v were masked on the way in, and their gradients are on the way out
-        dq, dk, dv = (
-            dq.masked_fill(padding, 0.0),
-            dk.masked_fill(tail, 0.0),
-            dv.masked_fill(tail, 0.0),
-        )
+    *saved, padding, key_tail, sinks = ctx.saved_tensors
+    grad = grad if ctx.finite else grad.masked_fill(padding[:, None, None], 0.0)
+    # Not finite: q, k and v were masked on the way in, and their gradients are on the way out.
+    bounds = ctx.longest, ctx.most_keys, ctx.scale, ctx.deterministic, ctx.finite, ctx.left
+    dq, dk, dv = _backward(grad, *saved, padding, key_tail, *bounds)
     out, lse = saved[3:5]
-    of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks, mask)
+    of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks, padding)
     return (dq, dk, dv, *[None] * 10, of_sinks)
 
 

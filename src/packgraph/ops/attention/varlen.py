@@ -7,8 +7,9 @@ capacity.
 
 The unwritten rows may hold anything, NaN included, and NaN times a zero gradient is NaN in every
 weight gradient. So they are set to zero, in the output and in all gradients, those that come in
-included. What the rows of padding in q, k and v hold does not matter: the kernel clears what lies
-behind the end of a document.
+included unless the caller vouches for finite numbers there (`finite_padding`). What the rows of
+padding in q, k and v hold does not matter: the kernel clears what lies behind the end of a
+document.
 
 The two operations are what `torch.nn.attention.varlen` wraps (the arguments are the same), without
 what that adds to every call: a random state for a dropout that is never there, and zero gradients
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packgraph.ops.attention.clear_rows import clear_rows
 from packgraph.ops.attention.metadata import AttentionMetadata
 from packgraph.ops.attention.options import (
     PLAIN,
@@ -65,7 +67,9 @@ def varlen_attention(
         EVERYTHING if options.window is None else options.window - 1,
         options.sinks,
     )
-    return out[..., :value_dim].masked_fill(meta.padding_mask[:, None, None], 0.0)
+    out = out[..., :value_dim]
+    # A masked copy for the sake of its gradient, which is then zero in padding.
+    return out if meta.finite_padding else out.masked_fill(meta.padding_mask[:, None, None], 0.0)
 
 
 def varlen_problems(
@@ -183,10 +187,14 @@ def _forward(
     left: int,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """out, shaped as q, and log-sum-exp float32 [Hq, T]; neither is written in padding (which is
-    for the backward)."""
+    """out, shaped as q, zero in padding; log-sum-exp float32 [Hq, T], not written in padding.
+
+    key_tail is for the backward.
+    """
     found = _launch_forward(q, k, v, cu_seqlens, cu_keys, longest, most_keys, scale, left)
-    return found if sinks is None else with_sinks(*found, sinks)
+    out, lse = found if sinks is None else with_sinks(*found, sinks)
+    clear_rows((out,), (padding,))
+    return out, lse
 
 
 @_forward.register_fake
@@ -219,15 +227,19 @@ def _backward(
     lse: Tensor,
     cu_seqlens: Tensor,
     cu_keys: Tensor,
+    padding: Tensor,
+    key_tail: Tensor,
     longest: int,
     most_keys: int,
     scale: float,
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, shaped as q, k and v; not written in padding."""
-    return _launch_backward(
+    """dq, dk and dv, shaped as q, k and v; zero in padding."""
+    found = _launch_backward(
         grad.contiguous(), q, k, v, out, lse, cu_seqlens, cu_keys, longest, most_keys, scale, left
     )
+    clear_rows(found, (padding, key_tail, key_tail))
+    return found
 
 
 @_backward.register_fake
@@ -240,6 +252,8 @@ def _backward_shapes(
     lse: Tensor,
     cu_seqlens: Tensor,
     cu_keys: Tensor,
+    padding: Tensor,
+    key_tail: Tensor,
     longest: int,
     most_keys: int,
     scale: float,
@@ -260,19 +274,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     # With a sink, out and log-sum-exp are those of all keys and the sink: the gradients of scores
     # that the kernel makes of them are then right as they are.
-    *saved, padding, key_tail, sinks = ctx.saved_tensors
+    *saved, sinks = ctx.saved_tensors
     gradients = _backward(grad, *saved, ctx.longest, ctx.most_keys, ctx.scale, ctx.left)
-    of_sinks = (
-        None if sinks is None else gradient_of_sinks(grad, saved[3], saved[4], sinks, padding)
-    )
-    return (
-        *(
-            x.masked_fill(mask[:, None, None], 0.0)
-            for x, mask in zip(gradients, (padding, key_tail, key_tail), strict=True)
-        ),
-        *[None] * 8,
-        of_sinks,
-    )
+    out, lse, padding = saved[3], saved[4], saved[7]
+    of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks, padding)
+    return (*gradients, *[None] * 8, of_sinks)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
