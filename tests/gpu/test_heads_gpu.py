@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from packgraph.bench.models import TimedPart, build_part, draw_batches, shape, zero_gradients
 from packgraph.bench.variants import Graphed, Setting
-from packgraph.ops.heads import turned_heads, turns_heads
+from packgraph.ops.heads import LEAST_ROWS, turned_heads, turns_heads
 from packgraph.packing.capacity import Capacity
 
 pytestmark = [
@@ -93,9 +93,9 @@ def test_replays_have_the_bits_of_eager_and_nothing_waits():
     reason="measured on compute capability 9 alone",
 )
 def test_where_the_gain_was_measured_they_are_chosen():
-    q, k = on_cuda((4096, 16, 128), (4096, 8, 128), dtype=torch.bfloat16)
+    q, k = on_cuda((LEAST_ROWS, 16, 128), (LEAST_ROWS, 8, 128), dtype=torch.bfloat16)
     weights = on_cuda((128,), (128,), dtype=torch.bfloat16)
-    cos_sin = [table.cuda() for table in tables(4096, 128, torch.bfloat16)]
+    cos_sin = [table.cuda() for table in tables(LEAST_ROWS, 128, torch.bfloat16)]
     assert turns_heads(q, k, weights, cos_sin)
     assert not turns_heads(q[1:], k[1:], weights, [table[1:] for table in cos_sin])
 
