@@ -18,12 +18,12 @@ EPS = 1e-6
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
-def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Each as near to its reference as its dtype allows."""
+def assert_near(found: list[Tensor], expected: list[Tensor], rounding: float = 1.0) -> None:
+    """Each as near to its reference as its dtype allows, times `rounding`."""
     for number, (ours, exact) in enumerate(zip(found, expected, strict=True)):
         assert ours.shape == exact.shape, number
         distance = (ours.double() - exact).abs().max()
-        limit = TOLERANCE[ours.dtype] * exact.abs().max()
+        limit = rounding * TOLERANCE[ours.dtype] * exact.abs().max()
         assert distance <= limit, f"result {number}: {distance:.3g} apart, at most {limit:.3g}"
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from packgraph.ops.grouped_gemm.configs import aligned
 
-WARPS = 4  # of a program, which has all heads of a token at once
+WARPS, BACKWARD_WARPS = 4, 2  # of a program, which has all heads of a token at once
 PROGRAMS = 528  # of a backward, at most; each makes one partial sum
-PARTS, PART_COLUMNS = 64, 32  # tile of the partial sums that are added at once
+PARTS, PART_COLUMNS = 256, 8  # tile of the partial sums that are added at once
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def turn_backward(
         eps,
         **_sizes(q, k),
         WEIGHTS=of_weights is not None,
-        num_warps=WARPS,
+        num_warps=BACKWARD_WARPS,
     )
     if of_weights is not None:
         _add_parts[(triton.cdiv(partial.shape[1], PART_COLUMNS),)](

@@ -8,6 +8,7 @@ from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 
 pytestmark = needs_triton
 DTYPES = [torch.float32, torch.bfloat16]
+CUT = 2.0  # the interpreter cuts numbers off where hardware rounds them: twice as far at most
 
 
 def by_kernel(q, k, weights, cos_sin, grads, programs, *, frozen=False):
@@ -40,7 +41,7 @@ def test_heads_are_normalised_and_rotated(tokens, heads, head_dim, programs, dty
     cos_sin = tables(tokens, head_dim, dtype)
     found = by_kernel(q, k, weights, cos_sin, (q_grad, k_grad), programs)
     expected = exact(turned_reference(*cos_sin), [q, k, *weights], [q_grad, k_grad])
-    assert_near(found, expected)
+    assert_near(found, expected, CUT)
     again = by_kernel(q, k, weights, cos_sin, (q_grad, k_grad), programs, frozen=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, found[:4], strict=True))
 

@@ -2,8 +2,9 @@
 
     rows       a program per row: the largest absolute value, then the codes; the second pass finds
                the row in the cache
-    columns    largest absolute values by tiles, joined by an atomic maximum, whose result does not
-               depend on the order; then a program per tile casts it and writes it turned around
+    columns    largest absolute values, of several tiles below each other in a program, joined by an
+               atomic maximum, whose result does not depend on the order; then a program per tile
+               casts it and writes it turned around
 
 Largest values are found among the bits of absolute values, as integers: numbers are ordered alike,
 and NaN, the largest, is not passed over.
@@ -18,6 +19,7 @@ from packgraph.ops.float8.cast import CODES
 
 ROW_BLOCK = 4096
 TILE_ROWS, TILE_COLUMNS = 128, 64  # a program for each: many loads are under way at once
+LARGEST_ROWS, LARGEST_COLUMNS, LARGEST_TILES = 32, 128, 8  # a program has so many such tiles
 
 
 @triton.jit
@@ -57,13 +59,14 @@ def _rows(x, codes, inverses, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type:
 
 @triton.jit
 def _tile(  # type: ignore[no-untyped-def]
-    x, taken, ROWS, COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    x, taken, number, ROWS, COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """This program's tile of x, zero outside and in rows that take no part; where it is."""
+    """Tile `number` from above of this program's columns of x, zero outside and in rows that take
+    no part; where it is."""
     stack = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
-    row = tl.program_id(1) * TILE_R + tl.arange(0, TILE_R)
+    row = number * TILE_R + tl.arange(0, TILE_R)
     inside = row < ROWS
     if MASKED:
         inside = inside & (tl.load(taken + row, mask=inside, other=0) != 0)
@@ -75,11 +78,16 @@ def _tile(  # type: ignore[no-untyped-def]
 @triton.jit
 def _largest_of_columns(  # type: ignore[no-untyped-def]
     x, taken, largest, ROWS, COLUMNS: tl.constexpr, TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr, MASKED: tl.constexpr,
+    TILE_C: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    value, stack, _, column = _tile(x, taken, ROWS, COLUMNS, TILE_R, TILE_C, MASKED)
-    found = tl.max(_absolute_bits(value), 0)
-    tl.atomic_max(largest + stack * COLUMNS + column, found, mask=column < COLUMNS)
+    bits = tl.zeros([TILE_R, TILE_C], tl.int32)
+    for number in tl.static_range(TILES):
+        at = tl.program_id(1) * TILES + number
+        value, _, _, _ = _tile(x, taken, at, ROWS, COLUMNS, TILE_R, TILE_C, MASKED)
+        bits = tl.maximum(bits, _absolute_bits(value))
+    stack = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
+    tl.atomic_max(largest + stack * COLUMNS + column, tl.max(bits, 0), mask=column < COLUMNS)
 
 
 @triton.jit
@@ -87,7 +95,9 @@ def _columns(  # type: ignore[no-untyped-def]
     x, taken, largest, codes, inverses, ROWS, PADDED, COLUMNS: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    value, stack, row, column = _tile(x, taken, ROWS, COLUMNS, TILE_R, TILE_C, MASKED)
+    value, stack, row, column = _tile(
+        x, taken, tl.program_id(1), ROWS, COLUMNS, TILE_R, TILE_C, MASKED
+    )
     bits = tl.load(largest + stack * COLUMNS + column, mask=column < COLUMNS, other=0)
     scale, inverse = _scales_of(bits)
     first = (column < COLUMNS) & (tl.program_id(1) == 0)
@@ -121,18 +131,32 @@ def cast_columns(
     largest = torch.zeros(inverse.shape, dtype=torch.int32, device=x.device)
     padded = codes.shape[-1]
     stacks = x.numel() // (rows * columns)
-    grid = triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(padded, TILE_ROWS), stacks
-    how = {
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "TILE_R": TILE_ROWS,
-        "TILE_C": TILE_COLUMNS,
-        "MASKED": taken is not None,
-        "num_warps": 8,
-    }
+    facts = {"ROWS": rows, "COLUMNS": columns, "MASKED": taken is not None}
     rows_taken = largest if taken is None else taken.view(torch.uint8)
-    _largest_of_columns[grid](x, rows_taken, largest, **how)
-    _columns[grid](x, rows_taken, largest, codes, inverse, PADDED=padded, **how)
+    below = triton.cdiv(rows, LARGEST_ROWS * LARGEST_TILES)
+    _largest_of_columns[(triton.cdiv(columns, LARGEST_COLUMNS), below, stacks)](
+        x,
+        rows_taken,
+        largest,
+        TILE_R=LARGEST_ROWS,
+        TILE_C=LARGEST_COLUMNS,
+        TILES=LARGEST_TILES,
+        num_warps=4,
+        **facts,
+    )
+    grid = triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(padded, TILE_ROWS), stacks
+    _columns[grid](
+        x,
+        rows_taken,
+        largest,
+        codes,
+        inverse,
+        PADDED=padded,
+        TILE_R=TILE_ROWS,
+        TILE_C=TILE_COLUMNS,
+        num_warps=8,
+        **facts,
+    )
     return codes, inverse
 
 
