@@ -4,8 +4,10 @@ them.
 By single operations a row of logits is read and written about ten times, in float32 half of them;
 with a vocabulary of 152k that costs as much as the three products with the head. Here every row is
 one program: a first pass finds maximum and sum of exponentials (online, Milakov and Gimelshein
-2018, arXiv:1805.02867), a second one writes softmax - one_hot in the logits' own dtype. The second
-pass finds the row in the cache. Nothing is atomic.
+2018, arXiv:1805.02867), a second one writes softmax - one_hot in the logits' own dtype. A row of
+152k words is larger than shared memory, and those under way are larger than the cache: so the
+second pass goes backwards and begins with what was read last, and what it has written is the first
+to leave. Nothing is atomic.
 
 The operations it replaces are its specification: `naive_gradient_of_logits` in ops/loss.py.
 """
@@ -33,7 +35,9 @@ def _row(  # type: ignore[no-untyped-def]
     total = 0.0
     for first in range(0, SIZE, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        value = tl.load(start + column, mask=column < SIZE, other=-float("inf")).to(tl.float32)
+        value = tl.load(
+            start + column, mask=column < SIZE, other=-float("inf"), eviction_policy="evict_last"
+        ).to(tl.float32)
         larger = tl.maximum(largest, tl.max(value, 0))
         shift = tl.where(
             larger == -float("inf"), 0.0, larger
@@ -49,11 +53,12 @@ def _row(  # type: ignore[no-untyped-def]
     # p - 1 without cancellation: by the series of expm1 where p is close to 1
     series = less * (1.0 + less * (0.5 + less * (1.0 / 6.0 + less * (1.0 / 24.0))))
     gradient_at_target = tl.where(less > -0.1, series, tl.exp(less) - 1.0)
-    for first in range(0, SIZE, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    for before in range(0, SIZE, BLOCK):
+        column = (SIZE - 1) // BLOCK * BLOCK - before + tl.arange(0, BLOCK)
         value = tl.load(start + column, mask=column < SIZE, other=-float("inf")).to(tl.float32)
         gradient = tl.where(column == target, gradient_at_target, tl.exp(value - log_sum))
-        tl.store(start + column, tl.where(counted, gradient + illegal, 0.0), mask=column < SIZE)
+        gradient = tl.where(counted, gradient + illegal, 0.0)
+        tl.store(start + column, gradient, mask=column < SIZE, eviction_policy="evict_first")
 
 
 @torch.library.custom_op("packgraph::logits_to_gradients", mutates_args=("logits", "losses"))
@@ -74,5 +79,5 @@ def logits_to_gradients(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
         SIZE=size,
         BLOCK=min(BLOCK, triton.next_power_of_2(size)),
         IGNORED=-100,
-        num_warps=16 if size > 4096 else 4,
+        num_warps=8 if size > 4096 else 4,
     )
