@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 from packgraph.packing.batch import PackedBatch
 
 MOST_TAPS = 4  # Mamba-2 has four

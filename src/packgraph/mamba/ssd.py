@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 
 CHUNKS = (16, 32, 64, 128, 256)
 MOST_HEAD_SIZE, MOST_STATE_SIZE = 128, 256

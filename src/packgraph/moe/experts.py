@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.ops.linear import NATIVE, autocast, matrices_gradient, product, rows_gradient
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 
 
 @torch.library.custom_op("packgraph::expert_activation", mutates_args=())

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from packgraph.moe.dispatch.dispatcher import Routing
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 
 
 @torch.library.custom_op("packgraph::route", mutates_args=())

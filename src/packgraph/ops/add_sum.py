@@ -7,7 +7,7 @@ move six. Its bits are those of `naive_add_sum`.
 import torch
 from torch import Tensor
 
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from packgraph.ops.grouped_gemm.configs import on_hopper
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 
 LEAST_ROWS = 1024
 MOST_NUMBERS = (

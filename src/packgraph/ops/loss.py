@@ -11,7 +11,6 @@ label outside the vocabulary makes the loss and the gradients NaN: on a device n
 said without waiting for it. Nothing is atomic, so results repeat bitwise.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -19,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from packgraph.ops.scaled_gradient import scaled, scaled_gradient
+from packgraph.ops.triton_found import HAS_TRITON
+
 IGNORED = -100
 CHUNK_BYTES = 2**31  # logits of one chunk at most, where a kernel writes over them
 COPIED_ELEMENTS = 2**28  # where single operations make copies of them, some in float32
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def token_count(labels: Tensor) -> Tensor:
@@ -152,16 +153,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # sums over chunks are float32: rounding every partial sum to bfloat16 would lose
                 # gradients
                 grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        ctx.save_for_backward(
-            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
-        )
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, weight if want_weight else None)
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return scaled(grad_hidden, grad), scaled(grad_weight, grad), *[None] * 6
+        grad_hidden, grad_weight, weight = ctx.saved_tensors
+        of_weight = None if weight is None else scaled_gradient(grad_weight, grad, weight)
+        return scaled(grad_hidden, grad), of_weight, *[None] * 6
 
 
 def gradient_of_products(
@@ -188,16 +190,6 @@ def gradient_of_products(
     if slope is not None:
         found = (found * slope).to(found.dtype)
     return found if scale == 1.0 else found.mul_(scale)
-
-
-def scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
-    """`gradient` (any float dtype) times `factor` (float32 []), rounded once, to the gradient's
-    dtype."""
-    if gradient is None:
-        return None
-    # One dimension, not none: then the product is formed in float32. A 0-d factor would be rounded
-    # to bfloat16 first, which puts the same error into every gradient.
-    return torch.mul(gradient, factor.reshape(1), out=torch.empty_like(gradient))
 
 
 def gradient_of_logits(

@@ -23,12 +23,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from packgraph.ops.embedding import NO_WORD, embedding
 from packgraph.ops.log_probabilities import (
     gradients_by_chunk,
     linear_log_probabilities,
     log_probability_rows,
 )
-from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk, scaled
+from packgraph.ops.loss import IGNORED, is_word, linear_cross_entropy, rows_per_chunk
+from packgraph.ops.scaled_gradient import scaled
 
 
 def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) -> Tensor:
@@ -41,11 +43,10 @@ def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) 
     """
     if not isinstance(weight, DTensor):
         legal = is_word(tokens, weight.shape[0])
+        used = legal & ~padding
         # On CUDA an index outside the matrix would end the process.
-        found = F.embedding(tokens.masked_fill(~legal, 0), weight)
-        return torch.where(
-            (legal & ~padding)[:, None], found, _filling(legal, padding, found.dtype)
-        )
+        found = embedding(tokens.masked_fill(~used, NO_WORD), weight)
+        return torch.where(used[:, None], found, _filling(legal, padding, found.dtype))
     local, first_word = _own_words(weight), _first_word(weight)
     theirs = (tokens < first_word) | (tokens >= first_word + local.shape[0])
     found = F.embedding((tokens - first_word).masked_fill(theirs, 0), local)

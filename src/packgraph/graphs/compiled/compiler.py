@@ -207,9 +207,8 @@ class Compiler:
         weights = frozenset(
             number for number, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)
         )
-        code_of = partial(
-            _code_of, self._uses, self._shared if self.adds_products else None, weights
-        )
+        shared = self._shared if self.adds_products else None
+        code_of = partial(_code_of, self._uses, shared, weights, [])
         with functorch_config.patch(
             force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ):
@@ -229,13 +228,14 @@ class Compiler:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Within the block, one forward, it is found out which tensors several pieces use;
-        backwards look it up."""
+        """Within the block, one forward, it is found out which weights several pieces use that do
+        not all add to `.grad` in place; backwards look it up."""
         outside, uses = self._uses.now, Counter[int]()
         self._uses.now = uses
         try:
             yield
-            self._shared |= {address for address, count in uses.items() if count > 1}
+            several = {address for address, count in uses.items() if count > 1}
+            self._shared |= several & self._uses.returned
         finally:
             self._uses.now = (
                 outside  # a forward that is made again in its backward counts for itself
@@ -244,27 +244,39 @@ class Compiler:
 
 class _Uses:
     """now: how often forwards have used each parameter, by address; None where nobody counts.
-    draws: how often code was called that draws random numbers."""
+    returned: addresses of parameters whose gradient some backward returns, other than adding it as
+    a product. draws: how often code was called that draws random numbers."""
 
     def __init__(self) -> None:
         self.now: Counter[int] | None = None
+        self.returned: set[int] = set()
         self.draws = 0
 
-    def note_drawing(self, arguments: Sequence[Any]) -> None:
+    def note_drawing(self, taken: Sequence[frozenset[int]], arguments: Sequence[Any]) -> None:
         """Such code is called, and draws random numbers."""
         self.draws += 1
-        self.note(arguments)
+        self.note(taken, arguments)
 
-    def note(self, arguments: Sequence[Any]) -> None:
-        """A forward's code is called; one that a backward makes again uses what it has used."""
-        if self.now is not None and not in_backward():
-            self.now.update({x.data_ptr() for x in arguments if isinstance(x, torch.nn.Parameter)})
+    def note(self, taken: Sequence[frozenset[int]], arguments: Sequence[Any]) -> None:
+        """A forward's code is called; one that a backward makes again uses what it has used.
+        taken: the inputs whose gradients its backward adds as products; empty = there is none."""
+        if self.now is None or in_backward():
+            return
+        used = {
+            number: x.data_ptr()
+            for number, x in enumerate(arguments)
+            if isinstance(x, torch.nn.Parameter)
+        }
+        self.now.update(set(used.values()))
+        for products in taken:
+            self.returned |= {used[number] for number in used.keys() - products}
 
 
 def _code_of(
     uses: _Uses,
     shared: set[int] | None,
     weights: frozenset[int],
+    taken: list[frozenset[int]],
     generate: Callable[..., Any],
     graph: torch.fx.GraphModule,
     inputs: Sequence[Any],
@@ -272,11 +284,13 @@ def _code_of(
     **options: Any,
 ) -> Any:
     """The code that `generate` makes of a traced forward or backward. shared: addresses of weights
-    that several pieces use, None = no product adds to gradients. weights: inputs that are
-    parameters. No method: torch keeps what it has compiled with, and would keep the compiler with
-    all modules in it."""
+    whose gradients autograd adds up, None = no product adds to gradients. weights: inputs that are
+    parameters. taken: a backward appends the inputs whose gradients it adds as products. No method:
+    torch keeps what it has compiled with, and would keep the compiler with all modules in it."""
     refuse_unsafe_graph(graph, inputs)
     products = take_products(graph, weights) if is_backward and shared is not None else []
+    if is_backward:
+        taken.append(frozenset(product.output for product in products))
     if products:
         totals = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
         inputs = [*inputs, *(total.meta["val"] for total in totals)]
@@ -288,7 +302,7 @@ def _code_of(
         "backward" if is_backward else "forward",
         len(inputs),
         written,
-        None if is_backward else (uses.note_drawing if is_random else uses.note),
+        None if is_backward else partial(uses.note_drawing if is_random else uses.note, taken),
     )
     return code if shared is None or not products else AddingCode(code, products, shared)
 

@@ -161,7 +161,8 @@ class AddingCode:
     """A compiled backward whose last inputs are what its products are added to. code: takes a list,
     as CompiledCode.
 
-    shared: addresses of weights that several pieces use, whose gradients autograd adds up first.
+    shared: addresses of weights that several pieces use, not all of which add in place: autograd
+    adds their gradients up first.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ from packgraph.moe.peer_read.buffers import Buffers, meet
 from packgraph.moe.permute import RowPlan, combine_rows, plan_rows
 from packgraph.ops.attention.context import group_of
 from packgraph.ops.collectives import all_gather_flat
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 
 
 class PeerReadPlan(NamedTuple):

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.ops import symmetric_memory
-from packgraph.ops.loss import HAS_TRITON
 from packgraph.ops.symmetric_memory import NoSymmetricMemory, SymmetricMemory, hosts_problem
+from packgraph.ops.triton_found import HAS_TRITON
 
 MULTIPLE = 8  # rows: 16 bytes of bfloat16 per column, what grouped products like
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 
 CODES = torch.float8_e4m3fn
 BIAS, MANTISSA_BITS = 127, 23  # of float32

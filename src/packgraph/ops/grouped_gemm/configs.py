@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 
 HOPPER = (9, 0)  # with 9 alone descriptors were tried, and their tiles fit into shared memory
 ALIGNMENT = 16  # bytes, of what a descriptor begins with and of its strides

@@ -33,7 +33,7 @@ from packgraph.ops.grouped_gemm.configs import (
     multiplied_way,
     programs_at_once,
 )
-from packgraph.ops.loss import HAS_TRITON
+from packgraph.ops.triton_found import HAS_TRITON
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -156,12 +156,29 @@ def test_hooks_see_the_gradient(reason):
     torch.testing.assert_close(found[2], torch.stack(seen).sum(0), rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_of_weights_with_several_uses_are_summed_first(added):
-    eager = gradients(graphed(Chain(reuse=True)), "compare")
-    assert added[4:] == [False, True, False, True] * 3, (
-        "of the last layer, which is the second one, and so on"
-    )
-    module = graphed(Chain(reuse=True))
+class Returning(Chain):
+    """The second layer also adds its weight, whose gradient is no product there."""
+
+    def stages(self):
+        more = Stage("attn", 1, lambda state: {"x": state["x"] + self.layers[1].weight[0]})
+        return [*super().stages(), more]
+
+
+@pytest.mark.parametrize(
+    ("make", "in_place"),
+    [
+        (lambda: Chain(reuse=True), [True] * 4),
+        (lambda: Returning(), [True, False, True]),
+        (lambda: Returning(reuse=True), [False, True, False, True]),
+    ],
+    ids=["products", "a product and another", "two products and another"],
+)
+def test_weights_with_several_uses_get_products_in_place_if_all_are(added, make, in_place):
+    gradients(graphed(make()), "compare")
+    added.clear()
+    eager = gradients(graphed(make()), "compare")
+    assert added[-3 * len(in_place) :] == in_place * 3
+    module = graphed(make())
     assert same(eager, gradients(module)) and module.stats.replayed == 2
 
 

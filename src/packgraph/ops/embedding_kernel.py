@@ -1,0 +1,61 @@
+"""Rows summed by word and added to a matrix: the kernel behind `ops/embedding.py`.
+
+sorted words     2 2 2 5 9 9        a program for each place; the first of a word sums its rows,
+                 ^     ^ ^          ROWS at a time, and adds the sum, rounded, to the matrix
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS = 16, 256  # of the tile that is summed at once
+
+
+@triton.jit
+def _add(  # type: ignore[no-untyped-def]
+    total, grad, words, rows, count, stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0)
+    word = tl.load(words + place)
+    before = tl.load(words + place - 1, mask=place > 0, other=-1)
+    if (word >= 0) & (word != before):
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < WIDTH
+        found = tl.zeros([COLUMNS], tl.float32)
+        begin = place
+        while begin < count:
+            at = begin + tl.arange(0, ROWS)
+            same = tl.load(words + at, mask=at < count, other=-1) == word
+            row = tl.load(rows + at, mask=same, other=0)
+            where = row[:, None] * WIDTH + column[None, :]
+            value = tl.load(grad + where, mask=same[:, None] & inside[None, :], other=0.0)
+            found += tl.sum(value.to(tl.float32), 0)
+            begin = tl.where(tl.sum(same.to(tl.int32), 0) == ROWS, begin + ROWS, count)
+        there = total + word * stride + column
+        kind = total.dtype.element_ty
+        found = found.to(kind).to(tl.float32)
+        found += tl.load(there, mask=inside, other=0.0).to(tl.float32)
+        tl.store(there, found.to(kind), mask=inside)
+
+
+def add_rows(total: Tensor, grad: Tensor, words: Tensor, rows: Tensor) -> None:
+    """total[words[i]] += grad[rows[i]], summed by word first; words below 0 are left out.
+
+    total: [V, H], rows contiguous. grad: [T, H], contiguous. words: int64 [T], ascending. rows:
+    int64 [T], where they came from, ascending for each word.
+    """
+    count, width = grad.shape
+    if count:  # a grid of no programs is an error
+        _add[(count, triton.cdiv(width, COLUMNS))](
+            total,
+            grad,
+            words,
+            rows,
+            count,
+            total.stride(0),
+            WIDTH=width,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=4,
+        )

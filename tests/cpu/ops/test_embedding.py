@@ -1,0 +1,107 @@
+"""Rows of an embedding and the gradient of its matrix: torch's own as reference, rows that are no
+word, words that occur often, the kernel in Triton's interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreterkit import inside, needs_triton, outside, run_in_interpreter
+
+from packgraph.ops.embedding import (
+    NO_WORD,
+    add_embedding_gradient,
+    embedding,
+    embedding_gradient,
+    naive_embedding_gradient,
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+CUT = 2  # the interpreter cuts bfloat16 off where hardware rounds: twice as far
+
+
+def draw(tokens, words, width, dtype, seed=0):
+    """Words, half of them word 3; a matrix, a gradient of its rows."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(words, (tokens,), generator=generator)
+    drawn[::2] = 3 % words
+    weight = torch.randn(words, width, generator=generator).to(dtype)
+    return drawn, weight, torch.randn(tokens, width, generator=generator).to(dtype)
+
+
+def exact(grad, words, weight):
+    total = torch.zeros(weight.shape, dtype=torch.float64)
+    counted = words != NO_WORD
+    return total.index_add_(0, words[counted], grad[counted].double())
+
+
+def assert_near(found, expected, cut=1):
+    limit = cut * (4e-3 if found.dtype == torch.bfloat16 else 1e-6)
+    assert (found.double() - expected).abs().max() <= limit * expected.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_and_gradients_are_those_of_torch(dtype):
+    words, weight, grad = draw(40, 9, 5, dtype)
+    leaf, reference = weight.clone().requires_grad_(), weight.double().requires_grad_()
+    found = embedding(words, leaf)
+    assert torch.equal(found, F.embedding(words, weight))
+    found.backward(grad)
+    F.embedding(words, reference).backward(grad.double())
+    assert_near(leaf.grad, reference.grad)
+    assert not leaf.grad[~torch.isin(torch.arange(9), words)].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_without_a_word_add_nothing_whatever_they_hold(dtype):
+    words, weight, grad = draw(40, 9, 5, dtype)
+    words[5::7] = NO_WORD
+    grad[5::7] = torch.nan
+    found = embedding_gradient(grad, words, weight)
+    assert_near(found, exact(grad, words, weight))
+    total = torch.randn(9, 5).to(dtype)
+    expected = total + found
+    add_embedding_gradient(total, grad, words, weight)
+    assert torch.equal(total, expected)
+
+
+def test_no_gradient_of_a_frozen_matrix():
+    words, weight, _ = draw(8, 4, 3, torch.float32)
+    assert not embedding(words, weight).requires_grad
+
+
+def test_operations_are_registered_as_torch_wants_them():
+    words, weight, grad = draw(8, 4, 3, torch.float32)
+    torch.library.opcheck(embedding_gradient, (grad, words, weight))
+    torch.library.opcheck(add_embedding_gradient, (weight.clone(), grad, words, weight))
+
+
+@needs_triton
+@inside
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "words", "width"), [(1, 1, 1), (7, 3, 20), (100, 4, 300), (64, 50, 256)], ids=str
+)
+def test_the_kernel_sums_rows_by_word(tokens, words, width, dtype):
+    from packgraph.ops.embedding_kernel import add_rows
+
+    drawn, weight, grad = draw(tokens, words, width, dtype)
+    drawn[5::7] = NO_WORD
+    ordered, rows = torch.sort(drawn, stable=True)
+    found = torch.zeros_like(weight)
+    add_rows(found, grad, ordered, rows)
+    assert_near(found, exact(grad, drawn, weight), CUT)
+    if dtype == torch.float32:
+        close = naive_embedding_gradient(grad, drawn, weight)
+        torch.testing.assert_close(found, close, rtol=1e-5, atol=1e-5)
+    again, total = torch.zeros_like(weight), weight.clone()
+    add_rows(again, grad, ordered, rows)
+    assert torch.equal(found, again)
+    add_rows(total, grad, ordered, rows)
+    unused = ~torch.isin(torch.arange(words), drawn)
+    assert torch.equal(total[unused], weight[unused])
+    assert_near(total, weight.double() + found.double(), CUT)
+
+
+@needs_triton
+@outside
+def test_in_the_interpreter():
+    run_in_interpreter(__file__)

@@ -1,0 +1,52 @@
+"""A gradient times a factor, returned or added: bits, dtypes, the kernel in Triton's
+interpreter."""
+
+import pytest
+import torch
+from interpreterkit import inside, needs_triton, outside, run_in_interpreter
+
+from packgraph.ops.scaled_gradient import add_scaled_gradient, scaled, scaled_gradient
+
+DTYPES = [torch.float32, torch.bfloat16]
+FACTOR = torch.tensor(1 / 3)
+
+
+def draw(dtype, size=(30, 7)):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_factor_is_not_rounded_to_the_dtype_of_the_gradient(dtype):
+    gradient, total, weight = draw(dtype)
+    expected = (gradient.float() * FACTOR).to(dtype)
+    assert torch.equal(scaled(gradient, FACTOR), expected)
+    assert torch.equal(scaled_gradient(gradient, FACTOR, weight), expected)
+    sum_of_both = total + expected
+    add_scaled_gradient(total, gradient, FACTOR, weight)
+    assert torch.equal(total, sum_of_both)
+    assert scaled(None, FACTOR) is None
+
+
+def test_operations_are_registered_as_torch_wants_them():
+    gradient, total, weight = draw(torch.float32)
+    torch.library.opcheck(scaled_gradient, (gradient, FACTOR, weight))
+    torch.library.opcheck(add_scaled_gradient, (total, gradient, FACTOR, weight))
+
+
+@needs_triton
+@inside
+@pytest.mark.parametrize("size", [(1,), (4097,), (0,)], ids=str)
+def test_the_kernel_has_the_bits_of_two_operations(size):
+    from packgraph.ops.scaled_gradient_kernel import add_scaled
+
+    gradient, total, _ = draw(torch.float32, size)
+    expected = total + scaled(gradient, FACTOR)
+    add_scaled(total, gradient, FACTOR)
+    assert torch.equal(total, expected)
+
+
+@needs_triton
+@outside
+def test_in_the_interpreter():
+    run_in_interpreter(__file__)
