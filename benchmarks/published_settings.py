@@ -212,11 +212,11 @@ def _llama3_rows(figure: float, how: str, *, compile: bool = True, fp8: bool = F
 
 
 def _whole_steps(**more: object) -> Setting:
-    """Documents of lognormal length, 8 rows of 4,096 a step."""
+    """Documents of lognormal length, 8 rows of 4,096 a step, at most 16 of them in a row."""
     settings = Setting(
         model=QWEN3_0_6B,
         documents=Documents(mean=1024, sigma=1.0, longest=4096),
-        capacities=(Capacity(4096, 64),),
+        capacities=(Capacity(4096, 16),),
         microbatches=8,
         timed=12,
     )
