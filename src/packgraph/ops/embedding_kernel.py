@@ -1,14 +1,16 @@
 """Rows summed by word and added to a matrix: the kernel behind `ops/embedding.py`.
 
-sorted words     2 2 2 5 9 9        a program for each place; the first of a word sums its rows,
-                 ^     ^ ^          ROWS at a time, and adds the sum, rounded, to the matrix
+    sorted words     2 2 2 5 9 9        a program for each place; the first of a word sums its rows,
+                     ^     ^ ^          ROWS at a time, and adds the sum, rounded, to the matrix
+
+Most words occur once: their row is read beside the words, without a loop.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS = 16, 256  # of the tile that is summed at once
+ROWS, COLUMNS = 8, 512  # of the tile that is summed at once
 
 
 @triton.jit
@@ -19,11 +21,15 @@ def _add(  # type: ignore[no-untyped-def]
     place = tl.program_id(0)
     word = tl.load(words + place)
     before = tl.load(words + place - 1, mask=place > 0, other=-1)
+    after = tl.load(words + place + 1, mask=place + 1 < count, other=-1)
     if (word >= 0) & (word != before):
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < WIDTH
-        found = tl.zeros([COLUMNS], tl.float32)
-        begin = place
+        there = total + word * stride + column
+        sum_before = tl.load(there, mask=inside, other=0.0).to(tl.float32)
+        first = tl.load(rows + place) * WIDTH + column
+        found = tl.load(grad + first, mask=inside, other=0.0).to(tl.float32)
+        begin = tl.where(after == word, place + 1, count)
         while begin < count:
             at = begin + tl.arange(0, ROWS)
             same = tl.load(words + at, mask=at < count, other=-1) == word
@@ -32,11 +38,8 @@ def _add(  # type: ignore[no-untyped-def]
             value = tl.load(grad + where, mask=same[:, None] & inside[None, :], other=0.0)
             found += tl.sum(value.to(tl.float32), 0)
             begin = tl.where(tl.sum(same.to(tl.int32), 0) == ROWS, begin + ROWS, count)
-        there = total + word * stride + column
         kind = total.dtype.element_ty
-        found = found.to(kind).to(tl.float32)
-        found += tl.load(there, mask=inside, other=0.0).to(tl.float32)
-        tl.store(there, found.to(kind), mask=inside)
+        tl.store(there, (sum_before + found.to(kind).to(tl.float32)).to(kind), mask=inside)
 
 
 def add_rows(total: Tensor, grad: Tensor, words: Tensor, rows: Tensor) -> None:

@@ -45,7 +45,7 @@ def ranges():
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         yield found
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    found += [event.name for event in events if event.name.startswith("packgraph")]
+    found += [event.name for event in events if event.name.startswith("packgraph ")]
 
 
 def both(segment, slot=0, size="24x4"):

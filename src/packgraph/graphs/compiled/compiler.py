@@ -18,7 +18,6 @@ import contextlib
 import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -42,10 +41,10 @@ from packgraph.graphs.checks.host_sync import all_is_compiled
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
+from packgraph.graphs.compiled.uses import ForwardUses, Uses
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.key import CONSTANTS
-from packgraph.graphs.saved_tensors import in_backward
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.packing.batch import Field, PackedBatch, layout_of
 
@@ -122,12 +121,13 @@ class Compiler:
         self._codes: dict[Hashable, list[Code]] = {}
         self._shapes: dict[Hashable, int] = {}
         self._now = ""
-        self._uses = _Uses()
+        self._uses = Uses()
         self._shared: set[int] = set()
 
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State:
-        """Run the stages on `state`. Raises CaptureError at the user's line for what cannot be
-        compiled."""
+        """Run the stages of a segment on `state`. Raises CaptureError at the user's line for what
+        cannot be compiled."""
+        self._uses.next_segment()
         opened = {
             key: OpenBatch.of(value)
             for key, value in state.items()
@@ -228,52 +228,21 @@ class Compiler:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Within the block, one forward, it is found out which weights several pieces use that do
-        not all add to `.grad` in place; backwards look it up."""
-        outside, uses = self._uses.now, Counter[int]()
-        self._uses.now = uses
+        """Within the block, one forward, it is found out which weights' gradients autograd adds up;
+        backwards look it up."""
+        outside, forward = self._uses.now, ForwardUses()
+        self._uses.now = forward
         try:
             yield
-            several = {address for address, count in uses.items() if count > 1}
-            self._shared |= several & self._uses.returned
+            self._shared |= forward.summed(self._uses.returned)
         finally:
             self._uses.now = (
                 outside  # a forward that is made again in its backward counts for itself
             )
 
 
-class _Uses:
-    """now: how often forwards have used each parameter, by address; None where nobody counts.
-    returned: addresses of parameters whose gradient some backward returns, other than adding it as
-    a product. draws: how often code was called that draws random numbers."""
-
-    def __init__(self) -> None:
-        self.now: Counter[int] | None = None
-        self.returned: set[int] = set()
-        self.draws = 0
-
-    def note_drawing(self, taken: Sequence[frozenset[int]], arguments: Sequence[Any]) -> None:
-        """Such code is called, and draws random numbers."""
-        self.draws += 1
-        self.note(taken, arguments)
-
-    def note(self, taken: Sequence[frozenset[int]], arguments: Sequence[Any]) -> None:
-        """A forward's code is called; one that a backward makes again uses what it has used.
-        taken: the inputs whose gradients its backward adds as products; empty = there is none."""
-        if self.now is None or in_backward():
-            return
-        used = {
-            number: x.data_ptr()
-            for number, x in enumerate(arguments)
-            if isinstance(x, torch.nn.Parameter)
-        }
-        self.now.update(set(used.values()))
-        for products in taken:
-            self.returned |= {used[number] for number in used.keys() - products}
-
-
 def _code_of(
-    uses: _Uses,
+    uses: Uses,
     shared: set[int] | None,
     weights: frozenset[int],
     taken: list[frozenset[int]],
@@ -285,8 +254,8 @@ def _code_of(
 ) -> Any:
     """The code that `generate` makes of a traced forward or backward. shared: addresses of weights
     whose gradients autograd adds up, None = no product adds to gradients. weights: inputs that are
-    parameters. taken: a backward appends the inputs whose gradients it adds as products. No method:
-    torch keeps what it has compiled with, and would keep the compiler with all modules in it."""
+    parameters. taken: a backward appends the inputs whose gradients it adds as products to it. No
+    method: torch keeps what it has compiled with, and would keep the compiler with all modules."""
     refuse_unsafe_graph(graph, inputs)
     products = take_products(graph, weights) if is_backward and shared is not None else []
     if is_backward:
@@ -313,7 +282,7 @@ def _draws(node: torch.fx.Node) -> bool:
     return isinstance(operation, torch._ops.OpOverload) and draws(operation, node.args, node.kwargs)
 
 
-def _again(code: Code, piece: CompileUnit, uses: "_Uses", state: State) -> State:
+def _again(code: Code, piece: CompileUnit, uses: Uses, state: State) -> State:
     """Run code that a backward may call again, in its own thread. Raises CaptureError where it
     draws random numbers: they lie inside of it, where nothing keeps them."""
     before = uses.draws

@@ -161,8 +161,7 @@ class AddingCode:
     """A compiled backward whose last inputs are what its products are added to. code: takes a list,
     as CompiledCode.
 
-    shared: addresses of weights that several pieces use, not all of which add in place: autograd
-    adds their gradients up first.
+    shared: addresses of weights whose gradients by several pieces autograd adds up first.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class AddingCode:
 
 def _nothing(weight: Tensor) -> Tensor:
     """What a gradient begins with, as in graphs: to -0.0 everything adds without a change."""
-    return torch.zeros_like(weight).neg_()
+    return torch.full_like(weight, -0.0)
 
 
 def _leaf_behind(weight: Tensor) -> Tensor:
