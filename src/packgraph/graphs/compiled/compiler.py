@@ -41,7 +41,7 @@ from packgraph.graphs.checks.host_sync import all_is_compiled
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
-from packgraph.graphs.compiled.uses import ForwardUses, Uses
+from packgraph.graphs.compiled.uses import ForwardUses, WeightUses
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.key import CONSTANTS
@@ -121,7 +121,7 @@ class Compiler:
         self._codes: dict[Hashable, list[Code]] = {}
         self._shapes: dict[Hashable, int] = {}
         self._now = ""
-        self._uses = Uses()
+        self._uses = WeightUses()
         self._shared: set[int] = set()
 
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State:
@@ -242,7 +242,7 @@ class Compiler:
 
 
 def _code_of(
-    uses: Uses,
+    uses: WeightUses,
     shared: set[int] | None,
     weights: frozenset[int],
     taken: list[frozenset[int]],
@@ -282,7 +282,7 @@ def _draws(node: torch.fx.Node) -> bool:
     return isinstance(operation, torch._ops.OpOverload) and draws(operation, node.args, node.kwargs)
 
 
-def _again(code: Code, piece: CompileUnit, uses: Uses, state: State) -> State:
+def _again(code: Code, piece: CompileUnit, uses: WeightUses, state: State) -> State:
     """Run code that a backward may call again, in its own thread. Raises CaptureError where it
     draws random numbers: they lie inside of it, where nothing keeps them."""
     before = uses.draws

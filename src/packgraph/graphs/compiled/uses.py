@@ -42,7 +42,7 @@ class ForwardUses:
         }
 
 
-class Uses:
+class WeightUses:
     """now: the forward that is counted, None where nobody counts. returned: addresses of weights
     whose gradient some backward returns, other than adding it as a product. draws: how often code
     was called that draws random numbers."""
