@@ -57,21 +57,6 @@ FLAT: dict[str, list[Column]] = {
         *ALL["offload"].columns,
         COMMIT,
     ],
-    "hand_made": [
-        MODEL,
-        ("layers", value("layers")),
-        ("tokens", value("tokens")),
-        ("documents", value("documents")),
-        ("attention", value("attention")),
-        ("by hand, in a row, ms", value("by_hand_row_ms", ".2f")),
-        ("packgraph", value("ours_row_ms", ".2f")),
-        ("ratio", value("row", ".2f")),
-        ("by hand, waiting, ms", value("by_hand_waiting_ms", ".2f")),
-        ("packgraph, waiting", value("ours_waiting_ms", ".2f")),
-        ("ratio, waiting", value("waiting", ".2f")),
-        ("mfu", value("mfu", ".3f")),
-        COMMIT,
-    ],
     "published": PUBLISHED,
 }
 SORTED = {
