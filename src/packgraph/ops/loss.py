@@ -153,9 +153,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # sums over chunks are float32: rounding every partial sum to bfloat16 would lose
                 # gradients
                 grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight, weight if want_weight else None)
+        if grad_weight is None:  # nobody wants it, or there are no rows
+            ctx.save_for_backward(grad_hidden, None, None)
+        else:
+            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), weight)
         return losses.sum()
 
     @staticmethod

@@ -174,3 +174,12 @@ def test_chunk_follows_the_vocabulary():
     assert rows_per_chunk(2**40, 2) == 128
     with pytest.raises(ValueError, match="chunk=0"):
         linear_cross_entropy(*inputs(2, 2, 2, []), chunk=0)
+
+
+def test_a_row_of_no_tokens_has_a_loss_of_zero_and_no_gradient_of_the_head():
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    weight = torch.randn(7, 4, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64))
+    loss.backward()
+    assert loss.item() == 0 and hidden.grad.shape == (0, 4)
+    assert weight.grad is None or not weight.grad.any()
