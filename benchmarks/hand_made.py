@@ -90,7 +90,7 @@ class HandLayer(nn.Module):
         ]
         q, k = (
             _turn(_norm(part, norm), cos, sin)
-            for part, norm in zip(heads, (mixer.q_norm, mixer.k_norm), strict=False)
+            for part, norm in zip(heads[:2], (mixer.q_norm, mixer.k_norm), strict=True)
         )
         out = attend(q, k, heads[2], boundaries, self.longest).flatten(1)
         x = x + F.linear(out, mixer.o_proj.weight)

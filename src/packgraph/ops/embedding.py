@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from packgraph.ops.triton_found import HAS_TRITON
 
 NO_WORD = -1
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of sums in float32
 
 
 def embedding(words: Tensor, weight: Tensor) -> Tensor:
@@ -41,24 +42,24 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         words, weight = ctx.saved_tensors
-        return None, embedding_gradient(grad.contiguous(), words, weight)
+        return None, embedding_gradient(grad, words, weight)
 
 
 @torch.library.custom_op("packgraph::embedding_gradient", mutates_args=())
 def embedding_gradient(grad: Tensor, words: Tensor, weight: Tensor) -> Tensor:
-    """Gradient [V, H] of `weight` from grad [T, H], contiguous, of its dtype."""
-    if not (HAS_TRITON and grad.is_cuda):
+    """Gradient [V, H] of `weight` from grad [T, H] of its dtype."""
+    if not _has_kernel(grad):
         return naive_embedding_gradient(grad, words, weight)
-    total = torch.zeros_like(weight)
+    total = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     _add(total, grad, words)
     return total
 
 
 @torch.library.custom_op("packgraph::add_embedding_gradient", mutates_args=("total",))
 def add_embedding_gradient(total: Tensor, grad: Tensor, words: Tensor, weight: Tensor) -> None:
-    """total [V, H] += `embedding_gradient(grad, words, weight)`: the same bits. Only rows that were
-    looked up are read and written."""
-    if HAS_TRITON and grad.is_cuda:
+    """total [V, H], contiguous, += `embedding_gradient(grad, words, weight)`: the same bits but for
+    the sign of zeros. Only rows that were looked up are read and written."""
+    if _has_kernel(grad):
         _add(total, grad, words)
     else:
         total.add_(naive_embedding_gradient(grad, words, weight))
@@ -75,16 +76,21 @@ def naive_embedding_gradient(grad: Tensor, words: Tensor, weight: Tensor) -> Ten
     return sums.to(weight.dtype)
 
 
+def _has_kernel(grad: Tensor) -> bool:
+    return HAS_TRITON and grad.is_cuda and grad.dtype in DTYPES
+
+
 def _add(total: Tensor, grad: Tensor, words: Tensor) -> None:
     from packgraph.ops.embedding_kernel import add_rows
 
     ordered, rows = torch.sort(words, stable=True)
-    add_rows(total, grad, ordered, rows)
+    # Compiled code chooses strides by itself for what an operation reads that was put in later.
+    add_rows(total, grad.contiguous(), ordered, rows)
 
 
 @embedding_gradient.register_fake
 def _gradient_shape(grad: Tensor, words: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(weight)
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 @add_embedding_gradient.register_fake

@@ -92,14 +92,16 @@ def linear_cross_entropy(
         raise ValueError(
             f"linear_cross_entropy needs a chunk of at least one row, got chunk={chunk}"
         )
+    given = weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     # inside the function autograd is off, so whether gradients are wanted must be asked here
     want_hidden = torch.is_grad_enabled() and hidden.requires_grad
     want_weight = torch.is_grad_enabled() and weight.requires_grad
+    own = weight.dtype == given  # a copy would be kept for nothing
     return _LinearCrossEntropy.apply(
-        hidden, weight, labels, rows, want_hidden, want_weight, scale, softcap
+        hidden, weight, labels, rows, want_hidden, want_weight, own, scale, softcap
     )
 
 
@@ -126,6 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: int,
         want_hidden: bool,
         want_weight: bool,
+        own: bool,
         scale: float,
         softcap: float,
     ) -> Tensor:
@@ -153,18 +156,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # sums over chunks are float32: rounding every partial sum to bfloat16 would lose
                 # gradients
                 grad_weight = product if grad_weight is None else grad_weight.float().add_(product)
-        if grad_weight is None:  # nobody wants it, or there are no rows
-            ctx.save_for_backward(grad_hidden, None, None)
-        else:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype), weight)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        # The weight tells compiled code whose gradient is added to (`scaled_gradient`).
+        identified = own and grad_weight is not None
+        ctx.save_for_backward(grad_hidden, grad_weight, weight if identified else None)
         return losses.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, weight = ctx.saved_tensors
-        of_weight = None if weight is None else scaled_gradient(grad_weight, grad, weight)
-        return scaled(grad_hidden, grad), of_weight, *[None] * 6
+        if weight is None:
+            of_weight = scaled(grad_weight, grad)
+        else:
+            of_weight = scaled_gradient(grad_weight, grad, weight)
+        return scaled(grad_hidden, grad), of_weight, *[None] * 7
 
 
 def gradient_of_products(

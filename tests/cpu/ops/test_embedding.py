@@ -63,6 +63,13 @@ def test_rows_without_a_word_add_nothing_whatever_they_hold(dtype):
     assert torch.equal(total, expected)
 
 
+def test_gradients_and_matrices_may_have_any_strides():
+    words, weight, grad = draw(40, 9, 5, torch.float32)
+    turned = weight.t().contiguous().t()
+    found = embedding_gradient(grad.t().contiguous().t(), words, turned)
+    assert found.is_contiguous() and torch.equal(found, embedding_gradient(grad, words, weight))
+
+
 def test_no_gradient_of_a_frozen_matrix():
     words, weight, _ = draw(8, 4, 3, torch.float32)
     assert not embedding(words, weight).requires_grad

@@ -183,3 +183,21 @@ def test_a_row_of_no_tokens_has_a_loss_of_zero_and_no_gradient_of_the_head():
     loss.backward()
     assert loss.item() == 0 and hidden.grad.shape == (0, 4)
     assert weight.grad is None or not weight.grad.any()
+
+
+def test_a_copy_of_the_head_that_autocast_makes_is_not_kept():
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    kept = []
+
+    def pack(value):
+        kept.append((tuple(value.shape), value.dtype))
+        return value
+
+    labels = torch.tensor([1, 2, 3])
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        linear_cross_entropy(hidden, weight, labels)
+        plain, kept[:] = list(kept), []
+        with torch.autocast("cpu", torch.bfloat16):
+            linear_cross_entropy(hidden, weight, labels)
+    assert plain.count(((7, 4), torch.float32)) == 2, "its gradient, and itself"
+    assert kept.count(((7, 4), torch.bfloat16)) == 1, "its gradient"

@@ -127,7 +127,8 @@ class Compiler:
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State:
         """Run the stages of a segment on `state`. Raises CaptureError at the user's line for what
         cannot be compiled."""
-        self._uses.next_segment()
+        if self._uses.now is not None:
+            self._uses.now.next_segment()
         opened = {
             key: OpenBatch.of(value)
             for key, value in state.items()
@@ -207,8 +208,9 @@ class Compiler:
         weights = frozenset(
             number for number, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)
         )
-        shared = self._shared if self.adds_products else None
-        code_of = partial(_code_of, self._uses, shared, weights, [])
+        code_of = partial(
+            _code_of, self._uses, self._shared if self.adds_products else None, weights
+        )
         with functorch_config.patch(
             force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ):
@@ -234,7 +236,7 @@ class Compiler:
         self._uses.now = forward
         try:
             yield
-            self._shared |= forward.summed(self._uses.returned)
+            self._shared |= forward.summed()
         finally:
             self._uses.now = (
                 outside  # a forward that is made again in its backward counts for itself
@@ -245,7 +247,6 @@ def _code_of(
     uses: WeightUses,
     shared: set[int] | None,
     weights: frozenset[int],
-    taken: list[frozenset[int]],
     generate: Callable[..., Any],
     graph: torch.fx.GraphModule,
     inputs: Sequence[Any],
@@ -253,13 +254,11 @@ def _code_of(
     **options: Any,
 ) -> Any:
     """The code that `generate` makes of a traced forward or backward. shared: addresses of weights
-    whose gradients autograd adds up, None = no product adds to gradients. weights: inputs that are
-    parameters. taken: a backward appends the inputs whose gradients it adds as products to it. No
-    method: torch keeps what it has compiled with, and would keep the compiler with all modules."""
+    of several segments, whose gradients autograd adds up; None = no product adds to gradients.
+    weights: inputs that are parameters. No method: torch keeps what it has compiled with, and would
+    keep the compiler with all modules in it."""
     refuse_unsafe_graph(graph, inputs)
     products = take_products(graph, weights) if is_backward and shared is not None else []
-    if is_backward:
-        taken.append(frozenset(product.output for product in products))
     if products:
         totals = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
         inputs = [*inputs, *(total.meta["val"] for total in totals)]
@@ -271,7 +270,7 @@ def _code_of(
         "backward" if is_backward else "forward",
         len(inputs),
         written,
-        None if is_backward else partial(uses.note_drawing if is_random else uses.note, taken),
+        None if is_backward else (uses.note_drawing if is_random else uses.note),
     )
     return code if shared is None or not products else AddingCode(code, products, shared)
 

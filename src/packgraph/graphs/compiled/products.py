@@ -161,7 +161,7 @@ class AddingCode:
     """A compiled backward whose last inputs are what its products are added to. code: takes a list,
     as CompiledCode.
 
-    shared: addresses of weights whose gradients by several pieces autograd adds up first.
+    shared: addresses of weights of several segments, whose gradients autograd adds up first.
     """
 
     def __init__(

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from packgraph.ops.triton_found import HAS_TRITON
 
-MOST = 3  # tensors of one launch
-
 
 def clear_rows(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Set rows of each of at most three tensors to zero where its mask says so, in place.

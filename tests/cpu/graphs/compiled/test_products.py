@@ -164,21 +164,25 @@ class Returning(Chain):
         return [*super().stages(), more]
 
 
+@pytest.mark.parametrize("granularity", ["chunk", "layer"])
 @pytest.mark.parametrize(
-    ("make", "in_place"),
+    "make",
     [
-        (lambda: Chain(reuse=True), [True] * 4),
-        (lambda: Returning(), [True, False, True]),
-        (lambda: Returning(reuse=True), [False, True, False, True]),
+        lambda: Chain(reuse=True),
+        lambda: Returning(),
+        lambda: Returning(reuse=True),
     ],
-    ids=["products", "a product and another", "two products and another"],
+    ids=["two products", "a product and another", "two products and another"],
 )
-def test_weights_with_several_uses_get_products_in_place_if_all_are(added, make, in_place):
-    gradients(graphed(make()), "compare")
+def test_weights_with_several_uses_get_products_in_place_in_one_segment(added, make, granularity):
+    gradients(graphed(make(), granularity=granularity), "compare")
     added.clear()
-    eager = gradients(graphed(make()), "compare")
+    eager = gradients(graphed(make(), granularity=granularity), "compare")
+    in_place = len(make().layers) * [True]
+    if granularity == "layer":  # of the second layer's weight, by all that use it
+        in_place = [number in (0, 2) for number in (1, 2, 1, 0)[-len(in_place) :]]
     assert added[-3 * len(in_place) :] == in_place * 3
-    module = graphed(make())
+    module = graphed(make(), granularity=granularity)
     assert same(eager, gradients(module)) and module.stats.replayed == 2
 
 
