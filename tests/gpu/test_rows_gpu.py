@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from packgraph.ops.attention.clear_rows import clear_rows, naive_clear_rows
-from packgraph.ops.embedding import NO_WORD, add_embedding_gradient, embedding_gradient
+from packgraph.ops.embedding import PADDING_INDEX, add_embedding_gradient, embedding_gradient
 from packgraph.ops.scaled_gradient import add_scaled_gradient, scaled_gradient
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ def draw(dtype, seed=0):
     """Words of which one fills a third of the row, and rows without one; a gradient."""
     generator = torch.Generator("cuda").manual_seed(seed)
     words = torch.randint(WORDS, (TOKENS,), generator=generator, device="cuda")
-    words[::3], words[5::7] = 11, NO_WORD
+    words[::3], words[5::7] = 11, PADDING_INDEX
     grad = torch.randn(TOKENS, WIDTH, generator=generator, device="cuda").to(dtype)
     grad[5::7] = torch.nan
     return words, grad
@@ -40,7 +40,7 @@ def test_rows_of_an_embedding_are_summed_by_word(dtype):
     words, grad = draw(dtype)
     weight = torch.randn(WORDS, WIDTH, device="cuda").to(dtype)
     found = embedding_gradient(grad, words, weight)
-    counted = words != NO_WORD
+    counted = words != PADDING_INDEX
     exact = torch.zeros(WORDS, WIDTH, dtype=torch.float64, device="cuda")
     exact.index_add_(0, words[counted], grad[counted].double())
     limit = 4e-3 if dtype == torch.bfloat16 else 1e-5

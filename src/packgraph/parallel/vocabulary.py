@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from packgraph.ops.embedding import NO_WORD, embedding
+from packgraph.ops.embedding import PADDING_INDEX, embedding
 from packgraph.ops.log_probabilities import (
     gradients_by_chunk,
     linear_log_probabilities,
@@ -45,7 +45,7 @@ def embed(tokens: Tensor, padding: Tensor, weight: Tensor, *, split_rows: bool) 
         legal = is_word(tokens, weight.shape[0])
         used = legal & ~padding
         # On CUDA an index outside the matrix would end the process.
-        found = embedding(tokens.masked_fill(~used, NO_WORD), weight)
+        found = embedding(tokens.masked_fill(~used, PADDING_INDEX), weight)
         return torch.where(used[:, None], found, _filling(legal, padding, found.dtype))
     local, first_word = _own_words(weight), _first_word(weight)
     theirs = (tokens < first_word) | (tokens >= first_word + local.shape[0])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from interpreterkit import inside, needs_triton, outside, run_in_interpreter
 
 from packgraph.ops.embedding import (
-    NO_WORD,
+    PADDING_INDEX,
     add_embedding_gradient,
     embedding,
     embedding_gradient,
@@ -29,7 +29,7 @@ def draw(tokens, words, width, dtype, seed=0):
 
 def exact(grad, words, weight):
     total = torch.zeros(weight.shape, dtype=torch.float64)
-    counted = words != NO_WORD
+    counted = words != PADDING_INDEX
     return total.index_add_(0, words[counted], grad[counted].double())
 
 
@@ -53,7 +53,7 @@ def test_rows_and_gradients_are_those_of_torch(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_without_a_word_add_nothing_whatever_they_hold(dtype):
     words, weight, grad = draw(40, 9, 5, dtype)
-    words[5::7] = NO_WORD
+    words[5::7] = PADDING_INDEX
     grad[5::7] = torch.nan
     found = embedding_gradient(grad, words, weight)
     assert_near(found, exact(grad, words, weight))
@@ -91,7 +91,7 @@ def test_the_kernel_sums_rows_by_word(tokens, words, width, dtype):
     from packgraph.ops.embedding_kernel import add_rows
 
     drawn, weight, grad = draw(tokens, words, width, dtype)
-    drawn[5::7] = NO_WORD
+    drawn[5::7] = PADDING_INDEX
     ordered, rows = torch.sort(drawn, stable=True)
     found = torch.zeros_like(weight)
     add_rows(found, grad, ordered, rows)

@@ -4,9 +4,9 @@
     one segment                     to `.grad` in place
     several segments                back to autograd, which adds up what each segment returns
 
-Each segment of a call has graphs of its own. A graph's backward adds to `.grad` what it alone has;
-gradients of a weight that others have, too, it returns. Eager calls of the same code do as graphs
-do, so both add in the same order.
+Each segment of a call has graphs of its own. Its backward adds to `.grad` of weights that no other
+segment uses, and returns the gradients of all others. Eager calls of the same code do the same, so
+both add in one order.
 """
 
 from collections import Counter
