@@ -159,8 +159,7 @@ def _run_as(
         return None
     if seen.calls.path() != like.calls.path() or now.has_host_steps != like.has_host_steps:
         return None
-    grads = torch.is_grad_enabled()
-    _refuse_other_kernels(program, backend, args, kwargs, now.written, grads, state)
+    _refuse_other_kernels(program, backend, args, kwargs, now.written, state)
     used = now if backend.guard_device else now._replace(read=[], written=[])
     return used._replace(is_confirmed=False)
 
@@ -198,7 +197,6 @@ def _compared(
 ) -> DryRun:
     """Dry-run until two runs in a row agree: the first may have filled caches, so that the second
     does less. One of the two is on the stream of eager calls, which code may ask for."""
-    grads = torch.is_grad_enabled()  # which forward may switch and leave
     first, seen = _watched(program, backend, gradients, args, kwargs, state, is_first=True)
     seen.check_gone()
     for as_called in (True, False):
@@ -216,7 +214,7 @@ def _compared(
             )
         seen.check_gone()
         if seen.has_called_as(before):
-            _refuse_other_kernels(program, backend, args, kwargs, now.written, grads, state)
+            _refuse_other_kernels(program, backend, args, kwargs, now.written, state)
             used = now if backend.guard_device else now._replace(read=[], written=[])
             return used._replace(has_host_steps=first.has_host_steps, unpacks=first.unpacks)
     raise seen.difference(before)
@@ -228,7 +226,6 @@ def _refuse_other_kernels(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     written: list[torch.Tensor],
-    grads: bool,
     state: ModuleState,
 ) -> None:
     """Compare the outputs of the module as it runs by itself with those under torch's modes, bit by
@@ -238,10 +235,10 @@ def _refuse_other_kernels(
     then: the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoder` ask
     `has_torch_function`, `svdvals` asks for subclasses of tensors. Modules in training mode with
     gradients have no such choice. written: memory from outside that forward writes to.
-    grads: whether the call was made with gradients. Raises CaptureError where numbers or strides
-    differ, though two plain runs agree, and where forward switches gradients on.
+    Raises CaptureError where numbers or strides differ, though two plain runs agree, and where
+    forward switches gradients on.
     """
-    module = program.module
+    module, grads = program.module, torch.is_grad_enabled()
     if grads and all(part.training for part in module.modules()):
         return
     if program.compiler is not None:  # one piece of code, traced once, for graphs and eager calls
@@ -373,6 +370,7 @@ def _once(
     shown = ObservedProgram(program, effects)
     with (
         explained(),
+        torch.set_grad_enabled(torch.is_grad_enabled()),  # forward may switch it and leave it so
         undone(program.module, backend, effects, watched) as journal,
         aliased_parameters(program.module) as aliases,
         compiled_code(program.compiler is not None),

@@ -147,6 +147,20 @@ def test_what_only_a_further_shape_does_is_refused(function):
         train(function, [8, 3], graphed=True)
 
 
+def test_a_further_shape_may_not_switch_gradients_on():
+    def forward(m, x):
+        out = m.linear(x)
+        if len(x) < FIRST:
+            torch.set_grad_enabled(True)
+        return out
+
+    model = graph(One(forward), warmup=0, strict=True)
+    with torch.no_grad():
+        model(torch.randn(FIRST, 4))
+        with pytest.raises(CaptureError, match="switches gradients on"):
+            model(torch.randn(3, 4))
+
+
 def test_compiled_code_of_a_further_shape_may_not_vary_either():
     _, model = train(plain, [8, 3, 8, 3], graphed=True, compile="aot_eager")
     assert model.stats.replayed == 4
