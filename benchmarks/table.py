@@ -29,6 +29,18 @@ COMMIT: Column = (
 )  # where one table has rows of several runs; ratios are of the row's own
 COMPILED: Column = ("compiled", lambda row: "yes" if row["compile"] else "no")
 FLAT: dict[str, list[Column]] = {
+    "hand_made": [
+        MODEL,
+        *((name, value(name)) for name in ("layers", "tokens", "documents", "attention")),
+        *(
+            (f"{way}, {said}, ms", value(f"{key}_{kind}_ms"))
+            for kind, said in (("row", "in a row"), ("waiting", "waiting"))
+            for key, way in (("by_hand", "by hand"), ("ours", "packgraph"))
+        ),
+        ("ratio in a row", value("row")),
+        ("ratio waiting", value("waiting")),
+        ("mfu", value("mfu")),
+    ],
     "attention": [*ALL["attention"].columns],
     "padding": [*ALL["padding"].columns],
     **{
