@@ -34,7 +34,8 @@ FAILURES = (
     OSError,
 )
 TABLE_WIDTH = 170
-KERNEL_PACKAGES = ("triton", "flash-attn-4")  # whose versions decide about times, too
+# Whose versions decide about times, too.
+KERNEL_PACKAGES = ("triton", "flash-attn-4", "quack-kernels")
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]

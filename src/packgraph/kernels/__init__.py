@@ -1,0 +1,1 @@
+"""Kernels of other libraries that several packages launch."""
