@@ -31,7 +31,6 @@ from torch import Tensor
 from trials import FAILED, check_apart, keep, report
 
 from packgraph.bench.rows import why
-from packgraph.kernels import quack
 from packgraph.ops.grouped_gemm.add_kernel import add_by_descriptors, add_products
 from packgraph.ops.grouped_gemm.configs import Added, Multiplied, programs_at_once
 from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_descriptors
@@ -140,9 +139,6 @@ def make(way: Way, which: Product, problem: Problem, total: Tensor | None) -> Te
         return multiply_by_descriptors(
             problem.left, problem.right, problem.offsets, which.transposed, way, programs
         )
-    if way.kernel == "quack":
-        matrices = problem.right.mT if which.transposed else problem.right
-        return quack.grouped_product(problem.left, matrices, problem.offsets)
     if device.type != "cuda":
         return product(problem.left, problem.right, problem.offsets, which.transposed)
     return F.grouped_mm(

@@ -56,7 +56,6 @@ def added() -> list[Added]:
         Added(by, 32, 128, 128, 8, 3, programs=ALL),
         Added(by, 64, 128, 256, 8, 3, programs=ALL),
         *(Added(by, 64, 128, 256, 8, 3, group=group) for group in (1, 4, 22)),
-        Added("quack"),
         Added(by, 64, 64, 128, 4, 3, programs=3),
         Added(by, 32, 128, 128, 8, 2, programs=2, reduce=False),
     ]
@@ -87,5 +86,4 @@ def multiplied() -> list[Multiplied]:
         Multiplied("torch"),
         *(Multiplied("descriptors", *sizes) for sizes in one),
         *(Multiplied("descriptors", *sizes, programs=2) for sizes in two),
-        Multiplied("quack"),
     ]

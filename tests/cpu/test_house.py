@@ -18,7 +18,6 @@ FILES = sorted(
     path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
 RANKS = {
-    "kernels": 0,
     "packing": 0,
     "graphs": 1,
     "ops": 1,

@@ -34,8 +34,7 @@ FAILURES = (
     OSError,
 )
 TABLE_WIDTH = 170
-# Whose versions decide about times, too.
-KERNEL_PACKAGES = ("triton", "flash-attn-4", "quack-kernels")
+KERNEL_PACKAGES = ("triton", "flash-attn-4")  # whose versions decide about times, too
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from packgraph.kernels.alignment import aligned
+from packgraph.ops.grouped_gemm.configs import aligned
 
 WARPS, BACKWARD_WARPS = 4, 2  # of a program, which has all heads of a token at once
 PROGRAMS = 528  # of a backward, at most; each makes one partial sum

@@ -38,7 +38,6 @@ from packgraph.graphs.checks.host_calls import (
     unwatched_compiling,
 )
 from packgraph.graphs.checks.host_sync import all_is_compiled
-from packgraph.graphs.compiled.large_products import take_large_products
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
@@ -263,7 +262,6 @@ def _code_of(
     if products:
         totals = graph.graph.find_nodes(op="placeholder")[len(inputs) :]
         inputs = [*inputs, *(total.meta["val"] for total in totals)]
-    take_large_products(graph)
     is_random = any(_draws(node) for node in graph.graph.nodes)
     written = written_inputs(graph)  # before code is generated: Inductor rewrites the graph
     function = generate(graph, inputs, is_backward=is_backward, **options)

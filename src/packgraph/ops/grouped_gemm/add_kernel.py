@@ -34,9 +34,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from packgraph.kernels import quack
-from packgraph.kernels.alignment import aligned
-from packgraph.ops.grouped_gemm.configs import Added, added_way, programs_at_once
+from packgraph.ops.grouped_gemm.configs import Added, added_way, aligned, programs_at_once
 
 
 @triton.jit
@@ -240,9 +238,6 @@ def add_products(
         total.copy_(there)
         return
     way = added_way(total, left, right) if way is None else way
-    if way.kernel == "quack":
-        quack.add_grouped(total, left, right, offsets)
-        return
     if way.kernel == "descriptors":
         add_by_descriptors(
             total, left, right, offsets, way, programs_at_once(total.device, way.programs)

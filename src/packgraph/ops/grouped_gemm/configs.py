@@ -2,10 +2,9 @@
 table for each product.
 
 Figures come from `benchmarks/moe_grouped.py`. Kernels by descriptors (the TMA unit of compute
-capability 9.0) stand beside those by pointers, which run everywhere, beside torch's grouped
-product, and beside quack-kernels (`kernels/quack.py`), where it is installed; a way that cannot
-take a shape is passed over for the next one of the table, at last for the one that always can. What
-is for everywhere was measured nowhere: it fits into the shared memory of every GPU since compute
+capability 9.0) stand beside those by pointers, which run everywhere, and beside torch's grouped
+product; a way that cannot take a shape is passed over for the one that always can. What is for
+everywhere was measured nowhere: it fits into the shared memory of every GPU since compute
 capability 8.0, in float32 too.
 """
 
@@ -14,29 +13,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from packgraph.kernels import quack
-from packgraph.kernels.alignment import ALIGNMENT
 from packgraph.ops.triton_found import HAS_TRITON
 
 HOPPER = (9, 0)  # with 9 alone descriptors were tried, and their tiles fit into shared memory
+ALIGNMENT = 16  # bytes, of what a descriptor begins with and of its strides
 
 
 class Added(NamedTuple):
-    """How `total += left^T @ right` per expert is made: ops/grouped_gemm/add_kernel.py, or by
-    quack-kernels.
+    """How `total += left^T @ right` per expert is made: ops/grouped_gemm/add_kernel.py.
 
-    kernel: "pointers", "descriptors" or "quack", which reads none of the others. rows: summed over
-    in one step. left, right: the tile of the result. programs: per multiprocessor ("descriptors"
-    only, as all that follow). parts: pieces that a tile leaves in, 1 or 2. reduce: the second-level
-    cache adds what it gets; else tiles are read, added to and written. prefetch: tiles that will be
-    read are asked for when their first rows are. group: tiles of left that are made one after
-    another for one of right.
+    kernel: "pointers" or "descriptors". rows: summed over in one step. left, right: the tile of the
+    result. programs: per multiprocessor ("descriptors" only, as all that follow). parts: pieces
+    that a tile leaves in, 1 or 2. reduce: the second-level cache adds what it gets; else tiles are
+    read, added to and written. prefetch: tiles that will be read are asked for when their first
+    rows are. group: tiles of left that are made one after another for one of right.
     """
 
     kernel: str
-    rows: int = 32
-    left: int = 128
-    right: int = 128
+    rows: int
+    left: int
+    right: int
     warps: int = 8
     stages: int = 4
     programs: int = 1
@@ -47,11 +43,10 @@ class Added(NamedTuple):
 
 
 class Multiplied(NamedTuple):
-    """How `a @ matrix` per expert is made: ops/grouped_gemm/multiply_kernel.py, by torch, or by
-    quack-kernels.
+    """How `a @ matrix` per expert is made: ops/grouped_gemm/multiply_kernel.py, or by torch.
 
-    kernel: "torch", "quack", which read none of the others, "descriptors", or "pointers"
-        (multiply_kernel.py). rows, columns: the tile of the result.
+    kernel: "torch", "descriptors", or "pointers" (multiply_kernel.py). rows, columns: the tile of
+        the result.
     inner: summed over in one step. programs: per multiprocessor ("descriptors" only).
     """
 
@@ -66,15 +61,12 @@ class Multiplied(NamedTuple):
 
 # (from how many rows per expert on, how): descending. The best on an H200 at 96, 384 and 1536 rows
 # for 64 experts of Moonlight's shape, both matrices together; torch is ahead for one product in
-# four at 384 and 1536, by 3 %. quack-kernels is ahead from 1024 rows on for what is added (12 to
-# 23 %), from 1536 on for all four products (2 to 11 %), and behind at 384 (13 %).
+# four at 384 and 1536, by 3 %.
 ADDED = (
-    (1024, Added("quack")),
     (192, Added("descriptors", 64, 128, 256, warps=8, stages=4, parts=2)),
     (0, Added("descriptors", 32, 128, 128, warps=4, stages=3, programs=2, reduce=False)),
 )
 MULTIPLIED = (
-    (1536, Multiplied("quack")),
     (768, Multiplied("descriptors", 128, 256, warps=8, stages=3)),
     (0, Multiplied("descriptors", 64, 256, warps=4, stages=4)),
 )
@@ -89,9 +81,9 @@ BY_POINTERS = ((1024, Added("pointers", 64, 128, 256)), (0, Added("pointers", 32
 def added_way(total: Tensor, left: Tensor, right: Tensor) -> Added:
     """The way to add to `total` [E, I, J] products of rows of left [R, I] and right [R, J]."""
     per_expert = left.shape[0] // total.shape[0]
-    for least, way in ADDED:
-        if per_expert >= least and _can(way.kernel, total, left, right):
-            return way
+    way = next(way for least, way in ADDED if per_expert >= least)
+    if way.kernel == "descriptors" and describable(total, left, right):
+        return way
     if total.element_size() > 2 or not on_hopper(total.device):
         return ADDED_ANYWHERE
     return next(way for least, way in BY_POINTERS if per_expert >= least)
@@ -101,14 +93,8 @@ def multiplied_way(a: Tensor, matrices: Tensor) -> Multiplied:
     """The way to multiply rows a [R, K] with contiguous matrices [E, K, N] or [E, N, K], of 2 bytes
     a number, on a device that has torch's grouped product; "torch" where in doubt."""
     per_expert = a.shape[0] // matrices.shape[0]
-    for least, way in MULTIPLIED:
-        if per_expert >= least and _can(way.kernel, a, matrices):
-            return way
-    return Multiplied("torch")
-
-
-def _can(kernel: str, *tensors: Tensor) -> bool:
-    return quack.takes(*tensors) if kernel == "quack" else describable(*tensors)
+    way = next(way for least, way in MULTIPLIED if per_expert >= least)
+    return way if way.kernel == "torch" or describable(a, matrices) else Multiplied("torch")
 
 
 def multiplied_anywhere(a: Tensor, matrices: Tensor) -> Multiplied:
@@ -136,6 +122,13 @@ def describable(*tensors: Tensor) -> bool:
         )
         for x in tensors
     )
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy that begins where kernels like it. So which kernel makes a product follows from
+    shapes and strides and never from where a tensor lies: eager calls and replays, which have
+    copies of their own, choose alike."""
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def programs_at_once(device: torch.device, each: int) -> int:

@@ -11,8 +11,8 @@ memory, so that adding it to `.grad` of a parameter that was passed transposed i
 contiguous tensors.
 
                    bfloat16, CUDA from 9.0 on     other numbers, widths, CUDA devices    CPU          float64
-    product        torch, quack, by descriptors   by pointers                            torch        masked
-    gradient of b  torch; added: as products      by pointers                            torch        masked
+    product        torch, or by descriptors       by pointers                            torch        masked
+    gradient of b  torch; added: by descriptors   by pointers                            torch        masked
 
 `torch.nn.functional.grouped_mm` has no host sync on CUDA in bfloat16 from compute capability 9.0
 on; on the CPU it may read the offsets. By descriptors and by pointers are Triton's kernels beside
@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packgraph.kernels import quack
-from packgraph.kernels.alignment import ALIGNMENT, aligned
 from packgraph.ops.grouped_gemm.configs import (
+    ALIGNMENT,
     HOPPER,
+    aligned,
     multiplied_anywhere,
     multiplied_way,
     programs_at_once,
@@ -53,8 +53,6 @@ def multiply(a: Tensor, matrices: Tensor, offsets: Tensor, transposed: bool) -> 
         way = multiplied_way(a, matrices)
         if way.kernel == "torch":
             return F.grouped_mm(a, b, offs=offsets)
-        if way.kernel == "quack":
-            return quack.grouped_product(a, b, offsets)
         from packgraph.ops.grouped_gemm.multiply_kernel import multiply_by_descriptors
 
         programs = programs_at_once(a.device, way.programs)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreterkit import bounds_from_memory, inside, needs_triton, outside, run_in_interpreter
 
-from packgraph.kernels.alignment import aligned
 from packgraph.ops.grouped_gemm import configs as grouped_ways
 from packgraph.ops.grouped_gemm.configs import (
     ADDED,
@@ -293,6 +292,6 @@ def test_descriptors_are_for_the_device_they_were_tried_on(major, monkeypatch):
 
 def test_what_begins_anywhere_is_copied_to_where_kernels_like_it():
     even, odd = torch.arange(64).bfloat16(), torch.arange(65).bfloat16()[1:]
-    assert aligned(even) is even
-    moved = aligned(odd)
+    assert grouped_ways.aligned(even) is even
+    moved = grouped_ways.aligned(odd)
     assert odd.data_ptr() % 16 and moved.data_ptr() % 16 == 0 and torch.equal(moved, odd)

@@ -1,1 +1,0 @@
-"""Kernels of other libraries that several packages launch."""
