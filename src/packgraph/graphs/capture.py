@@ -21,13 +21,13 @@ from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.host_calls import unwatched
 from packgraph.graphs.checks.module_state import Change, ModuleState
 from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects
-from packgraph.graphs.dry_run import compile_ahead, dry_run, dry_run_again
+from packgraph.graphs.dry_run import CapturedCall, compile_ahead, dry_run, dry_run_again
 from packgraph.graphs.errors import CaptureError, user_line, warn
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffers, let_go
 from packgraph.graphs.key import Signature
 from packgraph.graphs.notices import Notices
-from packgraph.graphs.output_gradients import KeyGradients, OutputGradients
+from packgraph.graphs.output_gradients import OutputGradients
 from packgraph.graphs.parameters import aliased_parameters, are_leaves
 from packgraph.graphs.program import Program
 from packgraph.graphs.replay import Variant
@@ -246,7 +246,7 @@ class Capturer:
         """
         if self.program.compiler is not None and call.key not in self._compiled:
             gradients = self._gradients.of(call.key)
-            compile_ahead(self.program, self._backend, gradients, args, kwargs)
+            compile_ahead(CapturedCall(self.program, self._backend, gradients, args, kwargs))
             self._compiled.add(call.key)
 
     def forget_code(self) -> None:
@@ -299,24 +299,18 @@ class Capturer:
         """Dry-runs a call and captures it. like: see `dry_run`."""
         gradients = self._gradients.of(call.key)
         state = ModuleState(self._module)  # walked once for all runs
-        about = self.program, self._backend, gradients, args, kwargs
+        about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
         earlier = self._dry_runs.get(call.key)
         seen = self._dry_runs[call.key] = (
-            dry_run(*about, state, like)
-            if earlier is None
-            else dry_run_again(*about, earlier, state)
+            dry_run(about, state, like) if earlier is None else dry_run_again(about, earlier, state)
         )
         variant = capture_variant(
-            self.program,
-            self._backend,
+            about,
             slot,
             self._buffers,
-            gradients,
             self.state.changed if self.state is not None else _nothing,
             self._calls,
             self.lends,
-            args,
-            kwargs,
             seen,
             state=state,
         )
@@ -397,27 +391,23 @@ def _nothing() -> None:
 
 
 def capture_variant(
-    program: Program,
-    backend: Backend,
+    call: CapturedCall,
     slot: Slot,
     buffers: GradientBuffers,
-    gradients: KeyGradients,
     changed: Callable[[], object],
     calls: contextlib.AbstractContextManager[object],
     lends: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     dry_run: DryRun,
     trial: bool = False,
     state: ModuleState | None = None,
 ) -> Variant:
-    """Capture all regions of `program` for a call with these arguments into `slot`.
+    """Capture all regions of the call's program into `slot`.
 
-    gradients: what is known of the gradients of such calls. changed: whether facts about the module
-    hold no longer that graphs bake. calls: entered around eager runs of the module. dry_run: of
-    the same call. trial: whether the graphs are thrown away. state: of the module, made for its
-    dry run. Raises CaptureError; nothing has changed then.
+    changed: whether facts about the module hold no longer that graphs bake. calls: entered around
+    eager runs of the module. dry_run: of the same call. trial: whether the graphs are thrown away.
+    state: of the module, made for its dry run. Raises CaptureError; nothing has changed then.
     """
+    program, backend = call.program, call.backend
     effects = SideEffects(program.module, program.volatile, program.assigned, state)
     # The dry run has watched the calls of the same code; what effects a recording holds it must see
     # itself.
@@ -439,11 +429,11 @@ def capture_variant(
                 window,
                 aliases,
                 buffers,
-                gradients,
+                call.gradients,
                 changed,
                 calls,
                 journal,
                 lends,
                 dry_run,
             )
-            return build.capture(args, kwargs)
+            return build.capture(call.args, call.kwargs)

@@ -11,7 +11,7 @@ What it does is undone when it ends (`undone.py`), whether it fails or not.
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
@@ -66,12 +66,19 @@ _RETURN_GRADIENT = (
 )
 
 
+class CapturedCall(NamedTuple):
+    """A call that is to be captured, and with what: the program of its module, the backend, and
+    what is known of the gradients of such calls."""
+
+    program: Program
+    backend: Backend
+    gradients: KeyGradients
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def dry_run(
-    program: Program,
-    backend: Backend,
-    gradients: KeyGradients,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CapturedCall,
     state: ModuleState | None = None,
     like: DryRun | None = None,
 ) -> DryRun:
@@ -84,26 +91,22 @@ def dry_run(
     is still harmless: operations, tensors that leave other than through the outputs, numbers that
     differ between the runs.
     """
-    state = state or ModuleState(program.module)
+    state = state or ModuleState(call.program.module)
     if like is not None:
-        found = _run_as(like, program, backend, gradients, args, kwargs, state)
+        found = _run_as(like, call, state)
         if found is not None:
             return found
     around = Remembered(state)
     try:
-        return _compared(program, backend, gradients, args, kwargs, state)
+        return _compared(call, state)
     except CaptureError:
-        program.assigned |= around.moved()  # eager calls do that too: no reason to try again
+        call.program.assigned |= around.moved()  # eager calls do that too: no reason to try again
         around.restore()
         raise
 
 
 def dry_run_again(
-    program: Program,
-    backend: Backend,
-    gradients: KeyGradients,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CapturedCall,
     earlier: DryRun,
     state: ModuleState,
 ) -> DryRun:
@@ -115,19 +118,10 @@ def dry_run_again(
     """
     seen = Observation(Constants())
     with unwatched():
-        now = _once(
-            program,
-            backend,
-            gradients,
-            args,
-            kwargs,
-            partial(backend.warm_up, as_called=True),
-            seen,
-            state,
-        )
+        now = _once(call, partial(call.backend.warm_up, as_called=True), seen, state)
     if not (seen.calls.same_as(earlier.calls) and seen.constants.same_as(earlier.constants)):
         state.moved()
-        now = dry_run(program, backend, gradients, args, kwargs, state)
+        now = dry_run(call, state)
         if not (now.calls.same_as(earlier.calls) and now.constants.same_as(earlier.constants)):
             raise CaptureError(
                 "forward calls other operations than for graphs that were captured before, with "
@@ -138,38 +132,34 @@ def dry_run_again(
             )
         return now
     earlier = earlier._replace(calls=now.calls)
-    return earlier._replace(read=now.read, written=now.written) if backend.guard_device else earlier
+    return (
+        earlier._replace(read=now.read, written=now.written)
+        if call.backend.guard_device
+        else earlier
+    )
 
 
 def _run_as(
     like: DryRun,
-    program: Program,
-    backend: Backend,
-    gradients: KeyGradients,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CapturedCall,
     state: ModuleState,
 ) -> DryRun | None:
     """One watched run. None where it does other things than that of another shape, or something
     that two runs have to show: what first runs alone may do, say."""
     try:
-        now, seen = _watched(program, backend, gradients, args, kwargs, state, is_first=False)
+        now, seen = _watched(call, state, is_first=False)
         seen.check_gone()
     except CaptureError:
         return None
     if seen.calls.path() != like.calls.path() or now.has_host_steps != like.has_host_steps:
         return None
-    _refuse_other_kernels(program, backend, args, kwargs, now.written, state)
-    used = now if backend.guard_device else now._replace(read=[], written=[])
+    _refuse_other_kernels(call, now.written, state)
+    used = now if call.backend.guard_device else now._replace(read=[], written=[])
     return used._replace(is_confirmed=False)
 
 
 def _watched(
-    program: Program,
-    backend: Backend,
-    gradients: KeyGradients,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CapturedCall,
     state: ModuleState,
     *,
     is_first: bool,
@@ -178,55 +168,37 @@ def _watched(
     seen, steps = Observation(Constants(), is_first=is_first), list[Any]()
 
     def watched_run(run: Callable[[], None]) -> None:
-        with backend.watching_host(steps.append):
-            backend.warm_up(run)
+        with call.backend.watching_host(steps.append):
+            call.backend.warm_up(run)
 
     hooks = SavedTensorHooks()
     with watched_calls(hooks):
-        found = _once(program, backend, gradients, args, kwargs, watched_run, seen, state)
+        found = _once(call, watched_run, seen, state)
     return found._replace(has_host_steps=bool(steps), unpacks=hooks.are_there), seen
 
 
 def _compared(
-    program: Program,
-    backend: Backend,
-    gradients: KeyGradients,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CapturedCall,
     state: ModuleState,
 ) -> DryRun:
     """Dry-run until two runs in a row agree: the first may have filled caches, so that the second
     does less. One of the two is on the stream of eager calls, which code may ask for."""
-    first, seen = _watched(program, backend, gradients, args, kwargs, state, is_first=True)
+    first, seen = _watched(call, state, is_first=True)
     seen.check_gone()
     for as_called in (True, False):
         before, seen = seen, Observation(Constants())
         with unwatched():
-            now = _once(
-                program,
-                backend,
-                gradients,
-                args,
-                kwargs,
-                partial(backend.warm_up, as_called=as_called),
-                seen,
-                state,
-            )
+            now = _once(call, partial(call.backend.warm_up, as_called=as_called), seen, state)
         seen.check_gone()
         if seen.has_called_as(before):
-            _refuse_other_kernels(program, backend, args, kwargs, now.written, state)
-            used = now if backend.guard_device else now._replace(read=[], written=[])
+            _refuse_other_kernels(call, now.written, state)
+            used = now if call.backend.guard_device else now._replace(read=[], written=[])
             return used._replace(has_host_steps=first.has_host_steps, unpacks=first.unpacks)
     raise seen.difference(before)
 
 
 def _refuse_other_kernels(
-    program: Program,
-    backend: Backend,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    written: list[torch.Tensor],
-    state: ModuleState,
+    call: CapturedCall, written: list[torch.Tensor], state: ModuleState
 ) -> None:
     """Compare the outputs of the module as it runs by itself with those under torch's modes, bit by
     bit; both are undone.
@@ -238,7 +210,7 @@ def _refuse_other_kernels(
     Raises CaptureError where numbers or strides differ, though two plain runs agree, and where
     forward switches gradients on.
     """
-    module, grads = program.module, torch.is_grad_enabled()
+    program, module, grads = call.program, call.program.module, torch.is_grad_enabled()
     if grads and all(part.training for part in module.modules()):
         return
     if program.compiler is not None:  # one piece of code, traced once, for graphs and eager calls
@@ -250,7 +222,7 @@ def _refuse_other_kernels(
         with (
             explained(),
             torch.set_grad_enabled(grads),
-            undone(module, backend, effects, watched=False) as journal,
+            undone(module, call.backend, effects, watched=False) as journal,
             aliased_parameters(module),
             contextlib.ExitStack() as stack,
         ):
@@ -259,7 +231,7 @@ def _refuse_other_kernels(
                     journal.before_write(memory)
             for mode in modes:
                 stack.enter_context(mode)
-            found = _tensors(observed.call(args, kwargs))
+            found = _tensors(observed.call(call.args, call.kwargs))
             if not grads and (torch.is_grad_enabled() or any(x.requires_grad for x in found)):
                 raise CaptureError(
                     "forward switches gradients on, though it was called without them: a graph of "
@@ -317,11 +289,7 @@ def _same_bits(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def compile_ahead(
-    program: Program,
-    backend: Backend,
-    gradients: KeyGradients,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CapturedCall,
 ) -> None:
     """Run forward and backward once, watched and undone, so that all compiled code is there before
     a call needs it.
@@ -333,17 +301,13 @@ def compile_ahead(
             saved_tensors.are_watched()
         ):  # by a checkpoint, say, which is not to see what this run saves beside the call
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
-        if program.compiler is not None:
-            stack.enter_context(program.compiler.counting())
+        if call.program.compiler is not None:
+            stack.enter_context(call.program.compiler.counting())
         _once(
-            program,
-            backend,
-            gradients,
-            args,
-            kwargs,
+            call,
             lambda work: work(),
             Observation(Constants(), is_first=True),
-            ModuleState(program.module),
+            ModuleState(call.program.module),
             watched=False,
         )
 
@@ -353,11 +317,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _once(
-    program: Program,
-    backend: Backend,
-    gradients: KeyGradients,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: CapturedCall,
     how: Callable[[Callable[[], None]], None],
     seen: Observation,
     state: ModuleState,
@@ -366,19 +326,22 @@ def _once(
     """Have `how` run forward and backward, undone; what captured code has used from outside. seen:
     is told the rest. state: of the module, up to date then and after. watched: whether draws of
     random numbers on the host are looked for."""
+    program = call.program
     effects = SideEffects(program.module, program.volatile, program.assigned, state)
     shown = ObservedProgram(program, effects)
     with (
         explained(),
         torch.set_grad_enabled(torch.is_grad_enabled()),  # forward may switch it and leave it so
-        undone(program.module, backend, effects, watched) as journal,
+        undone(program.module, call.backend, effects, watched) as journal,
         aliased_parameters(program.module) as aliases,
         compiled_code(program.compiler is not None),
     ):
         parameters, found = [*aliases.alias_of.values()], list[DryRun]()
         with UnseenLoop():
-            run = _CheckedRun(shown, effects, backend, gradients, journal, parameters, seen)
-        how(lambda: found.append(run(args, kwargs)))
+            run = _CheckedRun(
+                shown, effects, call.backend, call.gradients, journal, parameters, seen
+            )
+        how(lambda: found.append(run(call.args, call.kwargs)))
     with UnseenLoop():
         state.moved()  # which lets go of what was there in the run
     return found[0]

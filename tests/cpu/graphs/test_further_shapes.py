@@ -85,9 +85,9 @@ def counted(monkeypatch):
     """The shapes that were dry-run."""
     once, seen = runs._once, []
 
-    def noted(program, backend, gradients, args, *more):
-        seen.append(len(args[0]))
-        return once(program, backend, gradients, args, *more)
+    def noted(call, *more):
+        seen.append(len(call.args[0]))
+        return once(call, *more)
 
     monkeypatch.setattr(runs, "_once", noted)
     return seen

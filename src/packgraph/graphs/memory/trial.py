@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import Placement
 
 from packgraph.graphs.capture import capture_variant
-from packgraph.graphs.dry_run import dry_run
+from packgraph.graphs.dry_run import CapturedCall, dry_run
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, with_local
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.key import contiguous_strides, own_strides
@@ -81,19 +81,16 @@ def trial_memory(
         at_end.callback(_free, slot)
         for args in samples:
             with own.trial(args) as (program, gradients):
-                tried = dry_run(program, backend, gradients, args, {})
+                call = CapturedCall(program, backend, gradients, args, {})
+                tried = dry_run(call)
                 try:
                     variant = capture_variant(
-                        program,
-                        backend,
+                        call,
                         slot,
                         SpareGradients(program.module),
-                        gradients,
                         lambda: None,
                         contextlib.nullcontext(),
                         own.lends,
-                        args,
-                        {},
                         tried,
                         trial=True,
                     )
