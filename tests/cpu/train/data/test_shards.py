@@ -111,7 +111,7 @@ def files(folder):
 
 
 def test_a_build_that_was_killed_goes_on_with_what_it_has(tmp_path):
-    config = write_rows(tmp_path / "rows.jsonl", 3000)
+    config = write_rows(tmp_path / "rows.jsonl", 1500)
     folder, whole = tmp_path / "killed", tmp_path / "whole"
     words = ["data", "build", str(folder), "--source", "jsonl", "--path", config.path]
     words += ["--rows-per-shard", "20", "--workers", "2"]
