@@ -33,13 +33,13 @@ FLAT: dict[str, list[Column]] = {
         MODEL,
         *((name, value(name)) for name in ("layers", "tokens", "documents", "attention")),
         *(
-            (f"{way}, {said}, ms", value(f"{key}_{kind}_ms"))
+            (f"{way}, {said}, ms", value(f"{key}_{kind}_ms", ".2f"))
             for kind, said in (("row", "in a row"), ("waiting", "waiting"))
             for key, way in (("by_hand", "by hand"), ("ours", "packgraph"))
         ),
-        ("ratio in a row", value("row")),
-        ("ratio waiting", value("waiting")),
-        ("mfu", value("mfu")),
+        ("ratio in a row", value("row", ".3f")),
+        ("ratio waiting", value("waiting", ".3f")),
+        ("mfu", value("mfu", ".3f")),
     ],
     "attention": [*ALL["attention"].columns],
     "padding": [*ALL["padding"].columns],
