@@ -78,9 +78,7 @@ class CapturedCall(NamedTuple):
 
 
 def dry_run(
-    call: CapturedCall,
-    state: ModuleState | None = None,
-    like: DryRun | None = None,
+    call: CapturedCall, state: ModuleState | None = None, like: DryRun | None = None
 ) -> DryRun:
     """Run forward and backward, watched, and forward again, and compare.
 
@@ -105,11 +103,7 @@ def dry_run(
         raise
 
 
-def dry_run_again(
-    call: CapturedCall,
-    earlier: DryRun,
-    state: ModuleState,
-) -> DryRun:
+def dry_run_again(call: CapturedCall, earlier: DryRun, state: ModuleState) -> DryRun:
     """Dry-run another capture of calls that were dry-run before: `earlier`.
 
     A cache that code filled then may have lost it since. Were it filled in a capture, what it holds
@@ -139,11 +133,7 @@ def dry_run_again(
     )
 
 
-def _run_as(
-    like: DryRun,
-    call: CapturedCall,
-    state: ModuleState,
-) -> DryRun | None:
+def _run_as(like: DryRun, call: CapturedCall, state: ModuleState) -> DryRun | None:
     """One watched run. None where it does other things than that of another shape, or something
     that two runs have to show: what first runs alone may do, say."""
     try:
@@ -159,10 +149,7 @@ def _run_as(
 
 
 def _watched(
-    call: CapturedCall,
-    state: ModuleState,
-    *,
-    is_first: bool,
+    call: CapturedCall, state: ModuleState, *, is_first: bool
 ) -> tuple[DryRun, Observation]:
     """A run whose calls of Python code are looked at. is_first: caches may be filled in it."""
     seen, steps = Observation(Constants(), is_first=is_first), list[Any]()
@@ -177,10 +164,7 @@ def _watched(
     return found._replace(has_host_steps=bool(steps), unpacks=hooks.are_there), seen
 
 
-def _compared(
-    call: CapturedCall,
-    state: ModuleState,
-) -> DryRun:
+def _compared(call: CapturedCall, state: ModuleState) -> DryRun:
     """Dry-run until two runs in a row agree: the first may have filled caches, so that the second
     does less. One of the two is on the stream of eager calls, which code may ask for."""
     first, seen = _watched(call, state, is_first=True)
@@ -288,9 +272,7 @@ def _same_bits(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     )
 
 
-def compile_ahead(
-    call: CapturedCall,
-) -> None:
+def compile_ahead(call: CapturedCall) -> None:
     """Run forward and backward once, watched and undone, so that all compiled code is there before
     a call needs it.
 
