@@ -37,7 +37,8 @@ from packgraph.train.data import (
     open_documents,
     open_for_evaluation,
     open_microbatches,
-    preference_notes,
+    row_notes,
+    tokenizer_notes,
 )
 from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.features.context import context_notes, context_request, places_multiple
@@ -133,7 +134,8 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
 
     once = evaluation_stream(config.data)
     evaluation = {name: packs(once, source) for name, source in held_out.items()}
-    notes = [*notes, *context_notes(config), *preference_notes(documents)]
+    notes = [*notes, *context_notes(config), *row_notes(documents)]
+    notes += tokenizer_notes(documents, tokenizer)
     return Prepared(config, packs(config.data, documents), notes, evaluation)
 
 

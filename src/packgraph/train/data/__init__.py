@@ -25,14 +25,14 @@ from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.formats import open_documents
 from packgraph.train.data.held_out import evaluation_stream, open_for_evaluation
 from packgraph.train.data.microbatches import Microbatches, PlannedSteps, open_microbatches
+from packgraph.train.data.rows import row_notes
 from packgraph.train.data.source import (
     DataError,
     DocumentSource,
     MissingPackageError,
     SourceDocument,
-    preference_notes,
 )
-from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer
+from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_notes
 
 __all__ = [
     "DataConfig",
@@ -48,5 +48,6 @@ __all__ = [
     "open_documents",
     "open_for_evaluation",
     "open_microbatches",
-    "preference_notes",
+    "row_notes",
+    "tokenizer_notes",
 ]

@@ -8,17 +8,31 @@
         answer                                      Two.<end>   what the answer adds to that
 
 A template may write earlier answers otherwise than the last one (some leave out what a model has
-thought): then the words and the end of an answer are looked for at their place. The invariant: what
-is learned of a turn holds all its words; where that is not so, the chat is refused.
+thought): then the words and the end of an answer are looked for at their place. Where a template
+writes no end, and the mark of who speaks next ends an answer (GLM), that mark is learned, and is
+written behind the last answer.
+
+The invariants: what is learned of a turn holds all its words; the words of every other turn are
+written; a field that the template does not read is refused. Where that is not so, the chat is
+refused. A template gives the same text each time: its clock stands still at CLOCK, for runs that
+go on another day and for shards, and a template that draws at random is refused.
 """
 
+import functools
 import hashlib
 import importlib
+import json
 import re
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from packgraph.train.data.rows import valid_text
 from packgraph.train.data.source import (
     BadDocumentError,
     DataError,
@@ -27,104 +41,272 @@ from packgraph.train.data.source import (
 )
 from packgraph.train.run_files import parse_json
 
-TEMPLATE = "chat_template.jinja"
+TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+RANDOM = re.compile(r"(\||map\(\s*['\"])\s*random\b|\blipsum\b")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Names that transformers reads what a model has thought by.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# Fields of a message that say nothing of its tokens.
+ASIDE = frozenset(
+    ("id", "message_id", "name", "tool_call_id", "index", "turn", "timestamp", "created_at")
+    + ("date", "model", "language", "source", "url", "metadata")
+)
+CLOCK = datetime(2024, 7, 26)  # the date that templates of Llama 3 fall back to
+LONGEST, LARGEST = 10.0, 2**26  # seconds and characters of one chat
+# Jinja takes the place of `strftime_now` by this macro, which knows no clock.
+FROZEN = (
+    "{%- macro strftime_now(format) -%}{%- set ns = namespace(text=format) -%}"
+    "{%- for code, value in packgraph_clock -%}"
+    "{%- set ns.text = ns.text.replace(code, value) -%}{%- endfor -%}{{- ns.text -}}"
+    "{%- endmacro %}\n"
+)
+DATE_CODES = [
+    f"%{dash}{code}" for dash in ("-", "") for code in "aAbBcdDeFHIjklmMpPrRsSTuUVwWxXyYZz"
+]
+# Whatever a program of a stranger can raise.
+FOREIGN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 Span = tuple[int, int]  # of characters
 
 
-class ChatTemplate:
-    """A template and the special tokens that it may name."""
+def read_options(folder: Path) -> dict[str, Any]:
+    """Entries of tokenizer_config.json in a folder, and those special tokens of it that
+    special_tokens_map.json alone names. Raises DataError."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            given = dict(parse_json(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"{file}: not a JSON object ({error}); it stands beside the tokenizer: repair it "
+                "or remove it"
+            ) from error
+        found |= {key: value for key, value in given.items() if value is not None}
+    return found
 
-    def __init__(self, template: str, special: dict[str, str], name: str) -> None:
-        """name: of its file, for messages."""
-        self._template, self._special, self._name = template, special, name
-        self._is_marked = MARKS.search(template) is not None
-        self.fingerprint = hashlib.sha256(repr((template, special)).encode()).hexdigest()[:16]
+
+def token_text(options: Mapping[str, Any], name: str) -> Any:
+    """The text of a special token in `read_options`, None where it is not named."""
+    found = options.get(name)
+    return found.get("content") if isinstance(found, dict) else found
+
+
+class ChatTemplate:
+    """Templates of a tokenizer, and the special tokens that they may name."""
+
+    def __init__(self, templates: Mapping[str, str], special: dict[str, str], name: str) -> None:
+        """templates: by name, `default` and perhaps `tool_use`. name: of their file, for messages.
+        Raises DataError for one that draws at random."""
+        self._templates, self._special, self._name = templates, special, name
+        self._text = "".join(templates.values())
+        if found := RANDOM.search(self._text):
+            raise DataError(
+                f"{name}: it writes something else each time ({found.group().strip()}), so no run "
+                "could be repeated; remove that"
+            )
+        identity = repr((sorted(templates.items()), special, str(CLOCK)))
+        self.fingerprint = hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest()[:16]
 
     @staticmethod
     def beside(file: Path) -> "ChatTemplate | None":
         """The template beside a tokenizer.json, None where there is none. Raises DataError."""
-        options, config = dict[str, Any](), file.parent / "tokenizer_config.json"
-        if config.is_file():
-            try:
-                options = dict(parse_json(config.read_text(encoding="utf-8")))
-            except (ValueError, TypeError) as error:
-                raise DataError(f"{config}: not a JSON object ({error})") from error
-        named = config
-        template = options.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named_so = [one for one in template if isinstance(one, dict)]
-            template = next(
-                (one.get("template") for one in named_so if one.get("name") == "default"), None
-            )
-        if (file.parent / TEMPLATE).is_file():
-            named = file.parent / TEMPLATE
-            try:
-                template = named.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(f"{named}: not UTF-8 ({error.reason})") from error
-        if not isinstance(template, str):
+        folder, templates = file.parent, dict[str, str]()
+        options, named = read_options(folder), folder / "tokenizer_config.json"
+        given = options.get("chat_template")
+        if isinstance(given, str):
+            templates["default"] = given
+        elif isinstance(given, list):  # several, by name
+            for one in given:
+                if isinstance(one, dict) and isinstance(one.get("template"), str):
+                    templates[str(one.get("name"))] = one["template"]
+        files = {
+            "default": folder / TEMPLATE,
+            "tool_use": folder / MORE_TEMPLATES / "tool_use.jinja",
+        }
+        for name, own in files.items():
+            if own.is_file():
+                named = own if name == "default" else named
+                try:
+                    templates[name] = own.read_text(encoding="utf-8")
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{own}: not UTF-8 ({error.reason})") from error
+        if "default" not in templates:
             return None
-        special = {}
-        for name in SPECIAL:
-            token = options.get(name)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                special[name] = token
-        return ChatTemplate(template, special, str(named))
+        tokens = {name: token_text(options, name) for name in SPECIAL}
+        special = {name: text for name, text in tokens.items() if isinstance(text, str)}
+        kept = {name: templates[name] for name in ("default", "tool_use") if name in templates}
+        return ChatTemplate(kept, special, str(named))
 
-    def write(self, messages: Sequence[Message], where: str) -> tuple[str, list[Span]]:
-        """The text of a chat, and the characters of it that are learned. Raises BadDocumentError,
-        and MissingPackageError without transformers, as all methods do."""
-        text, marked = self._render(messages, where)
+    @property
+    def name(self) -> str:
+        """The file that it is in."""
+        return self._name
+
+    @property
+    def is_dated(self) -> bool:
+        """It writes a date, which is always that of CLOCK."""
+        return "strftime_now" in self._text
+
+    def write(
+        self,
+        messages: Sequence[Message],
+        where: str,
+        arguments: Mapping[str, Any] | None = None,
+        special: frozenset[str] = frozenset(),
+    ) -> tuple[str, list[Span]]:
+        """Write a chat.
+
+        Args:
+            messages: The chat.
+            where: The place that it came from.
+            arguments: Further ones of the template.
+            special: Texts of special tokens, which may end an answer.
+
+        Returns:
+            Its text, and the characters of it that are learned.
+
+        Raises:
+            BadDocumentError: If the template cannot write it, or leaves something out.
+            MissingPackageError: Without transformers, as all methods do.
+        """
+        arguments = arguments or {}
+        self._check_read(messages, where, arguments)
+        text, marked = self._render(messages, where, arguments)
+        for number, message in enumerate(messages):
+            self._check_written(message, text, f"{where}: {self._name} leaves out message {number}")
         answers = [index for index, turn in enumerate(messages) if turn.role == "assistant"]
-        if self._is_marked:
+        if MARKS.search(self._chosen(arguments)):
             if len(marked) != len(answers):
                 raise BadDocumentError(
                     f"{where}: {self._name} marks {len(marked)} answers of an assistant, but the "
                     f"chat has {len(answers)}"
                 )
-            spans = dict(zip(answers, marked, strict=True))
-        else:
-            spans = {index: self._answer(messages, index, text, where) for index in answers}
+            return text, [span for index, span in zip(answers, marked) if messages[index].learned]
+        if mark := self._next_speaker(special):
+            text = text + mark if messages[-1].role == "assistant" else text
+        spans = {index: self._answer(messages, index, text, where, arguments) for index in answers}
+        if mark:
+            spans = {index: _with_mark(span, text, special) for index, span in spans.items()}
         return text, [spans[index] for index in answers if messages[index].learned]
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text that asks for the next answer. Raises BadDocumentError."""
-        return self._render(messages, "the chat", asks=True)[0]
+        return self._render(messages, "the chat", {}, asks=True)[0]
 
-    def ending(self) -> str:
-        """What ends an answer, such as <|im_end|>; "" where the template says nothing of it."""
-        chat = [Message("user", "question"), Message("assistant", "answer")]
-        try:
-            text, _ = self._render(chat, self._name)
-        except BadDocumentError:  # it wants other chats
-            return ""
+    def ending(self, special: frozenset[str]) -> str:
+        """What ends an answer, such as <|im_end|>: what the template writes behind it, else the
+        special token that begins what the user says next; "" where there is neither."""
+        return self._ending or self._next_speaker(special)
+
+    @functools.cached_property
+    def _ending(self) -> str:
+        text, _ = self._probe(Message("user", "question"), Message("assistant", "answer"))
         return text.rpartition("answer")[2].strip()
 
-    def _answer(self, messages: Sequence[Message], index: int, text: str, where: str) -> Span:
+    def _next_speaker(self, special: frozenset[str]) -> str:
+        """The special token that ends an answer by beginning what the user says next; "" where the
+        template writes an end of its own."""
+        return "" if self._ending else _first_of(special, self._next_turn)
+
+    @functools.cached_property
+    def _next_turn(self) -> str:
+        chat = Message("user", "question"), Message("assistant", "answer")
+        text, _ = self._probe(*chat, Message("user", "further"))
+        return text.rpartition("answer")[2].partition("further")[0].strip()
+
+    def _probe(self, *messages: Message) -> tuple[str, list[Span]]:
+        try:
+            return self._render(messages, self._name, {})
+        except BadDocumentError:  # it wants other chats
+            return "", []
+
+    def _check_read(
+        self, messages: Sequence[Message], where: str, arguments: Mapping[str, Any]
+    ) -> None:
+        """Raise for fields and arguments that the template does not read."""
+        for number, message in enumerate(messages):
+            for field in message.given.keys() - ASIDE - {"content"}:
+                names = THOUGHTS if field in THOUGHTS else (field,)
+                if not any(self._reads(name) for name in names):
+                    raise BadDocumentError(
+                        f"{where}: message {number} has `{field}`, which {self._name} does not "
+                        "read; remove it, or use a template that does"
+                    )
+        for name in arguments:
+            if not self._reads(name):
+                raise BadDocumentError(
+                    f"{where}: {self._name} does not read `{name}`; remove it, or use a template "
+                    "that does"
+                )
+
+    def _reads(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self._text) is not None
+
+    def _check_written(self, message: Message, text: str, what: str) -> None:
+        """Raise where the words of a message are not in the text of its chat."""
+        words, parts = message.content.strip(), message.given.get("content")
+        if message.role == "assistant" and not message.learned and words:
+            return  # some templates leave out what earlier answers have thought
+        if isinstance(parts, list) and (str(parts) in text or json.dumps(parts) in text):
+            raise BadDocumentError(f"{what}, whose `content` is a list; write it as one text")
+        found = words in text or json.dumps(words, ensure_ascii=False)[1:-1] in text
+        if not found and message.role != "assistant" and not isinstance(parts, list):
+            raise BadDocumentError(f"{what}, of the {message.role}")
+
+    def _answer(
+        self,
+        messages: Sequence[Message],
+        index: int,
+        text: str,
+        where: str,
+        arguments: Mapping[str, Any],
+    ) -> Span:
         """The characters of an answer: its words and what ends it."""
-        asked, _ = self._render(messages[:index], where, asks=True)
-        told, _ = self._render(messages[: index + 1], where)
+        asked, _ = self._render(messages[:index], where, arguments, asks=True)
+        told, _ = self._render(messages[: index + 1], where, arguments)
         words, start = messages[index].content.strip(), len(asked)
-        place = told.find(words, start)
-        if told.startswith(asked) and text.startswith(asked) and place >= 0:
+        if told.startswith(asked) and text.startswith(asked):
+            answer = told[start:].rstrip()
+            if words in answer and text.startswith(answer, start):
+                return start, start + len(answer)
             # What a template puts before the words of the last answer may be missing here.
-            for before in (told[start:place], ""):
-                answer = before + told[place:].rstrip()
-                if text.startswith(answer, start):
-                    return start, start + len(answer)
+            place = answer.find(words) if words else -1
+            while place >= 0:
+                if text.startswith(answer[place:], start):
+                    return start, start + len(answer) - place
+                place = answer.find(words, place + 1)
         raise BadDocumentError(
             f"{where}: {self._name} writes message {index} otherwise within this chat than at "
             "its end, so what is learned of it cannot be told; mark answers in the template "
             "with {% generation %} and {% endgeneration %}"
         )
 
+    def _chosen(self, arguments: Mapping[str, Any]) -> str:
+        """The template for these arguments, chosen as transformers does."""
+        name = "tool_use" if "tools" in arguments and "tool_use" in self._templates else "default"
+        return self._templates[name]
+
     def _render(
-        self, messages: Sequence[Message], where: str, *, asks: bool = False
+        self,
+        messages: Sequence[Message],
+        where: str,
+        arguments: Mapping[str, Any],
+        *,
+        asks: bool = False,
     ) -> tuple[str, list[Span]]:
-        chat = [{"role": turn.role, "content": turn.content} for turn in messages]
         try:
             library: Any = importlib.import_module("transformers.utils.chat_template_utils")
             broken = importlib.import_module("jinja2").TemplateError
@@ -133,14 +315,74 @@ class ChatTemplate:
                 f"{self._name}: a chat template needs the packages `transformers` and `jinja2`: "
                 "pip install transformers jinja2"
             ) from error
+        template = self._chosen(arguments)
+        options: dict[str, Any] = {**self._special, **arguments}
+        if self.is_dated:
+            template = FROZEN + template
+            options["packgraph_clock"] = [(code, CLOCK.strftime(code)) for code in DATE_CODES]
         try:
-            texts, spans = library.render_jinja_template(
-                [chat],
-                chat_template=self._template,
-                return_assistant_tokens_mask=self._is_marked,
-                add_generation_prompt=asks,
-                **self._special,
-            )
-        except (broken, TypeError, ValueError) as error:
-            raise BadDocumentError(f"{where}: {self._name} cannot write it: {error}") from error
+            with _limited():
+                texts, spans = library.render_jinja_template(
+                    [[_fields(turn) for turn in messages]],
+                    chat_template=template,
+                    return_assistant_tokens_mask=MARKS.search(template) is not None,
+                    add_generation_prompt=asks,
+                    **options,
+                )
+        except TimeoutError as error:
+            raise DataError(
+                f"{where}: {self._name} takes more than {LONGEST:.0f} seconds to write it; does it "
+                "loop? Repair it"
+            ) from error
+        except (broken, *FOREIGN) as error:
+            why = str(error) or type(error).__name__
+            raise BadDocumentError(f"{where}: {self._name} cannot write it: {why}") from error
+        if len(texts[0]) > LARGEST:
+            raise BadDocumentError(f"{where}: {self._name} writes {len(texts[0]):,} characters")
+        valid_text(texts[0], f"{where}: what {self._name} writes")
         return texts[0], [(start, stop) for start, stop in (spans[0] if spans else ())]
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """A message as a template gets it, thoughts under all their names."""
+    found = {"role": message.role, "content": message.content, **message.given}
+    thought = next((found[name] for name in THOUGHTS if name in found), None)
+    if thought is not None:
+        found = {"thinking": thought, **found, "reasoning_content": thought}
+    return found
+
+
+def _first_of(special: frozenset[str], text: str) -> str:
+    """The longest of some texts that `text` begins with, "" if it begins with none."""
+    return max((one for one in special if one and text.startswith(one)), key=len, default="")
+
+
+def _with_mark(span: Span, text: str, special: frozenset[str]) -> Span:
+    """The characters of an answer and of the special token that follows it, white space between
+    them included."""
+    behind = text[span[1] :]
+    mark = _first_of(special, behind.lstrip())
+    return (span[0], len(text) - len(behind.lstrip()) + len(mark)) if mark else span
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise TimeoutError in a template that runs for longer than LONGEST.
+
+    Lines of the template are traced: no signal, which would need the main thread, and no process.
+    """
+    before, end = sys.gettrace(), time.monotonic() + LONGEST
+
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise TimeoutError
+        return line
+
+    def call(frame: FrameType, event: str, argument: Any) -> Any:
+        return line if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

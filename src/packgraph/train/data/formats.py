@@ -45,6 +45,7 @@ from typing import Any
 
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.files import FileStamp, check_all, files_of, read_unchanged
+from packgraph.train.data.rows import document_of_row
 from packgraph.train.data.shards import MixtureSource, ShardSource
 from packgraph.train.data.source import (
     BadDocumentError,
@@ -53,7 +54,6 @@ from packgraph.train.data.source import (
     DocumentSource,
     MissingPackageError,
     SourceDocument,
-    document_of_row,
 )
 from packgraph.train.data.tokenizer import largest_id, read_row
 

@@ -12,13 +12,15 @@ In a chat only the assistant's bytes and ends of turn are predicted.
 file is executed).
 
 Text ends with the end token, which a tokenizer.json does not name: it is read from a
-tokenizer_config.json beside the file, else the first of the usual names that the vocabulary has.
+tokenizer_config.json or special_tokens_map.json beside the file, else the first of the usual names
+that the vocabulary has.
 Chats are written by the chat template beside it (`chat_template.py`), else as ChatML, which is what
 Qwen models use; they are tokenized as one text, since tokens may span a turn's border, and offsets
 say which tokens are the assistant's words. Of `prompt` and `completion` only the latter is
 predicted.
 """
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ import numpy as np
 from packgraph.packing.document import IGNORED, Document, Ids, PackableDocument, read_item
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.config.values import shown
-from packgraph.train.data.chat_template import ChatTemplate
+from packgraph.train.data.chat_template import ASIDE, CLOCK, ChatTemplate, read_options, token_text
+from packgraph.train.data.rows import MORE_ROLES
 from packgraph.train.data.source import (
     ROLES,
     BadDocumentError,
@@ -46,6 +49,9 @@ from packgraph.train.run_files import parse_json
 BEGIN, END, PAD, TURN_END = 256, 257, 258, 259
 FIRST_ROLE = 260
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+# Options of a tokenizer.json's model that draw at random.
+DRAWS = ("dropout", "alpha", "nbest_size")
+RULES = 2  # of how text becomes tokens here; in fingerprints
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
 
@@ -127,6 +133,7 @@ class ByteTokenizer:
     def _chat(self, document: SourceDocument) -> Document:
         tokens = [np.array([BEGIN])]
         targets = [np.array([IGNORED])]
+        check_plain(document, ROLES)
         for message in document.messages or ():
             said = np.concatenate([_bytes(message.content), [TURN_END]])
             tokens += [np.array([FIRST_ROLE + ROLES.index(message.role)]), said]
@@ -136,6 +143,21 @@ class ByteTokenizer:
                 said if is_learned else np.full_like(said, IGNORED),
             ]
         return Document(np.concatenate(tokens), np.concatenate(targets))
+
+
+def check_plain(document: SourceDocument, roles: Sequence[str]) -> None:
+    """Raise BadDocumentError for a chat with more than roles and words, which takes a template."""
+    more = list(document.arguments)
+    for message in document.messages or ():
+        more += [name for name in message.given.keys() - ASIDE if name != "content"]
+        more += ["content"] if message.given.get("content", "") is None else []
+        more += [message.role] if message.role not in roles else []
+    if more:
+        raise BadDocumentError(
+            f"{document.where}: `{more[0]}` of a chat needs a chat template: put the "
+            "tokenizer_config.json or chat_template.jinja of your model beside its tokenizer.json, "
+            "and name that by data.tokenizer"
+        )
 
 
 def _bytes(text: str) -> Ids:
@@ -167,26 +189,29 @@ class FileTokenizer:
             )
         self._name = str(file)
         self._tokenizer = _load(file)
-        self._end = self._end_token(file.parent / "tokenizer_config.json")
+        self._end = self._end_token(file.parent)
         self.vocab_size = 1 + max(
             self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
         )
-        self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._special = frozenset(token.content for token in added if token.special)
         self.template = ChatTemplate.beside(file)
-        if self.template is not None:
-            self.fingerprint += f" {self.template.fingerprint}"
+        identity = RULES, self._end, self.template and self.template.fingerprint
+        digest = hashlib.sha256(repr(identity).encode())
+        digest.update(file.read_bytes())
+        self.fingerprint = digest.hexdigest()[:16]
 
     def encode(self, document: SourceDocument) -> list[Document]:
         """See `Tokenizer.encode`."""
         if document.row is not None:
             return documents_of_row(document.row, document.where, self.vocab_size)
         if document.messages is not None:
-            return [self._chat(document.messages, document.where)]
+            return [self._chat(document)]
         if not document.text:
             return []
         with self._named(document.where):
             encoding = self._tokenizer.encode(document.prompt + document.text)
-        tokens = np.array(encoding.ids, dtype=np.int64)
+        tokens, offsets = _without_repeated_ends(encoding)
         if not len(tokens):
             return []
         if self._end is not None and tokens[-1] != self._end:
@@ -195,7 +220,7 @@ class FileTokenizer:
             return [Document(tokens)]
         first = len(document.prompt)
         said = np.zeros(len(tokens), dtype=bool)
-        within = _within(encoding.offsets, [(first, first + len(document.text))])
+        within = _within(offsets, [(first, first + len(document.text))])
         said[: len(within)] = within
         said[-1] |= self._end is not None
         return [Document(tokens, np.where(said, tokens, IGNORED))]
@@ -210,7 +235,8 @@ class FileTokenizer:
         if self.template is not None:
             text = self.template.prompt(messages)
         else:
-            text = self._chatml(messages, "the chat")[0] + f"{IM_START}assistant\n"
+            document = SourceDocument("the chat", messages=tuple(messages))
+            text = self._chatml(document)[0] + f"{IM_START}assistant\n"
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
@@ -219,12 +245,13 @@ class FileTokenizer:
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids[:-1] if ids[-1:] == [self._end] else ids
 
-    @property
+    @functools.cached_property
     def ends(self) -> tuple[int, ...]:
         """See `Tokenizer.ends`."""
         turn = self._tokenizer.token_to_id(IM_END)
         if self.template is not None:
-            ids = self._tokenizer.encode(self.template.ending(), add_special_tokens=False).ids
+            ending = self.template.ending(self._special)
+            ids = self._tokenizer.encode(ending, add_special_tokens=False).ids
             turn = ids[0] if len(ids) == 1 else None
         return tuple(dict.fromkeys(end for end in (self._end, turn) if end is not None))
 
@@ -232,17 +259,22 @@ class FileTokenizer:
         """For tokenizing the document at `where`."""
         return _NamedErrors(f"{where}: {self._name} cannot tokenize it", BadDocumentError)
 
-    def _chat(self, messages: tuple[Message, ...], where: str) -> Document:
-        write = self._chatml if self.template is None else self.template.write
-        text, spans = write(messages, where)
+    def _chat(self, document: SourceDocument) -> Document:
+        messages, where = document.messages or (), document.where
+        if self.template is None:
+            text, spans = self._chatml(document)
+        else:
+            text, spans = self.template.write(messages, where, document.arguments, self._special)
         with self._named(where):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         tokens = np.array(encoding.ids, dtype=np.int64)
         said = _within(encoding.offsets, spans)
         return Document(tokens, np.where(said, tokens, IGNORED))
 
-    def _chatml(self, messages: Sequence[Message], where: str) -> tuple[str, list[tuple[int, int]]]:
+    def _chatml(self, document: SourceDocument) -> tuple[str, list[tuple[int, int]]]:
         """A chat as ChatML, and the characters of it that are learned."""
+        where = document.where
+        check_plain(document, (*ROLES, *MORE_ROLES))
         for token in (IM_START, IM_END):
             if self._tokenizer.token_to_id(token) is None:
                 raise DataError(
@@ -252,7 +284,7 @@ class FileTokenizer:
                 )
         text = ""
         spans: list[tuple[int, int]] = []
-        for message in messages:
+        for message in document.messages or ():
             text += f"{IM_START}{message.role}\n"
             start = len(text)
             text += message.content + IM_END
@@ -261,29 +293,27 @@ class FileTokenizer:
             text += "\n"
         return text, spans
 
-    def _end_token(self, config: Path) -> int | None:
-        names: list[Any] = list(END_NAMES)
-        if config.is_file():
-            try:
-                named = parse_json(config.read_text(encoding="utf-8")).get("eos_token")
-            except (ValueError, AttributeError) as error:
-                raise DataError(
-                    f"{config}: not a JSON object ({error}); it stands beside the tokenizer: "
-                    "repair it or "
-                    "remove it"
-                ) from error
-            end = named.get("content") if isinstance(named, dict) else named
-            if end is not None and (
-                not isinstance(end, str) or self._tokenizer.token_to_id(end) is None
-            ):
-                raise DataError(
-                    f"{config}: its eos_token is {shown(end)}, which is no token of {self._name}; "
-                    "repair "
-                    "it or remove it"
-                )
-            names.insert(0, end)
-        known = (self._tokenizer.token_to_id(name) for name in names if isinstance(name, str))
+    def _end_token(self, folder: Path) -> int | None:
+        end = token_text(read_options(folder), "eos_token")
+        if end is not None and (
+            not isinstance(end, str) or self._tokenizer.token_to_id(end) is None
+        ):
+            raise DataError(
+                f"{folder / 'tokenizer_config.json'}: its eos_token is {shown(end)}, which is no "
+                f"token of {self._name}; repair it or remove it"
+            )
+        known = (self._tokenizer.token_to_id(name) for name in (end, *END_NAMES) if name)
         return next((number for number in known if number is not None), None)
+
+
+def _without_repeated_ends(encoding: Any) -> tuple[Ids, list[tuple[int, int]]]:
+    """Tokens of a text and their offsets, without those that were added at an end which the text
+    has already."""
+    ids, added = encoding.ids, encoding.special_tokens_mask
+    first = int(len(ids) > 1 and added[0] == 1 and added[1] == 0 and ids[0] == ids[1])
+    twice = len(ids) - first > 1 and added[-1] == 1 and added[-2] == 0 and ids[-1] == ids[-2]
+    kept = slice(first, len(ids) - int(twice))
+    return np.array(ids[kept], dtype=np.int64), encoding.offsets[kept]
 
 
 def _within(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Any:
@@ -321,6 +351,12 @@ def _load(file: Path) -> Any:
             f"{file}: its unk_token is {shown(unknown)}, which is not in its vocabulary, so words "
             "that are "
             "not there either cannot be tokenized; add it to the vocabulary"
+        )
+    draws = {name: getattr(tokenizer.model, name, None) for name in DRAWS}
+    if given := [name for name, value in draws.items() if value not in (None, 0)]:
+        raise DataError(
+            f"{file}: its model has {given[0]} = {shown(draws[given[0]])}, so it gives "
+            "other tokens each time; set it to null"
         )
     # Padding and truncation may be stored in the file; packing needs documents as they are.
     tokenizer.no_padding()
@@ -433,10 +469,31 @@ def read_tokenized(source: DocumentSource, index: int, tokenizer: Tokenizer) -> 
 def _why_unlabelled(document: SourceDocument) -> str:
     """Why nothing of `document` is to be predicted, naming its place."""
     if document.messages is not None:
-        return f"{document.where}: no assistant turn, nothing to predict"
+        return f"{document.where}: no assistant turn that is learned, nothing to predict"
     if document.row is not None:
         return (
             f"{document.where}: its labels or masks leave nothing to predict, or it has one token "
             "only"
         )
     return f"{document.where}: one token only"
+
+
+def tokenizer_notes(source: DocumentSource, tokenizer: Tokenizer) -> list[str]:
+    """What is to be said of the tokens of the first document that can be used."""
+    try:
+        first = source[0]
+        found = [one.load() for one in tokenized(first, tokenizer) if one.predicts]
+    except BadDocumentError:  # left out, or named when its turn comes
+        return []
+    notes = []
+    learned = [one.tokens if one.targets is None else one.targets for one in found]
+    if first.stored is None and first.row is None and learned:
+        if not any(np.isin(targets, tokenizer.ends).any() for targets in learned):
+            notes.append(
+                f"{first.where}: no end of turn and no end of text is learned, so the model never "
+                "learns to stop; mark it in the chat template, or name an eos_token"
+            )
+        template = getattr(tokenizer, "template", None)
+        if first.messages is not None and template is not None and template.is_dated:
+            notes.append(f"{template.name} writes a date: it is always {CLOCK:%d %B %Y}")
+    return notes

@@ -12,9 +12,10 @@ from packgraph.train.data import (
     DataError,
     build_tokenizer,
     open_documents,
-    preference_notes,
+    row_notes,
 )
-from packgraph.train.data.source import Message, document_of_row
+from packgraph.train.data.rows import document_of_row
+from packgraph.train.data.source import Message
 from packgraph.train.data.tokenizer import BEGIN, END
 
 CHATML = (
@@ -199,10 +200,10 @@ def test_earlier_answers_of_a_preference_are_its_prompt(tmp_path):
 def test_a_run_on_preferences_says_so(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    (note,) = preference_notes(open_documents(DataConfig(source="jsonl", path=str(path))))
+    (note,) = row_notes(open_documents(DataConfig(source="jsonl", path=str(path))))
     assert "rows.jsonl:1: a preference. Training is on the chosen answer alone" in note
     path.write_text('{"prompt": "a", "completion": "b"}\n')
-    assert preference_notes(open_documents(DataConfig(source="jsonl", path=str(path)))) == []
+    assert row_notes(open_documents(DataConfig(source="jsonl", path=str(path)))) == []
 
 
 def test_a_template_needs_transformers_only_where_there_are_chats(tmp_path, monkeypatch):
