@@ -217,7 +217,7 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
     """
     from packgraph.train.checkpoint.weights import shape_layer
     from packgraph.train.config.command_line import dotted
-    from packgraph.train.config.presets import PRESETS, of_path, preset
+    from packgraph.train.config.presets import PRESETS, data_layer, of_path, preset
     from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config
     from packgraph.train.run_folder import config_layer, run_of
 
@@ -246,6 +246,8 @@ def _configure(read: Any, preset_name: str | None, more: Sequence[Any] = ()) -> 
     if asks_to_resume:
         last.append(ConfigLayer("--resume", {"run": {"resume": asks_to_resume}}))
     layers += more
+    if isinstance(own, TrainArguments) and not own.help:
+        layers = [*data_layer(name, [*layers, *last]), *layers]
     config = read_config(base, [*layers, *last])
     init_from = config.run.init_from
     if init_from is not None and not (

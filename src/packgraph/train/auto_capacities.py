@@ -26,6 +26,7 @@ from packgraph.packing.capacity import places
 from packgraph.parallel.pipeline.schedule import slot_counts
 from packgraph.train.config.reading import ConfigError, read_config
 from packgraph.train.config.sections import TrainConfig
+from packgraph.train.data.microbatches import overlong_of
 from packgraph.train.data.source import BadDocumentError, DocumentSource
 from packgraph.train.data.tokenizer import Tokenizer, tokenized
 from packgraph.train.decoder_estimates import DecoderMemory, decoder_cost, graph_bytes
@@ -61,7 +62,7 @@ def read_lengths(config: TrainConfig, documents: DocumentSource, tokenizer: Toke
         : config.buckets.documents
     ]
     found: list[int] = []
-    multiple = places_multiple(config)
+    multiple, longest = places_multiple(config), config.buckets.max_tokens
     for index in order:
         try:
             encoded = tokenized(documents[int(index)], tokenizer)
@@ -69,7 +70,12 @@ def read_lengths(config: TrainConfig, documents: DocumentSource, tokenizer: Toke
             if config.data.on_bad == "stop":
                 raise
             continue
-        found += [places(len(whole), multiple) for whole in encoded if whole.predicts]
+        found += [
+            places(len(whole), multiple)
+            for whole in encoded
+            if whole.predicts
+            and (len(whole) <= longest or overlong_of(whole, config.data) == config.data.overlong)
+        ]
     planned = [length for number, length in enumerate(found) if (number + 1) % HELD_OUT]
     return Lengths(
         tuple(planned), tuple(found[HELD_OUT - 1 :: HELD_OUT]), len(order), len(documents)

@@ -136,6 +136,11 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
     evaluation = {name: packs(once, source) for name, source in held_out.items()}
     notes = [*notes, *context_notes(config), *row_notes(documents)]
     notes += tokenizer_notes(documents, tokenizer)
+    if config.data.tokenizer == "bytes" and config.hf.path is not None and not config.hf.random:
+        notes.append(
+            f"warning: text becomes one token a byte, which hf:{config.hf.path} has not learned; "
+            "name its tokenizer.json by --data.tokenizer"
+        )
     return Prepared(config, packs(config.data, documents), notes, evaluation)
 
 

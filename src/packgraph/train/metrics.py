@@ -33,7 +33,7 @@ NEEDED = {
     "seconds": (float, int),
     "starting": (bool,),
 }
-MORE = ("data_wait", "skipped")  # what a summary also reads
+MORE = ("data_wait", "skipped", "unlabelled")  # what a summary also reads
 
 
 def finite(value: float) -> float | None:
@@ -208,15 +208,15 @@ def _parse_row(line: str) -> tuple[dict[str, Any] | None, bool]:
 def summarize(rows: Sequence[Mapping[str, Any]], *, window: int = 10) -> dict[str, Any]:
     """The figures of a summary that follow from the rows of all steps.
 
-    loss_first and loss_last are means over the first and last `loss_window` steps whose update was
-    not left out: `window`, or a quarter of the run if that is less (at least one);
-    loss_first_steps and loss_last_steps are those. A resumed run keeps the loss_first of its
+    loss_first and loss_last are means over the first and last `loss_window` steps that had labels
+    and whose update was not left out: `window`, or a quarter of the run if that is less (at least
+    one); loss_first_steps and loss_last_steps are those. A resumed run keeps the loss_first of its
     earlier summary. tokens_per_second and data_wait_fraction leave out a run's first step, the one
     that captured and those timed for a choice.
     """
     if not rows:
         return {"steps": 0, "tokens": 0}
-    counted = [row for row in rows if not row.get("skipped")]
+    counted = [row for row in rows if not (row.get("skipped") or row.get("unlabelled"))]
     if not counted:
         return {"steps": rows[-1]["step"], "tokens": sum(row["tokens"] for row in rows)}
     count = max(1, min(window, len(counted) // 4))

@@ -27,7 +27,7 @@ from packgraph.parallel.context.rows import context_problems
 from packgraph.train.auto_capacities import Lengths, bucket_request, plan_capacities, read_lengths
 from packgraph.train.config.presets import PRESETS
 from packgraph.train.config.reading import ConfigError, ConfigLayer
-from packgraph.train.config.sections import TrainConfig
+from packgraph.train.config.sections import SOURCES, TrainConfig
 from packgraph.train.config.values import CommandArguments, Count, option, path_problem, shown
 from packgraph.train.data import build_tokenizer, open_documents
 from packgraph.train.features.context import (
@@ -242,7 +242,6 @@ for capture. Nothing is run, no GPU is needed. The preset is {preset} where none
 
 Further options are those of `packgraph train --help all`; those that count are data.*, buckets.*,
 graph.slots, model.* and parallel.*."""
-SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
 def introduction() -> str:

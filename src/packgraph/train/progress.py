@@ -20,7 +20,8 @@ from packgraph.train.feed import StepFeed
 
 FIRST = {
     "split": "a document longer than every capacity was split into pieces",
-    "dropped": "a document longer than every capacity was dropped (data.overlong = drop)",
+    "dropped": "a document longer than every capacity was dropped (by data.overlong = drop, or "
+    "since an answer is never cut from its prompt)",
     "empty": "an empty document was left out",
     "unlabelled": "a document without a token to predict was left out",
     "bad": "a bad document was left out (data.on_bad = skip)",
@@ -29,7 +30,8 @@ FIRST = {
 
 def describe_row(row: Mapping[str, Any]) -> str:
     """The figures of one step in words; `row` as written to metrics.jsonl."""
-    loss = "no number" if row["loss"] is None else f"{row['loss']:.4f}"
+    none = "of no label" if row.get("unlabelled") else "no number"
+    loss = none if row["loss"] is None else f"{row['loss']:.4f}"
     padding = 1 - row["tokens"] / row["places"]
     return (
         f"loss {loss}  {row['tokens'] / row['seconds']:,.0f} tokens/s  padding {padding:.1%}  "

@@ -74,15 +74,16 @@ KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are 
 class StepRecord:
     """Host facts of a launched step, kept until its device numbers arrive. Times in seconds.
 
-    microbatches, tokens and places are those of all replicas; replayed and fallbacks those of this
-    rank since the start of the run. checkpoint_pause: part of `seconds` in which the step waited
-    for the checkpoint of the step before.
+    microbatches, tokens, loss_tokens and places are those of all replicas; replayed and fallbacks
+    those of this rank since the start of the run. checkpoint_pause: part of `seconds` in which the
+    step waited for the checkpoint of the step before.
     """
 
     step: int
     learning_rate: float
     microbatches: int
     tokens: int
+    loss_tokens: int
     places: int
     replayed: int
     fallbacks: int
@@ -159,6 +160,7 @@ class Trainer:
         )
         self.step = 0
         self._made = 0  # steps that this process has launched
+        self._labelled = False  # one of them had a label
         self._resumed_at = 0
         self._fetch = LateFetch(device)
         self._last_end = self._pause = 0.0
@@ -275,6 +277,11 @@ class Trainer:
             while (done := self._steps(log, stop)) is None:
                 log = self._reopened(log)
             ended = done
+            if self._made and not self._labelled and not self._resumed_at:
+                raise DataError(
+                    f"none of the {self.step} steps had a label, so nothing was learned; give rows "
+                    "that hold an answer (graph.capacities, data.overlong)"
+                )
         except DataError:
             if self._whereabouts.together(
                 f"bad data after step {self.step}"
@@ -436,6 +443,7 @@ class Trainer:
             learning_rate=learning_rate,
             microbatches=len(batches),
             tokens=sum(batch.num_tokens for batch in batches),
+            loss_tokens=sum(batch.num_loss_tokens for batch in batches),
             places=sum(batch.capacity.tokens for batch in batches),
             replayed=graphs["replayed"],
             fallbacks=sum(graphs["fallbacks"].values()),
@@ -502,7 +510,10 @@ class Trainer:
                 self._again(record)
                 continue
             self._repeats.confirm()
-            skipped = self.spikes.judge(
+            unlabelled = record.loss_tokens == 0 and math.isfinite(loss) and math.isfinite(norm)
+            if unlabelled:
+                self.view.note(f"step {record.step}: it has no label, so nothing was learned")
+            skipped = not unlabelled and self.spikes.judge(
                 record.step,
                 loss,
                 norm,
@@ -513,7 +524,7 @@ class Trainer:
             )
             row = {
                 "step": record.step,
-                "loss": finite(loss),
+                "loss": None if unlabelled else finite(loss),
                 "gradient_norm": finite(norm),
                 "learning_rate": record.learning_rate,
                 "tokens": record.tokens,
@@ -528,6 +539,8 @@ class Trainer:
             if record.checkpoint_pause:
                 row["checkpoint_pause"] = record.checkpoint_pause
             row |= FurtherLosses.row(further) | ({"skipped": True} if skipped else {})
+            row |= {"unlabelled": True} if unlabelled else {}
+            self._labelled = self._labelled or not unlabelled
             try:
                 if self.evaluation.is_due(record.step):  # no later step was launched
                     row |= self._evaluate(record.step)

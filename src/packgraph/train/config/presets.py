@@ -2,12 +2,15 @@
 option."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from packgraph.models.config import DecoderConfig, ExpertConfig, LatentConfig, MambaConfig
 from packgraph.packing.capacity import Capacity
 from packgraph.train.config.reading import ConfigError, ConfigLayer
 from packgraph.train.config.sections import (
+    SOURCES,
     DataConfig,
     GraphConfig,
     OptimizerConfig,
@@ -247,6 +250,25 @@ def of_path(name: str) -> tuple[str, ConfigLayer | None]:
     if kind != LIVE or not colon:
         return name, None
     return LIVE, ConfigLayer(name, {"hf": {"path": path}})
+
+
+def data_layer(name: str, layers: Sequence[ConfigLayer]) -> list[ConfigLayer]:
+    """The source of data that the ending of data.path says, where no layer names one. Raises
+    ConfigError for a run of hf:PATH that has no data."""
+    given: dict[str, Any] = {}
+    for layer in layers:
+        section = layer.values.get("data")
+        given |= section if isinstance(section, Mapping) else {}
+    if given.get("source") is not None:
+        return []
+    path = given.get("path")
+    if name == LIVE and path is None:
+        raise ConfigError(
+            ["hf:PATH needs data to train on: name a file by --data.path, such as chats.jsonl"]
+        )
+    ending = (SOURCES.get(suffix.lower()) for suffix in reversed(Path(str(path)).suffixes))
+    source = next(filter(None, ending), None) if path is not None else None
+    return [ConfigLayer("data.path", {"data": {"source": source}})] if source else []
 
 
 def preset(name: str) -> TrainConfig:

@@ -561,6 +561,15 @@ class OffloadConfig:
 
 
 NEEDS_PATH = ("jsonl", "text", "parquet", "shards")
+# The source that the ending of a path says, where no other is named.
+SOURCES: dict[str, Literal["jsonl", "parquet", "text"]] = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+    ".rst": "text",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -570,7 +579,7 @@ class DataConfig:
     source: where documents come from; stdlib = the source code of Python's own library (no
         download), jsonl = one JSON object a line with text or chat messages, text = a folder of
         text files, parquet = tables with the same columns as jsonl, shards = a folder that
-        `packgraph data build` has written.
+        `packgraph data build` has written. The ending of a path names it, too (x.jsonl).
     path: file or folder of the source (not for stdlib).
     mixture: several folders of shards instead of a path, as FOLDER=WEIGHT, separated by commas;
         each gives that share of the tokens, and repeats by itself.

@@ -105,12 +105,12 @@ def token_text(options: Mapping[str, Any], name: str) -> Any:
 
 
 class ChatTemplate:
-    """Templates of a tokenizer, and the special tokens that they may name."""
+    """Templates of a tokenizer, and the special tokens that they may name. name: of their file."""
 
     def __init__(self, templates: Mapping[str, str], special: dict[str, str], name: str) -> None:
         """templates: by name, `default` and perhaps `tool_use`. name: of their file, for messages.
         Raises DataError for one that draws at random."""
-        self._templates, self._special, self._name = templates, special, name
+        self._templates, self._special, self.name = templates, special, name
         self._text = "".join(templates.values())
         if found := RANDOM.search(self._text):
             raise DataError(
@@ -147,13 +147,8 @@ class ChatTemplate:
             return None
         tokens = {name: token_text(options, name) for name in SPECIAL}
         special = {name: text for name, text in tokens.items() if isinstance(text, str)}
-        kept = {name: templates[name] for name in ("default", "tool_use") if name in templates}
+        kept = {name: text for name, text in templates.items() if name in files}
         return ChatTemplate(kept, special, str(named))
-
-    @property
-    def name(self) -> str:
-        """The file that it is in."""
-        return self._name
 
     @property
     def is_dated(self) -> bool:
@@ -186,12 +181,12 @@ class ChatTemplate:
         self._check_read(messages, where, arguments)
         text, marked = self._render(messages, where, arguments)
         for number, message in enumerate(messages):
-            self._check_written(message, text, f"{where}: {self._name} leaves out message {number}")
+            self._check_written(message, text, f"{where}: {self.name} leaves out message {number}")
         answers = [index for index, turn in enumerate(messages) if turn.role == "assistant"]
         if MARKS.search(self._chosen(arguments)):
             if len(marked) != len(answers):
                 raise BadDocumentError(
-                    f"{where}: {self._name} marks {len(marked)} answers of an assistant, but the "
+                    f"{where}: {self.name} marks {len(marked)} answers of an assistant, but the "
                     f"chat has {len(answers)}"
                 )
             return text, [span for index, span in zip(answers, marked) if messages[index].learned]
@@ -229,7 +224,7 @@ class ChatTemplate:
 
     def _probe(self, *messages: Message) -> tuple[str, list[Span]]:
         try:
-            return self._render(messages, self._name, {})
+            return self._render(messages, self.name, {})
         except BadDocumentError:  # it wants other chats
             return "", []
 
@@ -242,13 +237,13 @@ class ChatTemplate:
                 names = THOUGHTS if field in THOUGHTS else (field,)
                 if not any(self._reads(name) for name in names):
                     raise BadDocumentError(
-                        f"{where}: message {number} has `{field}`, which {self._name} does not "
+                        f"{where}: message {number} has `{field}`, which {self.name} does not "
                         "read; remove it, or use a template that does"
                     )
         for name in arguments:
             if not self._reads(name):
                 raise BadDocumentError(
-                    f"{where}: {self._name} does not read `{name}`; remove it, or use a template "
+                    f"{where}: {self.name} does not read `{name}`; remove it, or use a template "
                     "that does"
                 )
 
@@ -289,7 +284,7 @@ class ChatTemplate:
                     return start, start + len(answer) - place
                 place = answer.find(words, place + 1)
         raise BadDocumentError(
-            f"{where}: {self._name} writes message {index} otherwise within this chat than at "
+            f"{where}: {self.name} writes message {index} otherwise within this chat than at "
             "its end, so what is learned of it cannot be told; mark answers in the template "
             "with {% generation %} and {% endgeneration %}"
         )
@@ -312,7 +307,7 @@ class ChatTemplate:
             broken = importlib.import_module("jinja2").TemplateError
         except ImportError as error:
             raise MissingPackageError(
-                f"{self._name}: a chat template needs the packages `transformers` and `jinja2`: "
+                f"{self.name}: a chat template needs the packages `transformers` and `jinja2`: "
                 "pip install transformers jinja2"
             ) from error
         template = self._chosen(arguments)
@@ -331,15 +326,15 @@ class ChatTemplate:
                 )
         except TimeoutError as error:
             raise DataError(
-                f"{where}: {self._name} takes more than {LONGEST:.0f} seconds to write it; does it "
+                f"{where}: {self.name} takes more than {LONGEST:.0f} seconds to write it; does it "
                 "loop? Repair it"
             ) from error
         except (broken, *FOREIGN) as error:
             why = str(error) or type(error).__name__
-            raise BadDocumentError(f"{where}: {self._name} cannot write it: {why}") from error
+            raise BadDocumentError(f"{where}: {self.name} cannot write it: {why}") from error
         if len(texts[0]) > LARGEST:
-            raise BadDocumentError(f"{where}: {self._name} writes {len(texts[0]):,} characters")
-        valid_text(texts[0], f"{where}: what {self._name} writes")
+            raise BadDocumentError(f"{where}: {self.name} writes {len(texts[0]):,} characters")
+        valid_text(texts[0], f"{where}: what {self.name} writes")
         return texts[0], [(start, stop) for start, stop in (spans[0] if spans else ())]
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from packgraph.train.config.command_line import options_help, parse_arguments
 from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.sections import DataConfig
+from packgraph.train.config.sections import SOURCES, DataConfig
 from packgraph.train.config.values import CommandArguments, Count, option, printable
 from packgraph.train.data.shard_build import build_shards, check_shards
 from packgraph.train.data.shards import Manifest
@@ -61,11 +61,13 @@ class DataArguments(CommandArguments):
         metavar="N",
     )
 
-    def config(self) -> DataConfig:
-        """What is read and how. Raises ConfigError."""
+    def config(self, *, names_source: bool = True) -> DataConfig:
+        """What is read and how; by the ending of its path if no source is named. Raises
+        ConfigError."""
+        named = SOURCES.get(Path(self.path or "").suffix.lower())
         try:
             return DataConfig(
-                source=self.source,
+                source=self.source if names_source or named is None else named,
                 path=self.path,
                 suffixes=self.suffixes,
                 text_column=self.text_column,
@@ -92,7 +94,7 @@ def data_command(words: Sequence[str]) -> int:
         return _check(asked.folder)
     began = time.perf_counter()
     manifest = build_shards(
-        asked.config(),
+        asked.config(names_source="source" in parsed.given),
         asked.folder,
         workers=asked.workers,
         rows_per_shard=asked.rows_per_shard,

@@ -14,6 +14,17 @@ from pathlib import Path
 
 from packgraph.train.data.source import DataChangedError, DataError
 
+# Endings of files that hold documents and are not read, and what to do.
+UNREAD = {
+    ".gz": "unpack it: gunzip --keep FILE",
+    ".zst": "unpack it: unzstd FILE",
+    ".xz": "unpack it: unxz --keep FILE",
+    ".bz2": "unpack it: bunzip2 --keep FILE",
+    ".zip": "unpack it",
+    ".tar": "unpack it",
+    ".arrow": "write it as Parquet: datasets.load_from_disk(FOLDER).to_parquet(FILE)",
+}
+
 
 def files_of(path: str, suffixes: Sequence[str]) -> list[Path]:
     """`path` itself if it is a file (whatever its suffix), else all files below it with one of
@@ -23,21 +34,30 @@ def files_of(path: str, suffixes: Sequence[str]) -> list[Path]:
     """
     root = Path(path).expanduser()
     if root.is_file():
+        _check_packed(root)
         return [root]
     if not root.is_dir():
         raise DataError(f"{path}: no such file or folder (data.path)")
-    found = sorted(
+    there = sorted(
         file
         for file in root.rglob("*")
-        if file.suffix.lower() in suffixes
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(root).parts)
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
     )
+    for file in there:
+        if file.suffix.lower() == ".arrow" or set(map(str.lower, file.suffixes)) & set(suffixes):
+            _check_packed(file)
+    found = [file for file in there if file.suffix.lower() in suffixes]
     if not found:
         raise DataError(
             f"{path}: no files ending in {', '.join(suffixes)} below this folder (data.path)"
         )
     return found
+
+
+def _check_packed(file: Path) -> None:
+    """Raise DataError for a file whose ending says that it must be unpacked or converted first."""
+    if remedy := UNREAD.get(file.suffix.lower()):
+        raise DataError(f"{file}: {file.suffix} is not read; {remedy}")
 
 
 @dataclass(frozen=True)

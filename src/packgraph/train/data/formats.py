@@ -264,15 +264,16 @@ class ParquetSource:
         files = files_of(path, (".parquet",))
         self._stamps = [(file, FileStamp.of(file.stat())) for file in files]
         self.bad, self.largest_id = BadDocuments(), (-1, "")
-        table = _load([str(file) for file in files], path)
+        digests = [_digest(file) for file in files]
+        table = _load([str(file) for file in files], path, " ".join(digests))
         self._table: Any = table if limit is None else table.select(range(min(limit, len(table))))
         if not len(self):
             raise DataError(f"{path}: no rows (data.path)")
         if not skip_bad:
             self[0]
-        described = [*(_digest(file) for file in files), str(len(self))]
         self.check_unchanged()
-        self._fingerprint = hashlib.sha256(" ".join(described).encode()).hexdigest()[:16]
+        described = " ".join([*digests, str(len(self))])
+        self._fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._table)
@@ -309,7 +310,8 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _load(files: list[str], path: str) -> Any:
+def _load(files: list[str], path: str, digests: str) -> Any:
+    """The table of files with these digests."""
     try:
         import datasets
     except ImportError as error:
@@ -326,7 +328,10 @@ def _load(files: list[str], path: str) -> Any:
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, below
     try:
-        return datasets.Dataset.from_parquet(files)
+        # A folder of its own for these contents: `datasets` knows files by name and time alone.
+        name = hashlib.sha256(digests.encode()).hexdigest()[:16]
+        cache = Path(datasets.config.HF_DATASETS_CACHE) / f"packgraph-{name}"
+        return datasets.Dataset.from_parquet(files, cache_dir=str(cache))
     except datasets.exceptions.DatasetGenerationError as error:
         raise DataError(_why(files, path, error)) from error
     finally:

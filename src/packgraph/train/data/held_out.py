@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packgraph.train.config.sections import DataConfig, TrainConfig
+from packgraph.train.config.sections import SOURCES, DataConfig, TrainConfig
 from packgraph.train.data.formats import open_documents
 from packgraph.train.data.order import SourcePart, WeightedSource
 from packgraph.train.data.shards import MANIFEST
@@ -34,7 +34,6 @@ from packgraph.train.data.source import (
 from packgraph.train.data.tokenizer import Tokenizer, tokenized
 
 Kind = Literal["jsonl", "text", "parquet", "shards"]
-KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 WHOLE = "data"  # name of training documents that are one source
 
 
@@ -185,7 +184,7 @@ def open_for_evaluation(config: TrainConfig, source: DocumentSource, tokenizer: 
 def _data_of(path: str, data: DataConfig) -> DataConfig:
     """How the documents at `path` are read."""
     where = Path(path).expanduser()
-    known = KINDS.get(where.suffix.lower())
+    known: Kind | None = SOURCES.get(where.suffix.lower())
     if (where / MANIFEST).is_file():
         known = "shards"
     elif known is None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from packgraph.packing.batch import PackedBatch, count_pairs
 from packgraph.packing.capacity import Capacity, CapacitySet
@@ -61,6 +61,15 @@ from packgraph.train.data.tokenizer import (
 from packgraph.train.data.workers import TokenizedAhead
 
 VERSION = 2
+
+
+def overlong_of(
+    document: PackableDocument, config: DataConfig
+) -> Literal["error", "split", "drop"]:
+    """What becomes of a document longer than every capacity. One that is predicted in part, such
+    as a chat, is dropped where others are split: an answer is never cut from its prompt."""
+    is_text = document.loss_tokens == len(document) - 1
+    return "drop" if config.overlong == "split" and not is_text else config.overlong
 
 
 class Waiting(NamedTuple):
@@ -336,7 +345,8 @@ class Microbatches:
             reasons.append(
                 f"{self.report.dropped_documents} were dropped as longer than "
                 f"{self._capacities.longest} "
-                "tokens (use a larger capacity or data.overlong = split)"
+                "tokens (use a larger capacity, or data.overlong = split for texts: an answer is "
+                "never cut from its prompt)"
             )
         if self.unlabelled_documents:
             reasons.append(
@@ -382,7 +392,7 @@ class Microbatches:
                 part
                 for whole in labelled
                 for part in fitting_parts(
-                    whole, limit, self._config.overlong, self.report, found.where
+                    whole, limit, overlong_of(whole, self._config), self.report, found.where
                 )
             ]
         except ValueError as error:

@@ -175,7 +175,13 @@ def completed(before: Ids, said: Ids) -> Document:
 
 
 class FileTokenizer:
-    """The tokenizer of a tokenizer.json (or of a folder that holds one)."""
+    """The tokenizer of a tokenizer.json (or of a folder that holds one).
+
+    Attributes:
+        name: The file.
+        switched_off: Options of its model that would draw at random.
+        template: Of chats, None where there is none.
+    """
 
     def __init__(self, path: str) -> None:
         """Raises DataError for a missing or foreign file, MissingPackageError without
@@ -187,8 +193,14 @@ class FileTokenizer:
                 f"{file}: no such file; data.tokenizer must be `bytes` or the path of a "
                 "tokenizer.json"
             )
-        self._name = str(file)
+        self.name = str(file)
         self._tokenizer = _load(file)
+        # A run that goes on, its ranks and its shards have the same tokens each time.
+        self.switched_off = [
+            name for name in DRAWS if getattr(self._tokenizer.model, name, None) not in (None, 0)
+        ]
+        for name in self.switched_off:
+            setattr(self._tokenizer.model, name, None)
         self._end = self._end_token(file.parent)
         self.vocab_size = 1 + max(
             self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1
@@ -257,7 +269,7 @@ class FileTokenizer:
 
     def _named(self, where: str) -> "_NamedErrors":
         """For tokenizing the document at `where`."""
-        return _NamedErrors(f"{where}: {self._name} cannot tokenize it", BadDocumentError)
+        return _NamedErrors(f"{where}: {self.name} cannot tokenize it", BadDocumentError)
 
     def _chat(self, document: SourceDocument) -> Document:
         messages, where = document.messages or (), document.where
@@ -279,7 +291,7 @@ class FileTokenizer:
             if self._tokenizer.token_to_id(token) is None:
                 raise DataError(
                     f"{where}: chat messages are written as ChatML where there is no chat template "
-                    f"beside the tokenizer, but {self._name} has no token {token}; put the "
+                    f"beside the tokenizer, but {self.name} has no token {token}; put the "
                     "tokenizer_config.json or chat_template.jinja of your model beside it"
                 )
         text = ""
@@ -300,7 +312,7 @@ class FileTokenizer:
         ):
             raise DataError(
                 f"{folder / 'tokenizer_config.json'}: its eos_token is {shown(end)}, which is no "
-                f"token of {self._name}; repair it or remove it"
+                f"token of {self.name}; repair it or remove it"
             )
         known = (self._tokenizer.token_to_id(name) for name in (end, *END_NAMES) if name)
         return next((number for number in known if number is not None), None)
@@ -351,12 +363,6 @@ def _load(file: Path) -> Any:
             f"{file}: its unk_token is {shown(unknown)}, which is not in its vocabulary, so words "
             "that are "
             "not there either cannot be tokenized; add it to the vocabulary"
-        )
-    draws = {name: getattr(tokenizer.model, name, None) for name in DRAWS}
-    if given := [name for name, value in draws.items() if value not in (None, 0)]:
-        raise DataError(
-            f"{file}: its model has {given[0]} = {shown(draws[given[0]])}, so it gives "
-            "other tokens each time; set it to null"
         )
     # Padding and truncation may be stored in the file; packing needs documents as they are.
     tokenizer.no_padding()
@@ -479,21 +485,27 @@ def _why_unlabelled(document: SourceDocument) -> str:
 
 
 def tokenizer_notes(source: DocumentSource, tokenizer: Tokenizer) -> list[str]:
-    """What is to be said of the tokens of the first document that can be used."""
+    """What is to be said of how text becomes tokens, by the first document."""
+    notes = []
     try:
         first = source[0]
-        found = [one.load() for one in tokenized(first, tokenizer) if one.predicts]
+        documents = [one.load() for one in tokenized(first, tokenizer) if one.predicts]
     except BadDocumentError:  # left out, or named when its turn comes
         return []
-    notes = []
-    learned = [one.tokens if one.targets is None else one.targets for one in found]
-    if first.stored is None and first.row is None and learned:
-        if not any(np.isin(targets, tokenizer.ends).any() for targets in learned):
-            notes.append(
-                f"{first.where}: no end of turn and no end of text is learned, so the model never "
-                "learns to stop; mark it in the chat template, or name an eos_token"
-            )
-        template = getattr(tokenizer, "template", None)
-        if first.messages is not None and template is not None and template.is_dated:
-            notes.append(f"{template.name} writes a date: it is always {CLOCK:%d %B %Y}")
+    learned = [one.tokens if one.targets is None else one.targets for one in documents]
+    is_written_here = first.stored is None and first.row is None and bool(learned)
+    if is_written_here and not any(np.isin(ids, tokenizer.ends).any() for ids in learned):
+        notes.append(
+            f"{first.where}: no end of turn and no end of text is learned, so the model never "
+            "learns to stop; mark it in the chat template, or name an eos_token"
+        )
+    if not isinstance(tokenizer, FileTokenizer):
+        return notes
+    if first.messages is not None and tokenizer.template and tokenizer.template.is_dated:
+        notes.append(f"{tokenizer.template.name} writes a date: it is always {CLOCK:%d %B %Y}")
+    if tokenizer.switched_off:
+        notes.append(
+            f"{tokenizer.name}: {' and '.join(tokenizer.switched_off)} is switched off, so that "
+            "a text has the same tokens each time"
+        )
     return notes
