@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from packgraph import cli
@@ -89,5 +89,27 @@ def word_tokenizer(folder: Path, template: str | None, **special: str) -> Path:
     options = {"eos_token": "<eos>", "pad_token": "<pad>"} | special
     if template is not None:
         options["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    return folder
+
+
+def byte_level_tokenizer(folder: Path, template: str | None, **config: object) -> Path:
+    """A tokenizer.json of single bytes with five special tokens, and a chat template."""
+    folder.mkdir(exist_ok=True, parents=True)
+    special = ["<pad>", "<s>", "</s>", "<|turn|>", "<|stop|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate([*special, *letters])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(special)
+    made.save(str(folder / "tokenizer.json"))
+    options = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": template,
+        **config,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(options))
     return folder
