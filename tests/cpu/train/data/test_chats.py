@@ -4,8 +4,9 @@ import json
 import sys
 
 import pytest
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
-from tuningkit import word_tokenizer
+from tuningkit import byte_level_tokenizer, word_tokenizer
 
 from packgraph.train.data import (
     DataConfig,
@@ -13,6 +14,7 @@ from packgraph.train.data import (
     build_tokenizer,
     open_documents,
     row_notes,
+    tokenizer_notes,
 )
 from packgraph.train.data.rows import document_of_row
 from packgraph.train.data.source import Message
@@ -212,3 +214,164 @@ def test_a_template_needs_transformers_only_where_there_are_chats(tmp_path, monk
     assert learned(tmp_path, encoded(tokens, {"text": "ab"})) == "ab<eos>"
     with pytest.raises(DataError, match="needs the packages `transformers`"):
         encoded(tokens, {"messages": CHAT})
+
+
+# As GLM-4's: the mark of who speaks next ends an answer.
+NEXT = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}<|turn|>{% else %}<|stop|>{% endif %}"
+    "{{ '\n' }}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|stop|>{{ '\n' }}{% endif %}"
+)
+TURNS = [CHAT[1], CHAT[2], CHAT[1], CHAT[4]]
+
+
+def byte_level(folder, template, **config):
+    return build_tokenizer(
+        DataConfig(tokenizer=str(byte_level_tokenizer(folder, template, **config)))
+    )
+
+
+def texts(folder, document):
+    """All of a document as text, and what of it is learned."""
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    targets = document.tokens if document.targets is None else document.targets
+    return fast.decode(document.tokens), fast.decode(targets[targets >= 0])
+
+
+def test_the_mark_of_the_next_speaker_is_learned_where_it_ends_an_answer(tmp_path):
+    tokens = byte_level(tmp_path, NEXT)
+    document = encoded(tokens, {"messages": TURNS})
+    text, said = texts(tmp_path, document)
+    assert text == "<s><|turn|>\none?\n<|stop|>\ntwo\n<|turn|>\none?\n<|stop|>\nthree\n<|turn|>"
+    assert said == "two\n<|turn|>three\n<|turn|>"
+    assert tokens.ends == (2, 3)  # an export stops at it
+    # A template that writes an end of its own gets no other.
+    own = byte_level(tmp_path / "own", NEXT.replace("{{ m.content }}\n", "{{ m.content }}</s>\n"))
+    assert texts(tmp_path, encoded(own, {"messages": TURNS}))[1] == "two</s>three</s>"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_run_says_when_nothing_teaches_the_model_to_stop(tmp_path, ends):
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}END{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    tokens = byte_level(tmp_path, template.replace("END", "</s>" if ends else "\n"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n")
+    notes = tokenizer_notes(open_documents(DataConfig(source="jsonl", path=str(path))), tokens)
+    assert [f"{path}:1: no end of turn" in note for note in notes] == [] if ends else [True]
+
+
+def test_the_clock_of_a_template_stands_still(tmp_path):
+    dated = "Today: {{ strftime_now('%d %B %Y') }}\n" + PLAIN
+    tokens = byte_level(tmp_path, dated.replace("im_start", "turn").replace("im_end", "stop"))
+    text, _ = texts(tmp_path, encoded(tokens, {"messages": CHAT}))
+    assert text.startswith("Today: 26 July 2024\n<|turn|>system")
+
+
+@pytest.mark.parametrize("draws", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
+def test_a_template_that_draws_at_random_is_refused(tmp_path, draws):
+    with pytest.raises(DataError, match="something else each time"):
+        byte_level(tmp_path, draws + PLAIN)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1/0 }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{{ 'x'.encode('nope') }}",
+        "{{ '\\ud800' }}",
+        "{{ messages[9].content.no.such }}",
+    ],
+)
+def test_a_template_that_fails_names_the_row(tmp_path, template):
+    with pytest.raises(DataError, match=r"^here:1: "):
+        encoded(byte_level(tmp_path, template), {"messages": CHAT})
+
+
+def test_a_template_that_loops_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("packgraph.train.data.chat_template.LONGEST", 0.1)
+    loop = (
+        "{% set r = range(9999) | list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"takes more than .*does it loop\? Repair it"):
+        encoded(byte_level(tmp_path, loop), {"messages": CHAT})
+    assert sys.gettrace() is None or "template" not in repr(sys.gettrace())
+
+
+def test_a_template_that_drops_a_message_is_refused(tmp_path):
+    drops = (
+        "{% for m in messages if m.role != 'system' %}<|turn|>{{ m.content }}<|stop|>{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"here:1: .*leaves out message 0, of the system"):
+        encoded(byte_level(tmp_path, drops), {"messages": CHAT})
+
+
+def test_tools_choose_the_template_that_is_named_so(tmp_path):
+    named = [
+        {"name": "default", "template": PLAIN},
+        {"name": "tool_use", "template": "{{ tools | tojson }}" + PLAIN},
+    ]
+    tokens = byte_level(tmp_path, named)
+    tool = {"type": "function", "function": {"name": "look"}}
+    text, _ = texts(tmp_path, encoded(tokens, {"messages": CHAT, "tools": [tool]}))
+    assert text.startswith('[{"type": "function"')
+    assert texts(tmp_path, encoded(tokens, {"messages": CHAT}))[0].startswith("<|im_start|>")
+
+
+def test_thoughts_of_earlier_answers_may_be_left_out(tmp_path):
+    """As Qwen3's template does: what is learned are the words and the end of the turn."""
+    thinks = (
+        "{% for m in messages %}<|turn|>{{ m.role }}: {% if m.reasoning_content and loop.last %}"
+        "[{{ m.reasoning_content }}]{% endif %}{{ m.content }}<|stop|>{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
+    )
+    chat = [
+        CHAT[1],
+        {**CHAT[2], "reasoning_content": "one and one, so two"},
+        CHAT[1],
+        {**CHAT[4], "reasoning": "now three"},
+    ]
+    tokens = byte_level(tmp_path, thinks)
+    _, said = texts(tmp_path, encoded(tokens, {"messages": chat}))
+    assert said == "two<|stop|>[now three]three<|stop|>"
+
+
+def test_ends_that_a_text_has_are_not_written_twice(tmp_path):
+    folder = byte_level_tokenizer(tmp_path, None)
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    tokens = build_tokenizer(DataConfig(tokenizer=str(folder)))
+    for text in ("warm", "<s>warm", "warm</s>", "<s>warm</s>"):
+        assert texts(tmp_path, encoded(tokens, {"text": text}))[0] == "<s>warm</s>"
+    both = encoded(tokens, {"prompt": "<s>how?", "completion": " so</s>"})
+    assert texts(tmp_path, both) == ("<s>how? so</s>", " so</s>")
+
+
+def test_the_end_token_of_special_tokens_map_counts_and_is_in_the_fingerprint(tmp_path):
+    folder, found = byte_level_tokenizer(tmp_path, None), []
+    (folder / "tokenizer_config.json").write_text("{}")
+    for end in ("</s>", "<|stop|>"):
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": end}))
+        tokens = build_tokenizer(DataConfig(tokenizer=str(folder)))
+        found.append(tokens.fingerprint)
+        assert texts(tmp_path, encoded(tokens, {"text": "warm"}))[0] == f"warm{end}"
+    assert found[0] != found[1]
+
+
+def test_dropout_of_a_tokenizer_is_switched_off_and_told(tmp_path):
+    folder = byte_level_tokenizer(tmp_path, None)
+    made = json.loads((folder / "tokenizer.json").read_text())
+    made["model"]["dropout"] = 0.5
+    made["model"]["vocab"]["ab"] = len(made["model"]["vocab"])
+    made["model"]["merges"] = [["a", "b"]]
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    tokens = build_tokenizer(DataConfig(tokenizer=str(folder)))
+    found = {tuple(encoded(tokens, {"text": "ab" * 20}).tokens) for _ in range(5)}
+    assert len(found) == 1
+    (tmp_path / "x.jsonl").write_text('{"text": "ab"}\n')
+    source = open_documents(DataConfig(source="jsonl", path=str(tmp_path / "x.jsonl")))
+    assert "dropout is switched off" in tokenizer_notes(source, tokens)[0]

@@ -172,6 +172,26 @@ def test_documents_without_a_token_to_predict_are_left_out_and_counted(tmp_path)
     assert all(pack.num_loss_tokens for pack in packs)
 
 
+def test_an_answer_is_never_cut_from_its_prompt(tmp_path):
+    long = {"role": "user", "content": "words " * 60}
+    answer = {"role": "assistant", "content": "no"}
+    rows = [
+        {"messages": [long, answer]},
+        {"prompt": long["content"], "completion": "no"},
+        {"input_ids": [5] * 200, "labels": [-100] * 190 + [5] * 10},
+        {"text": long["content"]},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    stream = lines(tmp_path, text, overlong="split")
+    packs = list(stream)
+    assert (stream.report.dropped_documents, stream.report.split_documents) == (3, 1)
+    assert sum(pack.num_tokens for pack in packs) == 362
+    with pytest.raises(DataError, match=r"dropped as longer than .*never cut from its prompt"):
+        next(lines(tmp_path, json.dumps(rows[0]) + "\n", overlong="split"))
+    with pytest.raises(DataError, match=r"has \d+ tokens.*\(data.overlong\)"):
+        next(lines(tmp_path, json.dumps(rows[0]) + "\n"))
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
