@@ -286,3 +286,32 @@ def test_a_step_takes_packs_until_its_tokens_are_reached() -> None:
         total = sum(batch.num_tokens for batch in taken)
         assert total >= budget > total - taken[-1].num_tokens
     assert take_step(iter([]), 5) == []
+
+
+class SomeUnlabelled(RandomPacks):
+    """Packs of documents of one token, which have no label, at every place but `labelled`."""
+
+    labelled = (0, 2)
+
+    def __next__(self):
+        if self.position in self.labelled:
+            return super().__next__()
+        self.position += 1
+        return pack([[1], [2]], list(CAPACITIES))[0]
+
+
+def test_a_step_without_labels_is_said_and_counts_nowhere(tmp_path, capsys):
+    run = trainer(tmp_path, tiny(steps=4, tokens_per_step=1), packs=SomeUnlabelled())
+    summary = run.run(StopRequest())
+    rows = read_metrics(tmp_path / METRICS)
+    assert [row["loss"] is None for row in rows] == [False, True, False, True]
+    assert [row.get("unlabelled", False) for row in rows] == [False, True, False, True]
+    assert [step for step, *_ in run.spikes.window] == [1, 3]
+    assert summary["loss_first_steps"] == [1] and summary["loss_last_steps"] == [3]
+
+
+def test_a_run_without_any_label_ends_with_an_error(tmp_path):
+    packs = SomeUnlabelled()
+    packs.labelled = ()
+    with pytest.raises(DataError, match="none of the 3 steps had a label"):
+        trainer(tmp_path, tiny(steps=3, tokens_per_step=1), packs=packs).run(StopRequest())
