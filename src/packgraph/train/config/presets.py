@@ -255,14 +255,16 @@ def of_path(name: str) -> tuple[str, ConfigLayer | None]:
 def data_layer(name: str, layers: Sequence[ConfigLayer]) -> list[ConfigLayer]:
     """The source of data that the ending of data.path says, where no layer names one. Raises
     ConfigError for a run of hf:PATH that has no data."""
-    given: dict[str, Any] = {}
-    for layer in layers:
-        section = layer.values.get("data")
-        given |= section if isinstance(section, Mapping) else {}
-    if given.get("source") is not None:
+
+    def given(section: str, name: str) -> Any:
+        found = [layer.values.get(section) for layer in layers]
+        values = [one.get(name) for one in found if isinstance(one, Mapping)]
+        return next((value for value in reversed(values) if value is not None), None)
+
+    path = given("data", "path")
+    if given("data", "source") is not None:
         return []
-    path = given.get("path")
-    if name == LIVE and path is None:
+    if name == LIVE and path is None and given("hf", "path") is not None:
         raise ConfigError(
             ["hf:PATH needs data to train on: name a file by --data.path, such as chats.jsonl"]
         )

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -180,10 +181,11 @@ class ChatTemplate:
         arguments = arguments or {}
         self._check_read(messages, where, arguments)
         text, marked = self._render(messages, where, arguments)
-        for number, message in enumerate(messages):
-            self._check_written(message, text, f"{where}: {self.name} leaves out message {number}")
+        self._check_written(messages, text, where)
         answers = [index for index, turn in enumerate(messages) if turn.role == "assistant"]
         if MARKS.search(self._chosen(arguments)):
+            if len(marked) > len(answers) and all(messages[index].learned for index in answers):
+                return text, marked  # several of an answer
             if len(marked) != len(answers):
                 raise BadDocumentError(
                     f"{where}: {self.name} marks {len(marked)} answers of an assistant, but the "
@@ -250,16 +252,22 @@ class ChatTemplate:
     def _reads(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self._text) is not None
 
-    def _check_written(self, message: Message, text: str, what: str) -> None:
-        """Raise where the words of a message are not in the text of its chat."""
-        words, parts = message.content.strip(), message.given.get("content")
-        if message.role == "assistant" and not message.learned and words:
-            return  # some templates leave out what earlier answers have thought
-        if isinstance(parts, list) and (str(parts) in text or json.dumps(parts) in text):
-            raise BadDocumentError(f"{what}, whose `content` is a list; write it as one text")
-        found = words in text or json.dumps(words, ensure_ascii=False)[1:-1] in text
-        if not found and message.role != "assistant" and not isinstance(parts, list):
-            raise BadDocumentError(f"{what}, of the {message.role}")
+    def _check_written(self, messages: Sequence[Message], text: str, where: str) -> None:
+        """Raise where something that a chat holds is not in its text."""
+        for number, message in enumerate(messages):
+            what = f"{where}: {self.name} leaves out message {number}"
+            parts = message.given.get("content")
+            if isinstance(parts, list) and (str(parts) in text or json.dumps(parts) in text):
+                raise BadDocumentError(f"{what}, whose `content` is a list; write it as one text")
+            # Answers are looked for at their place; templates may leave out what they begin with.
+            if message.role != "assistant" and not _holds(text, message.content.strip()):
+                raise BadDocumentError(f"{what}, of the {message.role}")
+            if not all(_holds(text, name) for name in _called(message)):
+                raise BadDocumentError(f"{what}: what it calls")
+        last = messages[-1]
+        thought = next((last.given[name] for name in THOUGHTS if name in last.given), "")
+        if isinstance(thought, str) and not _holds(text, thought.strip()):
+            raise BadDocumentError(f"{where}: {self.name} leaves out what the last message thinks")
 
     def _answer(
         self,
@@ -270,19 +278,26 @@ class ChatTemplate:
         arguments: Mapping[str, Any],
     ) -> Span:
         """The characters of an answer: its words and what ends it."""
-        asked, _ = self._render(messages[:index], where, arguments, asks=True)
-        told, _ = self._render(messages[: index + 1], where, arguments)
-        words, start = messages[index].content.strip(), len(asked)
-        if told.startswith(asked) and text.startswith(asked):
-            answer = told[start:].rstrip()
-            if words in answer and text.startswith(answer, start):
-                return start, start + len(answer)
+        before, message = messages[:index], messages[index]
+        asked, _ = self._render(before, where, arguments, asks=True)
+        start = len(asked)
+        if not text.startswith(asked):  # some ask for more than they write of earlier answers
+            pairs = enumerate(zip(asked, text))
+            start = next((n for n, (one, other) in pairs if one != other), len(text))
+            if start < len(self._render(before, where, arguments)[0]):
+                start = len(text)  # what stands before it is written otherwise
+        bare = {name: value for name, value in message.given.items() if name not in THOUGHTS}
+        needed = [message.content.strip()] if message.content.strip() else _called(message)
+        for own in (message, replace(message, given=bare)):
+            told, _ = self._render((*before, own), where, arguments)
+            answer = told[start:].rstrip() if told.startswith(text[:start]) else ""
             # What a template puts before the words of the last answer may be missing here.
-            place = answer.find(words) if words else -1
-            while place >= 0:
-                if text.startswith(answer[place:], start):
-                    return start, start + len(answer) - place
-                place = answer.find(words, place + 1)
+            for place in range(len(answer)):
+                if not text.startswith(answer[place : place + 8], start):
+                    continue
+                rest = answer[place:]
+                if all(words in rest for words in needed) and text.startswith(rest, start):
+                    return start, start + len(rest)
         raise BadDocumentError(
             f"{where}: {self.name} writes message {index} otherwise within this chat than at "
             "its end, so what is learned of it cannot be told; mark answers in the template "
@@ -345,6 +360,19 @@ def _fields(message: Message) -> dict[str, Any]:
     if thought is not None:
         found = {"thinking": thought, **found, "reasoning_content": thought}
     return found
+
+
+def _holds(text: str, words: str) -> bool:
+    """A text has these words, as they are or within a text of JSON."""
+    return words in text or json.dumps(words, ensure_ascii=False)[1:-1] in text
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the functions that a message calls."""
+    calls = message.given.get("tool_calls")
+    found = [call.get("function", call) for call in calls or () if isinstance(call, Mapping)]
+    names = [one.get("name") for one in found if isinstance(one, Mapping)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _first_of(special: frozenset[str], text: str) -> str:

@@ -5,6 +5,7 @@ The table in docs/guides/fine-tuning.md is made of FORMATS.
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -314,3 +315,45 @@ def test_files_that_must_be_unpacked_are_refused_by_name(tmp_path, name):
     for path in (tmp_path / name, tmp_path):  # a folder is not read without it
         with pytest.raises(DataError, match=rf"{name}: \.\w+ is not read; (unpack|write) it"):
             open_documents(DataConfig(source="jsonl", path=str(path)))
+
+
+# Templates that read lists of parts alone.
+PICTURES = ("idefics3", "llava_next", "smolvlm")
+
+
+def templates_of_trl():
+    """Chat templates that TRL brings along, of which it trains on those named `training`."""
+    trl = find_spec("trl")
+    folder = Path(trl.submodule_search_locations[0]) / "chat_templates" if trl else Path("none")
+    return sorted(folder.glob("*.jinja"))
+
+
+@pytest.mark.parametrize("file", templates_of_trl(), ids=lambda file: file.stem)
+def test_templates_of_trl_give_the_tokens_of_transformers(tmp_path, file):
+    """Or are refused; where answers are marked, what is learned is what transformers marks."""
+    folder = byte_level_tokenizer(tmp_path, file.read_text().replace("strftime_now", "no_clock"))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "system", "content": "be brief"}, ASKS, SAYS, ASKS, {**SAYS, "content": "22"}]
+    calls = [ASKS, {**CALLS, "content": "I look. "}, FOUND, SAYS]
+    thinks, read = [ASKS, {**SAYS, "reasoning_content": "noon"}], 0
+    for row in ({"messages": chat}, {"messages": calls, "tools": [TOOL]}, {"messages": thinks}):
+        try:
+            tokens, targets = encoded(folder, row)
+        except DataError:
+            continue
+        read += 1
+        found = theirs.apply_chat_template(
+            row["messages"],
+            tools=row.get("tools"),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask="{% generation" in file.read_text(),
+        )
+        said = theirs.decode([target for target in targets if target >= 0])
+        for message in row["messages"]:
+            assert message["role"] != "assistant" or message["content"].strip() in said
+        assert tokens == found["input_ids"]
+        if "assistant_masks" in found:
+            assert [target >= 0 for target in targets] == [
+                bool(m) for m in found["assistant_masks"]
+            ]
