@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.parameters import gradient_dtype, local_tensor, set_gradient_dtype
 from packgraph.parallel.buckets import GradientBucketPlan, plan_gradient_buckets
 from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import ShardGroups
@@ -72,13 +72,15 @@ class Member:
 class GradientBucket:
     """A part of the flat buffers, all of one kind.
 
-    parameters, gradients: [size] of one dtype; parameters is empty where every rank gets whole
-    gradients, since none of them has moved. group: the replicas that hold the same parameters,
-    None = no other rank does. own: the part of this rank. own_parameters, own_gradients: [size /
-    ranks of the group]; after `reduce` the latter are the sums over the group, in place of what
-    this rank's microbatches have added up unless there is memory apart. sharded_layer: whose
-    `gradients` are memory of other layers, too, so that sums are in kept_gradients alone; None = of
-    no other. is_gathered: so are `parameters`, and kept_parameters are memory of their own.
+    parameters, gradients: [size]; parameters is empty where every rank gets whole gradients, since
+    none of them has moved. Gradients have the `grad_dtype` that the parameters came with, but in a
+    sharded layer, where they are of one backward, the parameters' dtype. group: the replicas that
+    hold the same parameters, None = no other rank does. own: the part of this rank.
+    own_parameters, own_gradients: [size / ranks of the group]; after `reduce` the latter are the
+    sums over the group, in place of what this rank's microbatches have added up unless there is
+    memory apart. sharded_layer: whose `gradients` are memory of other layers, too, so that sums
+    are in kept_gradients alone, in the `grad_dtype` that parameters came with; None = of no other.
+    is_gathered: so are `parameters`, and kept_parameters are memory of their own.
     kept_parameters, kept_gradients: [size / ranks of `within.shard`], of a sharded layer: what
     this rank keeps of them, own_parameters are among it; the latter are sums over within.shard.
     peers: how the layer's parts are exchanged where ranks read each other's memory, None = by
@@ -196,9 +198,10 @@ def make_spans(
     # Replicas of the same part are some of all replicas, their number divides that of all, and so
     # each span.
     replicas = 1 if everyone is None else dist.get_world_size(everyone)
-    for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
-        ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
-        most = None if everyone is None else span_bytes // dtype.itemsize
+    dtypes = [(parameter.dtype, gradient_dtype(parameter)) for _, parameter in named]
+    for of_span in dict.fromkeys(dtypes):
+        ours = [each for each, found in zip(named, dtypes, strict=True) if found == of_span]
+        most = None if everyone is None else span_bytes // of_span[0].itemsize
         kinds = [kind(*each) for each in ours]
         sizes = [local_tensor(parameter).numel() for _, parameter in ours]
         of_layers = {found for found in kinds if found.layer is not None}
@@ -209,16 +212,19 @@ def make_spans(
             each.layer if shard != "none" and within[each.copies].shard is not None else None
             for each in of
         ]
-        zeros = partial(torch.zeros, dtype=dtype, device=local_tensor(ours[0][1]).device)
+        device = local_tensor(ours[0][1]).device
+        zeros, sums = (partial(torch.zeros, dtype=dtype, device=device) for dtype in of_span)
         for plan, each, room in zip(
-            plans, of, _make_rooms(plans, of, turns, moves, shard, peers, zeros), strict=True
+            plans, of, _make_rooms(plans, of, turns, moves, shard, peers, zeros, sums), strict=True
         ):
             chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
             group = groups[each.copies]
             shares = ShardGroups(group) if room.turn is None else within[each.copies]
             sharers = _sharers(each, chosen[0][0][1], ties)
             spans.append(
-                _make_bucket(chosen, each, room, group, shares, sharers, moves, sums_apart)
+                _make_bucket(
+                    chosen, each, room, group, shares, sharers, moves, sums_apart, of_span[1]
+                )
             )
     return spans
 
@@ -244,9 +250,10 @@ def _make_rooms(
     shard: Shard,
     peers: Peers | None,
     zeros: Callable[[int], Tensor],
+    sums: Callable[[int], Tensor],
 ) -> list[_Room]:
     """Memory of spans of one dtype. turns: of their layers. moves, peers: as in `make_spans`.
-    zeros: makes it."""
+    zeros: makes it; sums: that of gradients to which more than one backward adds."""
     reading = [
         None if turn is None or kind.copies != WHOLE else peers
         for turn, kind in zip(turns, kinds, strict=True)
@@ -269,7 +276,7 @@ def _make_rooms(
         zeros,
     )
     sizes = [plan.size if kind.trained else 0 for plan, kind in zip(plans, kinds, strict=True)]
-    gradients = _memory(sizes, turns, zeros, shown)
+    gradients = _memory(sizes, turns, sums, shown)
     rooms = (shown(sum(kept)) if any(kept) else zeros(0)).split(kept)
     return list(map(_Room, parameters, gradients, rooms, turns, gathers, reading))
 
@@ -283,6 +290,7 @@ def _make_bucket(
     sharers: dist.ProcessGroup | None,
     moves: bool,
     sums_apart: bool,
+    sums: torch.dtype,
 ) -> GradientBucket:
     """The bucket of parameters, which move into its memory. chosen: with their places."""
     parameters, gradients = room.parameters, room.gradients
@@ -300,7 +308,7 @@ def _make_bucket(
     # Of a layer's gradients the memory is other layers', too; elsewhere sums are made in place.
     kept_gradients, is_summed = gradients[kept], group is not None or sharers is not None
     if room.turn is not None or (moves and sums_apart and is_summed):
-        kept_gradients = torch.zeros_like(kept_gradients)
+        kept_gradients = torch.zeros_like(kept_gradients, dtype=sums)
     parts = None
     if room.peers is not None:
         read = kept_parameters if room.is_gathered else None
@@ -391,6 +399,7 @@ def _place(
     if not gradients.numel():  # it is frozen
         return Member(name, parameter, place, gradients)
     gradient = gradients[place].view(local.shape)
+    set_gradient_dtype(parameter, gradient.dtype)
     if isinstance(parameter, DTensor):
         placements = (
             parameter.placements

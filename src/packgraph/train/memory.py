@@ -376,20 +376,21 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     microbatch = kept(layers)(capacity) - (
         0 if is_last else kept(0)(capacity)
     )  # the head is the last stage's
-    held = (dense + experts + padding) * itemsize
+    held = dense + experts + padding
     sharded = matrices if config.parallel.shards else []
-    spared = _spared(sharded, layout)
-    spared = round(spared * itemsize) if replicas > 1 else 0
+    spared, turns = _spared(sharded, layout) if replicas > 1 else (0.0, 0.0)
+    wide = getattr(torch, config.gradient_dtype(world)).itemsize
+    gradients = wide * (held - spared) - (wide - itemsize) * turns
     # Sums over replicas are made in place, but those over blocks of what a rank keeps.
     shared_experts = layout.sharers(experts=True) > 1
     kept_again = [(d, e if shared_experts else 0.0) for d, e in sharded]
     blocks = replicas > 1 and layout.sharers() < replicas
-    sums = round(_kept(kept_again, layout, replicas) * itemsize) if blocks else 0
+    gradients += _kept(kept_again, layout, replicas) * wide if blocks else 0
     hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
     return Need(
-        held - (spared if config.parallel.known_shard == "parameters" else 0),
-        held - spared + sums,
+        round(itemsize * (held - (spared if config.parallel.known_shard == "parameters" else 0))),
+        round(gradients),
         _on_device(config, state, updated) if device_type == "cuda" else state,
         0 if _may_keep_less(config) else microbatch,
         microbatch if _has_pool(config, device_type) else 0,
@@ -406,17 +407,18 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     else:
         elements = stage_weights(config.model, 0, 1)[0]
     itemsize = getattr(torch, config.run.dtype).itemsize
+    wide = getattr(torch, config.gradient_dtype(world)).itemsize
     trained = 0 if config.lora.enabled else elements
     state = _state_bytes(config, trained, trained / world)
     if device_type == "cuda":
         state = _on_device(config, state, trained / world)
-    gradients = trained
+    gradients = trained * wide
     if config.parallel.shards and world > 1:
         layout = config.parallel.layout().resolved(world)
-        spared = round(_spared(_sharded(config, layout, 0), layout))
+        spared, turns = map(round, _spared(_sharded(config, layout, 0), layout))
         elements -= spared if config.parallel.known_shard == "parameters" else 0
-        gradients -= spared if trained else 0
-    return Need(elements * itemsize, gradients * itemsize, state, 0, 0, _sure_capacity(config))
+        gradients -= wide * spared + (wide - itemsize) * turns if trained else 0
+    return Need(elements * itemsize, gradients, state, 0, 0, _sure_capacity(config))
 
 
 def _on_device(config: TrainConfig, state: int, updated: float) -> int:
@@ -558,14 +560,14 @@ def _kept(sharded: list[tuple[float, float]], layout: Layout, replicas: int) -> 
     return sum(d / replicas + e / (replicas // layout.ep) for d, e in sharded)
 
 
-def _spared(sharded: list[tuple[float, float]], layout: Layout) -> float:
+def _spared(sharded: list[tuple[float, float]], layout: Layout) -> tuple[float, float]:
     """Elements of sharded layers that a rank does not hold: it keeps its part, and has a buffer in
-    which they take turns."""
+    which they take turns; and those of this buffer, whose gradients are of one microbatch."""
     within, of_experts = layout.sharers(), layout.sharers(experts=True)
     shared = [(d, e if of_experts > 1 else 0.0) for d, e in sharded]
     parts = sum(d / within + e / of_experts for d, e in shared)
     _, turns = take_turns([round(sum(each)) for each in shared])
-    return max(0.0, sum(map(sum, shared)) - parts - turns)
+    return max(0.0, sum(map(sum, shared)) - parts - turns), turns
 
 
 def _sure_capacity(config: TrainConfig) -> Capacity:
