@@ -13,9 +13,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def add_sum(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one + other, the sum rounded to their dtype before it is added.
+    """total += one + other, the sum rounded to the dtype before it is added.
 
-    All are [size] and contiguous; one and other of one dtype, total of that or float32.
+    All are [size], contiguous and of one dtype.
     """
     if HAS_TRITON and total.is_cuda and total.dtype in DTYPES:
         from packgraph.ops.add_sum_kernel import add_sum_of_two

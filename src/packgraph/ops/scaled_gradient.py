@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packgraph.ops.triton_found import HAS_TRITON
 
-# Of float32 the kernel would round once, where two operations round twice: by one instruction.
+# Of gradients that the kernel adds: float32 ones go by two operations.
 DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from packgraph.graphs.parameters import gradient_dtype, local_tensor, set_gradient_dtype
+from packgraph.graphs.parameters import gradient_dtype, local_tensor
 from packgraph.parallel.buckets import GradientBucketPlan, plan_gradient_buckets
 from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import ShardGroups
@@ -72,24 +72,22 @@ class Member:
 class GradientBucket:
     """A part of the flat buffers, all of one kind.
 
-    parameters, gradients: [size]; parameters is empty where every rank gets whole gradients, since
-    none of them has moved. Gradients have the `grad_dtype` that the parameters came with, but in a
-    sharded layer, where they are of one backward, the parameters' dtype. group: the replicas that
-    hold the same parameters, None = no other rank does. own: the part of this rank.
-    own_parameters, own_gradients: [size / ranks of the group]; after `reduce` the latter are the
-    sums over the group, in place of what this rank's microbatches have added up unless there is
-    memory apart. sharded_layer: whose `gradients` are memory of other layers, too, so that sums
-    are in kept_gradients alone, in the `grad_dtype` that parameters came with; None = of no other.
-    is_gathered: so are `parameters`, and kept_parameters are memory of their own.
-    kept_parameters, kept_gradients: [size / ranks of `within.shard`], of a sharded layer: what
-    this rank keeps of them, own_parameters are among it; the latter are sums over within.shard.
-    peers: how the layer's parts are exchanged where ranks read each other's memory, None = by
-    collectives. behind: what has its gradient only after those of a sharded layer are in
-    kept_gradients; empty where that is not known before the backward ends. decays: weight decay
-    applies (two or more dimensions). sharded: other tensor-parallel ranks hold other elements, not
-    copies. sharers: the ranks over which gradients of copies are still to be summed, None where
-    every rank computes the whole gradient. tied: the name of the one parameter here of which other
-    pipeline stages (the sharers) have copies, None for all others.
+    parameters, gradients: [size] of one dtype each, that of gradients being the `grad_dtype` of the
+    parameters; parameters is empty where every rank gets whole gradients, since none of them has
+    moved. group: the replicas that hold the same parameters, None = no other rank does. own: the
+    part of this rank. own_parameters, own_gradients: [size / ranks of the group]; after `reduce`
+    the latter are the sums over the group, in place of what this rank's microbatches have added up
+    unless there is memory apart. sharded_layer: whose `gradients` are memory of other layers, too,
+    so that sums are in kept_gradients alone; None = of no other. is_gathered: so are `parameters`,
+    and kept_parameters are memory of their own. kept_parameters, kept_gradients: [size / ranks of
+    `within.shard`], of a sharded layer: what this rank keeps of them, own_parameters are among it;
+    the latter are sums over within.shard. peers: how the layer's parts are exchanged where ranks
+    read each other's memory, None = by collectives. behind: what has its gradient only after those
+    of a sharded layer are in kept_gradients; empty where that is not known before the backward
+    ends. decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel
+    ranks hold other elements, not copies. sharers: the ranks over which gradients of copies are
+    still to be summed, None where every rank computes the whole gradient. tied: the name of the one
+    parameter here of which other pipeline stages (the sharers) have copies, None for all others.
     """
 
     members: list[Member]
@@ -222,9 +220,7 @@ def make_spans(
             shares = ShardGroups(group) if room.turn is None else within[each.copies]
             sharers = _sharers(each, chosen[0][0][1], ties)
             spans.append(
-                _make_bucket(
-                    chosen, each, room, group, shares, sharers, moves, sums_apart, of_span[1]
-                )
+                _make_bucket(chosen, each, room, group, shares, sharers, moves, sums_apart)
             )
     return spans
 
@@ -253,14 +249,16 @@ def _make_rooms(
     sums: Callable[[int], Tensor],
 ) -> list[_Room]:
     """Memory of spans of one dtype. turns: of their layers. moves, peers: as in `make_spans`.
-    zeros: makes it; sums: that of gradients to which more than one backward adds."""
+    zeros, sums: make that of parameters and of gradients."""
     reading = [
         None if turn is None or kind.copies != WHOLE else peers
         for turn, kind in zip(turns, kinds, strict=True)
     ]
-    dtype = zeros(0).dtype
     read = peers if any(reading) else None
-    shown = zeros if read is None else partial(read.allocate, dtype=dtype)
+    shown, shown_sums = (
+        make if read is None else partial(read.allocate, dtype=make(0).dtype)
+        for make in (zeros, sums)
+    )
     gathers = [shard == "parameters" and turn is not None for turn in turns]
     ranks = [1 if found is None else found.ranks for found in reading]
     kept = [
@@ -276,7 +274,7 @@ def _make_rooms(
         zeros,
     )
     sizes = [plan.size if kind.trained else 0 for plan, kind in zip(plans, kinds, strict=True)]
-    gradients = _memory(sizes, turns, sums, shown)
+    gradients = _memory(sizes, turns, sums, shown_sums)
     rooms = (shown(sum(kept)) if any(kept) else zeros(0)).split(kept)
     return list(map(_Room, parameters, gradients, rooms, turns, gathers, reading))
 
@@ -290,7 +288,6 @@ def _make_bucket(
     sharers: dist.ProcessGroup | None,
     moves: bool,
     sums_apart: bool,
-    sums: torch.dtype,
 ) -> GradientBucket:
     """The bucket of parameters, which move into its memory. chosen: with their places."""
     parameters, gradients = room.parameters, room.gradients
@@ -308,7 +305,7 @@ def _make_bucket(
     # Of a layer's gradients the memory is other layers', too; elsewhere sums are made in place.
     kept_gradients, is_summed = gradients[kept], group is not None or sharers is not None
     if room.turn is not None or (moves and sums_apart and is_summed):
-        kept_gradients = torch.zeros_like(kept_gradients, dtype=sums)
+        kept_gradients = torch.zeros_like(kept_gradients)
     parts = None
     if room.peers is not None:
         read = kept_parameters if room.is_gathered else None
@@ -399,7 +396,6 @@ def _place(
     if not gradients.numel():  # it is frozen
         return Member(name, parameter, place, gradients)
     gradient = gradients[place].view(local.shape)
-    set_gradient_dtype(parameter, gradient.dtype)
     if isinstance(parameter, DTensor):
         placements = (
             parameter.placements

@@ -378,19 +378,18 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     )  # the head is the last stage's
     held = dense + experts + padding
     sharded = matrices if config.parallel.shards else []
-    spared, turns = _spared(sharded, layout) if replicas > 1 else (0.0, 0.0)
-    wide = getattr(torch, config.gradient_dtype(world)).itemsize
-    gradients = wide * (held - spared) - (wide - itemsize) * turns
+    spared = _spared(sharded, layout) if replicas > 1 else 0.0
     # Sums over replicas are made in place, but those over blocks of what a rank keeps.
     shared_experts = layout.sharers(experts=True) > 1
     kept_again = [(d, e if shared_experts else 0.0) for d, e in sharded]
     blocks = replicas > 1 and layout.sharers() < replicas
-    gradients += _kept(kept_again, layout, replicas) * wide if blocks else 0
+    sums = _kept(kept_again, layout, replicas) if blocks else 0.0
+    wide = getattr(torch, config.gradient_dtype(world)).itemsize
     hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
     return Need(
         round(itemsize * (held - (spared if config.parallel.known_shard == "parameters" else 0))),
-        round(gradients),
+        round(wide * (held - spared + sums)),
         _on_device(config, state, updated) if device_type == "cuda" else state,
         0 if _may_keep_less(config) else microbatch,
         microbatch if _has_pool(config, device_type) else 0,
@@ -412,13 +411,13 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     state = _state_bytes(config, trained, trained / world)
     if device_type == "cuda":
         state = _on_device(config, state, trained / world)
-    gradients = trained * wide
+    gradients = trained
     if config.parallel.shards and world > 1:
         layout = config.parallel.layout().resolved(world)
-        spared, turns = map(round, _spared(_sharded(config, layout, 0), layout))
+        spared = round(_spared(_sharded(config, layout, 0), layout))
         elements -= spared if config.parallel.known_shard == "parameters" else 0
-        gradients -= wide * spared + (wide - itemsize) * turns if trained else 0
-    return Need(elements * itemsize, gradients, state, 0, 0, _sure_capacity(config))
+        gradients -= spared if trained else 0
+    return Need(elements * itemsize, gradients * wide, state, 0, 0, _sure_capacity(config))
 
 
 def _on_device(config: TrainConfig, state: int, updated: float) -> int:
@@ -560,14 +559,14 @@ def _kept(sharded: list[tuple[float, float]], layout: Layout, replicas: int) -> 
     return sum(d / replicas + e / (replicas // layout.ep) for d, e in sharded)
 
 
-def _spared(sharded: list[tuple[float, float]], layout: Layout) -> tuple[float, float]:
+def _spared(sharded: list[tuple[float, float]], layout: Layout) -> float:
     """Elements of sharded layers that a rank does not hold: it keeps its part, and has a buffer in
-    which they take turns; and those of this buffer, whose gradients are of one microbatch."""
+    which they take turns."""
     within, of_experts = layout.sharers(), layout.sharers(experts=True)
     shared = [(d, e if of_experts > 1 else 0.0) for d, e in sharded]
     parts = sum(d / within + e / of_experts for d, e in shared)
     _, turns = take_turns([round(sum(each)) for each in shared])
-    return max(0.0, sum(map(sum, shared)) - parts - turns), turns
+    return max(0.0, sum(map(sum, shared)) - parts - turns)
 
 
 def _sure_capacity(config: TrainConfig) -> Capacity:

@@ -293,15 +293,15 @@ def _sent(
     copies, within = (layout.dp or 1) * layout.cp, layout.sharers()
     every = layout.inner * (layout.dp or 1)
     sums = 4 if config.gradient_dtype(every) == "float32" else 2
-    both = 1 + sums / itemsize  # parameters, and gradients in the dtype of their sums
-    across = matrices / within * both * _others(copies // within)
-    times = {"none": 0, "gradients": 1, "parameters": 3}[shard]
+    reduced = sums / itemsize  # gradients beside parameters, in the dtype of their sums
+    across = matrices / within * (1 + reduced) * _others(copies // within)
+    times = reduced + (2 if shard == "parameters" else 0)
     sent = {
         "tp": rows * layers * 8 * again * row * _others(layout.tp),
         "cp": rows * layers * 2 * again * row / model.hidden_size * heads * _others(layout.cp),
         "ep": rows * 4 * again * row * chosen * _others(layout.ep),
         "pp": rows * 2.0 * row if layout.pp > 1 else 0.0,
-        "dp": both * whole * _others(copies),
+        "dp": (1 + reduced) * whole * _others(copies),
         "shard": rows * times * matrices * _others(within),
         "new": matrices * _others(within) if shard == "gradients" else 0.0,
         "across": across,

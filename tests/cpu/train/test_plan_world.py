@@ -98,10 +98,10 @@ def test_what_ranks_send_is_what_the_axes_say():
     both = 1 + 4 / 2  # of weights, and of float32 gradients
     assert the(choices).sent == {"dp": round(both * weights * 3 / 4)}
     sharded = the(choices, shard="parameters")
-    assert sharded.sent["shard"] == round(3 * matrices * 3 / 4)
+    assert sharded.sent["shard"] == round((2 + 2) * matrices * 3 / 4)
     assert sharded.sent["dp"] == pytest.approx(both * (weights - matrices) * 3 / 4)
     reduced = the(choices, shard="gradients")
-    assert reduced.sent["shard"] == round(matrices * 3 / 4)
+    assert reduced.sent["shard"] == round(2 * matrices * 3 / 4)
     assert reduced.sent["new"] == round(matrices * 3 / 4), "gathers all weights"
     assert reduced.sent["dp"] == pytest.approx(both * (weights - matrices) * 3 / 4)
     assert the(choices, tp=4).sent == {"tp": round(4 * model.num_layers * 8 * row * 3 / 4)}
@@ -129,8 +129,8 @@ def test_slow_links_favour_what_sends_less():
 def test_layers_shared_within_a_host_travel_over_its_links_alone():
     choices = found(16, net=0.5)
     every, host = (the(choices, shard="parameters", shard_ranks=ranks) for ranks in (0, 8))
-    matrices = every.sent["shard"] * 16 / 15 / 3
-    assert host.sent["shard"] == pytest.approx(3 * matrices * 7 / 8)
+    matrices = every.sent["shard"] * 16 / 15 / 4
+    assert host.sent["shard"] == pytest.approx(4 * matrices * 7 / 8)
     assert host.sent["across"] == pytest.approx(3 * matrices / 8 / 2)
     assert host.seconds < every.seconds and host.waits < every.waits
     # A rank keeps an eighth of weights and gradients, and updates a sixteenth, as ever.
