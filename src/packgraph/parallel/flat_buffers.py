@@ -84,10 +84,11 @@ class GradientBucket:
     the latter are sums over within.shard. peers: how the layer's parts are exchanged where ranks
     read each other's memory, None = by collectives. behind: what has its gradient only after those
     of a sharded layer are in kept_gradients; empty where that is not known before the backward
-    ends. decays: weight decay applies (two or more dimensions). sharded: other tensor-parallel
-    ranks hold other elements, not copies. sharers: the ranks over which gradients of copies are
-    still to be summed, None where every rank computes the whole gradient. tied: the name of the one
-    parameter here of which other pipeline stages (the sharers) have copies, None for all others.
+    ends. decays: weight decay applies (two or more dimensions, no bias). sharded: other
+    tensor-parallel ranks hold other elements, not copies. sharers: the ranks over which gradients
+    of copies are still to be summed, None where every rank computes the whole gradient. tied: the
+    name of the one parameter here of which other pipeline stages (the sharers) have copies, None
+    for all others.
     """
 
     members: list[Member]
@@ -181,7 +182,7 @@ def make_spans(
     def kind(name: str, parameter: nn.Parameter) -> _Kind:
         copies = WHOLE if (part := part_of(parameter)) is None else part.copies
         return _Kind(
-            parameter.ndim >= 2,
+            parameter.ndim >= 2 and not name.endswith("bias"),  # those of experts are [E, d]
             *_spread(parameter),
             # It has a span to itself: then every stage has it at the same place, cut into the same
             # parts.

@@ -2,13 +2,13 @@ r"""Updates of all parameters, which never make the host wait; each replica upda
 them, by the rules that `--optimizer.name` names (`updates/`).
 
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
-stays on the device, weight decay touches only parameters with two or more dimensions. Under
-bfloat16 weights the optimizer keeps float32 masters: an update smaller than half a bfloat16 step
-would otherwise be lost. For the same reason gradients of a step's microbatches are added up in
-float32, unless `--optimizer.gradients` says otherwise. They have no copy: a kernel reads them as
-they are, or rules copy and clip a piece at a time. The invariant: parameters and gradients are
-views of flat buffers that never move (`parallel/data.py`), so captured graphs may read and add to
-them.
+stays on the device, weight decay touches only parameters with two or more dimensions that are no
+bias. Under bfloat16 weights the optimizer keeps float32 masters: an update smaller than half a
+bfloat16 step would otherwise be lost. For the same reason gradients of a step's microbatches are
+added up in float32, unless `--optimizer.gradients` says otherwise. They have no copy: a kernel
+reads them as they are, or rules copy and clip a piece at a time. The invariant: parameters and
+gradients are views of flat buffers that never move (`parallel/data.py`), so captured graphs may
+read and add to them.
 
 The learning rate is a pure function of the step: linear warm-up, then decay to a floor, by a
 cosine, in a line, or in a line at the end (`wsd`: warm-up, stable, decay).

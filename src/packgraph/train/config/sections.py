@@ -44,7 +44,8 @@ class OptimizerConfig:
         column of a matrix, no momentum; its learning rate is a share of the weights' size.
     muon_momentum: decay rate of Muon's running mean.
     learning_rate: peak learning rate; 1e-2 is usual for adafactor.
-    weight_decay: decoupled weight decay, on parameters with two or more dimensions only.
+    weight_decay: decoupled weight decay, on parameters with two or more dimensions that are no
+        bias.
     betas: decay rates of AdamW's two running means; adafactor has its own.
     eps: added to AdamW's denominator.
     warmup_steps: steps of linear warm-up.
