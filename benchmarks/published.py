@@ -41,7 +41,13 @@ from packgraph.packing.capacity import Capacity
 from packgraph.parallel.processes import Launch
 from packgraph.train.config.fine_tuning import LoraConfig
 from packgraph.train.config.reading import ConfigError
-from packgraph.train.config.sections import DataConfig, GraphConfig, RunConfig, TrainConfig
+from packgraph.train.config.sections import (
+    DataConfig,
+    GraphConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from packgraph.train.launch import choose_device, train
 from packgraph.train.metrics import METRICS, read_metrics
 
@@ -110,6 +116,7 @@ def run_config(setting: Setting, world: int, folder: Path, data: DataConfig) -> 
         model=replace(setting.model, precision=setting.precision),
         lora=lora,
         data=replace(data, window=setting.window),
+        optimizer=OptimizerConfig(gradients=setting.gradients),
         graph=graph,
         parallel=setting.parallel(world),
         run=run,
@@ -230,6 +237,7 @@ def tiny(setting: Setting) -> Setting:
         dispatcher="auto",
         compile=False,
         dtype="float32",
+        gradients="auto",
         timed=2,
     )
 

@@ -74,6 +74,7 @@ class Setting:
         compile: As `graph.compile`.
         one_graph: A whole step with its update is one graph.
         dtype: As `run.dtype`.
+        gradients: As `optimizer.gradients`.
         timed: Steps that count.
         theirs: The figure of others.
         over: Name of the setting that this one is told as a ratio over.
@@ -96,6 +97,7 @@ class Setting:
     compile: bool = True
     one_graph: bool = False
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    gradients: Literal["auto", "float32", "bfloat16"] = "auto"
     timed: int = 8
     theirs: Published | None = None
     over: str | None = None
@@ -204,6 +206,7 @@ def _llama3_rows(figure: float, how: str, *, compile: bool = True, fp8: bool = F
         precision="fp8_weight_gradients" if fp8 else "bf16",
         shard="parameters",
         compile=compile,
+        gradients="bfloat16",  # of two microbatches; with float32 two GPUs of 80 GB are full
         timed=5,
         theirs=theirs,
         differs="two GPUs, so all is recomputed; rows one after another"
@@ -322,6 +325,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         ),
         "qwen3-0.6b-steps": _whole_steps(),
         "qwen3-0.6b-steps-one-graph": _whole_steps(one_graph=True),
+        "qwen3-0.6b-steps-bf16-sums": _whole_steps(gradients="bfloat16"),
         "qwen3-0.6b-steps-fp8": _whole_steps(precision="fp8"),
         "unsloth-padded": _unsloth(
             tuple(Capacity(8 * longest, 8, longest) for longest in PADDED_TO),
@@ -356,6 +360,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         ),
         "llama3.1-8b": _llama3_rows(5762, TITAN_HOW, compile=False),
         "llama3.1-8b-compile": _llama3_rows(6667, f"{TITAN_HOW}, compile"),
+        "llama3.1-8b-compile-float32-sums": replace(
+            _llama3_rows(6667, f"{TITAN_HOW}, compile"), gradients="float32"
+        ),
         "llama3.1-8b-fp8": _llama3_rows(8532, f"{TITAN_HOW}, compile, float8", fp8=True),
     }
 )

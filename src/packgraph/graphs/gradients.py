@@ -62,7 +62,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement
 
 from packgraph.graphs.checks.host_calls import UnseenLoop
-from packgraph.graphs.parameters import has_hooks, local_tensor
+from packgraph.graphs.parameters import gradient_dtype, has_hooks, local_tensor
 from packgraph.graphs.slots import Launches
 
 _SHOWN, _ADDRESS = operator.attrgetter("shown"), operator.attrgetter("_address")
@@ -164,7 +164,8 @@ class GradientBuffers:
             shared = self._launches is not None and self._launches.shared
             shown = None if shared else self._homes.get(id(parameter), parameter.grad)
             if shown is None:
-                shown = with_local(parameter, torch.zeros_like(local_tensor(parameter)), placements)
+                zeros = torch.zeros_like(local_tensor(parameter), dtype=gradient_dtype(parameter))
+                shown = with_local(parameter, zeros, placements)
             self._buffers[id(parameter)] = GradientBuffer(parameter, shown)
         return self._buffers[id(parameter)]
 
@@ -181,6 +182,12 @@ def attach(buffers: Sequence[GradientBuffer]) -> list[_Aside]:
         grad = buffer.parameter.grad
         if buffer.is_attached(grad):
             continue
+        if gradient_dtype(buffer.parameter) != buffer.tensor.dtype:
+            raise RuntimeError(
+                f"grad_dtype of a parameter of shape {list(buffer.parameter.shape)} changed after "
+                f"graphs were captured that add {buffer.tensor.dtype} to its gradient: set it "
+                "before packgraph.graph"
+            )
         held = buffer.is_held() and not (grad is not None and _same_memory(grad, buffer.tensor))
         if held or (
             grad is not None

@@ -65,6 +65,21 @@ def is_gathered(parameter: torch.Tensor) -> bool:
     return getattr(parameter, _GATHERED, False)
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of `.grad` of a leaf: `torch.Tensor.grad_dtype`, where that is not free."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+@torch.no_grad()
+def set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `.grad` of a leaf have this dtype; one that is there is converted."""
+    if gradient_dtype(parameter) == dtype:
+        return
+    grad, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    parameter.grad = None if grad is None else grad.to(dtype)
+
+
 def unaliased(parameter: torch.Tensor) -> torch.Tensor:
     """The parameter that `parameter` stands for where it is an alias, else itself."""
     found: torch.Tensor = getattr(parameter, _STANDS_FOR, parameter)
@@ -90,6 +105,7 @@ class Aliases:
         if id(parameter) not in self.alias_of:
             made = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             made.__dict__.update(parameter.__dict__)
+            made.grad_dtype = parameter.grad_dtype
             setattr(made, _STANDS_FOR, parameter)
             if made.requires_grad:
                 made.register_hook(self._use.check)

@@ -53,6 +53,7 @@ _WHOLE = re.compile(r"(?P<prefix>(.*\.)?experts)\.(?P<part>gate_up_proj|up_proj|
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 EMBEDDING, HEAD, SHARED_HEAD = "embed_tokens.weight", "lm_head.weight", "shared_head.head.weight"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
@@ -144,16 +145,31 @@ def fill_pretrained(models: Sequence[DecoderModel], path: str | Path) -> None:
 
 
 def save_pretrained(
-    model: DecoderModel, path: str | Path, *, max_shard_bytes: int | None = None
+    model: DecoderModel,
+    path: str | Path,
+    *,
+    max_shard_bytes: int | None = None,
+    token_ids: Mapping[str, int | list[int]] | None = None,
 ) -> None:
     """Write `model` as a checkpoint that transformers loads, in the architecture that its config
     has there.
 
-    max_shard_bytes: bound of one weight file, None for a single file. The folder is made when
-    missing. Raises FileExistsError when it already holds a checkpoint, ValueError when transformers
-    has no such model.
+    Args:
+        model: Knows no tokenizer, so no special tokens.
+        path: A folder, which is made when missing.
+        max_shard_bytes: Bound of one weight file, None for a single file.
+        token_ids: `bos_token_id`, `eos_token_id` and `pad_token_id` of its tokenizer, for
+            config.json. One that is missing is null there: transformers would take the
+            architecture's default, and end a text where nobody meant it to.
+
+    Raises:
+        FileExistsError: When the folder already holds a checkpoint.
+        ValueError: When transformers has no such model, or a token id has another name.
     """
-    description = config_to_json(model.config, next(model.parameters()).dtype)
+    special = {**dict.fromkeys(SPECIAL), **(token_ids or {})}
+    if unknown := sorted(special.keys() - set(SPECIAL)):
+        raise ValueError(f"token_ids: unknown {', '.join(unknown)}; use {', '.join(SPECIAL)}")
+    description = config_to_json(model.config, next(model.parameters()).dtype) | special
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     present = sorted(

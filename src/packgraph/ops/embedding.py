@@ -59,13 +59,14 @@ def embedding_gradient(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:
 def add_embedding_gradient(total: Tensor, grad: Tensor, indices: Tensor, weight: Tensor) -> None:
     """total [V, H], contiguous, += `embedding_gradient(grad, indices, weight)`.
 
-    The bits are the same but for the sign of zeros. Only rows that were looked up are read and
+    The bits are the same but for the sign of zeros where total has the weight's dtype; sums for a
+    float32 total are not rounded to a narrower one. Only rows that were looked up are read and
     written. weight: whose gradient it is, by which compiled code finds `total`.
     """
     if _has_kernel(grad):
         _add(total, grad, indices)
     else:
-        total.add_(naive_embedding_gradient(grad, indices, weight))
+        total.add_(naive_embedding_gradient(grad, indices, total))
 
 
 def naive_embedding_gradient(grad: Tensor, indices: Tensor, weight: Tensor) -> Tensor:

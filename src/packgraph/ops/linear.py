@@ -72,7 +72,8 @@ class LinearProduct(ABC):
     def add_matrices_gradient(
         self, total: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor | None, transposed: bool
     ) -> None:
-        """total += `matrices_gradient(grad, rows, offsets, transposed)`."""
+        """total += `matrices_gradient(grad, rows, offsets, transposed)`. total may be float32 where
+        these are narrower."""
         total.add_(self.matrices_gradient(grad, rows, offsets, transposed))
 
     def layer(self, inputs: int, outputs: int, bias: bool) -> nn.Linear:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packgraph.ops.triton_found import HAS_TRITON
 
-# Of float32 the kernel would round once, where two operations round twice: by one instruction.
+# Of gradients that the kernel adds: float32 ones go by two operations.
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -35,14 +35,15 @@ def scaled_gradient(gradient: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("packgraph::add_scaled_gradient", mutates_args=("total",))
 def add_scaled_gradient(total: Tensor, gradient: Tensor, factor: Tensor, weight: Tensor) -> None:
-    """total += `scaled_gradient(gradient, factor, weight)`: the same bits."""
+    """total += `scaled_gradient(gradient, factor, weight)`: the same bits where total has their
+    dtype. Where it is float32, the product is not rounded to a narrower one."""
     whole = total.is_contiguous() and gradient.is_contiguous()
-    if HAS_TRITON and whole and total.is_cuda and total.dtype in DTYPES:
+    if HAS_TRITON and whole and total.is_cuda and gradient.dtype in DTYPES:
         from packgraph.ops.scaled_gradient_kernel import add_scaled
 
         add_scaled(total, gradient, factor)
     else:
-        total.add_(_scaled(gradient, factor))
+        total.add_(_scaled(gradient.to(total.dtype), factor))
 
 
 @scaled_gradient.register_fake

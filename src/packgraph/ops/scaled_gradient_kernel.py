@@ -18,9 +18,11 @@ def _add(total, part, factor, size, BLOCK: tl.constexpr):  # type: ignore[no-unt
 
 
 def add_scaled(total: Tensor, part: Tensor, factor: Tensor) -> None:
-    """total += part * factor, the product rounded before it is added. Both contiguous, of one dtype
-    of at most 32 bits. factor: float32, one number."""
+    """total += part * factor, the product rounded to total's dtype before it is added. Both
+    contiguous, of at most 32 bits. factor: float32, one number."""
     size = total.numel()
     if size:
         grid = (triton.cdiv(size, BLOCK),)
-        _add[grid](total, part, factor, size, BLOCK=BLOCK, num_warps=WARPS)
+        # Unfused, so that a product for a float32 total is rounded, too, as by two operations.
+        options = {"num_warps": WARPS, "enable_fp_fusion": False}
+        _add[grid](total, part, factor, size, BLOCK=BLOCK, **options)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.parameters import gradient_dtype, local_tensor
 from packgraph.parallel.buckets import GradientBucketPlan, plan_gradient_buckets
 from packgraph.parallel.deferred import values_of
 from packgraph.parallel.mesh import ShardGroups
@@ -72,22 +72,23 @@ class Member:
 class GradientBucket:
     """A part of the flat buffers, all of one kind.
 
-    parameters, gradients: [size] of one dtype; parameters is empty where every rank gets whole
-    gradients, since none of them has moved. group: the replicas that hold the same parameters,
-    None = no other rank does. own: the part of this rank. own_parameters, own_gradients: [size /
-    ranks of the group]; after `reduce` the latter are the sums over the group, in place of what
-    this rank's microbatches have added up unless there is memory apart. sharded_layer: whose
-    `gradients` are memory of other layers, too, so that sums are in kept_gradients alone; None = of
-    no other. is_gathered: so are `parameters`, and kept_parameters are memory of their own.
-    kept_parameters, kept_gradients: [size / ranks of `within.shard`], of a sharded layer: what
-    this rank keeps of them, own_parameters are among it; the latter are sums over within.shard.
-    peers: how the layer's parts are exchanged where ranks read each other's memory, None = by
-    collectives. behind: what has its gradient only after those of a sharded layer are in
-    kept_gradients; empty where that is not known before the backward ends. decays: weight decay
-    applies (two or more dimensions). sharded: other tensor-parallel ranks hold other elements, not
-    copies. sharers: the ranks over which gradients of copies are still to be summed, None where
-    every rank computes the whole gradient. tied: the name of the one parameter here of which other
-    pipeline stages (the sharers) have copies, None for all others.
+    parameters, gradients: [size] of one dtype each, that of gradients being the `grad_dtype` of the
+    parameters; parameters is empty where every rank gets whole gradients, since none of them has
+    moved. group: the replicas that hold the same parameters, None = no other rank does. own: the
+    part of this rank. own_parameters, own_gradients: [size / ranks of the group]; after `reduce`
+    the latter are the sums over the group, in place of what this rank's microbatches have added up
+    unless there is memory apart. sharded_layer: whose `gradients` are memory of other layers, too,
+    so that sums are in kept_gradients alone; None = of no other. is_gathered: so are `parameters`,
+    and kept_parameters are memory of their own. kept_parameters, kept_gradients: [size / ranks of
+    `within.shard`], of a sharded layer: what this rank keeps of them, own_parameters are among it;
+    the latter are sums over within.shard. peers: how the layer's parts are exchanged where ranks
+    read each other's memory, None = by collectives. behind: what has its gradient only after those
+    of a sharded layer are in kept_gradients; empty where that is not known before the backward
+    ends. decays: weight decay applies (two or more dimensions, no bias). sharded: other
+    tensor-parallel ranks hold other elements, not copies. sharers: the ranks over which gradients
+    of copies are still to be summed, None where every rank computes the whole gradient. tied: the
+    name of the one parameter here of which other pipeline stages (the sharers) have copies, None
+    for all others.
     """
 
     members: list[Member]
@@ -181,7 +182,7 @@ def make_spans(
     def kind(name: str, parameter: nn.Parameter) -> _Kind:
         copies = WHOLE if (part := part_of(parameter)) is None else part.copies
         return _Kind(
-            parameter.ndim >= 2,
+            parameter.ndim >= 2 and not name.endswith("bias"),  # those of experts are [E, d]
             *_spread(parameter),
             # It has a span to itself: then every stage has it at the same place, cut into the same
             # parts.
@@ -196,9 +197,10 @@ def make_spans(
     # Replicas of the same part are some of all replicas, their number divides that of all, and so
     # each span.
     replicas = 1 if everyone is None else dist.get_world_size(everyone)
-    for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
-        ours = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
-        most = None if everyone is None else span_bytes // dtype.itemsize
+    dtypes = [(parameter.dtype, gradient_dtype(parameter)) for _, parameter in named]
+    for of_span in dict.fromkeys(dtypes):
+        ours = [each for each, found in zip(named, dtypes, strict=True) if found == of_span]
+        most = None if everyone is None else span_bytes // of_span[0].itemsize
         kinds = [kind(*each) for each in ours]
         sizes = [local_tensor(parameter).numel() for _, parameter in ours]
         of_layers = {found for found in kinds if found.layer is not None}
@@ -209,9 +211,10 @@ def make_spans(
             each.layer if shard != "none" and within[each.copies].shard is not None else None
             for each in of
         ]
-        zeros = partial(torch.zeros, dtype=dtype, device=local_tensor(ours[0][1]).device)
+        device = local_tensor(ours[0][1]).device
+        zeros, sums = (partial(torch.zeros, dtype=dtype, device=device) for dtype in of_span)
         for plan, each, room in zip(
-            plans, of, _make_rooms(plans, of, turns, moves, shard, peers, zeros), strict=True
+            plans, of, _make_rooms(plans, of, turns, moves, shard, peers, zeros, sums), strict=True
         ):
             chosen = [(ours[at.index], slice(at.start, at.stop)) for at in plan.members]
             group = groups[each.copies]
@@ -244,16 +247,19 @@ def _make_rooms(
     shard: Shard,
     peers: Peers | None,
     zeros: Callable[[int], Tensor],
+    sums: Callable[[int], Tensor],
 ) -> list[_Room]:
     """Memory of spans of one dtype. turns: of their layers. moves, peers: as in `make_spans`.
-    zeros: makes it."""
+    zeros, sums: make that of parameters and of gradients."""
     reading = [
         None if turn is None or kind.copies != WHOLE else peers
         for turn, kind in zip(turns, kinds, strict=True)
     ]
-    dtype = zeros(0).dtype
     read = peers if any(reading) else None
-    shown = zeros if read is None else partial(read.allocate, dtype=dtype)
+    shown, shown_sums = (
+        make if read is None else partial(read.allocate, dtype=make(0).dtype)
+        for make in (zeros, sums)
+    )
     gathers = [shard == "parameters" and turn is not None for turn in turns]
     ranks = [1 if found is None else found.ranks for found in reading]
     kept = [
@@ -269,7 +275,7 @@ def _make_rooms(
         zeros,
     )
     sizes = [plan.size if kind.trained else 0 for plan, kind in zip(plans, kinds, strict=True)]
-    gradients = _memory(sizes, turns, zeros, shown)
+    gradients = _memory(sizes, turns, sums, shown_sums)
     rooms = (shown(sum(kept)) if any(kept) else zeros(0)).split(kept)
     return list(map(_Room, parameters, gradients, rooms, turns, gathers, reading))
 

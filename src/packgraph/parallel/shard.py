@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from packgraph.graphs.agreement import set_consensus
 from packgraph.graphs.errors import described
+from packgraph.graphs.parameters import set_gradient_dtype
 from packgraph.graphs.stages import Staged
 from packgraph.graphs.wrapper import Wrapper
 from packgraph.parallel.consensus import consensus_over
@@ -252,6 +253,8 @@ class Shards:
     ) -> None:
         self._module, self._flat, self._reduce, self._group = module, flat, reduce, group
         self._parts = [nn.Parameter(span.own_parameters) for span in flat.spans]
+        for part, span in self._both():
+            set_gradient_dtype(part, span.own_gradients.dtype)
         flat.zero_gradients()
         self._attach()
 

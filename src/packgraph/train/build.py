@@ -6,6 +6,7 @@ layout.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -78,7 +79,7 @@ def make_optimizer(
     layers = {name: number for chunk in model.chunks for name, number in layers_of(chunk).items()}
     optimizer = Optimizer(
         model.named_parameters(),
-        config.optimizer,
+        replace(config.optimizer, gradients=config.gradient_dtype(mesh.world)),
         mesh,
         layers,
         config.parallel.known_shard,

@@ -376,20 +376,20 @@ def need_of(config: TrainConfig, device_type: str, world: int = 1, rank: int = 0
     microbatch = kept(layers)(capacity) - (
         0 if is_last else kept(0)(capacity)
     )  # the head is the last stage's
-    held = (dense + experts + padding) * itemsize
+    held = dense + experts + padding
     sharded = matrices if config.parallel.shards else []
-    spared = _spared(sharded, layout)
-    spared = round(spared * itemsize) if replicas > 1 else 0
+    spared = _spared(sharded, layout) if replicas > 1 else 0.0
     # Sums over replicas are made in place, but those over blocks of what a rank keeps.
     shared_experts = layout.sharers(experts=True) > 1
     kept_again = [(d, e if shared_experts else 0.0) for d, e in sharded]
     blocks = replicas > 1 and layout.sharers() < replicas
-    sums = round(_kept(kept_again, layout, replicas) * itemsize) if blocks else 0
+    sums = _kept(kept_again, layout, replicas) if blocks else 0.0
+    wide = getattr(torch, config.gradient_dtype(world)).itemsize
     hidden = sum(of_layer for of_layer, _ in _of_layers(config, layout, rank))
     state = _state_bytes(config, dense + experts, updated, hidden)
     return Need(
-        held - (spared if config.parallel.known_shard == "parameters" else 0),
-        held - spared + sums,
+        round(itemsize * (held - (spared if config.parallel.known_shard == "parameters" else 0))),
+        round(wide * (held - spared + sums)),
         _on_device(config, state, updated) if device_type == "cuda" else state,
         0 if _may_keep_less(config) else microbatch,
         microbatch if _has_pool(config, device_type) else 0,
@@ -406,6 +406,7 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
     else:
         elements = stage_weights(config.model, 0, 1)[0]
     itemsize = getattr(torch, config.run.dtype).itemsize
+    wide = getattr(torch, config.gradient_dtype(world)).itemsize
     trained = 0 if config.lora.enabled else elements
     state = _state_bytes(config, trained, trained / world)
     if device_type == "cuda":
@@ -416,7 +417,7 @@ def _need_of_frozen(config: TrainConfig, device_type: str, world: int) -> Need:
         spared = round(_spared(_sharded(config, layout, 0), layout))
         elements -= spared if config.parallel.known_shard == "parameters" else 0
         gradients -= spared if trained else 0
-    return Need(elements * itemsize, gradients * itemsize, state, 0, 0, _sure_capacity(config))
+    return Need(elements * itemsize, gradients * wide, state, 0, 0, _sure_capacity(config))
 
 
 def _on_device(config: TrainConfig, state: int, updated: float) -> int:

@@ -2,11 +2,13 @@ r"""Updates of all parameters, which never make the host wait; each replica upda
 them, by the rules that `--optimizer.name` names (`updates/`).
 
 The learning rate is a device tensor (a captured or queued kernel reads its newest value), clipping
-stays on the device, weight decay touches only parameters with two or more dimensions. Under
-bfloat16 weights the optimizer keeps float32 masters: an update smaller than half a bfloat16 step
-would otherwise be lost. Gradients have no such copy: a kernel reads them as they are, or rules copy
-and clip a piece at a time. The invariant: parameters and gradients are views of flat buffers that
-never move (`parallel/data.py`), so captured graphs may read and add to them.
+stays on the device, weight decay touches only parameters with two or more dimensions that are no
+bias. Under bfloat16 weights the optimizer keeps float32 masters: an update smaller than half a
+bfloat16 step would otherwise be lost. For the same reason gradients of a step's microbatches are
+added up in float32, unless `--optimizer.gradients` says otherwise. They have no copy: a kernel
+reads them as they are, or rules copy and clip a piece at a time. The invariant: parameters and
+gradients are views of flat buffers that never move (`parallel/data.py`), so captured graphs may
+read and add to them.
 
 The learning rate is a pure function of the step: linear warm-up, then decay to a floor, by a
 cosine, in a line, or in a line at the end (`wsd`: warm-up, stable, decay).
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 
 from packgraph.graphs.backend import profiler_range
 from packgraph.graphs.choose import make_copy_streams
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.parameters import local_tensor, set_gradient_dtype
 from packgraph.parallel.data import FlatParameters
 from packgraph.parallel.flat_buffers import WHOLE, GradientBucket, Shard
 from packgraph.parallel.mesh import Mesh, single_process
@@ -118,6 +120,10 @@ class Optimizer:
         """layers, shard, sums_apart: as in `FlatParameters`. resident: bytes of state that may stay
         on the device with `config.offload`."""
         self._mesh, named = mesh or single_process(), list(named_parameters)
+        for _, parameter in named:
+            narrow = config.gradients == "bfloat16"
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            set_gradient_dtype(parameter, parameter.dtype if narrow else wide)
         ties = tie_groups(
             self._mesh, [name for name, parameter in named if parameter.requires_grad]
         )

@@ -291,19 +291,21 @@ def _sent(
     matrices = round(matrices) if shard != "none" else 0
     whole = held - matrices  # of weights whose gradients are summed once a step
     copies, within = (layout.dp or 1) * layout.cp, layout.sharers()
-    across = matrices / within * 2 * _others(copies // within)
-    times = {"none": 0, "gradients": 1, "parameters": 3}[shard]
+    every = layout.inner * (layout.dp or 1)
+    sums = 4 if config.gradient_dtype(every) == "float32" else 2
+    reduced = sums / itemsize  # gradients beside parameters, in the dtype of their sums
+    across = matrices / within * (1 + reduced) * _others(copies // within)
+    times = reduced + (2 if shard == "parameters" else 0)
     sent = {
         "tp": rows * layers * 8 * again * row * _others(layout.tp),
         "cp": rows * layers * 2 * again * row / model.hidden_size * heads * _others(layout.cp),
         "ep": rows * 4 * again * row * chosen * _others(layout.ep),
         "pp": rows * 2.0 * row if layout.pp > 1 else 0.0,
-        "dp": 2 * whole * _others(copies),
+        "dp": (1 + reduced) * whole * _others(copies),
         "shard": rows * times * matrices * _others(within),
         "new": matrices * _others(within) if shard == "gradients" else 0.0,
         "across": across,
     }
-    every = layout.inner * (layout.dp or 1)
     span = {
         "tp": layout.tp,
         "cp": layout.tp * layout.cp,

@@ -36,6 +36,9 @@ def validate(
         and config.graph.warmup >= config.run.steps,
         f"eval.every = {config.eval.every} leaves no evaluation in run.steps = {config.run.steps}; "
         "lower it": config.eval.every > config.run.steps,
+        "optimizer.gradients = bfloat16 needs run.dtype = bfloat16: weights in float32 have "
+        "gradients in float32": config.optimizer.gradients == "bfloat16"
+        and config.run.dtype == "float32",
         f"model.mtp_layers = {config.model.mtp_layers} is for models of packgraph: with hf.path "
         "the model's own code says what it predicts": config.hf.path is not None
         and config.model.mtp_layers > 0,

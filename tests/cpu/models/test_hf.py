@@ -300,3 +300,19 @@ def test_a_model_without_qk_norm_is_no_qwen3(tmp_path):
             DecoderModel(DecoderConfig(8, 8, 8, 1, 1, 1, 8, qk_norm=False)), tmp_path / "new"
         )
     assert not (tmp_path / "new").exists()
+
+
+def test_special_tokens_are_what_the_caller_says_and_nothing_else(tmp_path):
+    """A default of the class, such as Llama's 2, would end a text at that word."""
+    model = DecoderModel(SMALL, seed=1)
+    save_pretrained(model, tmp_path / "none")
+    told = {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 0}
+    save_pretrained(model, tmp_path / "told", token_ids=told)
+    for name, expected in (("none", dict.fromkeys(told)), ("told", told)):
+        found = transformers.AutoConfig.from_pretrained(tmp_path / name)
+        assert {key: getattr(found, key) for key in told} == expected
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert loaded.generation_config.eos_token_id == expected["eos_token_id"]
+    with pytest.raises(ValueError, match="token_ids: unknown sep_token_id"):
+        save_pretrained(model, tmp_path / "other", token_ids={"sep_token_id": 1})
+    assert not (tmp_path / "other").exists()

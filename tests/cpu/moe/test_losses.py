@@ -377,3 +377,45 @@ def test_a_balanced_or_empty_step_leaves_the_bias():
         bias = torch.tensor([0.5, -1.0, 0.0])
         update_bias(bias, torch.tensor(counts), torch.tensor(0.1))
         assert bias.tolist() == [0.5, -1.0, 0.0]
+
+
+def theirs(layers: list[Tensor], per_token: int, mask: Tensor) -> Tensor:
+    """The loss of transformers, of which `router_aux_loss_coef` is the factor."""
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    return mixtral.load_balancing_loss_func(  # type: ignore[no-any-return]
+        tuple(layers), layers[0].shape[1], per_token, mask[None].float()
+    )
+
+
+def ours(layers: list[Tensor], kind: Settings, mask: Tensor) -> Tensor:
+    """The sum over layers, by the rule of docs/guides/experts.md for a coefficient of 1."""
+    losses = []
+    for logits in layers:
+        routing, scores = route(logits, ~mask, None, kind)
+        losses.append(load_loss(scores, routing.experts, mask))
+    return torch.stack(losses).sum() * kind.per_token / len(layers)
+
+
+@pytest.mark.parametrize("per_token", [1, 2, 4])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_rule_of_the_guide_gives_the_loss_of_transformers(layers: int, per_token: int) -> None:
+    kind, mask = Settings(per_token=per_token), torch.arange(50) < 41
+    logits = random_logits(50, 8, 0)
+    values = []
+    for loss in (lambda x: ours(x, kind, mask), lambda x: theirs(x, per_token, mask)):
+        alike = [logits.clone().requires_grad_() for _ in range(layers)]
+        found = loss(alike)
+        found.backward()
+        values.append([found.detach(), *(leaf.grad for leaf in alike)])
+    for mine, other in zip(*values, strict=True):
+        torch.testing.assert_close(mine, other, **TOLERANCE)
+
+
+def test_loads_of_other_layers_excuse_nothing_here() -> None:
+    """As the guide says: one layer uses the first experts alone, the other one the last."""
+    kind, mask = Settings(per_token=2), torch.ones(50, dtype=torch.bool)
+    logits = random_logits(50, 8, 0)
+    first, last = logits.clone(), logits.clone()
+    first[:, :4] += 9
+    last[:, 4:] += 9
+    assert theirs([first, last], 2, mask) < 1.1 * 2 < 1.8 * 2 < ours([first, last], kind, mask)

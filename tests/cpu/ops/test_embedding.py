@@ -63,6 +63,14 @@ def test_rows_without_a_word_add_nothing_whatever_they_hold(dtype):
     assert torch.equal(total, expected)
 
 
+def test_sums_for_a_float32_total_are_not_rounded_to_bfloat16():
+    words, weight, grad = draw(40, 9, 5, torch.bfloat16)
+    total = torch.zeros(9, 5)
+    add_embedding_gradient(total, grad, words, weight)
+    assert_near(total, exact(grad, words, weight))
+    assert not torch.equal(total, embedding_gradient(grad, words, weight).float())
+
+
 def test_gradients_and_matrices_may_have_any_strides():
     words, weight, grad = draw(40, 9, 5, torch.float32)
     turned = weight.t().contiguous().t()
@@ -102,6 +110,9 @@ def test_the_kernel_sums_rows_by_word(tokens, words, width, dtype):
     again, total = torch.zeros_like(weight), weight.clone()
     add_rows(again, grad, ordered, rows)
     assert torch.equal(found, again)
+    wide = torch.zeros(weight.shape)
+    add_rows(wide, grad, ordered, rows)
+    assert_near(wide, exact(grad, drawn, weight))
     add_rows(total, grad, ordered, rows)
     unused = ~torch.isin(torch.arange(words), drawn)
     assert torch.equal(total[unused], weight[unused])

@@ -142,6 +142,16 @@ def test_the_native_product_of_one_matrix_is_that_of_torch(transposed):
     assert torch.equal(total, matrices_gradient(grad, rows, None, transposed) + 1)
 
 
+def test_gradients_of_experts_for_a_float32_total_are_not_rounded_to_bfloat16():
+    rows, grad = (torch.randn(24, 8, dtype=torch.bfloat16) for _ in range(2))
+    offsets, total = torch.tensor([5, 5, 24], dtype=torch.int32), torch.ones(3, 8, 8)
+    add_matrices_gradient(total, grad, rows, offsets, True)
+    parts = [(grad[a:b].double().t() @ rows[a:b].double()) for a, b in ((0, 5), (5, 5), (5, 24))]
+    torch.testing.assert_close(total, torch.stack(parts).float() + 1, rtol=1e-6, atol=1e-5)
+    narrow = matrices_gradient(grad, rows, offsets, True)
+    assert not torch.allclose(narrow.float() + 1, total, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_of_another_product_has_all_gradients_and_follows_autocast(toy, bias):
     layer, x = linear_layer(toy, 5, 4, bias), torch.randn(6, 5, requires_grad=True)

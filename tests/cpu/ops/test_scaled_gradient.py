@@ -28,6 +28,15 @@ def test_the_factor_is_not_rounded_to_the_dtype_of_the_gradient(dtype):
     assert scaled(None, FACTOR) is None
 
 
+def test_a_product_for_a_float32_total_is_not_rounded_to_bfloat16():
+    gradient, _, weight = draw(torch.bfloat16)
+    total = draw(torch.float32)[1]
+    expected = total + gradient.float() * FACTOR
+    rounded = total + scaled_gradient(gradient, FACTOR, weight)
+    add_scaled_gradient(total, gradient, FACTOR, weight)
+    assert torch.equal(total, expected) and not torch.equal(total, rounded)
+
+
 def test_operations_are_registered_as_torch_wants_them():
     gradient, total, weight = draw(torch.float32)
     torch.library.opcheck(scaled_gradient, (gradient, FACTOR, weight))
@@ -36,12 +45,13 @@ def test_operations_are_registered_as_torch_wants_them():
 
 @needs_triton
 @inside
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(1,), (4097,), (0,)], ids=str)
-def test_the_kernel_has_the_bits_of_two_operations(size):
+def test_the_kernel_has_the_bits_of_two_operations(size, dtype):
     from packgraph.ops.scaled_gradient_kernel import add_scaled
 
-    gradient, total, _ = draw(torch.float32, size)
-    expected = total + scaled(gradient, FACTOR)
+    gradient, total = draw(dtype, size)[0], draw(torch.float32, size)[1]
+    expected = total + scaled(gradient.float(), FACTOR)
     add_scaled(total, gradient, FACTOR)
     assert torch.equal(total, expected)
 

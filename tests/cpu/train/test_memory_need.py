@@ -4,6 +4,7 @@ are not."""
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +34,10 @@ def test_weights_gradients_and_state_are_those_of_the_model(name, dtype):
     held = sum(parameter.nbytes for parameter in model.parameters())
     elements = sum(parameter.numel() for parameter in model.parameters())
     rates = 1e-3 if name == "hybrid-tiny" else 0  # of Mamba-2: they stay in float32
-    assert need.weights == need.gradients == pytest.approx(held, rel=rates)
+    assert need.weights == pytest.approx(held, rel=rates)
+    assert need.gradients == pytest.approx(4 * elements, rel=rates)
+    narrow = need_of(changed(name, run={"dtype": dtype}, optimizer={"gradients": dtype}), "cpu")
+    assert narrow == replace(need, gradients=need.weights)
     assert need.optimizer == pytest.approx(elements * (8 if dtype == "float32" else 12), rel=rates)
 
 
@@ -95,12 +99,12 @@ def test_a_run_is_refused_exactly_where_its_least_need_does_not_fit():
 def test_the_message_has_figures_and_a_way_out():
     config = changed("qwen3-0.6b")
     with pytest.raises(ConfigError) as refused:
-        check_memory(config, CPU, 20 * GIB)
+        check_memory(config, CPU, 21 * GIB)
     told = str(refused.value)
     for part in (
-        "20.00 GiB",
+        "21.00 GiB",
         "weights 1.11 GiB",
-        "gradients 1.11 GiB",
+        "gradients 2.22 GiB",
         "optimizer state 6.66 GiB",
         "4096x64",
         "--graph.capacities",

@@ -1,5 +1,5 @@
-"""Gradients of bfloat16 weights are updated with the bits of float32 copies of all of them, which
-are not made."""
+"""Gradients of bfloat16 weights are added up in float32, or as they are; both are updated with the
+bits of float32 copies of all of them, which are not made."""
 
 import functools
 import itertools
@@ -37,7 +37,7 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 def made(dtype: torch.dtype, **options: Any) -> tuple[nn.Module, Optimizer]:
     """Weights that bfloat16 has, whatever the dtype."""
     model = Small().bfloat16().to(dtype)
-    config = OptimizerConfig(weight_decay=0.25, **options)
+    config = OptimizerConfig(**{"weight_decay": 0.25, "gradients": "bfloat16"} | options)
     return model, Optimizer(model.named_parameters(), config)
 
 
@@ -56,11 +56,16 @@ def state(model: nn.Module, update: Optimizer) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in (found | named).items()}
 
 
+@pytest.mark.parametrize("gradients", ["bfloat16", "float32"])
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rule_has_the_bits_of_float32_gradients(name: str, clip: float | None) -> None:
+def test_every_rule_has_the_bits_of_float32_gradients(
+    name: str, clip: float | None, gradients: str
+) -> None:
     """The twin's weights and gradients are float32, of the same values: its weights are masters."""
-    ours, twin = (made(dtype, name=name, clip_norm=clip) for dtype in (torch.bfloat16, torch.float))
+    options = {"name": name, "clip_norm": clip, "gradients": gradients}
+    ours, twin = (made(dtype, **options) for dtype in (torch.bfloat16, torch.float))
+    assert {str(g.dtype) for g in ours[1].gradients().values()} == {f"torch.{gradients}"}
     for seed, rate in enumerate(RATES):
         norms = []
         for _, update in (ours, twin):
@@ -138,16 +143,11 @@ def test_gradients_stay_as_they_are(name: str) -> None:
     equal(update.gradients(), before)
 
 
-def large(**options: Any) -> Optimizer:
-    """A model of eight groups of 2**12 elements."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
-    return Optimizer(model.named_parameters(), OptimizerConfig(**options))
-
-
 def taken(**options: Any) -> int:
     """Bytes of the temporaries that live at the same time in an update of 2**15 elements."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
-    update = Optimizer(model.named_parameters(), OptimizerConfig(**options))
+    config = OptimizerConfig(gradients="bfloat16", **options)
+    update = Optimizer(model.named_parameters(), config)
     update.step(1e-2)
     (span,) = update.flat.spans
     held = [span.parameters, span.gradients, *update.state_tensors().values()]
@@ -223,3 +223,53 @@ def test_a_blocked_update_of_groups_changes_nothing(
     monkeypatch.setattr(kind, "step", forgetful)  # the negative control
     good, first, *_ = ends()
     assert not torch.equal(first["up.weight"], good["up.weight"])
+
+
+def sums(like: bool, gradients: str, microbatches: int) -> tuple[dict[str, Tensor], ...]:
+    """Sums of gradients of so many microbatches, and the same in float64. like: all are one."""
+    model, update = made(torch.bfloat16, gradients=gradients)
+    right = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    update.zero_grad()
+    generator, ids = torch.Generator().manual_seed(1), IDS
+    for _ in range(microbatches):
+        if not like:
+            ids = torch.randint(0, int(IDS.max()) + 1, IDS.shape, generator=generator)
+        loss = model(ids) / microbatches
+        named = dict(model.named_parameters())
+        for name, one in zip(
+            named, torch.autograd.grad(loss, list(named.values()), retain_graph=True), strict=True
+        ):
+            right[name] += one
+        loss.backward()
+    return update.gradients(), right
+
+
+def off(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """The error of all sums together, relative to their norm."""
+    wrong = sum((found[name].double() - value).square().sum() for name, value in right.items())
+    return float((wrong / sum(value.square().sum() for value in right.values())).sqrt())
+
+
+@pytest.mark.parametrize("like", [True, False])
+@pytest.mark.parametrize("microbatches", [16, 128, 1024])
+def test_sums_over_microbatches_have_the_error_of_float32(like: bool, microbatches: int) -> None:
+    assert off(*sums(like, "auto", microbatches)) < 1e-6
+
+
+@pytest.mark.parametrize("like", [True, False])
+def test_sums_in_bfloat16_stagnate(like: bool) -> None:
+    """The negative control."""
+    assert off(*sums(like, "bfloat16", 1024)) > (0.3 if like else 3e-3)
+
+
+def test_a_gradient_that_is_there_is_taken_over() -> None:
+    model = Small().bfloat16()
+    model(IDS).backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    update = Optimizer(model.named_parameters(), OptimizerConfig())
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.dtype == torch.float32
+        assert not p.grad.any() and before[name].any()  # an optimizer begins with zeros
+    model(IDS).backward()
+    for name, gradient in update.gradients().items():
+        assert torch.equal(gradient, before[name].float()), name

@@ -70,12 +70,12 @@ def test_state_of_the_optimizer_is_on_the_host_as_far_as_it_does_not_fit():
     assert here.host == 0 and state == pytest.approx(6.7 * 2**30, rel=0.01)
     buffers = all_away.device - (here.device - state)
     assert buffers == 2 * 12 * 2**25
-    some = full(away, "8GiB")
+    some = full(away, "9GiB")
     stays = state - some.host
     assert some.fits and 0 < stays < state
-    assert some.device == all_away.device + stays == pytest.approx(0.9 * 8 * 2**30, abs=1)
+    assert some.device == all_away.device + stays == pytest.approx(0.9 * 9 * 2**30, abs=1)
     assert full(away, "80GiB").host == 0
     assert full(away, "2GiB").host == state and not full(away, "2GiB").fits
-    for memory in (None, "8GiB", "80GiB"):
+    for memory in (None, "9GiB", "80GiB"):
         assert full(kept, memory).host == state - 2 * 2**30
         assert full(kept, memory).device == all_away.device + 2 * 2**30

@@ -21,17 +21,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packgraph.graphs.parameters import has_hooks
+from packgraph.graphs.parameters import gradient_dtype, has_hooks
 
 aten = torch.ops.aten
 
 
 @torch.library.custom_op("packgraph::add_product", mutates_args=("total",))
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [O, I] += left [O, T] @ right [T, I], rounded once."""
-    total.addmm_(
-        left, right
-    )  # with out=total CUDA code would be asked for a copy, which is skipped at best
+    """total [O, I] += left [O, T] @ right [T, I], rounded once, to total's dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(
+            left, right
+        )  # with out=total CUDA code would be asked for a copy, which is skipped at best
+    elif total.is_cuda:  # of narrow numbers; the sum is what the product's own sums are
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 @add_product.register_fake
@@ -196,12 +201,12 @@ class AddingCode:
                     weight.grad = _nothing(weight)
             if _plain(weight.grad, weight):
                 return weight.grad, True
-        return _nothing(weight.detach()), False
+        return _nothing(weight), False
 
 
 def _nothing(weight: Tensor) -> Tensor:
     """What a gradient begins with, as in graphs: to -0.0 everything adds without a change."""
-    return torch.full_like(weight, -0.0)
+    return torch.full_like(weight, -0.0, dtype=gradient_dtype(weight))
 
 
 def _leaf_behind(weight: Tensor) -> Tensor:
@@ -226,4 +231,8 @@ def _adds(weight: torch.nn.Parameter) -> bool:
 
 
 def _plain(gradient: Tensor, weight: Tensor) -> bool:
-    return type(gradient) is Tensor and gradient.dtype == weight.dtype and gradient.is_contiguous()
+    return (
+        type(gradient) is Tensor
+        and gradient.dtype == gradient_dtype(weight)
+        and gradient.is_contiguous()
+    )

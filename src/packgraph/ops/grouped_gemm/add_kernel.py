@@ -140,7 +140,7 @@ def _add_tiles(  # type: ignore[no-untyped-def]
 def add_by_descriptors(
     total: Tensor, left: Tensor, right: Tensor, offsets: Tensor, way: Added, programs: int
 ) -> None:
-    """total [E, I, J] += left[rows of e]^T @ right[rows of e], all of one dtype.
+    """total [E, I, J] += left[rows of e]^T @ right[rows of e], all of 2 bytes a number.
 
     left: [R, I]; right: [R, J]; offsets: int32 [E], contiguous; R up to 2 ** 30. total contiguous.
     `describable` (ops/grouped_gemm/configs.py) must hold for all three. programs: how many run at

@@ -84,7 +84,7 @@ def added_way(total: Tensor, left: Tensor, right: Tensor) -> Added:
     way = next(way for least, way in ADDED if per_expert >= least)
     if way.kernel == "descriptors" and describable(total, left, right):
         return way
-    if total.element_size() > 2 or not on_hopper(total.device):
+    if left.element_size() > 2 or not on_hopper(total.device):
         return ADDED_ANYWHERE
     return next(way for least, way in BY_POINTERS if per_expert >= least)
 

@@ -96,14 +96,16 @@ def add_matrices_gradient(
     """total += matrices_gradient(grad, a, offsets, transposed), in one pass over `total` on CUDA.
 
     There the sum is rounded once, elsewhere (and in ways that let the cache add, see
-    ops/grouped_gemm/configs.py) the product first. With few rows per expert a gradient costs what
-    its memory does, and written, read and added it goes through twice as much.
+    ops/grouped_gemm/configs.py) the product first, to the dtype of `total`: that may be float32
+    where rows are narrower. With few rows per expert a gradient costs what its memory does, and
+    written, read and added it goes through twice as much.
     """
     if total.is_contiguous() and _by_kernel(total):
         from packgraph.ops.grouped_gemm.add_kernel import add_products
 
         add_products(total, *((grad, a) if transposed else (a, grad)), offsets)
     else:
+        grad, a = grad.to(total.dtype), a.to(total.dtype)
         total.add_(matrices_gradient(grad, a, offsets, transposed))
 
 

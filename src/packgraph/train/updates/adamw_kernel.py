@@ -1,4 +1,4 @@
-"""AdamW of weights narrower than float32 in one kernel: of an element 14 bytes are read (gradient,
+"""AdamW of weights narrower than float32 in one kernel: of an element 16 bytes are read (gradient,
 master, two means) and 14 written (all but the gradient).
 
 By torch's fused AdamW it takes three kernels, which move 40: a clipped float32 copy of the
@@ -60,9 +60,9 @@ def kernel_adamw(
 ) -> None:
     """Update once, if not blocked.
 
-    parameters, gradients: [size], contiguous, of one dtype. masters, means, squares: float32
-    [size]. scale .. blocked: float32 [1], as in `Numbers`. One operation for torch.compile and for
-    checks of captures.
+    parameters, gradients: [size], contiguous; gradients may be float32. masters, means, squares:
+    float32 [size]. scale .. blocked: float32 [1], as in `Numbers`. One operation for torch.compile
+    and for checks of captures.
     """
     size = masters.numel()
     if not size:  # a grid of no programs is an error

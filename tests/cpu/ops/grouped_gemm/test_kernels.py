@@ -148,16 +148,19 @@ def test_pointers_multiply_rows_of_any_width_with_the_matrix_of_their_expert(
 
 @inside
 @bounds_from_memory
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ends", ENDS, ids=str)
-def test_pointers_add_products_of_any_width(ends):
+def test_pointers_add_products_of_any_width(ends, dtype):
     from packgraph.ops.grouped_gemm.add_kernel import add_products
 
     offsets = torch.tensor(ends, dtype=torch.int32)
     left, right = torch.randn(ROWS, 37), torch.randn(ROWS, 44)[:, :41]
     left[ends[-1] :], right[ends[-1] :] = NAN, NAN
+    left, right = left.to(dtype), right.to(dtype)
     before = torch.randn(4, 37, 41)
     total = before.clone()
     add_products(total, left, right, offsets, ADDED_ANYWHERE)
+    left, right = left.float(), right.float()
     for expert, (start, end) in enumerate(zip((0, *ends), ends)):
         expected = before[expert] + left[start:end].mT @ right[start:end]
         torch.testing.assert_close(total[expert], expected, rtol=1e-5, atol=1e-4)
@@ -253,6 +256,7 @@ def test_wide_numbers_and_other_devices_take_what_fits_everywhere(
     monkeypatch.setattr(grouped_ways, "HAS_TRITON", False)
     left, total = torch.zeros(4, 8, dtype=number), torch.zeros(2, 8, 8, dtype=number)
     assert (added_way(total, left, left) == ADDED_ANYWHERE) is (kernel == "anywhere")
+    assert added_way(total.float(), left, left) == added_way(total, left, left)
 
 
 @pytest.mark.parametrize(
