@@ -37,7 +37,8 @@ def test_a_product_is_added_without_rounding_it_to_bfloat16(turned):
     add_product(total, left, right)
     add_product(again, left, right)
     assert total.data_ptr() == address and torch.equal(total, again)
-    assert (total - exact).abs().max() < 1e-3 < (rounded - exact).abs().max()
+    # Sums of 4,096 products of about 64; of bfloat16 a place is 0.5 at that size.
+    assert (total - exact).abs().max() < 5e-3 < 0.2 < (rounded - exact).abs().max()
 
 
 def test_a_captured_product_adds_in_place():

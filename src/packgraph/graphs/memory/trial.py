@@ -23,7 +23,7 @@ from packgraph.graphs.dry_run import CapturedCall, dry_run
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, with_local
 from packgraph.graphs.graphed import GraphedModule, control
 from packgraph.graphs.key import contiguous_strides, own_strides
-from packgraph.graphs.parameters import local_tensor
+from packgraph.graphs.parameters import gradient_dtype, local_tensor
 from packgraph.graphs.slots import Slot
 
 
@@ -116,8 +116,8 @@ class SpareGradients(GradientBuffers):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self._spare: dict[torch.device, torch.Tensor] = {}
-        for parameter in map(local_tensor, module.parameters()):
-            nbytes = parameter.numel() * parameter.element_size()
+        for parameter in module.parameters():
+            nbytes = local_tensor(parameter).numel() * gradient_dtype(parameter).itemsize
             kept = self._spare.get(parameter.device)
             if kept is None or kept.numel() < nbytes:
                 self._spare[parameter.device] = torch.zeros(
@@ -133,7 +133,7 @@ class SpareGradients(GradientBuffers):
     def _like(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         local = local_tensor(parameter)
         strides = own_strides(local) or contiguous_strides(local.shape)
-        whole = torch.empty(0, dtype=local.dtype, device=local.device)
+        whole = torch.empty(0, dtype=gradient_dtype(parameter), device=local.device)
         return whole.set_(
             self._spare[local.device].untyped_storage(), 0, tuple(local.shape), strides
         )
