@@ -10,7 +10,7 @@ from tracekit import differences
 
 import packgraph
 from packgraph.graphs.compiled import products
-from packgraph.graphs.memory.trial import trial_memory
+from packgraph.graphs.memory.trial import SpareGradients
 from packgraph.graphs.parameters import set_gradient_dtype
 from packgraph.graphs.stages import Stage, run_stages
 
@@ -153,11 +153,9 @@ def test_the_dtype_of_a_gradient_that_is_there_can_be_set():
     assert parameter.grad.dtype == torch.float32 and parameter.grad.tolist() == [0.5] * 3
 
 
-def test_memory_of_graphs_is_predicted_with_them():
-    model, ids = Model(), torch.arange(8)
-    graphed = packgraph.graph(model, warmup=1, granularity="chunk")
-    graphed(ids).backward()
-    predicted = trial_memory(graphed, [(ids,)], 1)
-    for _ in range(2):
-        graphed(ids).backward()
-    assert predicted.pools == graphed.stats.pool_bytes
+def test_a_trial_adds_to_spare_memory_of_their_dtype():
+    model = Model()
+    spare = SpareGradients(model)
+    for parameter in model.parameters():
+        parameter.grad = spare.buffer(parameter).tensor
+        assert parameter.grad.dtype == torch.float32 and parameter.grad.shape == parameter.shape
