@@ -44,6 +44,74 @@ def test_graphs_equal_eager_and_one_process(granularity, set_to_none):
     assert any(value is None for value in alone["trace"][0].values()), "frozen and idle parts"
 
 
+def sums_in_float32(mesh, kind):
+    """Gradients of eight microbatches of each rank in bfloat16 weights, and in float64 those of the
+    same microbatches one by one."""
+    torch.manual_seed(1)
+    model = Tied().bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    batches = [batch for step in range(8) for batch in microbatches(step, mesh.rank)[:1]]
+    right = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in own]
+    for batch in batches:
+        loss = model(batch, torch.tensor(100))
+        for total, one in zip(
+            right, torch.autograd.grad(loss, own, allow_unused=True), strict=True
+        ):
+            total += 0 if one is None else one
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if kind == "shard":
+        shards = packgraph.shard(model, reduce="sum")
+        called = packgraph.graph(model, capacities=[CAPACITY], warmup=1)
+    else:
+        called = packgraph.replicate(
+            packgraph.graph(model, capacities=[CAPACITY], warmup=1), reduce="sum"
+        )
+    for number, batch in enumerate(batches):
+        quiet = kind != "shard" and number < len(batches) - 1
+        with called.no_sync() if quiet else contextlib.nullcontext():
+            called(batch, torch.tensor(100)).backward()
+    for total in right:
+        torch.distributed.all_reduce(total)
+    right = {names[id(parameter)]: total for parameter, total in zip(own, right, strict=True)}
+    if kind == "shard":
+        norms = []
+        shards.step(Watching(shards, norms))
+        return (
+            norms[0],
+            sum(value.square().sum() for value in right.values()),
+            called.stats.replayed,
+        )
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    ours = sum(gradient.double().square().sum() for gradient in found.values())
+    wrong = sum((found[name] - right[name]).square().sum() for name in found)
+    assert wrong < 1e-10 * ours
+    return ours, sum(value.square().sum() for value in right.values()), called.stats.replayed
+
+
+class Watching:
+    """An optimizer that only looks at gradients of parts."""
+
+    def __init__(self, shards, norms):
+        self.shards, self.norms = shards, norms
+
+    def step(self):
+        parts = self.shards.parameters()
+        assert {(p.dtype, p.grad.dtype) for p in parts} == {(torch.bfloat16, torch.float32)}
+        norm = sum(part.grad.double().square().sum() for part in parts)
+        torch.distributed.all_reduce(norm)
+        self.norms.append(norm)
+
+
+@pytest.mark.parametrize("kind", ["replicate", "shard"])
+def test_sums_of_bfloat16_weights_may_be_float32(kind):
+    for ours, right, replayed in run_ranks(sums_in_float32, 2, kind):
+        assert replayed >= 5
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=0)
+
+
 def test_compiled_stages_equal_eager():
     options = {"compile": "aot_eager", "granularity": "layer", "steps": 3}
     for graphs, eager in run_ranks(both, 2, options):

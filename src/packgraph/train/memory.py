@@ -497,10 +497,10 @@ def _way_out(need: Need, available: int) -> str:
     if need.state > available:
         return (
             "The model alone does not fit: choose a smaller one (another preset, "
-            "--model.num-layers, "
-            "--model.hidden-size), spread it over more devices (torchrun: replicas share what they "
-            "hold with --parallel.shard auto, and --parallel.tp and --parallel.pp cut a model), or "
-            "take a machine with more memory"
+            "--model.num-layers, --model.hidden-size), numbers of fewer bytes (--run.dtype and "
+            "--optimizer.gradients bfloat16), spread it over more devices (torchrun: replicas "
+            "share what they hold with --parallel.shard auto, and --parallel.tp and --parallel.pp "
+            "cut a model), or take a machine with more memory"
         )
     graphs = " or --graph.enabled false," if need.graphs else ""
     return (

@@ -140,6 +140,7 @@ DECAY = "optimizer.decay_steps"
 CHANGED_WHEN_ASKED = (
     "optimizer.learning_rate",
     "optimizer.clip_norm",
+    "optimizer.gradients",
     "optimizer.min_learning_rate_fraction",
     "data.on_bad",
     "run.on_spike",

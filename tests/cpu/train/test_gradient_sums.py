@@ -15,6 +15,7 @@ from packgraph.train.checkpoint.background import Saves
 from packgraph.train.config.reading import ConfigError, ConfigLayer, read_config
 from packgraph.train.config.sections import TrainConfig
 from packgraph.train.metrics import METRICS, read_metrics
+from packgraph.train.run_folder import check_same_run
 from packgraph.train.signals import StopRequest
 from packgraph.train.validate import validate
 
@@ -133,6 +134,16 @@ def test_a_run_from_before_says_what_differs_or_goes_on_bitwise(
     told = "added up in bfloat16 so far, and are in float32 from here on"
     assert same is (gradients == NARROW) and (told in log(tmp_path / "run")) is not same
     again.close()
+
+
+def test_a_run_may_change_its_sums_by_saying_so(tmp_path: Path) -> None:
+    """What the note above advises also serves where the run went on with other sums meanwhile."""
+    run(tmp_path / "run", config(steps=3))
+    name = "optimizer.gradients"
+    (note,) = check_same_run(tmp_path / "run", config(NARROW, steps=3), asked=[name])
+    assert note.startswith(f"{name} changes from auto to bfloat16")
+    with pytest.raises(ConfigError, match=f"{name}: the run has 'auto', now it is 'bfloat16'"):
+        check_same_run(tmp_path / "run", config(NARROW, steps=3))
 
 
 def test_a_run_that_goes_on_with_the_same_sums_says_nothing(tmp_path: Path) -> None:
