@@ -3,6 +3,7 @@ itself, document by document."""
 
 import importlib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,10 +17,19 @@ from packgraph.integrations.transformers.families import (
     TWO_ROWS,
     PackedFamily,
 )
-from packgraph.integrations.transformers.recurrent import mixer_problems
+from packgraph.integrations.transformers.recurrent import mixer_problems, runner_of
 
 # Tables of positions that depend on the longest document of a call.
 MOVING_ROTARY = ("dynamic", "longrope")
+# Modules of torch whose rows depend on each other.
+CROSSING = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+)
 # Types of PEFT that a test has compared; DoRA and rsLoRA are of type LORA.
 ADAPTERS = ("LORA", "IA3")
 
@@ -48,7 +58,10 @@ def family_of(model: nn.Module) -> PackedFamily:
     if family is None:
         raise ValueError(f"{type(causal).__name__} cannot be packed: {_why_unknown(causal)}")
     problems = [*_of_parts(causal, family), *_of_config(causal), *_of_wrapper(model)]
+    inner = {part for mixer in filter(runner_of, causal.modules()) for part in mixer.modules()}
     for module in causal.modules():
+        if isinstance(module, CROSSING) and module not in inner:
+            problems.append(f"{type(module).__name__} reads several rows, and so other documents")
         if hasattr(module, "is_concatenated"):
             problems += expert_problems(module)
         problems += mixer_problems(module)
@@ -87,12 +100,28 @@ def _of_parts(causal: Any, family: PackedFamily) -> list[str]:
     )
     missing = [name for name in names if name and not hasattr(decoder, name)]
     problems = [f"its decoder has no {', '.join(missing)}"] if missing else []
+    if not missing:
+        problems += _same_places(getattr(decoder, family.layers))
     hooked = [
         name
         for name, module in (("the model", causal), ("its decoder", decoder))
         if module._forward_hooks or module._forward_pre_hooks
     ]
     return problems + [f"{name} has forward hooks, which would not run" for name in hooked]
+
+
+def _same_places(layers: Iterable[nn.Module]) -> list[str]:
+    """Layers that transformers' caches take for one: the second would read the first one's keys."""
+    found: dict[Any, int] = {}
+    problems = []
+    for number, layer in enumerate(layers):
+        for place in {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}:
+            if found.setdefault(place, number) != number:
+                problems.append(
+                    f"layers {found[place]} and {number} both have layer_idx {place}; set that of "
+                    f"the modules in layer {number} to {number}"
+                )
+    return problems
 
 
 def _of_config(causal: Any) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs.stages import Stage, State, run_stages
-from packgraph.integrations.transformers.attention import BATCH, use_ours
+from packgraph.integrations.transformers.attention import refuse_other_experts, use_ours
 from packgraph.integrations.transformers.checks import (
     causal_model,
     family_of,
@@ -28,6 +28,7 @@ from packgraph.integrations.transformers.checks import (
     takes_layer_type,
 )
 from packgraph.integrations.transformers.families import PackedFamily
+from packgraph.integrations.transformers.layer_call import BATCH, LayerCall, refuse_other_ways
 from packgraph.integrations.transformers.precision import set_precision
 from packgraph.offloading.marks import offload_block
 from packgraph.ops.linear import NATIVE
@@ -39,6 +40,8 @@ from packgraph.ops.log_probabilities import (
 )
 from packgraph.ops.loss import is_word, linear_cross_entropy, token_count
 from packgraph.packing.batch import PackedBatch
+
+OTHER_BLOCKS = ("mlp", "moe")  # layers that read no other tokens, by their `block_type`
 
 
 def packed(
@@ -129,6 +132,13 @@ class PackedModel(nn.Module):
             self.layer_types = tuple(self.config.layer_types)
         for layer in self.layers:
             layer.offload = offload_block
+            other = getattr(layer, "block_type", "") in OTHER_BLOCKS
+            layer.token_mixers = 0 if other else family.token_mixers
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Sets our implementations, which pickles do not hold."""
+        super().__setstate__(state)
+        use_ours(self.causal)
 
     @property
     def causal(self) -> Any:
@@ -168,9 +178,15 @@ class PackedModel(nn.Module):
     def stages(self) -> Sequence[Stage]:
         """`embed`, `layer` for each layer, `head`."""
         layers, inner = self.layers, []
+        if self.family.kind != "dense":
+            refuse_other_experts(layers)
         for index, layer in enumerate(layers):
+            if not hasattr(layer, "token_mixers"):
+                raise ValueError(
+                    f"layer {index} came after packed(model), which prepares layers; call it again"
+                )
             kind = self.layer_types[index] if self.layer_types else ""
-            run = types.MethodType(layer_runner(kind), layer)
+            run = types.MethodType(layer_runner(kind, self._window(index)), layer)
             inner.append(Stage("layer", index, run))
         head = Stage("head", len(layers), self.run_head)
         return [Stage("embed", -1, self.run_embed), *inner, head]
@@ -264,6 +280,13 @@ class PackedModel(nn.Module):
         found: nn.Embedding = getattr(self.decoder, self.family.positions)
         return found
 
+    def _window(self, layer: int) -> int | None:
+        """The window of attention in a layer, as the model's masks have it."""
+        kinds = getattr(self.config, "layer_types", None)
+        slides = kinds is None or kinds[layer] == "sliding_attention"
+        found: int | None = getattr(self.config, "sliding_window", None) if slides else None
+        return found
+
     def _rotary(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
         """Tables of positions by type of layer; one without a name where all have the same."""
         if not self.family.rotary:
@@ -278,13 +301,14 @@ class PackedModel(nn.Module):
 
 
 @functools.cache
-def layer_runner(kind: str) -> Callable[[Any, State], State]:
-    """What runs a layer of this type, "" where all have one table of positions: one function for
-    all of them, so that they are compiled once."""
+def layer_runner(kind: str, window: int | None) -> Callable[[Any, State], State]:
+    """What runs a layer of this type, "" where all have one table of positions, and window: one
+    function for all of them, so that they are compiled once."""
 
     def run_layer(layer: Any, state: State) -> State:
         batch: PackedBatch = state["batch"]
-        given: dict[str, Any] = {BATCH: batch}
+        call = LayerCall(batch, window, [])
+        given: dict[str, Any] = {BATCH: call}
         if state["rotary"]:
             given["position_embeddings"] = state["rotary"][kind]
         with layer.offload("layer", leave=(state["rotary"], batch)):
@@ -296,6 +320,7 @@ def layer_runner(kind: str) -> Callable[[Any, State], State]:
                 use_cache=False,
                 **given,
             )
+        refuse_other_ways(layer, call)
         hidden = found[0] if isinstance(found, tuple) else found
         return {**state, "hidden": hidden[0]}
 

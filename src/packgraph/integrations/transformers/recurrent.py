@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.integrations.transformers.layer_call import LayerCall
 from packgraph.mamba.conv import live_document_ids, packed_causal_conv
 from packgraph.mamba.gated_delta import gated_delta
 from packgraph.mamba.ssd import ssd
@@ -98,7 +99,7 @@ def forward(
     self: Any,
     hidden_states: Tensor,
     *args: Any,
-    packed_batch: PackedBatch | None = None,
+    packed_batch: LayerCall | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """`forward` of a mixer: [1, T, H] -> [1, T, H] where a packed batch is given, else as its class
@@ -108,7 +109,8 @@ def forward(
         return found
     run = runner_of(self)
     assert run is not None
-    return run(self, hidden_states[0], packed_batch)[None]
+    packed_batch.ran.append(type(self).__name__)
+    return run(self, hidden_states[0], packed_batch.batch)[None]
 
 
 def use_our_mixers(model: nn.Module) -> None:

@@ -102,6 +102,16 @@ def test_loss_and_gradients_are_those_of_documents_alone(case):
             torch.testing.assert_close(found[name], theirs, rtol=2e-4, atol=1e-5)
 
 
+def test_layers_that_peft_repeats_keep_documents_apart():
+    """They have configs of their own."""
+    config = peft.LoraConfig(**LORA, layer_replication=[[0, 2], [1, 2]])
+    model = adapted(config)
+    layers = model.get_base_model().model.layers
+    assert len(layers) == 3 and len({id(layer.self_attn.config) for layer in layers}) > 1
+    expected = document_loss(model)
+    torch.testing.assert_close(packed(model)(batch_of()), expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_graphs_equal_eager_bit_by_bit(case):
     options = {"capacities": [CAPACITY], "strict": True, "warmup": 1}
