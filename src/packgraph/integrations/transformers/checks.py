@@ -135,7 +135,8 @@ def _of_config(causal: Any) -> list[str]:
     if getattr(config, "output_router_logits", False):
         problems.append(
             "its loss includes one that balances experts over a whole batch; set "
-            "config.output_router_logits = False"
+            "config.output_router_logits = False (in TRL router_aux_loss_coef=0.0 in SFTConfig, "
+            "which sets it)"
         )
     if getattr(config, "z_loss_coefficient", 0):
         problems.append("its loss includes one of all logits; set config.z_loss_coefficient = 0")

@@ -38,7 +38,7 @@ from packgraph.ops.log_probabilities import (
     linear_log_probabilities,
     naive_log_probabilities,
 )
-from packgraph.ops.loss import is_word, linear_cross_entropy, token_count
+from packgraph.ops.loss import check_count, is_word, linear_cross_entropy, token_count
 from packgraph.packing.batch import PackedBatch
 
 OTHER_BLOCKS = ("mlp", "moe")  # layers that read no other tokens, by their `block_type`
@@ -163,6 +163,7 @@ class PackedModel(nn.Module):
     ) -> State:
         """The state of a batch, which is checked by what the host knows of it."""
         check_output(output or self.output)
+        check_count(tokens_in_step)
         if not torch.compiler.is_compiling():
             batch.check_words(self.config.vocab_size)
             if self.family.positions and batch.host.lengths:

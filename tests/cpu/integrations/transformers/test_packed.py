@@ -102,6 +102,8 @@ def test_the_loss_can_be_divided_by_the_tokens_of_a_step():
     count = batch.num_loss_tokens
     torch.testing.assert_close(model(batch, torch.tensor(4 * count)) * 4, model(batch))
     assert model(packgraph.PackedBatch.empty(CAPACITY)) == 0
+    with pytest.raises(TypeError, match=r"not 12: write torch\.tensor\(12, device="):
+        model(batch, 12)
 
 
 def biased(model):
