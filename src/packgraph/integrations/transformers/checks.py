@@ -17,7 +17,7 @@ from packgraph.integrations.transformers.families import (
     TWO_ROWS,
     PackedFamily,
 )
-from packgraph.integrations.transformers.recurrent import mixer_problems, runner_of
+from packgraph.integrations.transformers.recurrent import is_theirs, mixer_problems, runner_of
 
 # Tables of positions that depend on the longest document of a call.
 MOVING_ROTARY = ("dynamic", "longrope")
@@ -57,7 +57,8 @@ def family_of(model: nn.Module) -> PackedFamily:
     family = FAMILIES.get(kind)
     if family is None:
         raise ValueError(f"{type(causal).__name__} cannot be packed: {_why_unknown(causal)}")
-    problems = [*_of_parts(causal, family), *_of_config(causal), *_of_wrapper(model)]
+    check_outside(causal, family)
+    problems = [*_same_places(getattr(causal.base_model, family.layers)), *_of_wrapper(model)]
     inner = {part for mixer in filter(runner_of, causal.modules()) for part in mixer.modules()}
     for module in causal.modules():
         if isinstance(module, CROSSING) and module not in inner:
@@ -65,11 +66,20 @@ def family_of(model: nn.Module) -> PackedFamily:
         if hasattr(module, "is_concatenated"):
             problems += expert_problems(module)
         problems += mixer_problems(module)
+    _refuse(causal, problems)
+    return family
+
+
+def check_outside(causal: Any, family: PackedFamily) -> None:
+    """Raises ValueError, with all reasons, where what surrounds the layers cannot be packed."""
+    _refuse(causal, [*_of_parts(causal, family), *_of_config(causal)])
+
+
+def _refuse(causal: Any, problems: list[str]) -> None:
     if problems:
         raise ValueError(
             f"{type(causal).__name__} cannot be packed: {'; '.join(dict.fromkeys(problems))}"
         )
-    return family
 
 
 def _why_unknown(causal: Any) -> str:
@@ -100,14 +110,12 @@ def _of_parts(causal: Any, family: PackedFamily) -> list[str]:
     )
     missing = [name for name in names if name and not hasattr(decoder, name)]
     problems = [f"its decoder has no {', '.join(missing)}"] if missing else []
-    if not missing:
-        problems += _same_places(getattr(decoder, family.layers))
-    hooked = [
-        name
-        for name, module in (("the model", causal), ("its decoder", decoder))
-        if module._forward_hooks or module._forward_pre_hooks
-    ]
-    return problems + [f"{name} has forward hooks, which would not run" for name in hooked]
+    for name, module in (("the model", causal), ("its decoder", decoder)):
+        if module._forward_hooks or module._forward_pre_hooks:
+            problems.append(f"{name} has forward hooks, which would not run")
+        if not is_theirs(module):
+            problems.append(f"{name} has a forward of its own, which would not run")
+    return problems
 
 
 def _same_places(layers: Iterable[nn.Module]) -> list[str]:

@@ -23,6 +23,7 @@ from packgraph.graphs.stages import Stage, State, run_stages
 from packgraph.integrations.transformers.attention import refuse_other_experts, use_ours
 from packgraph.integrations.transformers.checks import (
     causal_model,
+    check_outside,
     family_of,
     is_plain,
     takes_layer_type,
@@ -178,6 +179,7 @@ class PackedModel(nn.Module):
 
     def stages(self) -> Sequence[Stage]:
         """`embed`, `layer` for each layer, `head`."""
+        check_outside(self.causal, self.family)  # anybody may have changed it
         layers, inner = self.layers, []
         if self.family.kind != "dense":
             refuse_other_experts(layers)

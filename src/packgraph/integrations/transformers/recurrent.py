@@ -77,6 +77,10 @@ MIXERS: tuple[tuple[frozenset[str], Callable[[Any, Tensor, PackedBatch], Tensor]
 )
 
 
+# Packages whose `forward` does what that of transformers does: of devices, dtypes, kernels.
+AROUND = ("transformers.", "accelerate.", "liger_kernel.", "packgraph.")
+
+
 def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor] | None:
     """What runs a module over packed documents, if it is a mixer with a state."""
     for names, run in MIXERS:
@@ -85,11 +89,20 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor]
     return None
 
 
+def is_theirs(module: nn.Module) -> bool:
+    """Tells whether `forward` of a module is that of transformers, or around it; a packed call,
+    which takes its place, leaves out any other."""
+    found = str(module.forward.__module__), str(type(module).forward.__module__)
+    return all(name.startswith(AROUND) for name in found)
+
+
 def mixer_problems(module: Any) -> list[str]:
     """Every reason why a mixer with a state would not be what it is in transformers."""
     if runner_of(module) is None:
         named = hasattr(module, "A_log")
         return [f"{type(module).__name__} has a state that crosses documents"] if named else []
+    if not is_theirs(module):
+        return [f"{type(module).__name__} has a forward of its own, which would not run"]
     if module.activation not in ("silu", "swish"):
         return [f"its convolutions end with {module.activation}, not with silu"]
     return []

@@ -211,6 +211,56 @@ def test_rows_of_other_modules():
         packed(model)
 
 
+def hooked(model):
+    model.model.register_forward_hook(lambda *facts: None)
+
+
+def patched(model):
+    theirs = model.forward
+    model.forward = lambda *args, **given: 2 * theirs(*args, **given)
+
+
+def other_rotary(model):
+    model.config.rope_parameters["rope_type"] = "dynamic"
+
+
+@pytest.mark.parametrize("change", [hooked, patched, other_rotary])
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+@pytest.mark.filterwarnings("ignore::packgraph.PackgraphWarning")
+def test_what_surrounds_layers_is_looked_at_again(change, graphed):
+    model = build("llama")
+    call = packed(model)
+    if graphed:
+        call = packgraph.graph(call, [CAPACITY], warmup=1)
+    for _ in range(3):
+        call(batch_of())
+    change(model)
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be packed"):
+        call(batch_of())
+
+
+def test_a_class_with_a_forward_of_its_own_is_refused():
+    llama = build("llama")
+
+    class Louder(type(llama)):
+        def forward(self, *args, **given):
+            return super().forward(*args, **given)
+
+    class Quiet(type(llama)):
+        """Adds nothing."""
+
+    torch.testing.assert_close(
+        packed(Quiet(llama.config))(batch_of()).isfinite(), torch.tensor(True)
+    )
+    with pytest.raises(ValueError, match="the model has a forward of its own"):
+        packed(Louder(llama.config))
+    bamba = build("bamba")
+    mixer = next(filter(runner_of, bamba.modules()))
+    mixer.__class__ = type("Own", (type(mixer),), {"forward": lambda self, x, **given: x})
+    with pytest.raises(ValueError, match="Own has a forward of its own"):
+        packed(bamba)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "nemotron_h"])
 @pytest.mark.filterwarnings("ignore::packgraph.PackgraphWarning")
 def test_other_experts_are_refused(family):
