@@ -128,7 +128,7 @@ def _lengths_of_table(dataset: Any) -> list[list[int]] | None:
 
 
 def is_table(dataset: Any) -> bool:
-    """Tells whether `dataset` has token ids in a column (of the library `datasets`), as they are read."""
+    """Tells whether `dataset`, of the library `datasets`, has a column of token ids as read."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "with_format")):
         return False
     return "input_ids" in dataset.column_names and dataset.format["type"] != "custom"
