@@ -151,7 +151,8 @@ def _of_config(causal: Any) -> list[str]:
     losses = importlib.import_module("transformers.loss.loss_utils")
     if causal.loss_function is not losses.ForCausalLMLoss:
         problems.append("its loss_function is not the mean of next tokens, which takes its place")
-    if getattr(config, "use_bidirectional_attention", False):
+    both = getattr(config, "use_bidirectional_attention", False)
+    if both or not getattr(config, "is_causal", True):
         problems.append("its attention is not causal")
     if getattr(config, "add_cross_attention", False):
         problems.append("it attends to an encoder")
@@ -188,5 +189,6 @@ def is_plain(head: nn.Module) -> bool:
         and head.bias is None
         and not head._forward_hooks
         and not head._forward_pre_hooks
+        and "forward" not in vars(head)
         and isinstance(head.weight, torch.Tensor)
     )

@@ -168,7 +168,7 @@ class PackedModel(nn.Module):
         if not torch.compiler.is_compiling():
             batch.check_words(self.config.vocab_size)
             if self.family.positions and batch.host.lengths:
-                most, longest = self._positions.num_embeddings, max(batch.host.lengths)
+                most, longest = self._positions.weight.shape[0], max(batch.host.lengths)
                 if longest > most:
                     raise ValueError(
                         f"a document has {longest} tokens, but the model has learned positions "

@@ -103,6 +103,8 @@ def mixer_problems(module: Any) -> list[str]:
         return [f"{type(module).__name__} has a state that crosses documents"] if named else []
     if not is_theirs(module):
         return [f"{type(module).__name__} has a forward of its own, which would not run"]
+    if type(module.conv1d) is not nn.Conv1d:
+        return [f"{type(module.conv1d).__name__} around a convolution would not be called"]
     if module.activation not in ("silu", "swish"):
         return [f"its convolutions end with {module.activation}, not with silu"]
     return []

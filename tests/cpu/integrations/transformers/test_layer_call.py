@@ -224,7 +224,12 @@ def other_rotary(model):
     model.config.rope_parameters["rope_type"] = "dynamic"
 
 
-@pytest.mark.parametrize("change", [hooked, patched, other_rotary])
+def both_ways(model):
+    """As transformers' masks read it."""
+    model.config.is_causal = False
+
+
+@pytest.mark.parametrize("change", [hooked, patched, other_rotary, both_ways])
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 @pytest.mark.filterwarnings("ignore::packgraph.PackgraphWarning")
 def test_what_surrounds_layers_is_looked_at_again(change, graphed):

@@ -220,6 +220,9 @@ def test_what_the_wrapper_would_do_is_refused():
         ValueError, match="of type ADALORA has not been compared; known are LORA, IA3"
     ):
         packed(peft.get_peft_model(build("llama"), peft.AdaLoraConfig(total_step=9, **IN)))
+    conv = peft.LoraConfig(r=96, target_modules=["conv1d"])
+    with pytest.raises(ValueError, match="around a convolution would not be called"):
+        packed(peft.get_peft_model(build("bamba"), conv))
     config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA, alora_invocation_tokens=[3])
     with pytest.raises(ValueError, match="begins at tokens that its wrapper looks for"):
         packed(peft.get_peft_model(build("llama"), config))
