@@ -183,13 +183,14 @@ class PackedModel(nn.Module):
         layers, inner = self.layers, []
         if self.family.kind != "dense":
             refuse_other_experts(layers)
+        windows = self._windows(len(layers))
         for index, layer in enumerate(layers):
             if not hasattr(layer, "token_mixers"):
                 raise ValueError(
                     f"layer {index} came after packed(model), which prepares layers; call it again"
                 )
             kind = self.layer_types[index] if self.layer_types else ""
-            run = types.MethodType(layer_runner(kind, self._window(index)), layer)
+            run = types.MethodType(layer_runner(kind, windows[index]), layer)
             inner.append(Stage("layer", index, run))
         head = Stage("head", len(layers), self.run_head)
         return [Stage("embed", -1, self.run_embed), *inner, head]
@@ -283,12 +284,16 @@ class PackedModel(nn.Module):
         found: nn.Embedding = getattr(self.decoder, self.family.positions)
         return found
 
-    def _window(self, layer: int) -> int | None:
-        """The window of attention in a layer, as the model's masks have it."""
-        kinds = getattr(self.config, "layer_types", None)
-        slides = kinds is None or kinds[layer] == "sliding_attention"
-        found: int | None = getattr(self.config, "sliding_window", None) if slides else None
-        return found
+    def _windows(self, layers: int) -> list[int | None]:
+        """The window of attention in each layer, as the model's masks have it."""
+        config = self.config
+        window, kinds = (
+            getattr(config, "sliding_window", None),
+            getattr(config, "layer_types", None),
+        )
+        if kinds is None:
+            return [window] * layers
+        return [window if kinds[n] == "sliding_attention" else None for n in range(layers)]
 
     def _rotary(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
         """Tables of positions by type of layer; one without a name where all have the same."""
