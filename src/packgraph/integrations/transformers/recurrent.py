@@ -78,7 +78,7 @@ MIXERS: tuple[tuple[frozenset[str], Callable[[Any, Tensor, PackedBatch], Tensor]
 
 
 # Packages whose `forward` does what that of transformers does: of devices, dtypes, kernels.
-AROUND = ("transformers.", "accelerate.", "liger_kernel.", "packgraph.")
+AROUND = ("transformers.", "accelerate.", "liger_kernel.", "packgraph.", "torch.")
 
 
 def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor] | None:
