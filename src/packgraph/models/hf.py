@@ -149,15 +149,11 @@ def save_pretrained(
     """Write `model` as a checkpoint that transformers loads, in the architecture that its config
     has there.
 
-    The ids of special tokens are null in its config.json, since a model knows none, and those that
-    transformers would assume are of other tokenizers; `packgraph export` writes them beside it.
-
     max_shard_bytes: bound of one weight file, None for a single file. The folder is made when
     missing. Raises FileExistsError when it already holds a checkpoint, ValueError when transformers
     has no such model.
     """
     description = config_to_json(model.config, next(model.parameters()).dtype)
-    description |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     present = sorted(

@@ -94,15 +94,6 @@ def test_saved_and_loaded_again_is_the_same_model(shape, shard_bytes, tmp_path):
     assert not any(file.endswith(".tmp") for file in files)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_no_special_tokens_are_assumed(shape, tmp_path):
-    """Those of a Llama end a text at token 2, whatever the tokenizer is."""
-    save_pretrained(randomised(SHAPES[shape], seed=1), tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    for found in (loaded.config, loaded.generation_config):
-        assert found.bos_token_id is found.eos_token_id is found.pad_token_id is None
-
-
 @pytest.mark.parametrize(
     "shape", [name for name, config in SHAPES.items() if config.num_layers > 1]
 )
