@@ -44,7 +44,7 @@ from packgraph.ops.attention.context import ContextGroup
 from packgraph.ops.attention.kind import row_problems
 from packgraph.ops.attention.zigzag import rank_rows, zigzag_tables
 from packgraph.ops.log_probabilities import Output, check_output
-from packgraph.ops.loss import IGNORED, token_count
+from packgraph.ops.loss import IGNORED, check_count, token_count
 from packgraph.packing.batch import PackedBatch
 from packgraph.parallel.deferred import values_of
 from packgraph.parallel.vocabulary import (
@@ -123,6 +123,7 @@ class DecoderStack(nn.Module):
         output: Output = "loss",
     ) -> State:
         check_output(output)
+        check_count(tokens_in_step)
         if isinstance(batch, PackedBatch) and not torch.compiler.is_compiling():
             # Compiled code would be made again for every number that it has looked at.
             batch.check_words(self.config.vocab_size)

@@ -31,6 +31,16 @@ def token_count(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
+def check_count(tokens: object) -> None:
+    """Raises TypeError unless labels of a step are counted by a tensor, or not at all: a graph
+    would hold a number for good."""
+    if not isinstance(tokens, Tensor | None):
+        raise TypeError(
+            f"tokens_in_step must be a 0-d tensor on the batch's device, not {tokens!r}: write "
+            f"torch.tensor({tokens!r}, device=batch.tokens.device)"
+        )
+
+
 def is_word(labels: Tensor, vocab_size: int) -> Tensor:
     """bool, shaped as `labels`: whether each is a word of the vocabulary."""
     return (labels >= 0) & (labels < vocab_size)

@@ -2,7 +2,8 @@
 
 Accepted, one by one or in a list: token ids (list, tuple, NumPy array, CPU tensor); a mapping with
 `input_ids` and optionally `labels` (Hugging Face: the label of token i stands at place i, -100 =
-not to be predicted) or masks over the tokens (1 = may be predicted); rows with `seq_lengths`
+not to be predicted) or, where it has none, masks over the tokens (1 = may be predicted: labels are
+finished, and TRL leaves masks beside them that are not to be applied); rows with `seq_lengths`
 (several documents concatenated, as TRL packs them); the output of transformers'
 DataCollatorWithFlattening ([1, total] with boundaries in cu_seq_lens_q, seq_idx or position_ids).
 
@@ -155,14 +156,15 @@ def _from_mapping(item: Mapping[str, Any], name: str) -> Iterator[Document]:
 
 
 def _targets(item: Mapping[str, Any], tokens: Ids, name: str) -> Ids | None:
-    """What is to be predicted at each place, from labels and masks; None = every token."""
+    """What is to be predicted at each place, from labels, else from masks; None = every token."""
     targets = None
     if item.get("labels") is not None:
         targets = _same_length(item["labels"], tokens, name, "labels")
-    for key in MASKS:
-        if item.get(key) is not None:
-            mask = _same_length(item[key], tokens, name, key)
-            targets = np.where(mask != 0, tokens if targets is None else targets, IGNORED)
+    else:
+        for key in MASKS:
+            if item.get(key) is not None:
+                mask = _same_length(item[key], tokens, name, key)
+                targets = np.where(mask != 0, tokens if targets is None else targets, IGNORED)
     if item.get("attention_mask") is not None:
         attended = _same_length(item["attention_mask"], tokens, name, "attention_mask")
         if not attended.all():

@@ -106,17 +106,111 @@ def test_training_is_that_of_the_plain_trainer(case, tmp_path):
         assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=1e-5)
 
 
-def test_only_what_the_assistant_says_is_trained(tmp_path):
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": text[:4]},
-                {"role": "assistant", "content": text[4:]},
-            ]
-        }
-        for text in TEXTS
+def said(role, text):
+    return {"role": role, "content": text}
+
+
+CHATS = [{"messages": [said("user", text[:4]), said("assistant", text[4:])]} for text in TEXTS]
+PAIRS = [
+    {"prompt": [said("user", text[:4])], "completion": [said("assistant", text[4:])]}
+    for text in TEXTS
+]
+# Finished labels, and beside them masks and other columns that TRL does not read.
+FINISHED = [
+    {
+        **row,
+        "labels": [-100, *row["input_ids"][1:-1], -100],
+        "completion_mask": [0] * (len(row["input_ids"]) - 1) + [1],
+        "assistant_masks": [1] + [0] * (len(row["input_ids"]) - 1),
+        "attention_mask": [1] * len(row["input_ids"]),
+        "position_ids": list(range(len(row["input_ids"]))),
+    }
+    for row in documents(60)
+]
+MASKED = [
+    {**row, "completion_mask": [0] + [1] * (len(row["input_ids"]) - 1)} for row in documents(60)
+]
+# Rows, and options that decide which of their tokens are trained.
+LABELS = {
+    "completions, by default": (KINDS["prompts"], {}),
+    "completions": (KINDS["prompts"], {"completion_only_loss": True}),
+    "prompts, too": (KINDS["prompts"], {"completion_only_loss": False}),
+    "cut": (KINDS["prompts"], {"max_length": 12}),
+    "prompts, too, cut": (KINDS["prompts"], {"completion_only_loss": False, "max_length": 12}),
+    "cut at the start": (
+        KINDS["prompts"],
+        {"completion_only_loss": False, "max_length": 12, "truncation_mode": "keep_end"},
+    ),
+    "packed": (KINDS["prompts"], {"completion_only_loss": False, "packing": True}),
+    "completions, packed": (KINDS["prompts"], {"packing": True}),
+    "chats in pairs": (PAIRS, {}),
+    "chats in pairs, prompts, too": (PAIRS, {"completion_only_loss": False, "max_length": 20}),
+    "the assistant, in pairs": (PAIRS, {"assistant_only_loss": True}),
+    "the assistant, prompts, too": (
+        PAIRS,
+        {"assistant_only_loss": True, "completion_only_loss": False, "max_length": 24},
+    ),
+    "chats": (CHATS, {}),
+    "the assistant": (CHATS, {"assistant_only_loss": True}),
+    "the assistant, packed": (CHATS, {"assistant_only_loss": True, "packing": True}),
+    "finished": (FINISHED, {}),
+    "finished, cut": (FINISHED, {"max_length": 12}),
+    "finished, completions": (FINISHED, {"completion_only_loss": True}),
+    "finished, packed": (FINISHED, {"packing": True}),
+    "masked": (MASKED, {"completion_only_loss": True}),
+    "masked, not read": (MASKED, {"completion_only_loss": False, "max_length": 12}),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_which_tokens_are_trained_is_what_trl_says(case, tmp_path):
+    rows, changes = LABELS[case]
+    given = {"rows": rows, "max_steps": 1, "logging_steps": 1, **changes}
+    ours = run(Packing, tmp_path / "ours", **given)
+    theirs = run(SFTTrainer, tmp_path / "theirs", **given)
+    for name in ("loss", "grad_norm"):
+        assert logged(ours, name) == pytest.approx(logged(theirs, name), rel=2e-5)
+
+
+def test_other_tokens_would_make_another_loss(tmp_path):
+    """The control of the test above."""
+    losses = [
+        logged(run(SFTTrainer, tmp_path / case, rows=LABELS[case][0], **LABELS[case][1]), "loss")[0]
+        for case in ("completions", "prompts, too", "cut", "prompts, too, cut", "finished")
     ]
-    chat = {"rows": rows, "assistant_only_loss": True, "optim": "sgd", "learning_rate": 0.3}
+    assert min(abs(a - b) for i, a in enumerate(losses) for b in losses[:i]) > 1e-3
+
+
+def test_rows_with_padding_are_refused_when_the_trainer_is_made(tmp_path):
+    rows = [*FINISHED, {**FINISHED[0], "attention_mask": [0] * len(FINISHED[0]["input_ids"])}]
+    with pytest.raises(ValueError, match=r"row \d+ of the data set: attention_mask has zeros"):
+        run(Packing, tmp_path, rows=rows)
+
+
+def test_the_loss_that_balances_experts_is_refused_with_what_helps(tmp_path):
+    """TRL turns it on itself, whatever the config says."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=258, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=8, output_router_logits=False,
+    )  # fmt: skip
+
+    def trainer(**changes):
+        return Packing(
+            transformers.Qwen3MoeForCausalLM(config),
+            SFTConfig(**{"bf16": False, **options(tmp_path), **changes}),
+            train_dataset=Dataset.from_list(KINDS["text"]),
+            processing_class=tokenizer(),
+        )
+
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.0 in SFTConfig"):
+        trainer()
+    assert trained(trainer(router_aux_loss_coef=0.0)).stats.replayed > 0
+
+
+def test_only_what_the_assistant_says_is_trained(tmp_path):
+    chat = {"rows": CHATS, "assistant_only_loss": True, "optim": "sgd", "learning_rate": 0.3}
     ours = run(Packing, tmp_path / "ours", **chat)
     theirs = run(SFTTrainer, tmp_path / "theirs", **chat)
     assert logged(ours, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-5)

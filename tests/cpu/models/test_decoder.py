@@ -4,6 +4,7 @@ import pytest
 import torch
 from model_batches import HandBatch, hand_batch, random_documents
 
+import packgraph
 from packgraph.graphs.stages import Staged
 from packgraph.models.decoder import DecoderConfig, DecoderModel
 from packgraph.packing.batch import PackedBatch
@@ -47,6 +48,15 @@ def test_hand_made_batches_are_packed_batches():
         assert torch.equal(getattr(ours, name), getattr(packed, name)), name
     model = DecoderModel(CONFIG)
     assert model(ours) == model(packed)
+
+
+def test_labels_of_a_step_are_counted_by_a_tensor():
+    model, batch = DecoderModel(CONFIG), hand_batch(random_documents([5, 7], 40, 0), 16, 4)
+    for call in (model, packgraph.graph(model, [Capacity(16, 4)], warmup=1)):
+        for _ in range(3):
+            with pytest.raises(TypeError, match=r"write torch\.tensor\(12, device="):
+                call(batch, 12)
+            assert call(batch, torch.tensor(10)) == model(batch)
 
 
 def test_is_staged_and_lists_its_stages():

@@ -54,6 +54,11 @@ def test_masks_say_which_tokens_may_be_predicted(key):
     assert batch.labels.tolist() == [2, -100, 4, -100]
 
 
+def test_finished_labels_win_over_masks():
+    row = {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, -100], "completion_mask": [0, 0, 1]}
+    assert PackedBatch.build([row], Capacity(4, 1)).labels.tolist() == [2, 3, -100, -100]
+
+
 @pytest.mark.parametrize(
     "options",
     [

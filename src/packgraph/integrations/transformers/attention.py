@@ -4,25 +4,25 @@
 
 A layer hands keyword arguments that it does not know on to the implementation of attention, so the
 packed batch travels with the call, and nothing is stored anywhere. Calls without a packed batch,
-such as those of `generate`, go to what the model had before; for `eager` that is a function of the
+such as those of `generate`, go to what the config had before; for `eager` that is a function of the
 model's own file. Masks are never made for packed batches: their layers get None.
 """
 
 import functools
 import importlib
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from packgraph.integrations.transformers.experts import run_experts
+from packgraph.integrations.transformers.layer_call import LayerCall
 from packgraph.integrations.transformers.recurrent import use_our_mixers
 from packgraph.ops.attention.api import attention, attention_metadata, choose_backend
 from packgraph.ops.attention.options import ScoreOptions
-from packgraph.packing.batch import PackedBatch
 
 PREFIX = "packgraph"
-BATCH = "packed_batch"  # keyword argument of layers
 
 
 def attend(
@@ -33,10 +33,9 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_batch: PackedBatch | None = None,
+    packed_batch: LayerCall | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
@@ -50,7 +49,6 @@ def attend(
         known = {
             "scaling": scaling,
             "dropout": dropout,
-            "sliding_window": sliding_window,
             "softcap": softcap,
             "s_aux": s_aux,
         }
@@ -59,10 +57,12 @@ def attend(
             module, query, key, value, attention_mask, **given, **others
         )
         return found
-    options = ScoreOptions(sliding_window, softcap or 0.0, dropout, s_aux)
+    packed_batch.refuse_other_attention(module, key.shape[-2], attention_mask, others)
+    options = ScoreOptions(others.get("sliding_window"), softcap or 0.0, dropout, s_aux)
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     choice = choose_backend(q.device, q.dtype, q.shape[-1], v.shape[-1], options.needs)
-    meta = attention_metadata(packed_batch, choice.name, finite_padding=True)
+    meta = attention_metadata(packed_batch.batch, choice.name, finite_padding=True)
+    packed_batch.ran.append(type(module).__name__)
     return attention(q, k, v, meta, scale=scaling, options=options)[None], None
 
 
@@ -74,23 +74,37 @@ def _other(name: str, module: nn.Module) -> Any:
 
 
 def use_ours(model: Any) -> None:
-    """Make `model`, a PreTrainedModel, call our attention, experts and mixers with a state."""
+    """Make every layer of `model`, a PreTrainedModel, call our attention, experts and mixers with a
+    state, also those whose config is not the model's."""
     use_our_mixers(model)
     transformers = importlib.import_module("transformers")
-    now = model.config._attn_implementation
-    if not now.startswith(PREFIX):
-        otherwise = "sdpa" if now != "eager" and model._supports_sdpa else "eager"
-        name = f"{PREFIX}_{otherwise}"
-        masks = transformers.AttentionMaskInterface
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    for config in {id(found): found for found in configs}.values():
+        now = getattr(config, "_attn_implementation", PREFIX) or "eager"
+        if not now.startswith(PREFIX):
+            otherwise = "sdpa" if now != "eager" and model._supports_sdpa else "eager"
+            config._attn_implementation = f"{PREFIX}_{otherwise}"
+    for otherwise in ("sdpa", "eager"):  # a model that was unpickled has the names alone
+        name, masks = f"{PREFIX}_{otherwise}", transformers.AttentionMaskInterface
         transformers.AttentionInterface.register(name, functools.partial(attend, otherwise))
         masks.register(name, masks()[otherwise])
-        model.set_attn_implementation(name)
-    if _experts_of(model):
-        moe = importlib.import_module("transformers.integrations.moe")
-        moe.ExpertsInterface.register(PREFIX, run_experts)
-        model.set_experts_implementation(PREFIX)
+    moe = importlib.import_module("transformers.integrations.moe")
+    moe.ExpertsInterface.register(PREFIX, run_experts)
+    for module in experts_of(model):
+        module.config._experts_implementation = PREFIX
 
 
-def _experts_of(model: nn.Module) -> list[nn.Module]:
+def experts_of(model: nn.Module) -> list[Any]:
     """Modules whose forward goes through transformers' interface of experts."""
     return [module for module in model.modules() if hasattr(module, "is_concatenated")]
+
+
+def refuse_other_experts(layers: Iterable[nn.Module]) -> None:
+    """Raises ValueError where experts of `layers` would not run ours."""
+    for module in (found for layer in layers for found in experts_of(layer)):
+        if module.config._experts_implementation != PREFIX:
+            raise ValueError(
+                f"{type(module).__name__} would run as {module.config._experts_implementation!r}, "
+                "not as packgraph's grouped products; call packed(model) again after "
+                "set_experts_implementation, and after replacing a module or its config"
+            )

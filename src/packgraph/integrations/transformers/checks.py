@@ -3,6 +3,7 @@ itself, document by document."""
 
 import importlib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,10 +17,19 @@ from packgraph.integrations.transformers.families import (
     TWO_ROWS,
     PackedFamily,
 )
-from packgraph.integrations.transformers.recurrent import mixer_problems
+from packgraph.integrations.transformers.recurrent import is_theirs, mixer_problems, runner_of
 
 # Tables of positions that depend on the longest document of a call.
 MOVING_ROTARY = ("dynamic", "longrope")
+# Modules of torch whose rows depend on each other.
+CROSSING = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+)
 # Types of PEFT that a test has compared; DoRA and rsLoRA are of type LORA.
 ADAPTERS = ("LORA", "IA3")
 
@@ -47,16 +57,29 @@ def family_of(model: nn.Module) -> PackedFamily:
     family = FAMILIES.get(kind)
     if family is None:
         raise ValueError(f"{type(causal).__name__} cannot be packed: {_why_unknown(causal)}")
-    problems = [*_of_parts(causal, family), *_of_config(causal), *_of_wrapper(model)]
+    check_outside(causal, family)
+    problems = [*_same_places(getattr(causal.base_model, family.layers)), *_of_wrapper(model)]
+    inner = {part for mixer in filter(runner_of, causal.modules()) for part in mixer.modules()}
     for module in causal.modules():
+        if isinstance(module, CROSSING) and module not in inner:
+            problems.append(f"{type(module).__name__} reads several rows, and so other documents")
         if hasattr(module, "is_concatenated"):
             problems += expert_problems(module)
         problems += mixer_problems(module)
+    _refuse(causal, problems)
+    return family
+
+
+def check_outside(causal: Any, family: PackedFamily) -> None:
+    """Raises ValueError, with all reasons, where what surrounds the layers cannot be packed."""
+    _refuse(causal, [*_of_parts(causal, family), *_of_config(causal)])
+
+
+def _refuse(causal: Any, problems: list[str]) -> None:
     if problems:
         raise ValueError(
             f"{type(causal).__name__} cannot be packed: {'; '.join(dict.fromkeys(problems))}"
         )
-    return family
 
 
 def _why_unknown(causal: Any) -> str:
@@ -87,12 +110,26 @@ def _of_parts(causal: Any, family: PackedFamily) -> list[str]:
     )
     missing = [name for name in names if name and not hasattr(decoder, name)]
     problems = [f"its decoder has no {', '.join(missing)}"] if missing else []
-    hooked = [
-        name
-        for name, module in (("the model", causal), ("its decoder", decoder))
-        if module._forward_hooks or module._forward_pre_hooks
-    ]
-    return problems + [f"{name} has forward hooks, which would not run" for name in hooked]
+    for name, module in (("the model", causal), ("its decoder", decoder)):
+        if module._forward_hooks or module._forward_pre_hooks:
+            problems.append(f"{name} has forward hooks, which would not run")
+        if not is_theirs(module):
+            problems.append(f"{name} has a forward of its own, which would not run")
+    return problems
+
+
+def _same_places(layers: Iterable[nn.Module]) -> list[str]:
+    """Layers that transformers' caches take for one: the second would read the first one's keys."""
+    found: dict[Any, int] = {}
+    problems = []
+    for number, layer in enumerate(layers):
+        for place in {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}:
+            if found.setdefault(place, number) != number:
+                problems.append(
+                    f"layers {found[place]} and {number} both have layer_idx {place}; set that of "
+                    f"the modules in layer {number} to {number}"
+                )
+    return problems
 
 
 def _of_config(causal: Any) -> list[str]:
@@ -106,14 +143,16 @@ def _of_config(causal: Any) -> list[str]:
     if getattr(config, "output_router_logits", False):
         problems.append(
             "its loss includes one that balances experts over a whole batch; set "
-            "config.output_router_logits = False"
+            "config.output_router_logits = False (in TRL router_aux_loss_coef=0.0 in SFTConfig, "
+            "which sets it)"
         )
     if getattr(config, "z_loss_coefficient", 0):
         problems.append("its loss includes one of all logits; set config.z_loss_coefficient = 0")
     losses = importlib.import_module("transformers.loss.loss_utils")
     if causal.loss_function is not losses.ForCausalLMLoss:
         problems.append("its loss_function is not the mean of next tokens, which takes its place")
-    if getattr(config, "use_bidirectional_attention", False):
+    both = getattr(config, "use_bidirectional_attention", False)
+    if both or not getattr(config, "is_causal", True):
         problems.append("its attention is not causal")
     if getattr(config, "add_cross_attention", False):
         problems.append("it attends to an encoder")
@@ -150,5 +189,6 @@ def is_plain(head: nn.Module) -> bool:
         and head.bias is None
         and not head._forward_hooks
         and not head._forward_pre_hooks
+        and "forward" not in vars(head)
         and isinstance(head.weight, torch.Tensor)
     )

@@ -19,7 +19,8 @@ class PackedFamily:
     """One `model_type` of transformers. Names are those of attributes of its decoder, and of
     entries of its config.
 
-    title: for people. kind: of its layers. embedding, layers, norm: modules. positions: module of
+    title: for people. kind: of its layers. token_mixers: modules of a layer that read other tokens
+    (attention, mixers with a state). embedding, layers, norm: modules. positions: module of
     learned positions. dropout: module that follows. rotary: module of rotary positions. scale:
     entry that embeddings are multiplied by. divisor, factor: entries that logits are divided and
     multiplied by. softcap: entry of the soft cap on logits. differs: what transformers itself adds
@@ -28,6 +29,7 @@ class PackedFamily:
 
     title: str
     kind: Literal["dense", "experts", "hybrid"] = "dense"
+    token_mixers: int = 1
     embedding: str = "embed_tokens"
     layers: str = "layers"
     norm: str = "norm"
@@ -81,6 +83,7 @@ FAMILIES: Mapping[str, PackedFamily] = MappingProxyType(
         "falcon_h1": PackedFamily(
             "Falcon-H1",
             kind="hybrid",
+            token_mixers=2,
             norm="final_layernorm",
             scale="embedding_multiplier",
             factor="lm_head_multiplier",

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from packgraph.graphs.stages import Stage, State, run_stages
-from packgraph.integrations.transformers.attention import BATCH, use_ours
+from packgraph.integrations.transformers.attention import refuse_other_experts, use_ours
 from packgraph.integrations.transformers.checks import (
     causal_model,
+    check_outside,
     family_of,
     is_plain,
     takes_layer_type,
 )
 from packgraph.integrations.transformers.families import PackedFamily
+from packgraph.integrations.transformers.layer_call import BATCH, LayerCall, refuse_other_ways
 from packgraph.integrations.transformers.precision import set_precision
 from packgraph.offloading.marks import offload_block
 from packgraph.ops.linear import NATIVE
@@ -37,8 +39,10 @@ from packgraph.ops.log_probabilities import (
     linear_log_probabilities,
     naive_log_probabilities,
 )
-from packgraph.ops.loss import is_word, linear_cross_entropy, token_count
+from packgraph.ops.loss import check_count, is_word, linear_cross_entropy, token_count
 from packgraph.packing.batch import PackedBatch
+
+OTHER_BLOCKS = ("mlp", "moe")  # layers that read no other tokens, by their `block_type`
 
 
 def packed(
@@ -129,6 +133,13 @@ class PackedModel(nn.Module):
             self.layer_types = tuple(self.config.layer_types)
         for layer in self.layers:
             layer.offload = offload_block
+            other = getattr(layer, "block_type", "") in OTHER_BLOCKS
+            layer.token_mixers = 0 if other else family.token_mixers
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Sets our implementations, which pickles do not hold."""
+        super().__setstate__(state)
+        use_ours(self.causal)
 
     @property
     def causal(self) -> Any:
@@ -153,10 +164,11 @@ class PackedModel(nn.Module):
     ) -> State:
         """The state of a batch, which is checked by what the host knows of it."""
         check_output(output or self.output)
+        check_count(tokens_in_step)
         if not torch.compiler.is_compiling():
             batch.check_words(self.config.vocab_size)
             if self.family.positions and batch.host.lengths:
-                most, longest = self._positions.num_embeddings, max(batch.host.lengths)
+                most, longest = self._positions.weight.shape[0], max(batch.host.lengths)
                 if longest > most:
                     raise ValueError(
                         f"a document has {longest} tokens, but the model has learned positions "
@@ -167,10 +179,18 @@ class PackedModel(nn.Module):
 
     def stages(self) -> Sequence[Stage]:
         """`embed`, `layer` for each layer, `head`."""
+        check_outside(self.causal, self.family)  # anybody may have changed it
         layers, inner = self.layers, []
+        if self.family.kind != "dense":
+            refuse_other_experts(layers)
+        windows = self._windows(len(layers))
         for index, layer in enumerate(layers):
+            if not hasattr(layer, "token_mixers"):
+                raise ValueError(
+                    f"layer {index} came after packed(model), which prepares layers; call it again"
+                )
             kind = self.layer_types[index] if self.layer_types else ""
-            run = types.MethodType(layer_runner(kind), layer)
+            run = types.MethodType(layer_runner(kind, windows[index]), layer)
             inner.append(Stage("layer", index, run))
         head = Stage("head", len(layers), self.run_head)
         return [Stage("embed", -1, self.run_embed), *inner, head]
@@ -264,6 +284,17 @@ class PackedModel(nn.Module):
         found: nn.Embedding = getattr(self.decoder, self.family.positions)
         return found
 
+    def _windows(self, layers: int) -> list[int | None]:
+        """The window of attention in each layer, as the model's masks have it."""
+        config = self.config
+        window, kinds = (
+            getattr(config, "sliding_window", None),
+            getattr(config, "layer_types", None),
+        )
+        if kinds is None:
+            return [window] * layers
+        return [window if kinds[n] == "sliding_attention" else None for n in range(layers)]
+
     def _rotary(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
         """Tables of positions by type of layer; one without a name where all have the same."""
         if not self.family.rotary:
@@ -278,13 +309,14 @@ class PackedModel(nn.Module):
 
 
 @functools.cache
-def layer_runner(kind: str) -> Callable[[Any, State], State]:
-    """What runs a layer of this type, "" where all have one table of positions: one function for
-    all of them, so that they are compiled once."""
+def layer_runner(kind: str, window: int | None) -> Callable[[Any, State], State]:
+    """What runs a layer of this type, "" where all have one table of positions, and window: one
+    function for all of them, so that they are compiled once."""
 
     def run_layer(layer: Any, state: State) -> State:
         batch: PackedBatch = state["batch"]
-        given: dict[str, Any] = {BATCH: batch}
+        call = LayerCall(batch, window, [])
+        given: dict[str, Any] = {BATCH: call}
         if state["rotary"]:
             given["position_embeddings"] = state["rotary"][kind]
         with layer.offload("layer", leave=(state["rotary"], batch)):
@@ -296,6 +328,7 @@ def layer_runner(kind: str) -> Callable[[Any, State], State]:
                 use_cache=False,
                 **given,
             )
+        refuse_other_ways(layer, call)
         hidden = found[0] if isinstance(found, tuple) else found
         return {**state, "hidden": hidden[0]}
 

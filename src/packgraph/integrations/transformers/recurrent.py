@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from packgraph.integrations.transformers.layer_call import LayerCall
 from packgraph.mamba.conv import live_document_ids, packed_causal_conv
 from packgraph.mamba.gated_delta import gated_delta
 from packgraph.mamba.ssd import ssd
@@ -76,6 +77,10 @@ MIXERS: tuple[tuple[frozenset[str], Callable[[Any, Tensor, PackedBatch], Tensor]
 )
 
 
+# Packages whose `forward` does what that of transformers does: of devices, dtypes, kernels.
+AROUND = ("transformers.", "accelerate.", "liger_kernel.", "packgraph.", "torch.")
+
+
 def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor] | None:
     """What runs a module over packed documents, if it is a mixer with a state."""
     for names, run in MIXERS:
@@ -84,11 +89,22 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor]
     return None
 
 
+def is_theirs(module: nn.Module) -> bool:
+    """Tells whether `forward` of a module is that of transformers, or around it; a packed call,
+    which takes its place, leaves out any other."""
+    found = str(module.forward.__module__), str(type(module).forward.__module__)
+    return all(name.startswith(AROUND) for name in found)
+
+
 def mixer_problems(module: Any) -> list[str]:
     """Every reason why a mixer with a state would not be what it is in transformers."""
     if runner_of(module) is None:
         named = hasattr(module, "A_log")
         return [f"{type(module).__name__} has a state that crosses documents"] if named else []
+    if not is_theirs(module):
+        return [f"{type(module).__name__} has a forward of its own, which would not run"]
+    if type(module.conv1d) is not nn.Conv1d:
+        return [f"{type(module.conv1d).__name__} around a convolution would not be called"]
     if module.activation not in ("silu", "swish"):
         return [f"its convolutions end with {module.activation}, not with silu"]
     return []
@@ -98,7 +114,7 @@ def forward(
     self: Any,
     hidden_states: Tensor,
     *args: Any,
-    packed_batch: PackedBatch | None = None,
+    packed_batch: LayerCall | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """`forward` of a mixer: [1, T, H] -> [1, T, H] where a packed batch is given, else as its class
@@ -108,7 +124,8 @@ def forward(
         return found
     run = runner_of(self)
     assert run is not None
-    return run(self, hidden_states[0], packed_batch)[None]
+    packed_batch.ran.append(type(self).__name__)
+    return run(self, hidden_states[0], packed_batch.batch)[None]
 
 
 def use_our_mixers(model: nn.Module) -> None:

@@ -30,6 +30,8 @@ from packgraph.integrations.transformers.collator import (
     PACKS,
     REPORT,
     PackingCollator,
+    document_lengths,
+    is_table,
     microbatch_capacities,
 )
 from packgraph.integrations.transformers.model import PackedModel, packed
@@ -87,6 +89,8 @@ class PackedTrainer(_Trainer):
         2
     """
 
+    _signature_columns: Any
+
     def __init__(
         self,
         *args: Any,
@@ -109,10 +113,14 @@ class PackedTrainer(_Trainer):
             )
         if problems:
             raise ValueError(f"{type(self).__name__} cannot pack: {'; '.join(problems)}")
+        train, *others = map(self._read, [self.train_dataset, *_evaluated(self)])
         if capacities is None:
-            capacities = microbatch_capacities(
-                self.train_dataset, self.args.per_device_train_batch_size, _evaluated(self)
-            )
+            examples = self.args.per_device_train_batch_size
+            capacities = microbatch_capacities(train, examples, others)
+        else:
+            for dataset in [train, *others]:
+                if isinstance(dataset, list) or is_table(dataset):
+                    document_lengths(dataset)  # its rows are checked
         self.data_collator = PackingCollator(capacities, overlong=overlong)
         self.model_accepts_loss_kwargs = True  # the loss is divided by the tokens of a step
         self.loss_is_scaled_for_ga = True
@@ -190,6 +198,7 @@ class PackedTrainer(_Trainer):
         packs = inputs[PACKS]
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        num_items_in_batch = torch.as_tensor(num_items_in_batch, device=self.args.device)
         self._packed.training = self.model.training  # the trainer switches its model alone
         replicas = self._replicas() if torch.is_grad_enabled() else None
         call: torch.nn.Module = replicas or self.graphed
@@ -237,8 +246,19 @@ class PackedTrainer(_Trainer):
         found |= {f"fallbacks/{reason}": count for reason, count in fallbacks.items()}
         return {f"{LOGGED}/{name}": value for name, value in found.items()}
 
+    def _read(self, dataset: Any) -> Any:
+        """A data set with the columns that are read, and the one that tells padding."""
+        if not (is_table(dataset) and self.args.remove_unused_columns):
+            return dataset
+        self._set_signature_columns_if_needed()
+        read = {*self._signature_columns, "attention_mask"}
+        return dataset.select_columns([name for name in dataset.column_names if name in read])
+
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = list(COLUMNS)
+        super()._set_signature_columns_if_needed()
+        # TRL has finished labels by then, and cuts no column but those that it reads.
+        if "seq_lengths" not in self._signature_columns:
+            self._signature_columns = list(COLUMNS)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor:
         labels = sum(pack.num_loss_tokens for sample in batch_samples for pack in sample[PACKS])

@@ -102,6 +102,8 @@ def test_the_loss_can_be_divided_by_the_tokens_of_a_step():
     count = batch.num_loss_tokens
     torch.testing.assert_close(model(batch, torch.tensor(4 * count)) * 4, model(batch))
     assert model(packgraph.PackedBatch.empty(CAPACITY)) == 0
+    with pytest.raises(TypeError, match=r"not 12: write torch\.tensor\(12, device="):
+        model(batch, 12)
 
 
 def biased(model):
@@ -123,6 +125,19 @@ def test_a_head_that_is_more_than_a_matrix_is_called(family):
         torch.testing.assert_close(gradient, wanted[name], **TOLERANCE)
     probabilities = packed(model, output="log_probabilities")(batch_of())
     torch.testing.assert_close(-probabilities.sum() / batch_of().num_loss_tokens, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_weights_that_accelerate_fetches_for_each_module(family):
+    """The head's too, which is then called: its weight is elsewhere."""
+    accelerate = pytest.importorskip("accelerate", reason="the hooks are of this library")
+    model = build(family).eval()
+    expected = document_loss(plain(model))
+    call = packed(model)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    for made in (call, packed(model)):
+        with torch.no_grad():
+            torch.testing.assert_close(made(batch_of()), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -102,6 +102,16 @@ def test_loss_and_gradients_are_those_of_documents_alone(case):
             torch.testing.assert_close(found[name], theirs, rtol=2e-4, atol=1e-5)
 
 
+def test_layers_that_peft_repeats_keep_documents_apart():
+    """They have configs of their own."""
+    config = peft.LoraConfig(**LORA, layer_replication=[[0, 2], [1, 2]])
+    model = adapted(config)
+    layers = model.get_base_model().model.layers
+    assert len(layers) == 3 and len({id(layer.self_attn.config) for layer in layers}) > 1
+    expected = document_loss(model)
+    torch.testing.assert_close(packed(model)(batch_of()), expected, **TOLERANCE)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_graphs_equal_eager_bit_by_bit(case):
     options = {"capacities": [CAPACITY], "strict": True, "warmup": 1}
@@ -210,6 +220,9 @@ def test_what_the_wrapper_would_do_is_refused():
         ValueError, match="of type ADALORA has not been compared; known are LORA, IA3"
     ):
         packed(peft.get_peft_model(build("llama"), peft.AdaLoraConfig(total_step=9, **IN)))
+    conv = peft.LoraConfig(r=96, target_modules=["conv1d"])
+    with pytest.raises(ValueError, match="around a convolution would not be called"):
+        packed(peft.get_peft_model(build("bamba"), conv))
     config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA, alora_invocation_tokens=[3])
     with pytest.raises(ValueError, match="begins at tokens that its wrapper looks for"):
         packed(peft.get_peft_model(build("llama"), config))

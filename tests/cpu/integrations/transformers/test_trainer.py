@@ -207,6 +207,32 @@ def test_data_sets_of_rows(columns, tmp_path):
     assert trainer.data_collator.capacities == twin.data_collator.capacities
 
 
+@pytest.mark.parametrize("table", [False, True], ids=["list", "data set"])
+@pytest.mark.parametrize("sized", [False, True], ids=["", "capacities"])
+def test_rows_that_cannot_be_packed_are_refused_when_the_trainer_is_made(table, sized, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="the data set is of this library")
+    whole = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in TRAIN]
+    rows = {"capacities": packgraph.Capacity(256, 8)} if sized else {}
+    for wrong, told in (
+        ({"input_ids": [], "attention_mask": []}, "row 60 of the data set is empty"),
+        ({"input_ids": [5, 0], "attention_mask": [1, 0]}, "row 60 .* attention_mask has zeros"),
+    ):
+        data = [*whole, wrong]
+        with pytest.raises(ValueError, match=told):
+            packing(tmp_path, data=datasets.Dataset.from_list(data) if table else data, **rows)
+    nothing = {**whole[0], "labels": [-100] * len(whole[0]["input_ids"])}
+    data = datasets.Dataset.from_list([nothing] * 60) if table else [nothing] * 60
+    assert logged(trained(packing(tmp_path, data=data, **rows)), "loss") == [0.0, 0.0, 0.0]
+
+
+def test_the_loss_takes_a_number_of_labels(tmp_path):
+    """As transformers' trainer does."""
+    trainer = packing(tmp_path)
+    inputs = trainer.data_collator(TRAIN[:4])
+    found = [trainer.compute_loss(trainer.model, inputs, False, n) for n in (12, torch.tensor(12))]
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("counted", ["all", "non_padding"])
 def test_tokens_are_counted(counted, tmp_path):
     trainer = trained(packing(tmp_path, include_num_input_tokens_seen=counted))
