@@ -236,7 +236,7 @@ def test_an_update_of_half_a_billion_parameters(
     model, optimizer = made(name, 28, 2048)
     elements = sum(value.numel() for value in model.parameters())
     held = torch.cuda.memory_allocated() - before
-    state = held / elements - 2 * 2 - 4  # weights, gradients; masters
+    state = held / elements - 2 - 4 - 4  # weights, gradients, masters
     assert state < MOST_BYTES[name]
     draw(optimizer, 0)
     for _ in range(3):
