@@ -200,7 +200,7 @@ class Microbatches:
         """Where the stream is, JSON-able, to be taken between two packs."""
         return {
             "version": VERSION,
-            "identity": self._identity(),
+            "identity": self.identity(),
             **self._order.state_dict(),
             "waiting": [[one.source_index, one.part] for one in self._window.items()],
             "report": self.report.state_dict(),
@@ -225,7 +225,7 @@ class Microbatches:
             )
         differences = [
             f"{name} was {state['identity'].get(name)!r}, is {value!r}"
-            for name, value in self._identity().items()
+            for name, value in self.identity().items()
             if state["identity"].get(name) != value
         ]
         if differences:
@@ -388,8 +388,8 @@ class Microbatches:
         except ValueError as error:
             raise DataError(f"{error} (data.overlong)") from error
 
-    def _identity(self) -> dict[str, Any]:
-        """What must be equal for the stream to be the same."""
+    def identity(self) -> dict[str, Any]:
+        """Facts that must be equal for the stream to be the same, JSON-able."""
         return {
             "documents": len(self._source),
             "data fingerprint": self._source.fingerprint(),
