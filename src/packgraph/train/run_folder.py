@@ -107,6 +107,7 @@ FREE_ON_RESUME = (
     "data.mixture",
     "data.prefetch",
     "data.workers",
+    "data.worker_timeout",
     "data.tokenizer",
     "eval.every",
     "eval.path",

@@ -67,7 +67,12 @@ OPTIMIZER = "optimizer."  # stored names of its state begin so
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
+DATA_PATIENCE = 5.0  # seconds in which data may come that the other processes have
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
+
+
+class NoDataError(DataError):
+    """Data that had not come when the run was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -275,15 +280,17 @@ class Trainer:
             while (done := self._steps(log, stop)) is None:
                 log = self._reopened(log)
             ended = done
-        except DataError:
-            if self._whereabouts.together(
-                f"bad data after step {self.step}"
-            ):  # to save takes all ranks
+        except DataError as error:
+            # To save takes all ranks.
+            together = self._whereabouts.together(f"bad data after step {self.step}")
+            if together:
                 with contextlib.suppress(GoBack):  # the newest checkpoint stays
                     self._save(
                         log, self._position_after(self.step)
                     )  # the data are in the middle of another step
-            raise
+            if not (together and isinstance(error, NoDataError)):
+                raise
+            self._others_stopped = True
         finally:
             log.close()
         stopped = self.step < self.config.run.steps and self._must_stop(stop)
@@ -409,6 +416,7 @@ class Trainer:
         self._positions[self.step] = self.feed.state_dict()
         self._positions.pop(self.step - KEPT_POSITIONS, None)
         asked = time.perf_counter()
+        self._wait_for_data(stop)
         fed = self.feed.take()
         data_wait = time.perf_counter() - asked
         batches = fed.packs
@@ -448,6 +456,21 @@ class Trainer:
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.verdicts(loss), stop))
         self.feed.go_on()
         return True
+
+    def _wait_for_data(self, stop: StopRequest) -> None:
+        """Have the next step made. Raises NoDataError for a request to stop meanwhile; not at once
+        where other processes may have made that step, and wait for this one in it."""
+        since: float | None = None
+        while not self.feed.is_ready():
+            if not stop.has_come():
+                continue
+            now = time.monotonic()
+            since = now if since is None else since
+            if self.mesh.world == 1 or now - since > DATA_PATIENCE:
+                raise NoDataError(
+                    f"stopped by {stop.reason} while the data of step {self.step + 1} did not "
+                    "come; other processes wait for this one in that step"
+                )
 
     def _enter_step(self) -> None:
         """Say what the next step is."""

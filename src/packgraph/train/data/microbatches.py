@@ -353,6 +353,11 @@ class Microbatches:
         """As `_read`, of the document whose turn it is."""
         return self._read(index) if self._ahead is None else self._ahead.take(self._order)
 
+    def interrupt(self) -> None:
+        """Let a thread that waits for a process that tokenizes wait no longer; `close` follows."""
+        if self._ahead is not None:
+            self._ahead.interrupt()
+
     def close(self) -> None:
         """End the processes that tokenize, if there are any; they begin anew when needed."""
         if self._ahead is not None:
