@@ -89,8 +89,8 @@ def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False
             f"{foreign[0]}: a link to {foreign[0].resolve()}, which is none of the model's files; "
             "remove the link, or put a copy in its place"
         )
+    model, checkpoint = load_trained(run, config, best=best)
     with writing(folder, "Make room there or choose another folder"), _moved_into(folder) as new:
-        model, checkpoint = load_trained(run, config, best=best)
         try:
             if adapter and isinstance(model, PackedModel):
                 save_adapter(model, config, new)
@@ -108,11 +108,10 @@ def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False
 def _moved_into(folder: Path) -> Iterator[Path]:
     """Yields a new folder, whose files are those of `folder` when the block ends without an error.
     Raises WeightsError where a checkpoint is there."""
-    new = folder / f"{WRITING}export"
+    new = folder / f"{WRITING}export"  # beside it, what is there is of an export that was killed
     last = (ADAPTER, CONFIG_FILE)
-    # Beside what a killed export has left, weights alone are those that it had moved.
-    names = last if new.exists() else (*last, WEIGHTS, INDEX)
-    if present := sorted(name for name in names if (folder / name).exists()):
+    present = sorted(name for name in (*last, WEIGHTS, INDEX) if (folder / name).exists())
+    if present and not new.exists():
         raise WeightsError(
             f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder."
         )
@@ -120,9 +119,11 @@ def _moved_into(folder: Path) -> Iterator[Path]:
     new.mkdir(parents=True)
     try:
         yield new
-        for file in sorted(new.iterdir(), key=lambda file: file.name in last):
-            sync_file(file)
-            os.replace(file, folder / file.name)
+        names = sorted((file.name for file in new.iterdir()), key=last.__contains__)
+        for name in names:
+            os.replace(new / name, folder / name)
+        for name in names:
+            sync_file(folder / name)
         sync_folder(folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
