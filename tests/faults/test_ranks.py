@@ -65,6 +65,15 @@ def test_the_others_end_with_one_line(tmp_path, layout, fault, phase, words):
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_who_loses_rank_0_and_its_store_says_one_line(tmp_path):
+    found = faultkit.run_with_fault(tmp_path, "dp", "kill", "replay", culprit=0)
+    assert found.seconds is not None and found.codes[1] == LOST
+    (line,) = found.errors()[1]
+    assert "rank 0" in line and "frame #" not in found.said[1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.core
 def test_torchrun_ends_ranks_after_they_have_said_why(tmp_path):
     ended_well(

@@ -58,6 +58,7 @@ from packgraph.train.run_folder import (
     CONFIG,
     FREE_ON_RESUME,
     SUMMARY,
+    TakenError,
     begin_in,
     can_go_on,
     check_same_run,
@@ -227,13 +228,19 @@ def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[
 
     asked: dotted names of the values that were given as options; see `check_same_run`. Returns the
     run's folder and its summary; only rank 0 writes and shows anything. Raises ConfigError,
-    DataError, CheckpointError, RunFileError, NonFiniteLossError and LostRankError; all of them say
-    what to do. A process that hangs in a collective because another one is lost ends without
-    returning (`parallel/heartbeat.py`).
+    LaunchError, DataError, CheckpointError, RunFileError, NonFiniteLossError and LostRankError; all
+    of them say what to do. A process that hangs in a collective because another one is lost ends
+    without returning (`parallel/heartbeat.py`).
     """
     launch = Launch.read()
-    with signs_of_life(launch, config.run.timeout) as whereabouts:
-        return _train(config, asked, launch, whereabouts)
+    while True:
+        try:
+            with signs_of_life(launch, config.run.timeout) as whereabouts:
+                return _train(config, asked, launch, whereabouts)
+        except TakenError:
+            # Of starts at the same time, all but one wait for that one, and go on from its end.
+            if config.run.resume != "auto" or launch.world > 1:
+                raise
 
 
 def _nccl_notes(device: torch.device, launch: Launch) -> list[str]:

@@ -151,6 +151,10 @@ CHANGED_WHEN_ASKED = (
 PATIENCE_SECONDS = 35.0
 
 
+class TakenError(ConfigError):
+    """A run's folder that another process was quicker to take."""
+
+
 def choose_folder(config: TrainConfig) -> Path:
     """The folder this run is to be written to; creates nothing. Raises ConfigError if it is taken
     or missing."""
@@ -244,7 +248,7 @@ def take_folder(folder: Path, config: TrainConfig, held: ExitStack) -> Path:
             with ExitStack() as attempt:
                 attempt.enter_context(claimed(folder))
                 if not config.run.resume and not _is_free(folder):
-                    raise ConfigError(
+                    raise TakenError(
                         [
                             f"{folder} was made by another process meanwhile; choose another "
                             "--run.name"
@@ -278,7 +282,7 @@ def claimed(folder: Path) -> Iterator[None]:
     """Within the block no other process writes the run in `folder`, which is made when missing;
     ends with the process.
 
-    Raises RunFileError when it cannot be made, ConfigError when another process was quicker.
+    Raises RunFileError when it cannot be made, TakenError when another process was quicker.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -291,8 +295,11 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(
-                [f"{folder} is being written by another process; choose another --run.name"]
+            raise TakenError(
+                [
+                    f"{folder} is being written by another process; choose another --run.name, or "
+                    "start again when that one has ended"
+                ]
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):

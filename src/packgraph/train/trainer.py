@@ -263,7 +263,9 @@ class Trainer:
                 f"nothing to do: all {self.config.run.steps} steps are done; raise run.steps to go "
                 "on"
             )
-            return summary
+            # A run that was stopped before is not to be started again.
+            stopped = summary.pop("exit_code", None) is not None
+            return summary | ({"ended": COMPLETED} if stopped else {})
         log = self._open_log()
         if log.damaged:
             lines = ", ".join(map(str, log.damaged[:8])) + (" …" if len(log.damaged) > 8 else "")

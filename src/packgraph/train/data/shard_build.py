@@ -261,7 +261,7 @@ def build_shards(
     with writing(folder, REMEDY):
         folder.mkdir(parents=True, exist_ok=True)
     with _only_builder(folder):
-        manifest = _with_earlier(folder, manifest)
+        manifest = _with_earlier(folder, manifest, tell)
         for left in folder.glob(UNFINISHED):
             left.unlink()
         work = ShardWork(config, source, folder, manifest)
@@ -284,9 +284,9 @@ def _only_builder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _with_earlier(folder: Path, manifest: Manifest) -> Manifest:
-    """`manifest` with the shards that an earlier build has left. Raises DataError if that was of
-    something else."""
+def _with_earlier(folder: Path, manifest: Manifest, tell: Callable[[str], None]) -> Manifest:
+    """`manifest` with the shards that an earlier build has left, none where its manifest is
+    damaged. Raises DataError if that was of something else."""
     if not (folder / MANIFEST).exists():
         others = [path.name for path in folder.iterdir() if not path.match(UNFINISHED)]
         if others:
@@ -295,7 +295,12 @@ def _with_earlier(folder: Path, manifest: Manifest) -> Manifest:
             )
         write_json(folder / MANIFEST, manifest.to_json())
         return manifest
-    earlier = read_manifest(folder)
+    try:
+        earlier = read_manifest(folder)
+    except DataError as error:
+        tell(f"all shards are written again: {error}")
+        write_json(folder / MANIFEST, manifest.to_json())
+        return manifest
     differences = [
         f"{name} was {before!r}, is {now!r}"
         for name in ("tokenizer", "source", "rows", "rows_per_shard", "on_bad")

@@ -139,6 +139,21 @@ def test_a_build_that_was_killed_goes_on_with_what_it_has(tmp_path):
     assert files(folder) == files(whole)
 
 
+def test_a_damaged_manifest_is_built_anew(rows, tmp_path):
+    folder, told = tmp_path / "shards", []
+    build_shards(rows, folder, workers=1, rows_per_shard=20)
+    whole = files(folder)
+    for content in ("", "{", '{"format": 1}', whole[MANIFEST].decode().replace('"rows": 60', "")):
+        (folder / MANIFEST).write_text(content)
+        with pytest.raises(DataError, match="build the shards again"):
+            open_documents(DataConfig(source="shards", path=str(folder)))
+        build_shards(rows, folder, workers=1, rows_per_shard=20, tell=told.append)
+        assert "all shards are written again" in told.pop(0) and files(folder) == whole
+    # A manifest that is whole, of something else, is never written over.
+    with pytest.raises(DataError, match="holds shards of something else"):
+        build_shards(rows, folder, workers=1, rows_per_shard=30)
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_ends_or_stops_as_it_starts_ends_the_build(tmp_path, monkeypatch, end):
     """Its work is more than a pipe holds, so Python would write it to nobody for ever."""
