@@ -2,6 +2,7 @@
 `make faults`)."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -203,3 +204,16 @@ def test_torchrun_starts_ranks_again_until_the_run_is_done():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed 2 times" in done.stdout
     assert "bitwise equal" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_port_that_another_process_took_is_no_outcome(tmp_path, monkeypatch):
+    """Also the control: with no other port, the run does not come to its fault."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = [taken.getsockname()[1], faultkit.free_port()]
+        monkeypatch.setattr(faultkit, "free_port", lambda: ports.pop(0))
+        found = faultkit.run_with_fault(tmp_path, "dp", "raise", "boot")
+    assert not ports and found.seconds is not None, found
