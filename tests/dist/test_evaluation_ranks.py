@@ -2,8 +2,8 @@
 run without them, and all ranks decide alike."""
 
 import dataclasses
-import warnings
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,8 @@ from distkit import run_ranks
 from evalkit import config, documents, held_out, learned, made, naive_loss, rows
 from trainkit import equal
 
-from packgraph.graphs.parameters import local_tensor
 from packgraph.graphs.errors import PackgraphWarning
+from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
 from packgraph.models.layers.moe import moe_blocks

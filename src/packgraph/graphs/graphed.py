@@ -505,11 +505,7 @@ class Control:
         return self._capturer.cache.failures
 
     def build(
-        self,
-        samples: Sequence[tuple[Any, ...]],
-        slots: int | None = None,
-        *,
-        training: bool = True,
+        self, samples: Sequence[tuple[Any, ...]], slots: int | None = None, training: bool = True
     ) -> None:
         """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest
         first.
@@ -523,8 +519,7 @@ class Control:
         self._refuse_released()
         calls = []
         for args in samples:
-            call = self._signature(args, training, training)
-            if call is None:
+            if (call := self._signature(args, training, training)) is None:
                 raise ValueError(
                     "a sample to build graphs for has an argument that cannot be part of a key: "
                     "pass "
