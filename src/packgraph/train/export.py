@@ -142,7 +142,7 @@ def _is_of_its_folder(file: Path) -> bool:
     """Whether a file, or what it is a link to, lies in its folder, or beside it in the hub's
     cache."""
     folder = file.parent.resolve()
-    cache = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
+    cache = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
     return any(file.resolve().is_relative_to(root) for root in (folder, *cache))
 
 
