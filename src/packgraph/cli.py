@@ -46,6 +46,9 @@ LONGEST_WORD = 4000  # characters of an argument
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    # torch reads it as it is loaded. Where a rank is lost the others say so themselves; its
+    # warnings of broken connections are many lines of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         if words and words[0] in COMMANDS:
             code = _with_clear_errors(COMMANDS[words[0]].run, words[1:])
@@ -138,12 +141,13 @@ def _other_errors() -> tuple[type[Exception], ...]:
     from packgraph.models.hf import WeightsError
     from packgraph.parallel.consensus import LostPartnersError
     from packgraph.parallel.heartbeat import LostRankError
+    from packgraph.parallel.processes import LaunchError
     from packgraph.train.checkpoint.reader import CheckpointError
     from packgraph.train.data import DataError
     from packgraph.train.run_files import RunFileError
     from packgraph.train.spikes import NonFiniteLossError, SpikeError
 
-    wrong = (DataError, CheckpointError, CaptureError, RunFileError, WeightsError)
+    wrong = (DataError, CheckpointError, CaptureError, RunFileError, WeightsError, LaunchError)
     return (*wrong, NonFiniteLossError, SpikeError, LostPartnersError, LostRankError)
 
 

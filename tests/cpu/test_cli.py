@@ -551,6 +551,11 @@ def test_a_time_limit_saves_and_ends_with_a_code_to_requeue_on_and_one_command_g
         )
         reached.append(json.loads((tmp_path / "runs" / "el" / "summary.json").read_text())["steps"])
     assert reached == sorted(set(reached))
+    steps = words.index("1000000")
+    # As many steps as are done: a scheduler shall not start this again.
+    assert cli.main([*words[:steps], str(reached[-1]), *words[steps + 1 :]]) == 0
+    text = capsys.readouterr().err
+    assert "nothing to do" in text and "stopped" not in text
     words[words.index("1000000")] = str(reached[-1] + 2)
     assert cli.main(words) == 0
     assert cli.main(words) == 0  # nothing to do
@@ -589,6 +594,33 @@ def test_a_restart_waits_for_the_process_that_is_still_saving(tmp_path: Path) ->
     begun.wait()
     assert can_go_on(config) and not thread.is_alive()
     thread.join()
+
+
+def test_of_starts_at_the_same_time_one_waits_for_the_other(
+    tmp_path: Path,
+    data: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Another start is quicker and ends meanwhile; or it goes on, and this one says so."""
+    words = ["train", "qwen3-tiny", *SMALL, *data, "--run.steps", "3", "--graph.enabled", "false"]
+    words += ["--run.name", "el", "--resume", "auto"]
+    prepare, others = launch.prepare, [1]
+
+    def slowly(*arguments: Any) -> Any:
+        if others.pop():
+            others.append(0)
+            assert cli.main(words) == 0
+        others.append(0)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(launch, "prepare", slowly)
+    assert cli.main(words) == 0
+    assert "nothing to do: all 3 steps are done" in capsys.readouterr().err
+    monkeypatch.setattr("packgraph.train.run_folder.PATIENCE", 0.1)
+    with claimed(tmp_path / "runs" / "el"):
+        assert cli.main(words) == 2
+    assert "is being written by another process" in capsys.readouterr().err
 
 
 def test_a_signal_at_the_last_step_is_no_interruption() -> None:

@@ -3,6 +3,7 @@ run without them, and all ranks decide alike."""
 
 import dataclasses
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from distkit import run_ranks
 from evalkit import config, documents, held_out, learned, made, naive_loss, rows
 from trainkit import equal
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.graphs.parameters import local_tensor
 from packgraph.models.config import ExpertConfig
 from packgraph.models.decoder import DecoderModel
@@ -40,6 +42,14 @@ KINDS = {
     "cp": (2, {"cp": 2}, {}),
     "cp zigzag": (2, {"cp": 2, "cp_kind": "zigzag"}, {}),
     "cp dynamic": (2, {"cp": 2, "dynamic_cp": True}, {"graph_": {"capacities": ROWS}}),
+    "cp dynamic, unlike rows": (
+        4,
+        {"cp": 4, "dynamic_cp": True},
+        {
+            "graph_": {"capacities": (Capacity(128, 8),)},
+            "documents": {"count": 200, "longest": 45},
+        },
+    ),
     "cp dynamic, two tokens": (
         2,
         {"cp": 2, "dynamic_cp": True},
@@ -75,7 +85,9 @@ def go(mesh, folder, name, options, change=None):
     if change is not None:
         change(run, mesh)
     try:
-        summary = run.run(StopRequest())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PackgraphWarning)  # such as one of an eager call
+            summary = run.run(StopRequest())
         held = {name: _held(value) for name, value in run.tensors().items()}
         found = {"held": held, "summary": summary, "state": run.evaluation.state()}
         return found | {"whole": dict(collect(mesh, run.tensors())), "step": run.step}
@@ -114,7 +126,7 @@ def whole_model(options, tensors):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_layout_evaluates_alike_and_trains_on(tmp_path, kind):
     world, parallel, changes = KINDS[kind]
-    documents(tmp_path / "data.jsonl")
+    documents(tmp_path / "data.jsonl", **changes.get("documents", {}))
     found = run_ranks(
         three, world, str(tmp_path), parallel, changes, layout=layout_of(parallel), seconds=150.0
     )

@@ -9,8 +9,9 @@ from distkit import RankFailed, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packgraph.cli import main
 from packgraph.parallel.mesh import Layout, make_mesh, single_process
-from packgraph.parallel.processes import Launch, processes
+from packgraph.parallel.processes import ADDRESS, NUMBERS, Launch, processes
 
 
 def test_dp_follows_from_the_other_axes():
@@ -71,6 +72,31 @@ def test_a_single_process_has_no_groups():
     assert mesh.size("ep") == mesh.size("edp") == 1
     with pytest.raises(RuntimeError, match="one process only"):
         mesh["tp"]
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"RANK": "x"}, "RANK='x' is no number"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK='-1' is no number"),
+        ({"RANK": "1"}, "RANK=1 is none of WORLD_SIZE=1 processes"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 is none of WORLD_SIZE=0 processes"),
+        ({"WORLD_SIZE": "2"}, "but RANK, MASTER_ADDR, MASTER_PORT are not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a"}, "but MASTER_PORT is not set"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "b"},
+            "MASTER_PORT='b' is no number",
+        ),
+    ],
+)
+def test_a_place_that_is_half_told_is_named(told, words, monkeypatch, capsys):
+    for name in {*NUMBERS, *ADDRESS}:
+        monkeypatch.delenv(name, raising=False)
+    for name, text in told.items():
+        monkeypatch.setenv(name, text)
+    assert main(["train", "qwen3-tiny", "--run.device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and "torchrun" in line
 
 
 def test_without_a_launcher_there_is_one_process():

@@ -89,9 +89,6 @@ def arrange(phase: str, act: Callable[[], None]) -> None:
 
 def main() -> int:
     rank, fault, phase, stamp, *words = sys.argv[1:]
-    import torch
-
-    torch.set_num_threads(1)
     Path(f"{stamp}-{os.environ['RANK']}").write_text(str(os.getpid()))
     if rank == os.environ["RANK"] and phase != "never":
         arrange(phase, lambda: fail(fault, Path(stamp)))

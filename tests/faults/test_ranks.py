@@ -2,6 +2,7 @@
 `make faults`)."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -61,6 +62,15 @@ def test_the_others_end_with_one_line(tmp_path, layout, fault, phase, words):
     found = faultkit.run_with_fault(tmp_path, layout, fault, phase)
     ended_well(found, *words)
     assert found.codes[0] == LOST
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_who_loses_rank_0_and_its_store_says_one_line(tmp_path):
+    found = faultkit.run_with_fault(tmp_path, "dp", "kill", "replay", culprit=0)
+    assert found.seconds is not None and found.codes[1] == LOST
+    (line,) = found.errors()[1]
+    assert "rank 0" in line and "frame #" not in found.said[1]
 
 
 @pytest.mark.slow
@@ -194,3 +204,16 @@ def test_torchrun_starts_ranks_again_until_the_run_is_done():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed 2 times" in done.stdout
     assert "bitwise equal" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_port_that_another_process_took_is_no_outcome(tmp_path, monkeypatch):
+    """Also the control: with no other port, the run does not come to its fault."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = [taken.getsockname()[1], faultkit.free_port()]
+        monkeypatch.setattr(faultkit, "free_port", lambda: ports.pop(0))
+        found = faultkit.run_with_fault(tmp_path, "dp", "raise", "boot")
+    assert not ports and found.seconds is not None, found

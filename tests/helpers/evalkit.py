@@ -29,10 +29,16 @@ WORDS = 320
 EVALUATED = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_seconds")
 
 
-def documents(path: Path, count: int = 60, seed: int = 0, alphabet: str = "abcdefgh") -> str:
+def documents(
+    path: Path,
+    count: int = 60,
+    seed: int = 0,
+    alphabet: str = "abcdefgh",
+    longest: int = 24,
+) -> str:
     """A .jsonl of short texts; its path."""
     draw = random.Random(seed)
-    texts = ["".join(draw.choices(alphabet, k=draw.randint(2, 24))) for _ in range(count)]
+    texts = ["".join(draw.choices(alphabet, k=draw.randint(2, longest))) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
 

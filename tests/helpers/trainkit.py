@@ -58,6 +58,9 @@ class RandomPacks:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
 
+    def interrupt(self) -> None:
+        """Nothing to end."""
+
     def close(self) -> None:
         """Nothing to end."""
 

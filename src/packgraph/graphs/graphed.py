@@ -504,20 +504,22 @@ class Control:
         """How many keys could not be captured."""
         return self._capturer.cache.failures
 
-    def build(self, samples: Sequence[tuple[Any, ...]], slots: int | None = None) -> None:
+    def build(
+        self, samples: Sequence[tuple[Any, ...]], slots: int | None = None, training: bool = True
+    ) -> None:
         """Capture a declared bank before it is needed: every sample's key in `slots` slots, largest
         first.
 
         samples: one tuple of call arguments per key; their values are not trained on. slots: how
         many, default the module's `slots`, or one. Changes no training state. Failures are treated
         as in a call. Captures what training will call: a module in evaluation mode is switched for
-        the time, gradients are on.
+        the time, gradients are on. training: False captures forwards alone, of a module that is in
+        evaluation mode.
         """
         self._refuse_released()
         calls = []
         for args in samples:
-            call = self._signature(args)
-            if call is None:
+            if (call := self._signature(args, training, training)) is None:
                 raise ValueError(
                     "a sample to build graphs for has an argument that cannot be part of a key: "
                     "pass "
@@ -525,7 +527,8 @@ class Control:
                 )
             calls.append((call, args))
         calls.sort(key=lambda pair: pair[0].size, reverse=True)
-        with as_in_training(self.module), contextlib.ExitStack() as held:
+        mode = as_in_training(self.module) if training else torch.no_grad()
+        with mode, contextlib.ExitStack() as held:
             self._turn()
             self._ask_for_refusal()
             reason = None if self._refusal is None else self._refusal.reason

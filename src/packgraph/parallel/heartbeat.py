@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from packgraph.parallel.meeting import met
-from packgraph.parallel.processes import TIMEOUT, Launch
+from packgraph.parallel.processes import TIMEOUT, Launch, check_address
 
 LOST = 69  # exit code of a rank that ends because of another one (EX_UNAVAILABLE of sysexits.h)
 INTERVAL = 0.5  # seconds between two beats
@@ -379,10 +379,12 @@ def signs_of_life(launch: Launch, patience: float) -> Iterator[Whereabouts]:
 
     Raises:
         LostRankError: If ranks do not come, or are lost.
+        LaunchError: If it is not known where they meet.
     """
     if launch.world == 1:
         yield Whereabouts()
         return
+    check_address()
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
     except dist.DistError as error:

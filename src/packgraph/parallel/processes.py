@@ -25,6 +25,15 @@ TIMEOUT = datetime.timedelta(minutes=10)
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old one
 
 
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+REMEDY = "start all processes by torchrun, which sets these variables, or unset them for one alone"
+ADDRESS = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # by which several processes meet
+
+
+class LaunchError(ValueError):
+    """Environment variables of a launcher that do not say where this process stands."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """What the launcher told this process. world: number of processes; local_rank: its number on
@@ -37,17 +46,28 @@ class Launch:
 
     @staticmethod
     def read(environment: Mapping[str, str] = os.environ) -> "Launch":
-        """As torchrun's environment variables say; a process of its own without them."""
-        numbers = (
-            environment.get(name, default)
-            for name, default in (
-                ("RANK", "0"),
-                ("WORLD_SIZE", "1"),
-                ("LOCAL_RANK", "0"),
-                ("LOCAL_WORLD_SIZE", "1"),
-            )
+        """As torchrun's environment variables say; a process of its own without them. Raises
+        LaunchError."""
+        told = {name: environment[name] for name in NUMBERS if name in environment}
+        wrong = [f"{name}={text!r}" for name, text in told.items() if not text.isdecimal()]
+        if wrong:
+            raise LaunchError(f"{', '.join(wrong)} is no number; {REMEDY}")
+        rank, world, *local = (int(told.get(name, "WORLD" in name)) for name in NUMBERS)
+        if rank >= world:
+            raise LaunchError(f"RANK={rank} is none of WORLD_SIZE={world} processes; {REMEDY}")
+        return Launch(rank, world, *local)
+
+
+def check_address(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise LaunchError unless it is known where several processes meet."""
+    missing = [name for name in ADDRESS if name not in environment]
+    if missing:
+        raise LaunchError(
+            f"WORLD_SIZE={environment.get('WORLD_SIZE')} processes are to meet, but "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; {REMEDY}"
         )
-        return Launch(*(int(number) for number in numbers))
+    if not (port := environment["MASTER_PORT"]).isdecimal():
+        raise LaunchError(f"MASTER_PORT={port!r} is no number; {REMEDY}")
 
 
 def set_nccl(environment: MutableMapping[str, str]) -> str | None:

@@ -115,6 +115,8 @@ def make_executor(
     executor = Executor(runner, config.graph, device)
     executor.everyone = mesh.everyone()
     executor.chooses_recompute = config.run.recompute == AUTO
+    # A pipeline evaluates eagerly.
+    executor.rows_differ = config.parallel.dynamic_cp and isinstance(runner, MicrobatchRunner)
     # A partner of a failed capture has begun its own at the same time; only compiling may take it
     # much longer.
     patience = max(PATIENCE, config.run.timeout) if config.graph.compile else config.run.timeout

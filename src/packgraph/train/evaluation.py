@@ -197,6 +197,7 @@ class Evaluation:
                 in_evaluation(self._modules),
                 torch.no_grad(),
             ):
+                self._executor.before_evaluation()
                 before = self._executor.counts()
                 for name, total in zip(self._feeds, totals, strict=True):
                     tokens[name] = self._add(name, total)

@@ -80,6 +80,7 @@ class Executor:
         memory: What graphs take, measured on trial; known when warm-up is over.
         everyone: The ranks that must capture the same, None = this one alone.
         chooses_recompute: Whether trials choose the least recomputation that fits.
+        rows_differ: Whether ranks that capture together have rows of other sizes at a time.
     """
 
     def __init__(self, runner: Runner, options: GraphConfig, device: torch.device) -> None:
@@ -88,7 +89,7 @@ class Executor:
         self.prepare: Preparation | None = None
         self.memory: MemoryPlan | None = None
         self.everyone: dist.ProcessGroup | None = None
-        self.chooses_recompute = False
+        self.chooses_recompute = self.rows_differ = False
         self._options, self._device = options, device
         self._consensus: Consensus = alone
         self._measured = 0
@@ -132,6 +133,14 @@ class Executor:
         `Runner.evaluate`."""
         tuned = self.autotune if self.runner.replays else None
         return self.runner.evaluate(batches, GRAPHS.microbatch if tuned is None else tuned.chosen)
+
+    def before_evaluation(self) -> None:
+        """Captures the forwards of all rows, in evaluation mode, where ranks have different ones at
+        a time: as they come, ranks would not meet to capture the same. Collective."""
+        if self.rows_differ and self.runner.replays:
+            for graphed in self.runner.graphed:
+                samples = [self.runner.arguments(0, capacity) for capacity in self.bank()]
+                graphed.build(samples, training=False)
 
     def _ways(self) -> Ways:
         if self.autotune is None or not self.runner.replays:

@@ -4,12 +4,17 @@
                                  ─▶ the adapter alone (`--adapter`) ─▶ adapter_config.json, ...
     the tokenizer's files        ─▶ the same files, generation_config.json
 
-A folder with a config.json (or adapter_config.json) is whole: that file is written last or checked
-before.
+All is written into a folder within the target first, and moved up at the end, config.json (or
+adapter_config.json) last: a folder with that file is whole, and an export that was killed is
+repeated by the same command. Of a stranger's folder only its own files are copied: a link may lead
+out of it.
 """
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +24,8 @@ from safetensors import SafetensorError
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
-from packgraph.models.hf import WeightsError, save_pretrained
+from packgraph.models.hf import CONFIG as CONFIG_FILE
+from packgraph.models.hf import INDEX, WEIGHTS, WeightsError, read_json, save_pretrained
 from packgraph.train.build import build_model
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import (
@@ -34,13 +40,14 @@ from packgraph.train.config.sections import ParallelConfig, TrainConfig
 from packgraph.train.config.values import path_problem, shown
 from packgraph.train.data import MissingPackageError, build_tokenizer
 from packgraph.train.features.lora import (
+    ADAPTER,
     base_fingerprint,
     check_base,
     merge_adapters,
     needs_merged,
     save_adapter,
 )
-from packgraph.train.run_files import writing
+from packgraph.train.run_files import WRITING, sync_file, sync_folder, writing
 from packgraph.train.run_folder import CHECKPOINTS, CONFIG, stored_config
 
 TOKENIZER_FILES = (
@@ -76,19 +83,75 @@ def export(run: Path, folder: Path, *, adapter: bool = False, best: bool = False
     config = config_of(run)
     if adapter:
         needs_merged(config)
+    foreign = [file for file in _read_files(config) if not _is_of_its_folder(file)]
+    if foreign:
+        raise WeightsError(
+            f"{foreign[0]}: a link to {foreign[0].resolve()}, which is none of the model's files; "
+            "remove the link, or put a copy in its place"
+        )
     model, checkpoint = load_trained(run, config, best=best)
-    with writing(folder, "Make room there or choose another folder"):
+    with writing(folder, "Make room there or choose another folder"), _moved_into(folder) as new:
         try:
             if adapter and isinstance(model, PackedModel):
-                save_adapter(model, config, folder)
+                save_adapter(model, config, new)
                 return checkpoint
-            _save(model, config, folder)
+            _save(model, config, new)
         except SafetensorError as error:
             raise OSError(str(error)) from error
-        except (FileExistsError, ValueError) as error:
+        except ValueError as error:
             raise WeightsError(str(error)) from error
-        _copy_tokenizer(config, folder)
+        _copy_tokenizer(config, new)
     return checkpoint
+
+
+@contextmanager
+def _moved_into(folder: Path) -> Iterator[Path]:
+    """Yields a new folder, whose files are those of `folder` when the block ends without an error.
+    Raises WeightsError where a checkpoint is there."""
+    new = folder / f"{WRITING}export"  # beside it, what is there is of an export that was killed
+    last = (ADAPTER, CONFIG_FILE)
+    present = sorted(name for name in (*last, WEIGHTS, INDEX) if (folder / name).exists())
+    if present and not new.exists():
+        raise WeightsError(
+            f"{folder} already holds a checkpoint ({', '.join(present)}); save to a new folder."
+        )
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        names = sorted((file.name for file in new.iterdir()), key=last.__contains__)
+        for name in names:
+            os.replace(new / name, folder / name)
+        for name in names:
+            sync_file(folder / name)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _read_files(config: TrainConfig) -> list[Path]:
+    """Files whose content goes into an export, but the tokenizer.json, which is known as one."""
+    source = _tokenizer_folder(config)
+    found = [] if source is None else [source / name for name in TOKENIZER_FILES[1:]]
+    if config.hf.path is not None:
+        found.append(Path(config.hf.path).expanduser() / GENERATION)
+    return [file for file in found if file.is_file()]
+
+
+def _is_of_its_folder(file: Path) -> bool:
+    """Whether a file, or what it is a link to, lies in its folder, or beside it in the hub's
+    cache."""
+    folder = file.parent.resolve()
+    cache = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]
+    return any(file.resolve().is_relative_to(root) for root in (folder, *cache))
+
+
+def _tokenizer_folder(config: TrainConfig) -> Path | None:
+    """Where the tokenizer's files are; None where there are none."""
+    tokenizer = Path(config.data.tokenizer).expanduser()
+    if config.data.tokenizer == "bytes" or not tokenizer.exists():
+        return None
+    return tokenizer if tokenizer.is_dir() else tokenizer.parent
 
 
 def load_trained(
@@ -128,25 +191,22 @@ def _save(model: DecoderModel | PackedModel, config: TrainConfig, folder: Path) 
     if isinstance(model, DecoderModel):
         save_pretrained(model, folder)
         return
-    if (folder / "config.json").exists():
-        raise FileExistsError(f"{folder} already holds a checkpoint; save to a new folder.")
     model.causal.save_pretrained(folder)
 
 
 def _copy_tokenizer(config: TrainConfig, folder: Path) -> None:
     """Copy the files of the tokenizer beside the weights, and say what ends and pads a text."""
-    tokenizer = Path(config.data.tokenizer).expanduser()
-    source = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    if config.data.tokenizer == "bytes" or not tokenizer.exists():
+    source = _tokenizer_folder(config)
+    if source is None:
         return
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     path = folder / GENERATION
-    known = [path] if config.hf.path is None else [Path(config.hf.path) / GENERATION, path]
-    found: dict[str, Any] = next(
-        (json.loads(file.read_text("utf-8")) for file in known if file.is_file()), {}
+    known = (
+        [path] if config.hf.path is None else [Path(config.hf.path).expanduser() / GENERATION, path]
     )
+    found: dict[str, Any] = next((read_json(file) for file in known if file.is_file()), {})
     special: dict[str, Any] = _special_ids(source)
     try:
         ends = build_tokenizer(config.data).ends
@@ -162,11 +222,11 @@ def _special_ids(source: Path) -> dict[str, int]:
     named, words = source / "tokenizer_config.json", source / "tokenizer.json"
     if not (named.is_file() and words.is_file()):
         return {}
-    content = json.loads(words.read_text("utf-8"))
+    content = read_json(words)
     vocabulary = content.get("model", {}).get("vocab", {})
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     ids |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    options = json.loads(named.read_text("utf-8"))
+    options = read_json(named)
     found = {}
     for kind in ("bos", "eos", "pad"):
         token = options.get(f"{kind}_token")

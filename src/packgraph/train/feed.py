@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from packgraph.parallel.context.plan import ContextPlan
 from packgraph.train.data import Microbatches, PlannedSteps
 from packgraph.train.data.source import BadDocuments
 from packgraph.train.step import MicrobatchAssignment, StepPack, count_loss_tokens, take_step
+
+LOOK = 0.2  # seconds that one look for a step may wait; signals are heeded in between
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class StepFeed:
         device: torch.device,
         ahead: int,
     ) -> None:
-        """ahead: steps that are made before they are taken; 0 makes each when it is taken."""
+        """ahead: steps that are made before they are asked for; 0 makes each when it is."""
         self._stream, self._tokens_per_step, self._sharing = stream, tokens_per_step, sharing
         self._pins, self._ahead = device.type == "cuda", ahead
         self._state: dict[str, Any] | None = None  # None: that of the stream
@@ -94,18 +96,21 @@ class StepFeed:
 
     def take(self) -> FedStep:
         """The next step. Raises what the stream raises, in the place of the step that it met."""
-        if self._state is None:
-            self._state, self._counts = self._stream.state_dict(), StreamCounts.of(self._stream)
-        step = self._make() if self._ahead == 0 else self._next()
+        while not self.is_ready():
+            pass
+        step = self._making.popleft().result()
         self._state, self._counts = step.state, step.counts
         if step.plan is not None and isinstance(self._stream, PlannedSteps):
             self._stream.count(step.plan)
         return step
 
-    def _next(self) -> FedStep:
+    def is_ready(self) -> bool:
+        """Have the next step made, and wait for it a short while; whether `take` need not wait."""
+        if self._state is None:
+            self._state, self._counts = self._stream.state_dict(), StreamCounts.of(self._stream)
         if not self._making:
             self._start()
-        return self._making.popleft().result()
+        return self._making[0].done() or bool(wait([self._making[0]], LOOK).done)
 
     def go_on(self) -> None:
         """Let the thread make further steps. To be called when the step that was taken is launched:
@@ -171,6 +176,7 @@ class StepFeed:
 
     def close(self) -> None:
         """End the thread, and the processes of the stream."""
+        self._stream.interrupt()
         self._drop()
         if self._thread is not None:
             self._thread.shutdown()

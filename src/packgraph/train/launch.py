@@ -7,13 +7,16 @@ finished steps are then in a checkpoint, and a run without one leaves its name f
 """
 
 import contextlib
+import hashlib
 import os
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from os import environ
 from pathlib import Path
 from typing import Any
@@ -21,14 +24,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from packgraph.models.hf import WeightsError
 from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
 from packgraph.parallel.meeting import decided_by_first
-from packgraph.parallel.processes import Launch, on_first, processes, set_nccl
+from packgraph.parallel.mesh import Mesh
+from packgraph.parallel.processes import Launch, from_all, on_first, processes, set_nccl
 from packgraph.train.auto_capacities import with_capacities, with_stored_capacities
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import ConfigError, differences, to_dict
 from packgraph.train.config.sections import DataConfig, TrainConfig
+from packgraph.train.config.values import shown
 from packgraph.train.data import (
+    DataError,
     DocumentSource,
     Microbatches,
     PlannedSteps,
@@ -50,7 +57,9 @@ from packgraph.train.run_files import RunFileError
 from packgraph.train.run_folder import (
     CHECKPOINTS,
     CONFIG,
+    FREE_ON_RESUME,
     SUMMARY,
+    TakenError,
     begin_in,
     can_go_on,
     check_same_run,
@@ -64,6 +73,9 @@ from packgraph.train.trainer import COMPLETED, DATA_ENDED, Trainer
 from packgraph.train.validate import validate
 
 ALONE = Launch()
+PACKAGES = ("packgraph", "torch", "transformers", "tokenizers")  # numbers depend on their versions
+PIECES, PIECE = 16, 2**16  # of a file of weights that ranks compare; bytes
+MOST_NAMED = 3  # differences of a rank, and ranks, in one message
 
 
 def choose_device(name: str, launch: Launch = ALONE) -> torch.device:
@@ -149,18 +161,93 @@ def open_data(config: TrainConfig, device: torch.device, world: int = 1) -> Micr
     return prepare(config, device, world).microbatches
 
 
+def input_facts(given: TrainConfig, prepared: Prepared) -> dict[str, Any]:
+    """Facts of what this process trains on, by name; those of all ranks must be the same.
+
+    Args:
+        given: The configuration that this process was started with; that of rank 0 counts.
+        prepared: What it has read by the configuration of rank 0.
+
+    Raises:
+        WeightsError: If the model's files cannot be read.
+    """
+    config, steps = prepared.config, prepared.microbatches
+    facts = {**to_dict(given), **steps.identity()}
+    facts |= {f"evaluation {name}": on.identity() for name, on in prepared.evaluation.items()}
+    if isinstance(steps, PlannedSteps):
+        facts["plan"] = steps.request
+    # A run that goes on has the weights of its checkpoint.
+    for path in (config.hf.path, None if config.run.resume else config.run.init_from):
+        if path is not None:
+            facts[f"weights in {path}"] = _sampled(Path(path).expanduser())
+    found = {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES}
+    return facts | found
+
+
+def _sampled(folder: Path) -> str:
+    """A digest of the config, and of sizes and pieces of the weights, in the folder of a model."""
+    digest = hashlib.sha256()
+    try:
+        for file in sorted([folder / "config.json", *folder.glob("*.safetensors*")]):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
+            with file.open("rb") as stream:
+                for number in range(PIECES):
+                    stream.seek(number * size // PIECES)
+                    digest.update(stream.read(PIECE))
+    except OSError as error:
+        raise WeightsError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()[:16]
+
+
+def check_alike(mesh: Mesh, facts: Mapping[str, Any]) -> None:
+    """Agree that all ranks train on the same. Collective.
+
+    Args:
+        mesh: All processes.
+        facts: Of this rank, by `input_facts`.
+
+    Raises:
+        DataError: On all ranks, naming those whose facts are not those of rank 0, and which.
+    """
+    (host, first), *others = from_all(mesh, (socket.gethostname(), dict(facts)))
+    found = []
+    for rank, (where, own) in enumerate(others, start=1):
+        differing = [
+            f"{name} is {shown(new)} and not {shown(old)}"
+            for name, (old, new) in differences(first, own).items()
+            if name not in FREE_ON_RESUME
+        ]
+        more = ", …" if len(differing) > MOST_NAMED else ""
+        if differing:
+            found.append(f"rank {rank} on {where}: {', '.join(differing[:MOST_NAMED])}{more}")
+    if found:
+        more = f"; and {len(found) - MOST_NAMED} more ranks" if len(found) > MOST_NAMED else ""
+        raise DataError(
+            f"these ranks would not train on the same as rank 0 on {host}: "
+            f"{'; '.join(found[:MOST_NAMED])}{more}. Give all ranks the same files, packages and "
+            "options"
+        )
+
+
 def train(config: TrainConfig, asked: Collection[str] = ()) -> tuple[Path, dict[str, Any]]:
     """Run or resume `config` in the processes that torchrun has started, or in this one alone.
 
     asked: dotted names of the values that were given as options; see `check_same_run`. Returns the
     run's folder and its summary; only rank 0 writes and shows anything. Raises ConfigError,
-    DataError, CheckpointError, RunFileError, NonFiniteLossError and LostRankError; all of them say
-    what to do. A process that hangs in a collective because another one is lost ends without
-    returning (`parallel/heartbeat.py`).
+    LaunchError, DataError, CheckpointError, RunFileError, NonFiniteLossError and LostRankError; all
+    of them say what to do. A process that hangs in a collective because another one is lost ends
+    without returning (`parallel/heartbeat.py`).
     """
     launch = Launch.read()
-    with signs_of_life(launch, config.run.timeout) as whereabouts:
-        return _train(config, asked, launch, whereabouts)
+    while True:
+        try:
+            with signs_of_life(launch, config.run.timeout) as whereabouts:
+                return _train(config, asked, launch, whereabouts)
+        except TakenError:
+            # Of starts at the same time, all but one wait for that one, and go on from its end.
+            if config.run.resume != "auto" or launch.world > 1:
+                raise
 
 
 def _nccl_notes(device: torch.device, launch: Launch) -> list[str]:
@@ -180,6 +267,7 @@ def _train(
     device = choose_device(config.run.device, launch)
     if config.run.deterministic:
         use_deterministic_kernels(device)
+    given = config
     # Other nodes may have no such folder, or see later what is in it.
     config, folder, notes = decided_by_first(
         whereabouts.store, launch, partial(_decide, config, asked), ConfigError
@@ -199,6 +287,8 @@ def _train(
         ProgressView(config.run.steps, config.run.log_every, console) as view,
         stop_on_signals(config.run.max_minutes) as stop,
     ):
+        if mesh.world > 1:
+            check_alike(mesh, input_facts(given, prepared))
         chosen = folder
         folder = on_first(
             mesh, lambda: take_folder(chosen, config, held), ConfigError, RunFileError

@@ -107,6 +107,7 @@ FREE_ON_RESUME = (
     "data.mixture",
     "data.prefetch",
     "data.workers",
+    "data.worker_timeout",
     "data.tokenizer",
     "eval.every",
     "eval.path",
@@ -149,6 +150,10 @@ CHANGED_WHEN_ASKED = (
 # NFS clients remember for up to 30 s that a folder was not there (acdirmin); only a failing start
 # waits so long.
 PATIENCE_SECONDS = 35.0
+
+
+class TakenError(ConfigError):
+    """A run's folder that another process was quicker to take."""
 
 
 def choose_folder(config: TrainConfig) -> Path:
@@ -244,7 +249,7 @@ def take_folder(folder: Path, config: TrainConfig, held: ExitStack) -> Path:
             with ExitStack() as attempt:
                 attempt.enter_context(claimed(folder))
                 if not config.run.resume and not _is_free(folder):
-                    raise ConfigError(
+                    raise TakenError(
                         [
                             f"{folder} was made by another process meanwhile; choose another "
                             "--run.name"
@@ -278,7 +283,7 @@ def claimed(folder: Path) -> Iterator[None]:
     """Within the block no other process writes the run in `folder`, which is made when missing;
     ends with the process.
 
-    Raises RunFileError when it cannot be made, ConfigError when another process was quicker.
+    Raises RunFileError when it cannot be made, TakenError when another process was quicker.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -291,8 +296,11 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(
-                [f"{folder} is being written by another process; choose another --run.name"]
+            raise TakenError(
+                [
+                    f"{folder} is being written by another process; choose another --run.name, or "
+                    "start again when that one has ended"
+                ]
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):

@@ -68,7 +68,12 @@ RANDOM = "random."  # stored names of random states begin so; a rank needs only 
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
 NARROW_SUMS = 16  # microbatches of a rank: sums of so many in bfloat16 are off by half a percent
+DATA_PATIENCE = 5.0  # seconds in which data may come that the other processes have
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
+
+
+class NoDataError(DataError):
+    """Data that had not come when the run was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +274,9 @@ class Trainer:
                 f"nothing to do: all {self.config.run.steps} steps are done; raise run.steps to go "
                 "on"
             )
-            return summary
+            # A run that was stopped before is not to be started again.
+            stopped = summary.pop("exit_code", None) is not None
+            return summary | ({"ended": COMPLETED} if stopped else {})
         log = self._open_log()
         if log.damaged:
             lines = ", ".join(map(str, log.damaged[:8])) + (" …" if len(log.damaged) > 8 else "")
@@ -291,15 +298,17 @@ class Trainer:
                     f"none of the {self.step} steps had a label, so nothing was learned; give rows "
                     "that hold an answer (graph.capacities, data.overlong)"
                 )
-        except DataError:
-            if self._whereabouts.together(
-                f"bad data after step {self.step}"
-            ):  # to save takes all ranks
+        except DataError as error:
+            # To save takes all ranks.
+            together = self._whereabouts.together(f"bad data after step {self.step}")
+            if together:
                 with contextlib.suppress(GoBack):  # the newest checkpoint stays
                     self._save(
                         log, self._position_after(self.step)
                     )  # the data are in the middle of another step
-            raise
+            if not (together and isinstance(error, NoDataError)):
+                raise
+            self._others_stopped = True
         finally:
             log.close()
         stopped = self.step < self.config.run.steps and self._must_stop(stop)
@@ -425,6 +434,7 @@ class Trainer:
         self._positions[self.step] = self.feed.state_dict()
         self._positions.pop(self.step - KEPT_POSITIONS, None)
         asked = time.perf_counter()
+        self._wait_for_data(stop)
         fed = self.feed.take()
         data_wait = time.perf_counter() - asked
         batches = fed.packs
@@ -472,6 +482,21 @@ class Trainer:
                 "larger capacities"
             )
         return True
+
+    def _wait_for_data(self, stop: StopRequest) -> None:
+        """Have the next step made. Raises NoDataError for a request to stop meanwhile; not at once
+        where other processes may have made that step, and wait for this one in it."""
+        since: float | None = None
+        while not self.feed.is_ready():
+            if not stop.has_come():
+                continue
+            now = time.monotonic()
+            since = now if since is None else since
+            if self.mesh.world == 1 or now - since > DATA_PATIENCE:
+                raise NoDataError(
+                    f"stopped by {stop.reason} while the data of step {self.step + 1} did not "
+                    "come; other processes wait for this one in that step"
+                )
 
     def _enter_step(self) -> None:
         """Say what the next step is."""

@@ -3,6 +3,9 @@
 import copy
 import dataclasses
 import json
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +104,50 @@ def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
         "step-00000008",
     ]
     assert len({row["microbatches"] for row in read_metrics(folder / METRICS)}) > 1
+
+
+class HangingPacks(RandomPacks):
+    """Packs that do not come any more, from one on, until nobody wants them."""
+
+    def __init__(self, hanging: int) -> None:
+        super().__init__()
+        self.hanging, self.asked, self.over = hanging, threading.Event(), threading.Event()
+
+    def __next__(self) -> Any:
+        if self.position == self.hanging:
+            self.asked.set()
+            assert self.over.wait(60)
+            raise DataError("interrupted")
+        return super().__next__()
+
+    def interrupt(self) -> None:
+        self.over.set()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_stop_is_heeded_while_data_do_not_come(tmp_path: Path, prefetch: int) -> None:
+    """The last whole step is saved, and who goes on from it ends as if never stopped."""
+    config = dataclasses.replace(tiny(), data=DataConfig(prefetch=prefetch))
+    trainer(tmp_path / "straight", config).run(StopRequest())
+    packs, stop = HangingPacks(9), StopRequest()
+    run = trainer(tmp_path / "run", config, packs)
+
+    def signalled() -> None:
+        assert packs.asked.wait(60)
+        time.sleep(0.5)  # all whole steps are made by then
+        stop.note(signal.SIGTERM)
+
+    scheduler = threading.Thread(target=signalled)
+    scheduler.start()
+    summary = run.run(stop)
+    run.close()
+    scheduler.join()
+    assert summary["ended"] == "stopped by SIGTERM" and summary["exit_code"] == 143
+    assert 0 < summary["steps"] < config.run.steps
+    again = trainer(tmp_path / "run", config)
+    again.resume()
+    again.run(StopRequest())
+    assert figures(tmp_path / "run") == figures(tmp_path / "straight")
 
 
 @pytest.mark.parametrize("stop", [StopRequest(), StopAfter(3)], ids=["to the end", "stopped"])

@@ -605,6 +605,7 @@ class DataConfig:
     workers: processes of each rank that read and tokenize documents ahead of their turn, for
         tokenizers that a core is too slow for; 0 = the thread that makes steps tokenizes too. Not
         for shards, which hold tokens.
+    worker_timeout: seconds that a worker may take for 8 documents; the run ends then.
     """
 
     source: Literal["stdlib", "jsonl", "text", "parquet", "shards"] = "stdlib"
@@ -621,6 +622,7 @@ class DataConfig:
     max_documents_loaded: int | None = None
     prefetch: int = 2
     workers: int = 0
+    worker_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         problems = [
@@ -638,6 +640,8 @@ class DataConfig:
             problems.append(f"prefetch must not be negative, got {self.prefetch}")
         if self.workers < 0:
             problems.append(f"workers must not be negative, got {self.workers}")
+        if not 1 <= self.worker_timeout < math.inf:
+            problems.append(f"worker_timeout must be at least 1 second, got {self.worker_timeout}")
         if self.workers and self.source == "shards":
             problems.append(
                 f"workers = {self.workers} tokenize, but source = shards holds tokens; leave it out"

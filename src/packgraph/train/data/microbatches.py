@@ -209,7 +209,7 @@ class Microbatches:
         """Where the stream is, JSON-able, to be taken between two packs."""
         return {
             "version": VERSION,
-            "identity": self._identity(),
+            "identity": self.identity(),
             **self._order.state_dict(),
             "waiting": [[one.source_index, one.part] for one in self._window.items()],
             "report": self.report.state_dict(),
@@ -234,7 +234,7 @@ class Microbatches:
             )
         differences = [
             f"{name} was {state['identity'].get(name)!r}, is {value!r}"
-            for name, value in self._identity().items()
+            for name, value in self.identity().items()
             if state["identity"].get(name) != value
         ]
         if differences:
@@ -363,6 +363,11 @@ class Microbatches:
         """As `_read`, of the document whose turn it is."""
         return self._read(index) if self._ahead is None else self._ahead.take(self._order)
 
+    def interrupt(self) -> None:
+        """Let a thread that waits for a process that tokenizes wait no longer; `close` follows."""
+        if self._ahead is not None:
+            self._ahead.interrupt()
+
     def close(self) -> None:
         """End the processes that tokenize, if there are any; they begin anew when needed."""
         if self._ahead is not None:
@@ -398,8 +403,8 @@ class Microbatches:
         except ValueError as error:
             raise DataError(f"{error} (data.overlong)") from error
 
-    def _identity(self) -> dict[str, Any]:
-        """What must be equal for the stream to be the same."""
+    def identity(self) -> dict[str, Any]:
+        """Facts that must be equal for the stream to be the same, JSON-able."""
         return {
             "documents": len(self._source),
             "data fingerprint": self._source.fingerprint(),

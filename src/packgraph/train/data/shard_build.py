@@ -54,14 +54,16 @@ from packgraph.train.data.source import (
     DocumentSource,
 )
 from packgraph.train.data.tokenizer import Tokenizer, build_tokenizer, largest_id
-from packgraph.train.data.workers import follow_parent
+from packgraph.train.data.workers import SILENCE, HandedOver, follow_parent
 from packgraph.train.run_files import sync_file, sync_folder, write_json, writing
 
 MOST_SHARDS, FEWEST_ROWS = 1024, 2048  # where the size of shards is not given
 AHEAD = 2  # shards for each worker that are handed out
 SECONDS = 10.0  # between lines of progress
+LOOK = 5.0  # seconds between two looks at what workers write, where no shard is finished
 REMEDY = "Make room there or choose another folder; finished shards are kept"
 UNFINISHED = "*.unfinished"
+Task = tuple[Callable[[int], Any], int]  # and the number of the shard
 
 
 class HashedFile:
@@ -259,7 +261,7 @@ def build_shards(
     with writing(folder, REMEDY):
         folder.mkdir(parents=True, exist_ok=True)
     with _only_builder(folder):
-        manifest = _with_earlier(folder, manifest)
+        manifest = _with_earlier(folder, manifest, tell)
         for left in folder.glob(UNFINISHED):
             left.unlink()
         work = ShardWork(config, source, folder, manifest)
@@ -282,9 +284,9 @@ def _only_builder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _with_earlier(folder: Path, manifest: Manifest) -> Manifest:
-    """`manifest` with the shards that an earlier build has left. Raises DataError if that was of
-    something else."""
+def _with_earlier(folder: Path, manifest: Manifest, tell: Callable[[str], None]) -> Manifest:
+    """`manifest` with the shards that an earlier build has left, none where its manifest is
+    damaged. Raises DataError if that was of something else."""
     if not (folder / MANIFEST).exists():
         others = [path.name for path in folder.iterdir() if not path.match(UNFINISHED)]
         if others:
@@ -293,7 +295,12 @@ def _with_earlier(folder: Path, manifest: Manifest) -> Manifest:
             )
         write_json(folder / MANIFEST, manifest.to_json())
         return manifest
-    earlier = read_manifest(folder)
+    try:
+        earlier = read_manifest(folder)
+    except DataError as error:
+        tell(f"all shards are written again: {error}")
+        write_json(folder / MANIFEST, manifest.to_json())
+        return manifest
     differences = [
         f"{name} was {before!r}, is {now!r}"
         for name in ("tokenizer", "source", "rows", "rows_per_shard", "on_bad")
@@ -307,48 +314,93 @@ def _with_earlier(folder: Path, manifest: Manifest) -> Manifest:
     return replace(manifest, shards=earlier.shards)
 
 
-def _pool(work: ShardWork, workers: int) -> Executor:
-    """What runs the workers; one of them needs no process of its own."""
-    if workers == 1:
-        return ThreadPoolExecutor(1, initializer=_hold, initargs=(work,))
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(work,))
+@contextlib.contextmanager
+def _pool(work: ShardWork, workers: int) -> Iterator[Executor]:
+    """Runs the workers within the block; one of them needs no process of its own."""
+    pool: Executor
+    with contextlib.ExitStack() as held:
+        if workers == 1:
+            pool = ThreadPoolExecutor(1, initializer=_hold, initargs=(work,))
+        else:
+            handed: Any = held.enter_context(contextlib.closing(HandedOver(work)))
+            spawn = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(workers, spawn, initializer=_begin, initargs=(handed,))
+        held.callback(pool.shutdown, cancel_futures=True)
+        yield pool
+
+
+def _submit(pool: Executor, task: Task) -> Future[Any]:
+    try:
+        return pool.submit(task[0], task[1])
+    except OSError as error:  # a worker was killed while another one was started
+        raise BrokenProcessPool from error
 
 
 def _run(work: ShardWork, workers: int, tell: Callable[[str], None]) -> None:
     """Check the shards that are there and write the others, a few ahead."""
     manifest = work.manifest
-    tasks: Iterator[tuple[Callable[[int], Any], int]] = (
+    tasks: Iterator[Task] = (
         (_check if number in manifest.shards else _write, number)
         for number in range(manifest.count)
     )
-    pool = _pool(work, min(workers, manifest.count))
-    open_: dict[Future[Any], tuple[Callable[[int], Any], int]] = {}
-    progress = BuildProgress(manifest, tell)
+    open_: dict[Future[Any], Task] = {}
+    progress, standstill = BuildProgress(manifest, tell), Standstill(work, tell)
     try:
-        while True:
-            while len(open_) < AHEAD * workers and (task := next(tasks, None)) is not None:
-                open_[pool.submit(task[0], task[1])] = task
-            if not open_:
-                break
-            for future in wait(open_, return_when=FIRST_COMPLETED).done:
-                kind, number = open_.pop(future)
-                found = future.result()
-                if kind is _check and found is not None:
-                    tell(f"shard {number} is written again: {found}")
-                    del manifest.shards[number]
-                    open_[pool.submit(_write, number)] = (_write, number)
-                elif kind is _write:
-                    manifest.shards[number] = found
-                    write_json(work.folder / MANIFEST, manifest.to_json())
-                    progress.count(found)
+        with _pool(work, min(workers, manifest.count)) as pool:
+            while True:
+                while len(open_) < AHEAD * workers and (task := next(tasks, None)) is not None:
+                    open_[_submit(pool, task)] = task
+                if not open_:
+                    break
+                finished = wait(open_, LOOK, FIRST_COMPLETED).done
+                standstill.look(len(finished))
+                for future in finished:
+                    kind, number = open_.pop(future)
+                    found = future.result()
+                    if kind is _check and found is not None:
+                        tell(f"shard {number} is written again: {found}")
+                        del manifest.shards[number]
+                        open_[_submit(pool, (_write, number))] = (_write, number)
+                    elif kind is _write:
+                        manifest.shards[number] = found
+                        write_json(work.folder / MANIFEST, manifest.to_json())
+                        progress.count(found)
     except BrokenProcessPool as error:
         raise DataError(
             f"{work.folder}: a worker was killed (is there enough memory for it?); run the same "
             "command again, which keeps finished shards"
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+
+
+class Standstill:
+    """Time in which no worker has got any further."""
+
+    def __init__(self, work: ShardWork, tell: Callable[[str], None]) -> None:
+        """work: of the build, whose workers are started later."""
+        self._folder, self._limit, self._tell = work.folder, work.config.worker_timeout, tell
+        self._others = multiprocessing.active_children()
+        self._written, self._waited = -1, 0.0
+
+    def look(self, finished: int) -> None:
+        """Look again, after `LOOK` seconds or as soon as shards are `finished`. Raises DataError
+        after the limit, and ends the workers, since the build would wait for them."""
+        written = 0
+        for path in self._folder.glob(UNFINISHED):
+            with contextlib.suppress(FileNotFoundError):
+                written += path.stat().st_size
+        if finished or written != self._written:
+            self._written, self._waited = written, 0.0
+            return
+        self._waited += LOOK
+        started = [one for one in multiprocessing.active_children() if one not in self._others]
+        named = f"; processes {', '.join(str(one.pid) for one in started)}" if started else ""
+        what = f"{self._folder}: no worker has written anything for {self._waited:g} s{named}"
+        if started and self._waited >= self._limit:
+            for one in started:
+                one.kill()
+            raise DataError(f"{what}. Run the same command again, which keeps finished shards")
+        if not self._waited % SILENCE:
+            self._tell(f"{what}: stopped, or at a file system that hangs?")
 
 
 class BuildProgress:

@@ -9,16 +9,18 @@ forgotten at any time, and the next documents are handed out anew. So a run with
 without, and a checkpoint says nothing of them.
 
 Failures are those of one process. A document that a worker fails at is read here when its turn
-comes, which raises the same error with the same place. A worker that is lost is an error where the
-first document is missing. Workers leave signals to their parent, which may have a step to save, and
-end with it, whatever ends it.
+comes, which raises the same error with the same place. A worker that is lost, or does not answer
+for `data.worker_timeout`, is an error where the first document is missing. Workers leave signals to
+their parent, which may have a step to save, and end with it, whatever ends it.
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -28,11 +30,13 @@ from math import ceil
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.document import Document, Ids
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.order import DocumentOrder, OrderPlace
@@ -50,6 +54,8 @@ from packgraph.train.signals import SIGNALS
 BATCH = 8  # documents
 AHEAD = 32  # batches for each worker that are handed out and not taken
 SECONDS = 10.0  # that a process that closed its pipe has to end
+TICK = 0.5  # seconds between two looks at a worker that does not answer
+SILENCE = 30.0  # seconds without an answer until that is told
 Outcome = TokenizedDocument | str  # str: why a worker failed
 
 
@@ -65,13 +71,43 @@ def follow_parent() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def serve(pipe: Connection) -> None:
-    """What a worker runs: tokenizes batches of indices until the pipe is closed.
+class HandedOver:
+    """What new processes get, in memory that they read themselves. Python would write it to a pipe
+    before a process runs, for ever where that one is killed or stopped meanwhile."""
 
-    First comes (config, source, fingerprint of the tokenizer), pickled.
-    """
+    def __init__(self, content: Any) -> None:
+        """content: can be pickled; processes that are started with this object get that instead."""
+        self._memory = open(os.memfd_create("packgraph"), "w+b")  # noqa: SIM115 (see close)
+        pickle.dump(content, self._memory)
+        self._memory.flush()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _handed_over, (DupFd(self._memory.fileno()),)
+
+    def close(self) -> None:
+        """Free the memory; what was started before keeps its own hold of it."""
+        self._memory.close()
+
+
+def _handed_over(memory: Any) -> Any:
+    # All processes share one position in the memory, so none reads by it.
+    with open(f"/proc/self/fd/{(own := memory.detach())}", "rb") as stream:
+        os.close(own)
+        return pickle.load(stream)
+
+
+class Work(NamedTuple):
+    """What a worker has. fingerprint: of the tokenizer."""
+
+    config: DataConfig
+    source: DocumentSource
+    fingerprint: str
+
+
+def serve(pipe: Connection, work: Work) -> None:
+    """Tokenize batches of indices until the pipe is closed; what a worker runs."""
     follow_parent()
-    config, source, fingerprint = pickle.loads(pipe.recv_bytes())
+    config, source, fingerprint = work
     tokenizer: Tokenizer | None = None
     try:
         tokenizer = build_tokenizer(config)
@@ -136,14 +172,16 @@ class Batch:
 class TokenizerProcess:
     """A worker and its pipe. asked: batches that it has not answered yet, in order."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, work: HandedOver, limit: float) -> None:
+        """work: of `Work`. limit: seconds that an answer may take."""
+        self._limit = limit
         spawn = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
         self.asked: deque[Batch] = deque()
         self.is_lost = False
         name = f"packgraph-tokenizer-{number}"
         self.process: BaseProcess = spawn.Process(
-            target=serve, args=(theirs,), name=name, daemon=True
+            target=serve, args=(theirs, work), name=name, daemon=True
         )
         # What is blocked in this thread is so in the new process, from its first moment on.
         # Started by the first process, it would unblock SIGINT and SIGTERM before that one begins.
@@ -164,20 +202,41 @@ class TokenizerProcess:
             return  # what it has answered before is still to be read
 
     def receive(self) -> None:
-        """Wait for the next answer, or for the end of the worker."""
+        """Wait for the next answer, for the end of the worker, or until the limit is over."""
+        waited = 0.0  # by looks, since time in which all of this is stopped does not count
         try:
+            while not self.pipe.poll(TICK):
+                waited += TICK
+                if waited >= self._limit:
+                    self.is_lost = True
+                    return
+                if waited == min(SILENCE, self._limit / 2 // TICK * TICK):
+                    self._tell(waited)
             outcomes = self.pipe.recv()
         except (EOFError, OSError):
             self.is_lost = True
             return
         self.asked.popleft().outcomes = outcomes
 
+    def _tell(self, waited: float) -> None:
+        asked = ", ".join(str(place.document) for place in self.asked[0].places)
+        warnings.warn(
+            f"a worker that tokenizes (process {self.process.pid}) has not answered for "
+            f"{waited:g} s; it has documents {asked}. The run waits up to {self._limit:g} s "
+            "(data.worker_timeout): is the worker stopped, or at a file system that hangs?",
+            PackgraphWarning,
+            stacklevel=2,
+        )
+
     def in_words(self) -> str:
         """How a lost worker ended."""
         self.process.join(SECONDS)
         code = self.process.exitcode
         if code is None:
-            return "does not answer"
+            return (
+                f"(process {self.process.pid}) did not answer for {self._limit:g} s "
+                "(data.worker_timeout)"
+            )
         if code < 0:
             return f"was killed by {signal.Signals(-code).name} (is there enough memory for it?)"
         return f"ended with exit code {code} (what it said stands above)"
@@ -251,6 +310,11 @@ class TokenizedAhead:
         """The order goes on elsewhere: what is handed out is not needed any more."""
         self._parts = []
 
+    def interrupt(self) -> None:
+        """End what another thread waits for in `take`; it gets a DataError. `close` follows."""
+        for worker in list(self._workers):
+            worker.process.kill()
+
     def close(self) -> None:
         """End the processes; the next document that is taken starts others."""
         self.forget()
@@ -268,14 +332,11 @@ class TokenizedAhead:
             raise
 
     def _start_all(self) -> None:
-        for number in range(self._count):
-            self._workers.append(TokenizerProcess(number))
-        work = pickle.dumps((self._config, self._source, self._tokenizer.fingerprint))
-        for worker in self._workers:
-            try:
-                worker.pipe.send_bytes(work)
-            except OSError:
-                continue  # lost, which is noticed where an answer is missing
+        work = Work(self._config, self._source, self._tokenizer.fingerprint)
+        with contextlib.closing(HandedOver(work)) as handed:
+            for number in range(self._count):
+                limit = self._config.worker_timeout
+                self._workers.append(TokenizerProcess(number, handed, limit))
 
     def _go_on(self, part: ComingDocuments) -> None:
         """To the next document of a part."""

@@ -3,12 +3,14 @@ refused."""
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from itertools import islice
+from multiprocessing import resource_tracker, util
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from packgraph.train.data import (
     build_tokenizer,
     open_documents,
     open_microbatches,
+    shard_build,
 )
 from packgraph.train.data.shard_build import build_shards
 from packgraph.train.data.shards import (
@@ -134,6 +137,43 @@ def test_a_build_that_was_killed_goes_on_with_what_it_has(tmp_path):
     assert any("shard 0 is written again" in text for text in told)
     assert (folder / "00001.tokens").stat().st_ino == kept
     assert files(folder) == files(whole)
+
+
+def test_a_damaged_manifest_is_built_anew(rows, tmp_path):
+    folder, told = tmp_path / "shards", []
+    build_shards(rows, folder, workers=1, rows_per_shard=20)
+    whole = files(folder)
+    for content in ("", "{", '{"format": 1}', whole[MANIFEST].decode().replace('"rows": 60', "")):
+        (folder / MANIFEST).write_text(content)
+        with pytest.raises(DataError, match="build the shards again"):
+            open_documents(DataConfig(source="shards", path=str(folder)))
+        build_shards(rows, folder, workers=1, rows_per_shard=20, tell=told.append)
+        assert "all shards are written again" in told.pop(0) and files(folder) == whole
+    # A manifest that is whole, of something else, is never written over.
+    with pytest.raises(DataError, match="holds shards of something else"):
+        build_shards(rows, folder, workers=1, rows_per_shard=30)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_ends_or_stops_as_it_starts_ends_the_build(tmp_path, monkeypatch, end):
+    """Its work is more than a pipe holds, so Python would write it to nobody for ever."""
+    config = write_rows(tmp_path / "rows.jsonl", 12000)
+    config = dataclasses.replace(config, worker_timeout=1.0)
+    monkeypatch.setattr(shard_build, "LOOK", 0.5)
+    monkeypatch.setattr(shard_build, "SILENCE", 0.5)
+    resource_tracker.ensure_running()
+    spawn = util.spawnv_passfds
+
+    def spawned(*words):
+        os.kill(pid := spawn(*words), end)
+        return pid
+
+    monkeypatch.setattr(util, "spawnv_passfds", spawned)
+    told, words = [], "was killed" if end == signal.SIGKILL else "written anything for 1 s; proc"
+    with pytest.raises(DataError, match=f"{words}.* same command again"):
+        build_shards(config, tmp_path / "shards", workers=2, rows_per_shard=20, tell=told.append)
+    assert bool(told) == (end == signal.SIGSTOP)
+    assert not multiprocessing.active_children()
 
 
 def spoil(path, place=-1):

@@ -1,14 +1,15 @@
 """A stream that workers tokenize for is the stream without them: packs, states and errors; and
 nothing of them stays."""
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from trainkit import CAPACITIES as SMALL
 from trainkit import StopAfter, equal, state_of, tiny, trainer
 from workerkit import Faulty, Mixture, Texts, write_mixed
 
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity
 from packgraph.parallel.context.request import ContextRequest
 from packgraph.parallel.mesh import context_sizes
@@ -35,7 +37,14 @@ from packgraph.train.data import (
     open_microbatches,
 )
 from packgraph.train.data.order import DocumentOrder, OrderPlace, SourcePart
-from packgraph.train.data.workers import AHEAD, BATCH, Batch, TokenizerProcess
+from packgraph.train.data.workers import (
+    AHEAD,
+    BATCH,
+    Batch,
+    HandedOver,
+    TokenizerProcess,
+    Work,
+)
 from packgraph.train.metrics import METRICS, read_metrics
 from packgraph.train.signals import SIGNALS, StopRequest
 
@@ -247,16 +256,53 @@ def test_a_worker_whose_tokenizer_is_another_one_is_not_used(tmp_path, none_left
 
 
 def test_signals_are_left_to_the_parent_from_the_first_moment_on(none_left):
-    worker = TokenizerProcess(0)
+    handed = HandedOver(Work(DataConfig(), Texts(), "bytes"))
+    worker = TokenizerProcess(0, handed, 60)
+    handed.close()
     for number in SIGNALS:
         os.kill(worker.process.pid, number)
-    worker.pipe.send_bytes(pickle.dumps((DataConfig(), Texts(), "bytes")))
     worker.ask(batch := Batch([OrderPlace(0, 0, 0, 7)], worker))
     worker.receive()
     assert batch.outcomes[0].where == "text 7" and not worker.asked and not worker.is_lost
     worker.pipe.close()  # a worker that nobody asks ends
     worker.process.join(20)
     assert worker.process.exitcode == 0
+
+
+def test_a_worker_that_does_not_answer_is_told_and_ends_the_stream(none_left, quick_starts):
+    """One that is slow, but answers within the limit, does not."""
+    config = dataclasses.replace(DataConfig(window=4, overlong="split"), worker_timeout=2.0)
+    stream = opened(with_workers(config, 1), Texts(5000))
+    next(stream)
+    (worker,) = workers()
+    os.kill(worker.pid, signal.SIGSTOP)
+    awake = threading.Timer(1.5, os.kill, (worker.pid, signal.SIGCONT))
+    awake.start()
+    words = rf"process {worker.pid}\) has not answered for 1 s; it has documents \d+, "
+    with pytest.warns(PackgraphWarning, match=words):
+        positions(stream, AHEAD * BATCH)
+    awake.join()
+    os.kill(worker.pid, signal.SIGSTOP)
+    words = rf"tokenizes \(process {worker.pid}\) did not answer for 2 s .*; document \d+ was to"
+    with pytest.warns(PackgraphWarning), pytest.raises(DataError, match=words):
+        positions(stream, AHEAD * BATCH)
+    stream.close()
+
+
+def test_a_process_that_is_stopped_before_it_reads_its_work_holds_nobody(none_left):
+    """Work that no pipe holds at once: whoever wrote it to a pipe would wait for the process."""
+    source = Texts()
+    source.filling = bytes(2**20)
+    with contextlib.closing(HandedOver(Work(DataConfig(), source, "bytes"))) as handed:
+        worker = TokenizerProcess(0, handed, 1)
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        worker.ask(batch := Batch([OrderPlace(0, 0, 0, 7)], worker))
+        with pytest.warns(PackgraphWarning, match=r"documents 7\."):
+            worker.receive()
+        assert worker.is_lost and batch.outcomes is None
+    worker.process.kill()
+    worker.process.join()
+    worker.pipe.close()
 
 
 def settled(file):
@@ -287,6 +333,7 @@ def test_workers_read_no_further_ahead_than_is_said(tmp_path, none_left, quick_s
 HOLDER = """
 import multiprocessing, os, signal, sys
 from workerkit import Texts
+from packgraph.graphs.errors import PackgraphWarning
 from packgraph.packing.capacity import Capacity
 from packgraph.train.data import DataConfig, build_tokenizer, open_microbatches
 if __name__ == "__main__":
