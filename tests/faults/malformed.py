@@ -1,0 +1,750 @@
+"""Made-up malformed inputs: each is refused in one line that names the file, or trains what is
+given.
+
+    seed ─▶ a good folder, one thing changed ─▶ the real command, in a forked child ─▶ outcome
+
+Three families: `models` (folders of transformers: configs, indexes, safetensors), `tokenizers`
+(tokenizer.json, its config, chat templates) and `values` (options, TOML and JSON files, manifests
+and indexes of shards, checkpoints, configurations of runs). An input that is accepted must have a
+reason to be right: the loss is that of plain transformers on the same folder, tokens are those of
+`tokenizers`, values are those given, or the run is that of the good folder.
+
+    python tests/faults/malformed.py --count 1000 --seed 0
+    python tests/faults/malformed.py --family models --only 17
+"""
+
+import argparse
+import collections
+import contextlib
+import gc
+import importlib
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from packgraph import cli
+from packgraph.train.config.command_line import dotted, leaves
+from packgraph.train.config.presets import preset
+from packgraph.train.config.values import plain
+from packgraph.train.data.source import SourceDocument
+from packgraph.train.data.tokenizer import FileTokenizer
+from packgraph.train.run_files import CHECKSUM, checksum, digest_of
+
+SECONDS = 30  # longer is a hang
+LONGEST = 1200  # characters of a message
+MEMORY = 10 * 2**30  # bytes of address space
+REFUSED, ACCEPTED, TRACEBACK, HANG, SILENT, WORDY = (
+    "refused",
+    "accepted",
+    "TRACEBACK",
+    "HANG",
+    "SILENT",
+    "WORDY",
+)
+GOOD = (REFUSED, ACCEPTED)
+UNCAUGHT, BADLY_ACCEPTED = 97, 98  # exit codes of a child
+DEEP = "\ue000deep"  # becomes 50,000 brackets
+ODD: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, 2, 3, 7, -1, -32, 10**9, 2**31, 2**63, 10**30, 10**400),
+    *(0.5, 2.0, -0.5, 1e308, 1e-320, math.nan, math.inf, -math.inf),
+    *("", "evil", "32", "null", "\ud800", "\0", "../../evil", "x" * 5000, DEEP),
+    *([], [1], ["a", "b"], [None], [[]], {}, {"a": 1}, {"": None}),
+)
+WORDS = ("alpha", "beta", "gamma", "delta", "omega", "naïve", "日本", "to", "be", "or", "not")
+TEXT, CHATS, MODEL = "text.jsonl", "chats.jsonl", "model.safetensors"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SMALL = (
+    "--model.num-layers 1 --model.hidden-size 16 --model.intermediate-size 32 --model.num-heads 2 "
+    "--model.num-kv-heads 1 --model.head-dim 8"
+).split()
+ONE_STEP = (
+    "--graph.enabled false --run.device cpu --run.tracker none --run.name r --run.dtype float32 "
+    "--run.tokens-per-step 900 --graph.capacities 256x8 --run.checkpoint-every 0"
+).split()
+
+
+class Case(NamedTuple):
+    """One input.
+
+    Attributes:
+        name: What was changed.
+        words: Of the command.
+        named: One of these must be in a refusal.
+        judge: Says of what is accepted why that is right; raises AssertionError if it is not.
+    """
+
+    name: str
+    words: list[str]
+    named: tuple[str, ...]
+    judge: Callable[[], str]
+
+
+class Outcome(NamedTuple):
+    """How a case has ended, and the last of what it said."""
+
+    kind: str
+    said: str
+
+
+# Made once -------------------------------------------------------------------------------------
+
+
+def prepare(base: Path) -> str:
+    """Write good inputs into `base`."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choice(WORDS) for _ in range(draw.randint(5, 30))) for _ in range(9)]
+    rows = [{"text": text} for text in texts]
+    chats = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in zip(texts, texts[1:], strict=False)
+    ]
+    for name, lines in ((TEXT, rows), (CHATS, chats)):
+        (base / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _write_tokenizer(base / "tokenizer", texts)
+    for kind, more in ARCHITECTURES.items():
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, **{**SIZES, **more})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        folder = base / "models" / kind
+        model.save_pretrained(folder)
+        if kind == "qwen3":
+            model.save_pretrained(base / "models" / "sharded", max_shard_size="20KB")
+    for folder in (base / "models").iterdir():
+        shutil.copytree(base / "tokenizer", folder, dirs_exist_ok=True)
+    words = ["data", "build", base / "shards", "--source", "jsonl", "--path", base / TEXT]
+    assert cli.main([*map(str, words), "--workers", "1", "--rows-per-shard", "5"]) == 0
+    words = ["train", "qwen3-tiny", *SMALL, *ONE_STEP, "--run.folder", base / "runs"]
+    words += ["--run.steps", "2", "--run.checkpoint-every", "1", *_data(base)]
+    assert cli.main([*map(str, words)]) == 0
+    words = [*words, "--run.steps", "3", "--run.resume", "true"]
+    shutil.copytree(base / "runs", base / "clean")
+    words[words.index("--run.folder") + 1] = base / "clean"
+    assert cli.main([*map(str, words)]) == 0
+    return "made"
+
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {"tie_word_embeddings": True},
+    "gemma2": {"sliding_window": 64},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 512, "n_inner": 32},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+def _write_tokenizer(folder: Path, texts: list[str]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    named = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+
+
+def _data(base: Path, name: str = TEXT) -> list[str]:
+    return ["--data.source", "jsonl", "--data.path", str(base / name)]
+
+
+# Changes ---------------------------------------------------------------------------------------
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values within a JSON value; of large tables a few."""
+    inner: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        inner = list(value.items())
+    elif isinstance(value, list):
+        inner = list(enumerate(value))
+    for key, child in inner[:30]:
+        yield (*path, key)
+        yield from places(child, (*path, key))
+
+
+def mutated(value: Any, draw: random.Random) -> tuple[str, Any]:
+    """`value`, which is JSON, with one thing changed, and what that is."""
+    value = json.loads(json.dumps(value))
+    found = list(places(value))
+    if not found or draw.random() < 0.03:
+        odd = draw.choice(ODD)
+        return f"all of it = {show(odd)}", odd
+    path = draw.choice(found)
+    holder = value
+    for key in path[:-1]:
+        holder = holder[key]
+    key, where = path[-1], ".".join(map(str, path))
+    old = holder[key]
+    kind = draw.choice(("odd", "odd", "odd", "odd", "drop", "retype", "length", "swap", "nudge"))
+    if kind == "drop":
+        del holder[key]
+        return f"{where} dropped", value
+    if kind == "swap":
+        other = draw.choice(found)
+        holder[key] = _at(value, other) if other[: len(path)] != path else None
+    elif kind == "retype":
+        holder[key] = str(old) if not isinstance(old, str) else [old]
+    elif kind == "length" and isinstance(old, list):
+        holder[key] = draw.choice((old[:-1], old + old[-1:], old * 2))
+    elif kind == "nudge" and isinstance(old, (int, float)) and not isinstance(old, bool):
+        holder[key] = draw.choice((old + 1, old - 1, -old, old * 2, old + 0.5, old * 10**6))
+    else:
+        holder[key] = draw.choice(ODD)
+    return f"{where} = {show(holder[key])}", value
+
+
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return json.loads(json.dumps(value))
+
+
+def show(value: Any) -> str:
+    """A value in a few characters."""
+    with contextlib.suppress(ValueError):
+        text = repr(value)
+        return text if len(text) < 60 else text[:50] + "…"
+    return "a huge number"
+
+
+def dump(value: Any) -> str:
+    """JSON text, with numbers that Python does not write itself."""
+    sys.set_int_max_str_digits(0)
+    try:
+        text = json.dumps(value)
+    finally:
+        sys.set_int_max_str_digits(4300)
+    return text.replace(json.dumps(DEEP), "[" * 50_000 + "]" * 50_000)
+
+
+def mutate_json(file: Path, draw: random.Random) -> str:
+    """Change one thing in a JSON file; returns what."""
+    what, value = mutated(json.loads(file.read_text()), draw)
+    file.write_text(dump(value))
+    return f"{file.name}: {what}"
+
+
+def damage(file: Path, draw: random.Random) -> str:
+    """Make a file another one, or none; returns what was done."""
+    content = file.read_bytes()
+    at = draw.randrange(max(len(content), 1))
+    siblings = sorted(path for path in file.parent.iterdir() if path.is_file() and path != file)
+    kinds: dict[str, Callable[[], Any]] = {
+        "cut": lambda: file.write_bytes(content[:at]),
+        "empty": lambda: file.write_bytes(b""),
+        "zeros": lambda: file.write_bytes(bytes(len(content))),
+        "a flipped byte": lambda: file.write_bytes(
+            content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :] if content else b"\xff"
+        ),
+        "UTF-16": lambda: file.write_bytes(content.decode("latin-1").encode("utf-16")),
+        "a byte order mark": lambda: file.write_bytes(b"\xef\xbb\xbf" + content),
+        "no UTF-8": lambda: file.write_bytes(content[:at] + b"\xff\xfe" + content[at:]),
+        "twice": lambda: file.write_bytes(content * 2),
+        "a list": lambda: file.write_bytes(b"[]"),
+        "null": lambda: file.write_bytes(b"null"),
+        "deep": lambda: file.write_bytes(b"[" * 10**5 + b"]" * 10**5),
+        "a folder": lambda: (file.unlink(), file.mkdir()),
+        "gone": file.unlink,
+        "a link to nothing": lambda: (file.unlink(), file.symlink_to("absent")),
+        "a link to itself": lambda: (file.unlink(), file.symlink_to(file.name)),
+        "a pipe": lambda: (file.unlink(), os.mkfifo(file)),
+        "an unreadable disk": lambda: (file.unlink(), file.symlink_to("/proc/self/mem")),  # EIO
+    }
+    if siblings:
+        kinds["another file"] = lambda: shutil.copyfile(draw.choice(siblings), file)
+    kind = draw.choice(sorted(kinds))
+    kinds[kind]()
+    return f"{file.name} is {kind}"
+
+
+def mutate_safetensors(file: Path, draw: random.Random) -> str:
+    """Change the header of a file of safetensors, or a tensor in it."""
+    if draw.random() < 0.5:
+        tensors = load_file(file)
+        name = draw.choice(sorted(tensors))
+        old = tensors.pop(name)
+        kind = draw.choice(("left out", "renamed", "cut", "int8", "flat", "nan", "of a dimension"))
+        changed = {
+            "renamed": lambda: {name + "x": old},
+            "cut": lambda: {name: old[:-1].contiguous()},
+            "int8": lambda: {name: old.to(torch.int8)},
+            "flat": lambda: {name: old.flatten()},
+            "nan": lambda: {name: torch.full_like(old, math.nan)},
+            "of a dimension": lambda: {name: old[None]},
+        }
+        save_file(tensors | changed.get(kind, dict)(), file, metadata={"format": "pt"})
+        return f"{file.name}: {name} is {kind}"
+    content = file.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    what, header = mutated(json.loads(content[8 : 8 + size]), draw)
+    text = dump(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+    return f"{file.name}, header: {what}"
+
+
+# Families --------------------------------------------------------------------------------------
+
+
+def model_case(base: Path, folder: Path, draw: random.Random) -> Case:
+    """A folder of transformers."""
+    kind = draw.choice(sorted(path.name for path in (base / "models").iterdir()))
+    model = folder / "model"
+    shutil.copytree(base / "models" / kind, model)
+    change = draw.random()
+    weights = sorted(model.glob("*.safetensors"))
+    if change < 0.6:
+        what = mutate_json(model / "config.json", draw)
+    elif change < 0.67:
+        what = mutate_json(model / "generation_config.json", draw)
+    elif change < 0.75 and kind == "sharded":
+        what = mutate_json(model / "model.safetensors.index.json", draw)
+    elif change < 0.9:
+        what = mutate_safetensors(draw.choice(weights), draw)
+    else:
+        what = damage(draw.choice(sorted(model.iterdir())), draw)
+    if kind in ("qwen3", "llama", "qwen3_moe") and draw.random() < 0.2:
+        words = ["train", "qwen3-tiny", "--run.init-from", str(model), *_data(base)]
+        words += ["--data.tokenizer", str(base / "tokenizer")]
+    else:
+        words = ["train", f"hf:{model}", *_data(base)]
+    words += [*ONE_STEP, "--run.steps", "1", "--run.folder", str(folder / "runs")]
+    words += ["--data.tokenizer", str(base / "tokenizer")] if draw.random() < 0.5 else []
+    return Case(
+        f"{kind} {what}", words, (str(model),), lambda: as_transformers(model, base, folder)
+    )
+
+
+def as_transformers(model: Path, base: Path, folder: Path) -> str:
+    """The loss of the step is that of plain transformers over the same documents."""
+    loss = json.loads((folder / "runs/r/metrics.jsonl").read_text().splitlines()[0])["loss"]
+    made = transformers.AutoModelForCausalLM.from_pretrained(
+        model,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        attn_implementation="eager",  # others leave Gemma's caps out
+    ).train()
+    drops = [name for name, value in made.config.to_dict().items() if "drop" in name and value]
+    names = [name for name, one in made.named_modules() if getattr(one, "p", 0) and "drop" in name]
+    if drops or names:
+        return "random by its config"
+    tokenizer = FileTokenizer(str(base / "tokenizer"))
+    total, count = 0.0, 0
+    for line in (base / TEXT).read_text().splitlines():
+        (document,) = tokenizer.encode(SourceDocument("", text=json.loads(line)["text"]))
+        ids = torch.from_numpy(document.tokens)[None]
+        with torch.no_grad():
+            logits = made(input_ids=ids).logits[0, :-1].float()
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        count += ids.shape[1] - 1
+    expected = total / count
+    assert abs(loss - expected) < 2e-3 * max(1, abs(expected)), f"{loss} instead of {expected}"
+    return "as transformers"
+
+
+def tokenizer_case(base: Path, folder: Path, draw: random.Random) -> Case:
+    """A tokenizer.json and what lies beside it."""
+    tokenizer = folder / "tokenizer"
+    shutil.copytree(base / "tokenizer", tokenizer)
+    file, options = tokenizer / "tokenizer.json", tokenizer / "tokenizer_config.json"
+    change = draw.random()
+    if change < 0.5:
+        what = mutate_json(file, draw)
+    elif change < 0.7:
+        what = mutate_json(options, draw)
+    elif change < 0.85:
+        what = damage(draw.choice((file, options)), draw)
+    else:
+        at = draw.randrange(len(TEMPLATE))
+        text = draw.choice(
+            (TEMPLATE[:at], TEMPLATE[:at] + draw.choice(FRAGMENTS) + TEMPLATE[at:], TEMPLATE[at:])
+        )
+        (tokenizer / "chat_template.jinja").write_text(text)
+        what = f"template {show(text[max(0, at - 9) : at + 20])}"
+    name = draw.choice((TEXT, TEXT, CHATS))
+    words = ["train", "qwen3-tiny", *SMALL, *ONE_STEP, *_data(base, name), "--run.steps", "1"]
+    words += ["--data.tokenizer", str(tokenizer), "--model.vocab-size", "320"]
+    words += ["--run.folder", str(folder / "runs")]
+    judge = lambda: as_tokenizers(tokenizer, base, name)  # noqa: E731
+    return Case(f"{name} {what}", words, (str(tokenizer), "vocab"), judge)
+
+
+FRAGMENTS = ("{{ 1/0 }}", "{% for %}", "{{ x.y.z }}", "{{ raise_exception('no') }}", "{{", "%}")
+
+
+def as_tokenizers(folder: Path, base: Path, name: str) -> str:
+    """Tokens are those that transformers makes of the same files, and at most an end."""
+    made = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    ours = FileTokenizer(str(folder))
+    for line in (base / name).read_text().splitlines():
+        row = json.loads(line)
+        if name == TEXT:
+            (document,) = ours.encode(SourceDocument("", text=row["text"])) or [None]
+            expected = made(row["text"])["input_ids"]
+            found = [] if document is None else document.tokens.tolist()
+            assert found[: len(expected)] == expected and len(found) <= len(expected) + 1, name
+    return "as tokenizers" if name == TEXT else "a chat"
+
+
+def value_case(base: Path, folder: Path, draw: random.Random) -> Case:
+    """A value of the command line or a file, or a file that packgraph has written."""
+    kinds = (option_case, option_case, file_case, manifest_case, manifest_case, run_case, run_case)
+    return draw.choice(kinds)(base, folder, draw)
+
+
+def option_case(base: Path, folder: Path, draw: random.Random) -> Case:
+    """An option with an odd value."""
+    found = [leaf for leaf in leaves(preset("qwen3-tiny")) if leaf.path not in HARMFUL]
+    leaf = draw.choice(found)
+    odd = draw.choice([*ODD, leaf.default])
+    text = odd if isinstance(odd, str) else draw.choice((str, json.dumps))(show_all(odd))
+    words = ["train", "qwen3-tiny", *SMALL, *ONE_STEP, *_data(base), "--run.steps", "1"]
+    words += ["--run.folder", str(folder / "runs"), f"--{leaf.path}={text}"]
+    words = [word.replace("\0", "\ufffd") for word in words]  # no word of a command can hold it
+    judge = lambda: as_given(folder, leaf.path, text)  # noqa: E731
+    return Case(f"--{leaf.path}={show(text)}", words, ("",), judge)
+
+
+def show_all(value: Any) -> Any:
+    """What can be a word: no number of hundreds of digits."""
+    return value if not isinstance(value, int) or abs(value) < 10**40 else 10**40
+
+
+HARMFUL = {"run.folder", "run.name", "run.steps"}
+
+
+def as_given(folder: Path, path: str, given: Any) -> str:
+    """The configuration of the run has the value that was given."""
+    stored = json.loads((folder / "runs/r/config.json").read_text())
+    for key in path.split("."):
+        stored = stored[key]
+    flat = given.replace("-", "_") if isinstance(given, str) else given
+    same = stored == given or str(stored).lower() in (str(given).lower(), str(flat).lower())
+    words = {"none", "off", "null", "", "no", "yes", "on", "1", "0", "1.0", "0.0"}
+    number = re.fullmatch(r"-?[\d_.e+]+", str(given)) and float(given) == stored
+    listed = isinstance(stored, list) and ",".join(map(str, stored)) == str(given)
+    assert same or number or listed or str(given).lower() in words, f"{path} is {stored!r}"
+    return "as given"
+
+
+def file_case(base: Path, folder: Path, draw: random.Random) -> Case:
+    """A TOML or JSON file of values."""
+    values = json.loads((base / "runs/r/config.json").read_text())
+    values.pop(CHECKSUM)
+    values["run"] |= {"folder": str(folder / "runs"), "steps": 1, "checkpoint_every": 0}
+    what, changed = mutated(values, draw)
+    file = folder / "my.json"
+    file.write_text(dump(changed))
+    if draw.random() < 0.2:
+        what = damage(file, draw)
+    words = ["train", "--config", str(file), "--run.name", "r", "--run.steps", "1"]
+    words += ["--run.folder", str(folder / "runs"), *_data(base)]
+    keys = what.partition(" ")[0].split(".")
+
+    def judge() -> str:
+        with contextlib.suppress(KeyError, TypeError, IndexError, ValueError):
+            return as_given(folder, ".".join(keys), _at(changed, tuple(keys)))
+        return "dropped"
+
+    return Case(f"my.json: {what}", words, (str(file), *keys, "preset"), judge)
+
+
+def resign(file: Path, content: Any) -> None:
+    """Write JSON with a checksum that is right, where it can have one."""
+    if isinstance(content, dict):
+        content.pop(CHECKSUM, None)
+        with contextlib.suppress(ValueError, RecursionError):
+            content[CHECKSUM] = checksum(json.loads(dump(content)))
+    file.write_text(dump(content))
+
+
+def manifest_case(base: Path, folder: Path, draw: random.Random) -> Case:
+    """A folder of shards."""
+    shards = folder / "shards"
+    shutil.copytree(base / "shards", shards)
+    manifest = shards / "manifest.json"
+    content = json.loads(manifest.read_text())
+    change = draw.random()
+    if change < 0.6:
+        content.pop(CHECKSUM)
+        what, content = mutated(content, draw)
+        resign(manifest, content)
+    elif change < 0.8:
+        index = draw.choice(sorted(shards.glob("*.npy")))
+        what = mutate_index(index, draw)
+        for one in content["shards"]:
+            if index.name in one["files"]:
+                one["files"][index.name] = {
+                    "size": index.stat().st_size,
+                    "sha256": digest_of(index),
+                }
+        resign(manifest, content)
+    else:
+        what = damage(draw.choice(sorted(shards.iterdir())), draw)
+    if draw.random() < 0.2:
+        return Case(what, ["data", "check", str(shards)], (str(shards),), lambda: "checked")
+    words = ["train", "qwen3-tiny", *SMALL, *ONE_STEP, "--run.steps", "1"]
+    words += ["--run.folder", str(folder / "runs")]
+    words += ["--data.source", "shards", "--data.path", str(shards)]
+    return Case(f"shards {what}", words, (str(shards),), lambda: as_before(base, folder, 1))
+
+
+def mutate_index(index: Path, draw: random.Random) -> str:
+    """Change an index of shards; its checksum is made right afterwards."""
+    table = np.load(index)
+    kind = draw.choice(("shorter", "longer", "another type", "objects", "a value", "flat", "empty"))
+    if kind == "a value":
+        at, odd = draw.randrange(len(table)), draw.choice((0, -1, 10**6, 2**31 - 1, 3))
+        name = draw.choice(table.dtype.names) if table.dtype.names else None
+        with warnings.catch_warnings(), contextlib.suppress(OverflowError):
+            warnings.simplefilter("ignore")
+            if name:
+                table[name][at] = odd
+                kind = f"{name} {at} = {odd}"
+            else:
+                table[at] = odd
+                kind = f"{at} = {odd}"
+    changed = {
+        "shorter": lambda: table[:-1],
+        "longer": lambda: np.concatenate([table, table[-1:]]),
+        "another type": lambda: np.arange(len(table), dtype="<f8"),
+        "objects": lambda: np.array([{}] * len(table), dtype=object),
+        "flat": lambda: table[None],
+        "empty": lambda: table[:0],
+    }.get(kind, lambda: table)()
+    np.save(index, changed, allow_pickle=True)
+    return f"{index.name}: {kind}"
+
+
+def run_case(base: Path, folder: Path, draw: random.Random) -> Case:
+    """A run that goes on, or is exported, from files that something has changed."""
+    run = folder / "runs/r"
+    shutil.copytree(base / "runs", folder / "runs")
+    last = run / "checkpoints/step-00000002"
+    if draw.random() < 0.5:
+        shutil.rmtree(run / "checkpoints/step-00000001")
+    files = [run / "config.json", last / "state.json"]
+    change = draw.random()
+    if change < 0.7:
+        file = draw.choice(files)
+        content = json.loads(file.read_text())
+        is_signed = draw.random() < 0.8
+        if is_signed:
+            content.pop(CHECKSUM)
+        what, content = mutated(content, draw)
+        what = f"{file.name}, signed: {what}" if is_signed else f"{file.name}: {what}"
+        resign(file, content) if is_signed else file.write_text(dump(content))
+    else:
+        files += [*sorted(last.iterdir()), run / "metrics.jsonl", run / "summary.json"]
+        what = damage(draw.choice(files), draw)
+    end = draw.random()
+    if end < 0.15:
+        words = ["export", str(run), str(folder / "out")]
+        return Case(f"export {what}", words, (str(run),), lambda: "exported")
+    words = ["train", "qwen3-tiny", *SMALL, *ONE_STEP, "--run.steps", "3", "--run.resume", "true"]
+    if end < 0.6:
+        words = ["train", "--config", str(run / "config.json"), "--resume", "--run.steps", "3"]
+    words += ["--run.checkpoint-every", "1"]
+    words += ["--run.folder", str(folder / "runs"), *_data(base)]
+    named = (str(run), "a resumed run must be the same")
+    return Case(f"run {what}", words, named, lambda: as_before(base, folder, 3))
+
+
+def as_before(base: Path, folder: Path, step: int) -> str:
+    """The loss of a step is that of the good folder."""
+    found, expected = (
+        next(
+            row["loss"]
+            for row in map(json.loads, (path / "r/metrics.jsonl").read_text().splitlines())
+            if row["step"] == step
+        )
+        for path in (folder / "runs", base / "clean")
+    )
+    assert found == expected, f"{found} instead of {expected}"
+    return "as before"
+
+
+FAMILIES: dict[str, Callable[[Path, Path, random.Random], Case]] = {
+    "models": model_case,
+    "tokenizers": tokenizer_case,
+    "values": value_case,
+}
+
+
+# Running ---------------------------------------------------------------------------------------
+
+
+def run(case: Case, folder: Path) -> Outcome:
+    """Run a case in a forked child."""
+    log = folder / "log"
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        _child(case, folder, log)
+    deadline = time.monotonic() + SECONDS
+    metrics = folder / "runs/r/metrics.jsonl"
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return classify(case, os.waitstatus_to_exitcode(status), log)
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            trains = metrics.is_file() and len(metrics.read_text().splitlines()) > 4
+            return Outcome(ACCEPTED if trains else HANG, log.read_text(errors="replace")[-300:])
+        time.sleep(0.01)
+
+
+def _child(case: Case, folder: Path, log: Path) -> None:
+    """The command, in a process of its own, which it leaves in any case."""
+    code = UNCAUGHT
+    try:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        os.chdir(folder)
+        code = cli.main(case.words) if case.words else 0
+        if code == 0:
+            code = BADLY_ACCEPTED
+            print(f"\naccepted: {case.judge()}", file=sys.stderr)
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def classify(case: Case, code: int, log: Path) -> Outcome:
+    """What an exit code and the last words mean."""
+    said = log.read_text(errors="replace").strip()
+    if code < 0 or code == UNCAUGHT:
+        return Outcome(TRACEBACK, f"exit {code}: {said[-400:]}")
+    if code == BADLY_ACCEPTED:
+        return Outcome(SILENT, said[-400:])
+    if code == 0:
+        return Outcome(ACCEPTED, said.rpartition("accepted: ")[2])
+    block = re.search(r"^packgraph: (error|training failed): (?s:.)*", said, re.MULTILINE)
+    if "Traceback" in said or block is None:
+        return Outcome(TRACEBACK, f"exit {code}: {said[-400:]}")
+    text = block[0]
+    lines = text.splitlines()
+    flat = all(line.startswith("  ") for line in lines[1:])
+    if not flat or len(text) > LONGEST or not any(name in text for name in case.named):
+        return Outcome(WORDY, text[:LONGEST])
+    return Outcome(REFUSED, text)
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[Path]:
+    """A folder with good inputs."""
+    with tempfile.TemporaryDirectory(prefix="malformed-") as place:
+        base = Path(place) / "base"
+        base.mkdir()
+        made = Case("good inputs", [], (), lambda: prepare(base))
+        outcome = run(made, base.parent)  # a process that has run autograd cannot be forked
+        assert outcome.kind == ACCEPTED, outcome.said
+        _import_all()
+        yield base
+
+
+def _import_all() -> None:
+    """What children would each import."""
+    for name in ("train.launch", "train.export", "train.data.command", "train.features.live"):
+        importlib.import_module(f"packgraph.{name}")
+    for kind, more in ARCHITECTURES.items():
+        with torch.device("meta"):
+            config = transformers.AutoConfig.for_model(kind, **{**SIZES, **more})
+            transformers.AutoModelForCausalLM.from_config(config)
+    gc.freeze()
+
+
+def attempt(base: Path, family: str, seed: int, number: int) -> tuple[Case, Outcome]:
+    """Make and run input `number` of a family."""
+    draw = random.Random(f"{family} {seed} {number}")
+    folder = base.parent / f"{family}-{number}"
+    folder.mkdir()
+    try:
+        case = FAMILIES[family](base, folder, draw)
+        return case, run(case, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    """Run as many as asked for, and say how they ended."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--count", type=int, default=1000, help="of all families together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=FAMILIES, action="append")
+    parser.add_argument("--only", type=int, help="the number of one input")
+    parser.add_argument("--verbose", action="store_true", help="show those that end well, too")
+    asked = parser.parse_args()
+    families = asked.family or list(FAMILIES)
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    with prepared() as base:
+        for at in range(asked.count):
+            number, family = divmod(at, len(families))
+            if asked.only is not None and number != asked.only:
+                continue
+            case, outcome = attempt(base, families[family], asked.seed, number)
+            counts[families[family]][outcome.kind] += 1
+            if asked.verbose or outcome.kind not in GOOD:
+                said = outcome.said if asked.only is not None else outcome.said[-250:]
+                print(
+                    f"{outcome.kind} {families[family]} {number}: {case.name}\n  {said}\n",
+                    flush=True,
+                )
+    for family, found in counts.items():
+        print(family, dict(found))
+    return 1 if any(kind not in GOOD for found in counts.values() for kind in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
