@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import Any
 
 MOST_SHOWN = 400  # characters of a foreign error
+REMEDY = "repair it or remove it"
 LARGEST = 2**30  # bytes of a JSON file
 
 
-class naming:  # noqa: N801  (used as `with naming(...)`)
+class naming:
     """Turns what foreign code raises within the block into one line that names the user's file.
 
     Args:
@@ -51,6 +52,8 @@ def in_one_line(error: BaseException) -> str:
     """Returns class and words of an error, or what the system says of a file."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     words = " ".join(str(error).split()).rstrip(".")
     words = words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN]}…"
     name = type(error).__name__
@@ -71,16 +74,23 @@ def _is_foreign(error: BaseException) -> bool:
     return next((home for home in reversed(homes) if home != "torch"), "") != "packgraph"
 
 
+def read_text(file: Path, kind: Callable[[str], Exception], remedy: str = REMEDY) -> str:
+    """Returns the text of a user's file. Raises what `kind` makes, also for what is no file."""
+    if not file.is_file():  # a pipe would be waited for
+        raise kind(f"{file}: cannot be read: there is no such file; {remedy}")
+    if file.stat().st_size > LARGEST:
+        raise kind(f"{file}: cannot be read: larger than any such file is; {remedy}")
+    with naming(file, "cannot be read", kind, remedy):
+        return file.read_text(encoding="utf-8")
+
+
 def read_object(
-    file: Path, kind: Callable[[str], Exception], remedy: str = "repair it or remove it"
+    file: Path, kind: Callable[[str], Exception], remedy: str = REMEDY
 ) -> dict[str, Any]:
     """Returns the JSON object in a user's file. Raises what `kind` makes for anything else."""
-    if not file.is_file():  # a pipe would be waited for
-        raise kind(f"{file}: there is no such file")
-    if file.stat().st_size > LARGEST:
-        raise kind(f"{file}: larger than any such file is; {remedy}")
-    with naming(file, "cannot be read as JSON", kind, remedy):
-        content = json.loads(file.read_text(encoding="utf-8"))
+    text = read_text(file, kind, remedy)
+    with naming(file, "not valid JSON", kind, remedy):
+        content = json.loads(text)
     if not isinstance(content, dict):
-        raise kind(f"{file}: holds {type(content).__name__}, not a JSON object; {remedy}")
+        raise kind(f"{file}: holds a {type(content).__name__}, not a JSON object; {remedy}")
     return content

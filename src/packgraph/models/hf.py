@@ -373,7 +373,7 @@ def _copy(stored: Any, targets: Sequence[Tensor], asked: Tensor, name: str, file
 def open_tensors(file: Path) -> Iterator[Any]:
     """The open file of safetensors. Raises WeightsError."""
     with (
-        naming(file, "damaged or no safetensors file", WeightsError),
+        naming(file, "is damaged or no safetensors file", WeightsError),
         safe_open(file, framework="pt", device="cpu") as stored,
     ):
         yield stored

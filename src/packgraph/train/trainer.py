@@ -202,7 +202,10 @@ class Trainer:
             self.view.note(told)
         for told in restore_room(self.model, self.config, self.mesh, state.get("experts", {})):
             self.view.note(told)
-        self.feed.load_state_dict(state["data"])
+        try:
+            self.feed.load_state_dict(state["data"])
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
         self._graphs_before = state["graphs"]
         self._summary_before = on_first(
             self.mesh, lambda: read_json(self.folder / SUMMARY, checked=True)

@@ -135,7 +135,7 @@ def whole_tensor(**changes) -> bytes:
     hf("null", "holds a NoneType", files={"config.json": "null"}),
     hf("empty object", "architecture", files={"config.json": "{}"}),
     hf("deep config", "nested too deeply", files={"config.json": DEEP}),
-    hf("bytes", "not valid JSON", files={"config.json": b"\xff\xfe"}),
+    hf("bytes", "cannot be read", files={"config.json": b"\xff\xfe"}),
     hf("digits", "not valid JSON", files={"config.json": '{"a": ' + DIGITS + "}"}),
     hf("NUL", "not valid JSON", files={"config.json": b"\0" * 9}),
     hf("a pipe for a config", "config.json", files={"config.json": pipe}),

@@ -84,8 +84,10 @@ class ShardFacts:
         found = ShardFacts(**{**_typed(ShardFacts, content), "files": files})
         names = {f"{found.number:05}.{name}" for name in (*INDEX, "tokens")}
         counts = [found.bad, found.tokens, found.loss_tokens, *(one.size for one in files.values())]
-        if not names <= files.keys() <= {*names, f"{found.number:05}.targets"} or min(counts) < 0:
-            raise ValueError(f"its shard {found.number} has other files than a shard")
+        told = isinstance(found.first_bad, list) and bool(found.first_bad) == bool(found.bad)
+        known = names <= files.keys() <= {*names, f"{found.number:05}.targets"}
+        if not (known and told and min(counts) >= 0):
+            raise ValueError(f"its shard {found.number} has other files or counts than a shard")
         return found
 
 

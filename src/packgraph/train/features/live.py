@@ -34,7 +34,7 @@ from packgraph.integrations.transformers.precision import precision_problems
 from packgraph.models.foreign import naming, read_object
 from packgraph.models.hf import CONFIG, INDEX, WeightsError
 from packgraph.train.config.presets import LIVE
-from packgraph.train.config.reading import ConfigError, ConfigLayer
+from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem
 from packgraph.train.config.sections import TrainConfig
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -88,22 +88,18 @@ def live_config(path: str) -> Any:
         )
     for name in OTHERS:
         if (folder / name).exists():
-            read_object(folder / name, _problem)
-    for name, value in read_object(file, _problem).items():
+            read_object(folder / name, one_problem)
+    for name, value in read_object(file, one_problem).items():
         if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
-            raise _problem(f"{file}: {name} is more than {MOST_LAYERS:,}; {CORRECT}")
-    with naming(file, "not a config of transformers", _problem, CORRECT):
+            raise one_problem(f"{file}: {name} is more than {MOST_LAYERS:,}; {CORRECT}")
+    with naming(file, "not a config of transformers", one_problem, CORRECT):
         return transformers_module().AutoConfig.from_pretrained(folder, **LOCAL)
-
-
-def _problem(text: str) -> ConfigError:
-    return ConfigError([text])
 
 
 def _of_config(path: str) -> naming:
     """For what transformers makes of a config."""
     file = Path(path).expanduser() / CONFIG
-    return naming(file, "transformers cannot make a model of it", _problem, CORRECT)
+    return naming(file, "transformers cannot make a model of it", one_problem, CORRECT)
 
 
 def _try_out(model: nn.Module, path: str) -> None:
@@ -127,10 +123,7 @@ def live_shape(path: str) -> LiveShape:
                 config, attn_implementation="eager"
             )
         _try_out(model, path)
-        try:
-            wrapped = packed(model)
-        except (ValueError, TypeError) as error:
-            raise ConfigError([f"hf:{path}: {error}"]) from error
+        wrapped = packed_or_refused(model, f"hf:{path}")
     found = {field: getattr(config, name, None) for field, name in SIZES.items()}
     sizes = {field: value for field, value in found.items() if value is not None}
     sizes.setdefault("num_kv_heads", sizes.get("num_heads"))
@@ -150,6 +143,14 @@ def live_shape(path: str) -> LiveShape:
 
 def _never(state: Any) -> Any:
     raise AssertionError("stages of a shape are not run")
+
+
+def packed_or_refused(model: nn.Module, place: str) -> PackedModel:
+    """`packed(model)`. Raises ConfigError naming `place` where it cannot be packed."""
+    try:
+        return packed(model)
+    except (ValueError, TypeError) as error:
+        raise ConfigError([f"{place}: {error}"]) from error
 
 
 def live_layer(path: str) -> ConfigLayer:
