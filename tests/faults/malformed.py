@@ -123,7 +123,8 @@ def prepare(base: Path) -> str:
     ]
     for name, lines in ((TEXT, rows), (CHATS, chats)):
         (base / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _write_tokenizer(base / "tokenizer", texts)
+    _write_tokenizers(base / "tokenizers", texts)
+    shutil.copytree(base / "tokenizers/bpe", base / "tokenizer")
     for kind, more in ARCHITECTURES.items():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(kind, **{**SIZES, **more})
@@ -168,22 +169,51 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def _write_tokenizer(folder: Path, texts: list[str]) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def _write_tokenizers(folder: Path, texts: list[str]) -> None:
+    """Three kinds, with all parts that a tokenizer.json can have."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
+    made = {
+        "bpe": Tokenizer(models.BPE()),
+        "unigram": Tokenizer(models.Unigram()),
+        "wordpiece": Tokenizer(models.WordPiece(unk_token="<unk>")),
+    }
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    shared = {"special_tokens": special, "show_progress": False}
+    trainers = {
+        "bpe": BpeTrainer(vocab_size=300, initial_alphabet=alphabet, **shared),
+        "unigram": UnigramTrainer(vocab_size=60, unk_token="<unk>", **shared),
+        "wordpiece": WordPieceTrainer(vocab_size=200, **shared),
+    }
+    made["bpe"].pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made["bpe"].decoder = decoders.ByteLevel()
+    made["unigram"].normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace("  ", " "), normalizers.Lowercase()]
     )
-    made.train_from_iterator(texts, trainer)
-    folder.mkdir()
-    made.save(str(folder / "tokenizer.json"))
-    named = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    made["unigram"].pre_tokenizer = pre_tokenizers.Metaspace()
+    made["unigram"].decoder = decoders.Metaspace()
+    made["wordpiece"].normalizer = normalizers.BertNormalizer()
+    made["wordpiece"].pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made["wordpiece"].decoder = decoders.WordPiece()
+    for kind, tokenizer in made.items():
+        tokenizer.train_from_iterator(texts, trainers[kind])
+        if kind != "bpe":
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single="<|endoftext|> $A <|im_end|>",
+                special_tokens=[(one, tokenizer.token_to_id(one)) for one in special],
+            )
+        if kind == "unigram":
+            tokenizer.enable_truncation(9)
+            tokenizer.enable_padding(length=99)
+        (folder / kind).mkdir(parents=True)
+        tokenizer.save(str(folder / kind / "tokenizer.json"))
+        named = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+        (folder / kind / "tokenizer_config.json").write_text(json.dumps(named))
+        (folder / kind / "special_tokens_map.json").write_text(
+            json.dumps({"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}})
+        )
 
 
 def _data(base: Path, name: str = TEXT) -> list[str]:
@@ -354,7 +384,10 @@ def model_case(base: Path, folder: Path, draw: random.Random) -> Case:
     words += ["--data.epochs", "1"]  # the step is all of the documents
     words += ["--data.tokenizer", str(base / "tokenizer")] if draw.random() < 0.5 else []
     return Case(
-        f"{kind} {what}", words, (str(model),), lambda: as_transformers(model, base, folder)
+        f"{kind} {what}",
+        words,
+        (str(model), "with more memory"),
+        lambda: as_transformers(model, base, folder),
     )
 
 
@@ -389,15 +422,19 @@ def as_transformers(model: Path, base: Path, folder: Path) -> str:
 def tokenizer_case(base: Path, folder: Path, draw: random.Random) -> Case:
     """A tokenizer.json and what lies beside it."""
     tokenizer = folder / "tokenizer"
-    shutil.copytree(base / "tokenizer", tokenizer)
-    file, options = tokenizer / "tokenizer.json", tokenizer / "tokenizer_config.json"
+    kind = draw.choice(("bpe", "unigram", "wordpiece"))
+    shutil.copytree(base / "tokenizers" / kind, tokenizer)
+    file, *options = (
+        tokenizer / f"{name}.json"
+        for name in ("tokenizer", "tokenizer_config", "special_tokens_map")
+    )
     change = draw.random()
     if change < 0.5:
         what = mutate_json(file, draw)
     elif change < 0.7:
-        what = mutate_json(options, draw)
+        what = mutate_json(draw.choice(options), draw)
     elif change < 0.85:
-        what = damage(draw.choice((file, options)), draw)
+        what = damage(draw.choice((file, *options)), draw)
     else:
         at = draw.randrange(len(TEMPLATE))
         text = draw.choice(
@@ -410,15 +447,23 @@ def tokenizer_case(base: Path, folder: Path, draw: random.Random) -> Case:
     words += ["--data.tokenizer", str(tokenizer), "--model.vocab-size", "320"]
     words += ["--run.folder", str(folder / "runs")]
     judge = lambda: as_tokenizers(tokenizer, base, name)  # noqa: E731
-    return Case(f"{name} {what}", words, (str(tokenizer), "vocab"), judge)
+    return Case(f"{name} {kind} {what}", words, (str(tokenizer), "vocab"), judge)
 
 
-FRAGMENTS = ("{{ 1/0 }}", "{% for %}", "{{ x.y.z }}", "{{ raise_exception('no') }}", "{{", "%}")
+FRAGMENTS = (
+    *("{{ 1/0 }}", "{% for %}", "{{ x.y.z }}", "{{ raise_exception('no') }}", "{{", "%}"),
+    *("{{ [][3] }}", "{{ 'x' * 10**9 }}", "{{ range(10**9) }}", "{{ 'x'.encode('nope') }}"),
+    *("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{{ none + 1 }}", "{{ '\\ud800' }}"),
+    *("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ x }}"),
+    *("{% include 'x' %}", "{{ messages.x() }}", "{{ 10**10**8 }}", "{% generation %}"),
+)
 
 
 def as_tokenizers(folder: Path, base: Path, name: str) -> str:
     """Tokens are those that transformers makes of the same files, and at most an end."""
     made = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    made.backend_tokenizer.no_padding()
+    made.backend_tokenizer.no_truncation()
     ours, end = FileTokenizer(str(folder)), ["<|endoftext|>"]
     if os.path.lexists(folder / "tokenizer_config.json"):
         named = json.loads((folder / "tokenizer_config.json").read_text()).get("eos_token")
@@ -428,7 +473,7 @@ def as_tokenizers(folder: Path, base: Path, name: str) -> str:
         row = json.loads(line)
         if name == TEXT:
             (document,) = ours.encode(SourceDocument("", text=row["text"])) or [None]
-            expected = made(row["text"])["input_ids"]
+            expected = made.backend_tokenizer.encode(row["text"]).ids
             found = [] if document is None else document.tokens.tolist()
             expected = expected if expected[-1:] == end else expected + end
             assert found == expected, f"{found} instead of {expected}"
@@ -630,18 +675,25 @@ def run(case: Case, folder: Path) -> Outcome:
     child = os.fork()
     if child == 0:
         _child(case, folder, log)
-    deadline = time.monotonic() + SECONDS
+    began = time.monotonic()
     metrics = folder / "runs/r/metrics.jsonl"
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return classify(case, os.waitstatus_to_exitcode(status), log)
-        if time.monotonic() > deadline:
+        seconds = time.monotonic() - began
+        if seconds > SECONDS and (_processor_seconds(child) > SECONDS or seconds > 6 * SECONDS):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             trains = metrics.is_file() and len(metrics.read_text().splitlines()) > 4
             return Outcome(ACCEPTED if trains else HANG, log.read_text(errors="replace")[-300:])
         time.sleep(0.01)
+
+
+def _processor_seconds(process: int) -> float:
+    """What it has run for; others may keep a process waiting for long."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _child(case: Case, folder: Path, log: Path) -> None:

@@ -77,7 +77,8 @@ def _is_foreign(error: BaseException) -> bool:
 def read_text(file: Path, kind: Callable[[str], Exception], remedy: str = REMEDY) -> str:
     """Returns the text of a user's file. Raises what `kind` makes, also for what is no file."""
     if not file.is_file():  # a pipe would be waited for
-        raise kind(f"{file}: cannot be read: there is no such file; {remedy}")
+        what = "it is no file" if file.exists() else "there is no such file"
+        raise kind(f"{file}: cannot be read: {what}; {remedy}")
     if file.stat().st_size > LARGEST:
         raise kind(f"{file}: cannot be read: larger than any such file is; {remedy}")
     with naming(file, "cannot be read", kind, remedy):
