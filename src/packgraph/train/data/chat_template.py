@@ -96,7 +96,7 @@ def read_options(folder: Path) -> dict[str, Any]:
 def token_text(options: Mapping[str, Any], name: str) -> Any:
     """The text of a special token in `read_options`, None where it is not named."""
     found = options.get(name)
-    return found.get("content") if isinstance(found, dict) else found
+    return found.get("content", found) if isinstance(found, dict) else found
 
 
 class ChatTemplate:
