@@ -148,7 +148,7 @@ def as_transformers(model: Path, base: Path, folder: Path, whole: Path | None) -
     )
     try:
         made = read(model).train()
-    except (ValueError, StrictDataclassError):
+    except (ValueError, TypeError, KeyError, StrictDataclassError):
         if whole is None:
             raise
         made = read(whole).train()
@@ -216,9 +216,10 @@ def as_tokenizers(folder: Path, base: Path, name: str) -> str:
     made.backend_tokenizer.no_padding()
     made.backend_tokenizer.no_truncation()
     ours, end = FileTokenizer(str(folder)), ["<|endoftext|>"]
-    if os.path.lexists(folder / "tokenizer_config.json"):
-        named = json.loads((folder / "tokenizer_config.json").read_text()).get("eos_token")
-        end = [named.get("content") if isinstance(named, dict) else named] if named else end
+    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        if os.path.lexists(file):
+            named = json.loads(file.read_text()).get("eos_token")
+            end = [named.get("content") if isinstance(named, dict) else named] if named else end
     end = [number for number in made.convert_tokens_to_ids(end) if number is not None]
     for line in (base / name).read_text().splitlines():
         row = json.loads(line)
@@ -255,7 +256,7 @@ def show_all(value: Any) -> Any:
     return value if not isinstance(value, int) or abs(value) < 10**40 else 10**40
 
 
-HARMFUL = {"run.folder", "run.name", "run.steps"}
+HARMFUL = {"run.folder", "run.name", "run.steps", "data.workers"}  # or slow to start
 
 
 def as_given(folder: Path, path: str, given: Any) -> str:

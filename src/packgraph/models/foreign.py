@@ -8,6 +8,7 @@ of it, and what to do. A fault of packgraph keeps its class and its traceback, a
 """
 
 import json
+import math
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 MOST_SHOWN = 400  # characters of a foreign error
 REMEDY = "repair it or remove it"
 LARGEST = 2**30  # bytes of a JSON file
+# Bounds are written so; NaN is a number of no file.
+CONSTANTS = {"Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class naming:
@@ -91,7 +94,7 @@ def read_object(
     """Returns the JSON object in a user's file. Raises what `kind` makes for anything else."""
     text = read_text(file, kind, remedy)
     with naming(file, "not valid JSON", kind, remedy):
-        content = json.loads(text)
+        content = json.loads(text, parse_constant=CONSTANTS.__getitem__)
     if not isinstance(content, dict):
         raise kind(f"{file}: holds a {type(content).__name__}, not a JSON object; {remedy}")
     return content

@@ -16,6 +16,7 @@ from malformedkit import (
     Case,
     bound,
     cases,
+    dead,
     folder,
     loop,
     nowhere,
@@ -211,3 +212,61 @@ def test_weights_that_make_no_sense_are_named(case, tmp_path, capsys, weights, m
         )
         case = case._replace(files={"hf/config.json": json.dumps(config)})
     refuse(case, tmp_path, capsys)
+
+
+LIVE = {
+    "vocab_size": 320,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "model_type": "qwen3",
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"head_dim": None}, "head_dim"),
+        ({"head_dim": 15}, "even rotary dimension"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"hidden_size": -32}, "negative dimension"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"vocab_size": 10**30}, "Overflow"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"hidden_act": "evil"}, "KeyError: 'evil'"),
+        ({"pad_token_id": 10**9}, "Padding_idx"),
+        ({"attention_dropout": 2.0}, "dropout probability"),
+        ({"attention_dropout": float("nan"), "pad_token_id": None}, "attention_dropout|dropout"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+        ({"dtype": "evil"}, "evil"),
+        ({"num_hidden_layers": 10**9}, "more than 10,000"),
+        ({"model_type": "evil"}, "evil"),
+        ("[]", "holds a list"),
+        ("{", "not valid JSON"),
+        (dead, "Input/output error"),
+    ],
+)
+def test_a_config_of_transformers_that_makes_no_sense_is_named(values, says, tmp_path, capsys):
+    content = json.dumps(LIVE | values) if isinstance(values, dict) else values
+    words = ["train", "hf:{dir}", "--hf.random", "true", "--run.folder", "{dir}/runs", *DATA]
+    files = {"config.json": content, "d.jsonl": GOOD}
+    refuse(Case("", words, rf"config\.json: .*{says}", files), tmp_path, capsys, at_once=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("generation_config.json", "[]", "generation_config.json: holds a list"),
+        ("generation_config.json", pipe, "generation_config.json: cannot be read: it is no file"),
+        (INDEX, '{"weight_map": {"a": "gone.safetensors"}}', "cannot load its weights"),
+        (WEIGHTS, b"no such thing", "cannot load its weights"),
+        (WEIGHTS, dead, "cannot load its weights"),
+    ],
+)
+def test_files_beside_a_config_that_make_no_sense_are_named(name, content, says, tmp_path, capsys):
+    words = ["train", "hf:{dir}", "--run.folder", "{dir}/runs", *DATA, "--run.device", "cpu"]
+    files = {"config.json": json.dumps(LIVE), name: content, "d.jsonl": GOOD}
+    refuse(Case("", words, says, files), tmp_path, capsys)

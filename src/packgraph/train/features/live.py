@@ -13,6 +13,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def _of_config(path: str) -> naming:
     """For what transformers makes of a config."""
     file = Path(path).expanduser() / CONFIG
     return naming(file, "transformers cannot make a model of it", one_problem, CORRECT)
+
+
+def running(path: str | None) -> AbstractContextManager[None]:
+    """Within the block the model of transformers in the folder `path` runs, or another one (None).
+
+    What its own code raises becomes a ConfigError that names its config."""
+    if path is None:
+        return contextlib.nullcontext()
+    file = Path(path).expanduser() / CONFIG
+    return naming(
+        file, "the model that transformers makes of it does not run", one_problem, CORRECT
+    )
 
 
 def _try_out(model: nn.Module, path: str) -> None:
