@@ -129,7 +129,7 @@ def model_case(base: Path, folder: Path, draw: random.Random) -> Case:
     words += [*ONE_STEP, "--run.steps", "1", "--run.folder", str(folder / "runs")]
     words += ["--data.epochs", "1"]  # the step is all of the documents
     words += ["--data.tokenizer", str(base / "tokenizer")] if draw.random() < 0.5 else []
-    named = (str(model), "with more memory")
+    named = (str(model), "with more memory", "model.vocab_size")
     whole = base / "models" / kind if "--run.init-from" in words else None
     judge = lambda: as_transformers(model, base, folder, whole)  # noqa: E731
     return Case(f"{kind} {what}", words, named, judge)
@@ -358,7 +358,8 @@ def run_case(base: Path, folder: Path, draw: random.Random) -> Case:
         words = ["train", "--config", str(run / "config.json"), "--resume", "--run.steps", "3"]
     words += ["--run.checkpoint-every", "1"]
     words += ["--run.folder", str(folder / "runs"), *data_words(base)]
-    named = (str(run), "a resumed run must be the same")
+    key = what.partition(": ")[2].partition(" ")[0].removeprefix("state.config.")
+    named = (str(run), "a resumed run must be the same", key or str(run))
     return Case(f"run {what}", words, named, lambda: as_before(base, folder, 3))
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from packgraph.models.foreign import in_one_line
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
@@ -232,9 +233,15 @@ class Trainer:
             seed = self.config.run.seed + step
             torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
             told.append("saved at another layout: dropout goes on with new random numbers")
-        self.spikes = Spikes.restored(state.get("spikes", {}))
         self.step = step
-        return told + self.evaluation.restore(state.get("evaluation", {}))
+        try:
+            self.spikes = Spikes.restored(state.get("spikes", {}))
+            return told + self.evaluation.restore(state.get("evaluation", {}))
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}: damaged: what it says of spikes and evaluations: {in_one_line(error)}; "
+                "go on from another checkpoint"
+            ) from error
 
     def _load_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         with checkpoint_here(path, self.mesh, self._nodes) as here:

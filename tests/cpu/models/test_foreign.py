@@ -1,6 +1,7 @@
 """What foreign code raises is told in one line that names the file; faults of packgraph are not."""
 
 import json
+import math
 import os
 
 import pytest
@@ -78,6 +79,7 @@ def test_faults_and_errors_of_packgraph_keep_their_class(run, kind):
         ("[]", "holds a list"),
         ("null", "holds a NoneType"),
         ("[" * 99_999, "nested too deeply"),
+        ('{"a": [NaN]}', "NaN"),
         ('{"a": ' + "9" * 9999 + "}", "not valid JSON"),
         (b"\xff\xfe", "cannot be read"),
     ],
@@ -97,5 +99,5 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     (tmp_path / "disk").symlink_to("/proc/self/mem")  # reading it fails
     with pytest.raises(DataError, match="Input/output error"):
         read_object(tmp_path / "disk", DataError)
-    (tmp_path / "good").write_text('{"a": 1}')
-    assert read_object(tmp_path / "good", DataError) == {"a": 1}
+    (tmp_path / "good").write_text('{"a": [1, -Infinity]}')
+    assert read_object(tmp_path / "good", DataError) == {"a": [1, -math.inf]}

@@ -104,15 +104,14 @@ def _of_config(path: str) -> naming:
 
 
 def running(path: str | None) -> AbstractContextManager[None]:
-    """Within the block the model of transformers in the folder `path` runs, or another one (None).
+    """Within the block the model of transformers in the folder `path` runs; None is another model.
 
-    What its own code raises becomes a ConfigError that names its config."""
+    What its own code raises becomes a ConfigError that names its config.
+    """
     if path is None:
         return contextlib.nullcontext()
     file = Path(path).expanduser() / CONFIG
-    return naming(
-        file, "the model that transformers makes of it does not run", one_problem, CORRECT
-    )
+    return naming(file, "the model of transformers does not run", one_problem, CORRECT)
 
 
 def _try_out(model: nn.Module, path: str) -> None:
