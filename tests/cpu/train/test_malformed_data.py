@@ -443,6 +443,7 @@ def tokens(name: str, content, says: str, settings=None) -> Case:
         "eos_token is '</s>', which is no token",
         {"eos_token": "</s>"},
     ),
+    tokens("end is no text", tokenizer(), "eos_token is", {"eos_token": "\ud800"}),
     tokens("end steers", tokenizer(), "eos_token is", {"eos_token": "\x1b[31m"}),
     tokens(
         "chats without ChatML", tokenizer(), "d.jsonl:6: chat messages are written as ChatML"

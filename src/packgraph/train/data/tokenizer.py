@@ -307,9 +307,8 @@ class FileTokenizer:
 
     def _end_token(self, folder: Path) -> int | None:
         end = token_text(read_options(folder), "eos_token")
-        if end is not None and (
-            not isinstance(end, str) or self._tokenizer.token_to_id(end) is None
-        ):
+        is_text = isinstance(end, str) and end == end.encode(errors="ignore").decode()
+        if end is not None and not (is_text and self._tokenizer.token_to_id(end) is not None):
             raise DataError(
                 f"{folder / 'tokenizer_config.json'}: its eos_token is {shown(end)}, which is no "
                 f"token of {self.name}; repair it or remove it"
