@@ -67,7 +67,7 @@ from packgraph.train.data.tokenizer import FileTokenizer
 from packgraph.train.run_files import CHECKSUM, digest_of
 
 SECONDS = 30  # longer is a hang
-LONGEST = 1200  # characters of a message
+LONGEST = 1200  # characters of a line of a message
 MEMORY = 10 * 2**30  # bytes of address space
 REFUSED, ACCEPTED, TRACEBACK, HANG, SILENT, WORDY = (
     "refused",
@@ -151,7 +151,7 @@ def as_transformers(model: Path, base: Path, folder: Path, whole: Path | None) -
     except (ValueError, TypeError, KeyError, StrictDataclassError):
         if whole is None:
             raise
-        made = read(whole).train()
+        made = read(_mended(model, whole, folder)).train()
     drops = [name for name, value in made.config.to_dict().items() if "drop" in name and value]
     names = [name for name, one in made.named_modules() if getattr(one, "p", 0) and "drop" in name]
     if drops or names:
@@ -168,6 +168,20 @@ def as_transformers(model: Path, base: Path, folder: Path, whole: Path | None) -
     expected = total / count
     assert abs(loss - expected) < 1e-4 * max(1, abs(expected)), f"{loss} instead of {expected}"
     return "as transformers"
+
+
+def _mended(model: Path, whole: Path, folder: Path) -> Path:
+    """The whole folder with those numbers of the other that were to have a decimal point."""
+    config = json.loads((whole / "config.json").read_text())
+    changed = json.loads((model / "config.json").read_text())
+    numbers = {
+        name: float(changed[name])
+        for name, value in config.items()
+        if isinstance(value, float) and type(changed.get(name)) is int
+    }
+    shutil.copytree(whole, folder / "mended")
+    (folder / "mended" / "config.json").write_text(json.dumps(config | numbers))
+    return folder / "mended"
 
 
 def tokenizer_case(base: Path, folder: Path, draw: random.Random) -> Case:
@@ -453,7 +467,7 @@ def classify(case: Case, code: int, log: Path) -> Outcome:
     if block[1] == "training failed":
         return Outcome(REFUSED, text)
     flat = all(line.startswith("  ") for line in lines[1:])
-    if not flat or len(text) > LONGEST or not any(name in text for name in case.named):
+    if not flat or max(map(len, lines)) > LONGEST or not any(name in text for name in case.named):
         return Outcome(WORDY, text[:LONGEST])
     return Outcome(REFUSED, text)
 

@@ -273,6 +273,10 @@ STATES = {
         lambda content: content["state"]["spikes"].update(window=[["x", {}, None]]),
         "what it says of spikes",
     ),
+    "a count of texts": (
+        lambda content: content["state"]["graphs"].update(replayed="0"),
+        "graphs are no counts",
+    ),
     "experts are a text": (lambda content: content["state"].update(experts="x"), "experts"),
 }
 

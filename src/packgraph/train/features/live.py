@@ -94,7 +94,11 @@ def live_config(path: str) -> Any:
         if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
             raise one_problem(f"{file}: {name} is more than {MOST_LAYERS:,}; {CORRECT}")
     with naming(file, "not a config of transformers", one_problem, CORRECT):
-        return transformers_module().AutoConfig.from_pretrained(folder, **LOCAL)
+        config = transformers_module().AutoConfig.from_pretrained(folder, **LOCAL)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if chosen is not None and chosen < 1:
+        raise one_problem(f"{file}: num_experts_per_tok is {chosen}, must be at least 1; {CORRECT}")
+    return config
 
 
 def _of_config(path: str) -> naming:
