@@ -242,6 +242,7 @@ LIVE = {
         ({"attention_dropout": float("nan")}, "NaN"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps"),
         ({"dtype": "evil"}, "evil"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": -256}, "complex"),
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 0}, "must be at least 1"),
         ({"num_hidden_layers": 10**9}, "more than 10,000"),
         ({"model_type": "evil"}, "evil"),

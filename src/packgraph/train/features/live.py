@@ -124,6 +124,10 @@ def _try_out(model: nn.Module, path: str) -> None:
     Many values are looked at only as a model runs. What torch says is left to the first step: some
     operations cannot run without memory, or in this dtype.
     """
+    # A root of a negative number: without memory nothing complains of it.
+    if any(isinstance(getattr(one, "scaling", None), complex) for one in model.modules()):
+        file = Path(path).expanduser() / CONFIG
+        raise one_problem(f"{file}: its attention is scaled by a complex number; {CORRECT}")
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     with _of_config(path), contextlib.suppress(RuntimeError):
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
