@@ -272,6 +272,7 @@ def test_a_config_of_transformers_that_makes_no_sense_is_named(
         (INDEX, '{"weight_map": {"a": "gone.safetensors"}}', "cannot load its weights"),
         (WEIGHTS, b"no such thing", "cannot load its weights"),
         (WEIGHTS, dead, "cannot load its weights"),
+        ("tokenizer.json", nowhere, "tokenizer.json: no such file"),
     ],
 )
 def test_files_beside_a_config_that_make_no_sense_are_named(name, content, says, tmp_path, capsys):

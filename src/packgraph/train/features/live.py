@@ -11,6 +11,7 @@ or left over are refused, pickles are not read, and no code beside the model is 
 import contextlib
 import functools
 import importlib
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -177,7 +178,7 @@ def live_layer(path: str) -> ConfigLayer:
     """The sizes of the model in `path` as values of a configuration, and its tokenizer if there is
     one. Raises ConfigError."""
     values: dict[str, Any] = {"model": live_shape(path).sizes}
-    if (Path(path).expanduser() / "tokenizer.json").is_file():
+    if os.path.lexists(Path(path).expanduser() / "tokenizer.json"):  # a broken link, too
         values["data"] = {"tokenizer": path}
     return ConfigLayer(f"hf:{path}", values)
 
