@@ -34,7 +34,7 @@ help:
 	@echo "make verify     compare eager and graph training, bit by bit"
 	@echo "make test       tests on one process, and some on several    make test-all   the slow ones, too"
 	@echo "make test-ranks all tests on several processes               make lint       ruff and mypy"
-	@echo "make faults     ranks that fail in every phase, flipped bits make soak       a long run: memory, files, threads"
+	@echo "make faults     ranks that fail, flipped bits, bad inputs    make soak       a long run: memory, files, threads"
 	@echo "make audit      licences, known vulnerabilities              make setup      only the set-up"
 	@echo "make docs       the documentation as a site, in build/site"
 
@@ -66,6 +66,7 @@ test-ranks: $(DEV_READY)
 # About 20 s a case of ranks; ARGS choose: make faults ARGS="tp kill save plain"
 faults: $(DEV_READY)
 	PACKGRAPH_FLIPS=50000 $(PYTHON) -m pytest tests/faults/test_flips.py tests/faults/test_disk.py -o timeout=0
+	$(PYTHON) tests/faults/malformed.py --count 1000 --seed $$$$
 	$(PYTHON) tests/faults/restarts.py
 	$(PYTHON) tests/faults/restarts.py --ranks 2
 	$(PYTHON) tests/faults/restarts.py --model moonlight-tiny --layouts dp=2,ep=2 dp=4,ep=4 --restarts 4

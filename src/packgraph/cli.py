@@ -132,6 +132,12 @@ def _with_clear_errors(command: Callable[[list[str]], int], words: list[str]) ->
         return USER_ERROR
     except _other_errors() as error:
         return _explain(error)
+    except OSError as error:  # of a file that nobody has expected to fail
+        if error.filename is None or isinstance(error, BrokenPipeError):
+            raise
+        text = f"{os.fspath(error.filename)}: {error.strerror}; see that it can be read and written"
+        print(printable(f"packgraph: error: {text}"), file=sys.stderr)
+        return USER_ERROR
 
 
 def _other_errors() -> tuple[type[Exception], ...]:

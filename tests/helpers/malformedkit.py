@@ -95,6 +95,11 @@ def nowhere(path: Path) -> None:
     path.symlink_to("absent")
 
 
+def dead(path: Path) -> None:
+    """A file on a disk that fails: reading it is an input/output error."""
+    path.symlink_to("/proc/self/mem")
+
+
 def bound(path: Path) -> None:
     """A socket."""
     with socket.socket(socket.AF_UNIX) as made:

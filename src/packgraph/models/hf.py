@@ -35,13 +35,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from packgraph.graphs.errors import PackgraphWarning
 from packgraph.models.config import DecoderConfig
 from packgraph.models.decoder import DecoderModel
+from packgraph.models.foreign import naming, read_object
 from packgraph.models.hf_config import config_from_json, config_to_json, stored_dtype
 from packgraph.models.hf_families import DEEPSEEK_V3, Family, cut, family_of
 from packgraph.models.stored_values import StoredBox, StoredValues, box_of
@@ -121,7 +122,11 @@ def pretrained_config(path: str | Path) -> tuple[DecoderConfig, torch.dtype]:
     """The config of the checkpoint folder `path` and the dtype that it names, else float32. Errors
     as in `load_pretrained`."""
     file = Path(path) / CONFIG
-    description = read_json(file)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} does not exist; a checkpoint folder holds {CONFIG} and {WEIGHTS}."
+        )
+    description = read_object(file, WeightsError)
     try:
         config, dtype = config_from_json(description), stored_dtype(description)
     except ValueError as error:
@@ -231,23 +236,6 @@ def _tell(text: str) -> None:
     warnings.warn(text, PackgraphWarning, stacklevel=4)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`. Raises FileNotFoundError or WeightsError naming it."""
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{file} does not exist; a checkpoint folder holds {CONFIG} and {WEIGHTS}."
-        )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise WeightsError(f"{file} is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise WeightsError(f"{file} is not valid JSON: nested too deeply") from error
-    if not isinstance(content, dict):
-        raise WeightsError(f"{file} holds a {type(content).__name__} where a JSON object belongs.")
-    return content
-
-
 def tensor_files(folder: Path) -> dict[str, Path]:
     """File of each stored tensor, by the tensor's name. Raises FileNotFoundError and
     WeightsError."""
@@ -267,7 +255,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 def _indexed_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_object(index, WeightsError).get("weight_map")
     if not isinstance(weight_map, dict):
         raise WeightsError(f"{index} has no weight_map.")
     files: dict[str, Path] = {}
@@ -400,11 +388,11 @@ def _copy(stored: Any, targets: Sequence[Tensor], asked: Tensor, name: str, file
 @contextmanager
 def open_tensors(file: Path) -> Iterator[Any]:
     """The open file of safetensors. Raises WeightsError."""
-    try:
-        with safe_open(file, framework="pt", device="cpu") as stored:
-            yield stored
-    except SafetensorError as error:
-        raise WeightsError(f"{file} is damaged or no safetensors file: {error}") from error
+    with (
+        naming(file, "is damaged or no safetensors file", WeightsError),
+        safe_open(file, framework="pt", device="cpu") as stored,
+    ):
+        yield stored
 
 
 def stored_tensors(model: DecoderModel, prefix: str | None = None) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ from packgraph.train.data import (
 )
 from packgraph.train.evaluation import STOPPED_EARLY
 from packgraph.train.features.context import context_notes, context_request, places_multiple
+from packgraph.train.features.live import running
 from packgraph.train.features.offload import TrainerOffloading, report_offloading
 from packgraph.train.features.shard import most_sharded, with_chosen_shard
 from packgraph.train.memory import agreement, available_memory, check_memory
@@ -335,7 +336,8 @@ def _train(
                 trainer.resume()
                 for note in notes if trainer.step < config.run.steps else ():
                     view.note(f"note: {note}")
-            summary = trainer.run(stop)
+            with running(config.hf.path):
+                summary = trainer.run(stop)
         finally:
             trainer.close()
     return folder, summary

@@ -19,7 +19,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from packgraph.train.run_files import parse_json, sync_folder, write_synced, writing
+from packgraph.models.foreign import naming
+from packgraph.train.run_files import RunFileError, parse_json, sync_folder, write_synced, writing
 from packgraph.train.trackers import Trackers
 
 METRICS = "metrics.jsonl"
@@ -173,7 +174,9 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     not ended."""
     if not path.is_file():
         return [], []
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    with naming(path, "cannot be read", RunFileError, "repair it, or move it away"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    *lines, rest = text.split("\n")
     found = [_parse_row(line) for line in ([*lines, rest] if rest else lines)]
     # A file is written anew when it is opened: where one row has a checksum, all had one.
     has_sums = any(row is not None and is_summed for row, is_summed in found)

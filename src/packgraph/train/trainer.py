@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from packgraph.models.foreign import in_one_line
 from packgraph.models.stack import DecoderStack
 from packgraph.parallel.heartbeat import Whereabouts
 from packgraph.parallel.mesh import Mesh, single_process
@@ -209,7 +210,10 @@ class Trainer:
             self.view.note(told)
         for told in restore_room(self.model, self.config, self.mesh, state.get("experts", {})):
             self.view.note(told)
-        self.feed.load_state_dict(state["data"])
+        try:
+            self.feed.load_state_dict(state["data"])
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
         self._graphs_before = state["graphs"]
         self._summary_before = on_first(
             self.mesh, lambda: read_json(self.folder / SUMMARY, checked=True)
@@ -236,7 +240,6 @@ class Trainer:
             seed = self.config.run.seed + step
             torch.manual_seed(dropout_seed(seed, self.mesh, sequence=self._splits_rows))
             told.append("saved at another layout: dropout goes on with new random numbers")
-        self.spikes = Spikes.restored(state.get("spikes", {}))
         self.step = step
         # Checkpoints that do not say it were written when sums had the weights' dtype.
         before, now = state.get("gradients", self.config.run.dtype), self._sums
@@ -245,7 +248,14 @@ class Trainer:
                 f"gradients of a step were added up in {before} so far, and are in {now} from here "
                 f"on: steps have other bits; --optimizer.gradients {before} goes on as before"
             )
-        return told + self.evaluation.restore(state.get("evaluation", {}))
+        try:
+            self.spikes = Spikes.restored(state.get("spikes", {}))
+            return told + self.evaluation.restore(state.get("evaluation", {}))
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}: damaged: what it says of spikes and evaluations: {in_one_line(error)}; "
+                "go on from another checkpoint"
+            ) from error
 
     def _load_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         with checkpoint_here(path, self.mesh, self._nodes) as here:

@@ -4,21 +4,21 @@ transformers, with random weights."""
 import functools
 import importlib
 import importlib.util
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from packgraph.models.foreign import naming, read_object
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
-from packgraph.train.config.reading import ConfigError
+from packgraph.train.config.reading import ConfigError, one_problem
+from packgraph.train.features.live import CORRECT, packed_or_refused
 from packgraph.verification.module import Verification, verify
 
 STEPS = 6
 TOKENS = 256
-MAX_BYTES = 2**20  # of a config.json
 
 
 def verify_hf_config(
@@ -50,17 +50,14 @@ def verify_hf_config(
     if not importlib.util.find_spec("transformers"):
         raise ConfigError(["--hf-config needs transformers: pip install packgraph[transformers]"])
     content = read_hf_config(Path(file), layers)
-    packed = importlib.import_module("packgraph.integrations.transformers").packed
     transformers = importlib.import_module("transformers")
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    try:
+    what = "transformers cannot make a model of it"
+    with naming(file, what, one_problem, CORRECT), torch.device(device):
         config = transformers.AutoConfig.for_model(**content)
-        with torch.device(device):
-            model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-        module = packed(model.train())
-    except _errors_of_models() as error:
-        raise ConfigError([f"{file}: {error}"]) from error
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    module = packed_or_refused(model.train(), str(file))
     capacity = Capacity(tokens, max(2, tokens // 16))
     batches = [
         batch.to(device)
@@ -70,37 +67,15 @@ def verify_hf_config(
     return verify(module, batches, optimizer=optimizer, capacities=[capacity], warmup=1)
 
 
-def _errors_of_models() -> tuple[type[Exception], ...]:
-    """What transformers raises for values that make no model."""
-    errors = importlib.import_module("huggingface_hub.errors")
-    own = getattr(errors, "StrictDataclassError", ValueError)  # of versions that check types
-    return (
-        own,
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        ArithmeticError,
-        ImportError,
-        RuntimeError,
-    )
-
-
 def read_hf_config(file: Path, layers: int | None = None) -> dict[str, Any]:
     """The entries of a config.json, for `AutoConfig.for_model`.
 
     Raises:
         ConfigError: It cannot be read, is no JSON object, or names no `model_type`.
     """
-    try:
-        if file.is_dir():
-            file = file / "config.json"
-        if file.stat().st_size > MAX_BYTES:
-            raise ConfigError([f"{file} is larger than a config.json is"])
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError([f"--hf-config {str(file)!r} cannot be read: {error}"]) from error
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+    file = file / "config.json" if file.is_dir() else file
+    content = read_object(file, one_problem)
+    if not isinstance(content.get("model_type"), str):
         raise ConfigError([f"{file} is no config.json of transformers: it names no model_type"])
     if layers is not None:
         content["num_hidden_layers"] = layers

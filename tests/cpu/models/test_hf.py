@@ -238,7 +238,7 @@ def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
     whole = (tmp_path / "model.safetensors").read_bytes()
     for damaged in (whole[:-10], b"", b"not safetensors at all"):
         (tmp_path / "model.safetensors").write_bytes(damaged)
-        with pytest.raises(WeightsError, match=r"model\.safetensors is damaged"):
+        with pytest.raises(WeightsError, match=r"model\.safetensors: is damaged"):
             load_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
@@ -247,7 +247,7 @@ def test_damaged_and_foreign_files_are_refused_by_name(tmp_path):
     with pytest.raises(WeightsError, match=r"pytorch_model\.bin is a pickle"):
         load_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(WeightsError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(WeightsError, match=r"config\.json: not valid JSON"):
         load_pretrained(tmp_path)
 
 

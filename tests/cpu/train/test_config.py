@@ -168,7 +168,7 @@ def test_a_section_that_refuses_its_values_is_a_problem_among_others() -> None:
     problems = problems_of(ConfigLayer("f.json", {"inner": {"rate": -1.0}, "zzzzz": 1}))
     assert problems == (
         "f.json: zzzzz: unknown key, did you mean title?",
-        "section inner: rate must not be negative, got -1.0",
+        "section inner: rate must not be negative, got -1.0 (values of f.json)",
     )
 
 

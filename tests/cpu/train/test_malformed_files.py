@@ -269,6 +269,14 @@ STATES = {
         "data position is damaged",
     ),
     "graphs are a list": (lambda content: content["state"].update(graphs=[]), "graphs"),
+    "a window of texts": (
+        lambda content: content["state"]["spikes"].update(window=[["x", {}, None]]),
+        "what it says of spikes",
+    ),
+    "a count of texts": (
+        lambda content: content["state"]["graphs"].update(replayed="0"),
+        "graphs are no counts",
+    ),
     "experts are a text": (lambda content: content["state"].update(experts="x"), "experts"),
 }
 

@@ -16,6 +16,7 @@ from malformedkit import (
     Case,
     bound,
     cases,
+    dead,
     folder,
     loop,
     nowhere,
@@ -135,7 +136,7 @@ def whole_tensor(**changes) -> bytes:
     hf("null", "holds a NoneType", files={"config.json": "null"}),
     hf("empty object", "architecture", files={"config.json": "{}"}),
     hf("deep config", "nested too deeply", files={"config.json": DEEP}),
-    hf("bytes", "not valid JSON", files={"config.json": b"\xff\xfe"}),
+    hf("bytes", "cannot be read", files={"config.json": b"\xff\xfe"}),
     hf("digits", "not valid JSON", files={"config.json": '{"a": ' + DIGITS + "}"}),
     hf("NUL", "not valid JSON", files={"config.json": b"\0" * 9}),
     hf("a pipe for a config", "config.json", files={"config.json": pipe}),
@@ -211,3 +212,70 @@ def test_weights_that_make_no_sense_are_named(case, tmp_path, capsys, weights, m
         )
         case = case._replace(files={"hf/config.json": json.dumps(config)})
     refuse(case, tmp_path, capsys)
+
+
+LIVE = {
+    "vocab_size": 320,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "model_type": "qwen3",
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"head_dim": None}, "head_dim"),
+        ({"head_dim": 15}, "even rotary dimension"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"hidden_size": -32}, "negative dimension"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"vocab_size": 10**30}, "Overflow"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"hidden_act": "evil"}, "KeyError: 'evil'"),
+        ({"pad_token_id": 10**9}, "Padding_idx"),
+        ({"attention_dropout": 2.0}, "dropout probability"),
+        ({"attention_dropout": float("nan")}, "NaN"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+        ({"dtype": "evil"}, "evil"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": -256}, "complex"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 0}, "must be at least 1"),
+        ({"num_hidden_layers": 10**9}, "more than 10,000"),
+        ({"model_type": "evil"}, "evil"),
+        ("[]", "holds a list"),
+        ("{", "not valid JSON"),
+        (dead, "Input/output error"),
+    ],
+)
+def test_a_config_of_transformers_that_makes_no_sense_is_named(
+    values, says, tmp_path, capsys, monkeypatch
+):
+    content = json.dumps(LIVE | values) if isinstance(values, dict) else values
+    words = ["train", "hf:{dir}", "--hf.random", "true", "--run.folder", "{dir}/runs", *DATA]
+    files = {"config.json": content, "d.jsonl": GOOD}
+    logging = pytest.importorskip("transformers").utils.logging
+    monkeypatch.setattr(
+        logging.get_logger("transformers.configuration_utils"), "disabled", True
+    )  # it warns as well
+    refuse(Case("", words, rf"config\.json: .*{says}", files), tmp_path, capsys, at_once=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("generation_config.json", "[]", "generation_config.json: holds a list"),
+        ("generation_config.json", pipe, "generation_config.json: cannot be read: it is no file"),
+        (INDEX, '{"weight_map": {"a": "gone.safetensors"}}', "cannot load its weights"),
+        (WEIGHTS, b"no such thing", "cannot load its weights"),
+        (WEIGHTS, dead, "cannot load its weights"),
+        ("tokenizer.json", nowhere, "tokenizer.json: no such file"),
+    ],
+)
+def test_files_beside_a_config_that_make_no_sense_are_named(name, content, says, tmp_path, capsys):
+    words = ["train", "hf:{dir}", "--run.folder", "{dir}/runs", *DATA, "--run.device", "cpu"]
+    files = {"config.json": json.dumps(LIVE), name: content, "d.jsonl": GOOD}
+    refuse(Case("", words, says, files), tmp_path, capsys)

@@ -39,14 +39,14 @@ def test_a_config_is_verified_bit_by_bit(tmp_path):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ("{", "cannot be read"),
-        ("[]", "names no model_type"),
+        ("{", "not valid JSON"),
+        ("[]", "holds a list, not a JSON object"),
         ({"model_type": 3}, "names no model_type"),
         ({"model_type": "no-such-model"}, "no-such-model"),
         (CONFIG | {"model_type": "bert"}, "config.json"),
         (CONFIG | {"hidden_size": "x"}, "config.json"),
         (CONFIG | {"num_attention_heads": 0}, "config.json"),
-        ("[" * 100_000, "cannot be read"),
+        ("[" * 100_000, "not valid JSON"),
     ],
 )
 def test_what_is_no_config_of_a_language_model_is_named(tmp_path, content, match):

@@ -33,7 +33,9 @@ def checkpoint_to_resume(folder: Path, device_type: str, *, best: bool = False) 
         for name in ("data", "graphs", "experts")
         if not isinstance(found.state.get(name, {}), dict)
     ]
-    if wrong or not found.state["graphs"].keys() >= COUNTS:
+    graphs = {} if wrong else found.state["graphs"]
+    kinds = {name: dict if name == "fallbacks" else int | float for name in COUNTS}
+    if not all(isinstance(graphs.get(name), kind) for name, kind in kinds.items()):
         raise CheckpointError(
             f"{found.path}: damaged: its {wrong[0] if wrong else 'graphs'} are no counts and "
             "positions; go on from another checkpoint"

@@ -53,6 +53,11 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)
 
 
+def one_problem(text: str) -> ConfigError:
+    """Returns the error for one thing that is wrong."""
+    return ConfigError([text])
+
+
 # Options of earlier versions: the value that is left out without a word, and why they are gone.
 RETIRED: Mapping[str, tuple[Any, str]] = {
     "model.merge_projections": (False, "for it made nothing faster"),
@@ -100,7 +105,7 @@ def overlay(base: T, layers: Sequence[ConfigLayer], problems: list[str]) -> T:
     for layer in layers:
         problems.extend(layer.problems)
         _collect(base, layer, layer.values, "", [*paths, *layer.others], values, problems)
-    return _rebuild(base, "", values, problems)
+    return _rebuild(base, "", values, problems, layers)
 
 
 def known_paths(section: Any, prefix: str = "") -> list[str]:
@@ -197,7 +202,13 @@ def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
 
 
-def _rebuild(section: T, prefix: str, values: Mapping[str, Any], problems: list[str]) -> T:
+def _rebuild(
+    section: T,
+    prefix: str,
+    values: Mapping[str, Any],
+    problems: list[str],
+    layers: Sequence[ConfigLayer],
+) -> T:
     """A copy of `section` with `values` put in; a dataclass that refuses them adds its reason to
     `problems`."""
     changes: dict[str, Any] = {}
@@ -205,13 +216,16 @@ def _rebuild(section: T, prefix: str, values: Mapping[str, Any], problems: list[
         value = getattr(section, field.name)
         path = prefix + field.name
         if is_section(value):
-            changes[field.name] = _rebuild(value, path + ".", values, problems)
+            changes[field.name] = _rebuild(value, path + ".", values, problems, layers)
         elif path in values:
             changes[field.name] = values[path]
     try:
         return dataclasses.replace(section, **changes)  # type: ignore[type-var]
     except ValueError as error:
-        problems.append(f"section {prefix[:-1]}: {error}" if prefix else str(error))
+        name = prefix.partition(".")[0]
+        files = [layer.where for layer in layers if not layer.text and name in layer.values]
+        of = f" (values of {', '.join(files)})" if files else ""
+        problems.append(f"section {prefix[:-1]}: {error}{of}" if prefix else str(error))
         return section
 
 

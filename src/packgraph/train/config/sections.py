@@ -34,6 +34,9 @@ def _refuse(problems: dict[str, bool]) -> None:
         raise ValueError("; ".join(found))
 
 
+MOST_WORKERS = 1024  # processes of a rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer, with linear warm-up, decay and clipping by the global gradient norm.
@@ -638,10 +641,10 @@ class DataConfig:
             problems.append(f"seed must not be negative, got {self.seed}")
         if self.prefetch < 0:
             problems.append(f"prefetch must not be negative, got {self.prefetch}")
-        if self.workers < 0:
-            problems.append(f"workers must not be negative, got {self.workers}")
         if not 1 <= self.worker_timeout < math.inf:
             problems.append(f"worker_timeout must be at least 1 second, got {self.worker_timeout}")
+        if not 0 <= self.workers <= MOST_WORKERS:
+            problems.append(f"workers must be 0 to {MOST_WORKERS:,}, got {self.workers}")
         if self.workers and self.source == "shards":
             problems.append(
                 f"workers = {self.workers} tokenize, but source = shards holds tokens; leave it out"

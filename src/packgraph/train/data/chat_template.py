@@ -22,6 +22,7 @@ import functools
 import hashlib
 import importlib
 import json
+import os
 import re
 import sys
 import time
@@ -33,6 +34,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from packgraph.models.foreign import read_object, read_text
 from packgraph.train.data.rows import valid_text
 from packgraph.train.data.source import (
     BadDocumentError,
@@ -40,7 +42,6 @@ from packgraph.train.data.source import (
     Message,
     MissingPackageError,
 )
-from packgraph.train.run_files import parse_json
 
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -86,15 +87,9 @@ def read_options(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
-        if not file.is_file():
+        if not os.path.lexists(file):  # a link that leads nowhere is no file that is not there
             continue
-        try:
-            given = dict(parse_json(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise DataError(
-                f"{file}: not a JSON object ({error}); it stands beside the tokenizer: repair it "
-                "or remove it"
-            ) from error
+        given = read_object(file, DataError, "it stands beside the tokenizer: repair or remove it")
         found |= {key: value for key, value in given.items() if value is not None}
     return found
 
@@ -102,7 +97,7 @@ def read_options(folder: Path) -> dict[str, Any]:
 def token_text(options: Mapping[str, Any], name: str) -> Any:
     """The text of a special token in `read_options`, None where it is not named."""
     found = options.get(name)
-    return found.get("content") if isinstance(found, dict) else found
+    return found.get("content", found) if isinstance(found, dict) else found
 
 
 class ChatTemplate:
@@ -138,12 +133,9 @@ class ChatTemplate:
             "tool_use": folder / MORE_TEMPLATES / "tool_use.jinja",
         }
         for name, own in files.items():
-            if own.is_file():
+            if os.path.lexists(own):
                 named = own if name == "default" else named
-                try:
-                    templates[name] = own.read_text(encoding="utf-8")
-                except UnicodeDecodeError as error:
-                    raise DataError(f"{own}: not UTF-8 ({error.reason})") from error
+                templates[name] = read_text(own, DataError)
         if "default" not in templates:
             return None
         tokens = {name: token_text(options, name) for name in SPECIAL}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from packgraph.models.foreign import naming
 from packgraph.train.data.source import DataChangedError, DataError
 
 # Endings of files that hold documents and are not read, and what to do.
@@ -96,16 +97,22 @@ def changed(file: Path, what: str) -> DataChangedError:
     )
 
 
+def readable(file: Path) -> naming:
+    """Within the block `file` is read; a DataError says that it cannot be."""
+    return naming(file, "cannot be read", DataError, "see to it, or leave it out (data.path)")
+
+
 def read_unchanged(file: Path, stamp: FileStamp, offset: int = 0, *, line: bool = False) -> bytes:
     """The bytes of `file` from `offset` on, or one line. Raises DataChangedError if it is not that
     of `stamp`."""
-    try:
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            content = stream.readline() if line else stream.read()
-            stamp.check(os.fstat(stream.fileno()), file)
-    except FileNotFoundError as error:
-        raise changed(file, "it is gone") from error
+    with readable(file):
+        try:
+            with file.open("rb") as stream:
+                stream.seek(offset)
+                content = stream.readline() if line else stream.read()
+                stamp.check(os.fstat(stream.fileno()), file)
+        except FileNotFoundError as error:
+            raise changed(file, "it is gone") from error
     return content
 
 

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from packgraph.train.config.sections import DataConfig
-from packgraph.train.data.files import FileStamp, check_all, files_of, read_unchanged
+from packgraph.train.data.files import FileStamp, check_all, files_of, read_unchanged, readable
 from packgraph.train.data.rows import document_of_row
 from packgraph.train.data.shards import MixtureSource, ShardSource
 from packgraph.train.data.source import (
@@ -129,7 +129,7 @@ class JsonLinesSource:
     def _scan(self, number: int, file: Path, limit: int | None) -> Iterator[bytes]:
         """Note the places of a file's documents; yields their lines."""
         offset = 0
-        with file.open("rb") as stream:
+        with readable(file), file.open("rb") as stream:
             stamp = FileStamp.of(os.fstat(stream.fileno()))
             self._stamps.append(stamp)
             for line, content in enumerate(stream, start=1):
@@ -300,7 +300,7 @@ def _digest(file: Path) -> str:
     """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as stream:
+    with readable(file), file.open("rb") as stream:
         if size <= WHOLE:
             digest.update(stream.read())
         else:

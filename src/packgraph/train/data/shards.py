@@ -25,13 +25,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packgraph.models.foreign import in_one_line, naming
 from packgraph.packing.document import IGNORED, Document, Ids
+from packgraph.train.config.values import convert, resolved_types
 from packgraph.train.data.files import FileStamp, check_all
 from packgraph.train.data.order import SourcePart
 from packgraph.train.data.source import BadDocuments, DataError, SourceDocument, TokenizerName
 from packgraph.train.run_files import read_json
 
 FORMAT = 1
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError)  # of fields that are not there
 MANIFEST = "manifest.json"
 CHUNK = 2**22  # bytes that are hashed at a time
 # What a document may predict: all of its tokens, those of a mask of bits, or int32 labels.
@@ -74,9 +77,18 @@ class ShardFacts:
 
     @staticmethod
     def read(content: Mapping[str, Any]) -> "ShardFacts":
-        """From JSON. Raises TypeError for anything else."""
-        files = {name: ShardFile(**one) for name, one in content["files"].items()}
-        return ShardFacts(**{**content, "files": files})
+        """From JSON. Raises one of UNREADABLE for anything else."""
+        files = {
+            name: ShardFile(**_typed(ShardFile, one)) for name, one in content["files"].items()
+        }
+        found = ShardFacts(**{**_typed(ShardFacts, content), "files": files})
+        names = {f"{found.number:05}.{name}" for name in (*INDEX, "tokens")}
+        counts = [found.bad, found.tokens, found.loss_tokens, *(one.size for one in files.values())]
+        told = isinstance(found.first_bad, list) and bool(found.first_bad) == bool(found.bad)
+        known = names <= files.keys() <= {*names, f"{found.number:05}.targets"}
+        if not (known and told and min(counts) >= 0):
+            raise ValueError(f"its shard {found.number} has other files or counts than a shard")
+        return found
 
 
 @dataclass(frozen=True)
@@ -142,8 +154,30 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path}: damaged; build the shards again")
     if content.pop("format", None) != FORMAT:
         raise DataError(f"{path}: written by another version of packgraph; build the shards again")
-    shards = [ShardFacts.read(one) for one in content.pop("shards")]
-    return Manifest(**content, shards={shard.number: shard for shard in shards})
+    try:
+        shards = [ShardFacts.read(one) for one in content.pop("shards")]
+        numbered = {shard.number: shard for shard in shards}
+        manifest = Manifest(**_typed(Manifest, content), shards=numbered)
+        wrong = min(manifest.rows, manifest.rows_per_shard) < 1 or manifest.token_bytes not in (
+            2,
+            4,
+        )
+        if wrong or any(one.rows != len(manifest.rows_of(one.number)) for one in shards):
+            raise ValueError("its counts are not those of its shards")
+    except UNREADABLE as error:
+        raise DataError(
+            f"{path}: not what is written here: {in_one_line(error)}; build the shards again"
+        ) from error
+    return manifest
+
+
+def _typed(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass out of JSON, numbers and texts checked."""
+    types = resolved_types(kind)
+    return {
+        name: convert(value, types[name], from_text=False) if types[name] in (int, str) else value
+        for name, value in content.items()
+    }
 
 
 def check_file(path: Path, expected: ShardFile) -> None:
@@ -215,9 +249,9 @@ class Shard:
             self.stamps.append((folder / name, FileStamp.of((folder / name).stat())))
         prefix = folder / f"{facts.number:05}"
         records, rows = (prefix.with_suffix(f".{name}") for name in INDEX)
-        # Plain views of the map: one of class memmap takes ten times as long for a number.
-        self.records: NDArray[Any] = np.load(records, mmap_mode="r").view(np.ndarray)
-        self.rows: NDArray[np.int64] = np.load(rows, mmap_mode="r").view(np.ndarray)
+        self.records: NDArray[Any] = _index(records, RECORD, facts.documents)
+        self.rows: NDArray[np.int64] = _index(rows, np.dtype(np.int64), facts.rows + 1)
+        _check_index(self.records, self.rows, facts, rows)
         self._lengths, self._kinds = self.records["length"], self.records["kind"]
         self._loss_tokens = self.records["loss_tokens"]
         self.path = prefix.with_suffix(".tokens")
@@ -262,7 +296,35 @@ class Shard:
         if zlib.crc32(targets, zlib.crc32(stored.tobytes())) != record["checksum"]:
             raise damaged(self.path, f"document {number} is not what was written")
         tokens = stored.astype(np.int64)
-        return Document(tokens, decode_targets(kind, targets, tokens))
+        document = Document(tokens, decode_targets(kind, targets, tokens))
+        if document.loss_tokens != record["loss_tokens"]:
+            raise damaged(self.path, f"document {number} has another number of labels")
+        return document
+
+
+def _index(path: Path, kind: np.dtype[Any], length: int) -> NDArray[Any]:
+    with naming(path, "not an index of a shard", DataError, "build the shards again"):
+        # A plain view of the map: one of class memmap takes ten times as long for a number.
+        found = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
+    if found.dtype != kind or found.shape != (length,):
+        raise damaged(path, "it is no index of this shard")
+    return found
+
+
+def _check_index(
+    records: NDArray[Any], rows: NDArray[np.int64], facts: ShardFacts, path: Path
+) -> None:
+    """Raise DataError unless rows hold all documents, and documents all tokens, once."""
+    lengths = records["length"].astype(np.int64)
+    whole = (
+        rows[0] == 0 and rows[-1] == len(records) and bool((np.diff(rows) >= 0).all()),
+        np.array_equal(records["offset"], np.cumsum(lengths) - lengths),
+        int(lengths.sum()) == facts.tokens,
+        int(records["loss_tokens"].sum(dtype=np.int64)) == facts.loss_tokens,
+        bool((records["kind"] <= LABELS).all()),
+    )
+    if not all(whole):
+        raise damaged(path, "it and the index of documents are not those of one shard")
 
 
 def _mapped(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:

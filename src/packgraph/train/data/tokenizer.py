@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from packgraph.models.foreign import naming, read_object
 from packgraph.packing.document import IGNORED, Document, Ids, PackableDocument, read_item
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.config.values import shown
@@ -44,7 +45,6 @@ from packgraph.train.data.source import (
     SourceDocument,
     TokenizerName,
 )
-from packgraph.train.run_files import parse_json
 
 BEGIN, END, PAD, TURN_END = 256, 257, 258, 259
 FIRST_ROLE = 260
@@ -267,9 +267,9 @@ class FileTokenizer:
             turn = ids[0] if len(ids) == 1 else None
         return tuple(dict.fromkeys(end for end in (self._end, turn) if end is not None))
 
-    def _named(self, where: str) -> "_NamedErrors":
+    def _named(self, where: str) -> naming:
         """For tokenizing the document at `where`."""
-        return _NamedErrors(f"{where}: {self.name} cannot tokenize it", BadDocumentError)
+        return naming(where, f"{self.name} cannot tokenize it", BadDocumentError)
 
     def _chat(self, document: SourceDocument) -> Document:
         messages, where = document.messages or (), document.where
@@ -307,9 +307,8 @@ class FileTokenizer:
 
     def _end_token(self, folder: Path) -> int | None:
         end = token_text(read_options(folder), "eos_token")
-        if end is not None and (
-            not isinstance(end, str) or self._tokenizer.token_to_id(end) is None
-        ):
+        is_text = isinstance(end, str) and end == end.encode(errors="ignore").decode()
+        if end is not None and not (is_text and self._tokenizer.token_to_id(end) is not None):
             raise DataError(
                 f"{folder / 'tokenizer_config.json'}: its eos_token is {shown(end)}, which is no "
                 f"token of {self.name}; repair it or remove it"
@@ -345,17 +344,10 @@ def _load(file: Path) -> Any:
         raise MissingPackageError(
             f"{file}: needs the package `tokenizers`: pip install tokenizers"
         ) from error
-    try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(
-            f"{file}: not JSON ({error}); data.tokenizer must be a tokenizer.json"
-        ) from error
-    if not isinstance(content, dict) or "model" not in content:
+    if "model" not in read_object(file, DataError, "data.tokenizer must be a tokenizer.json"):
         raise DataError(f"{file}: not a tokenizer.json (it has no `model`)")
-    with _NamedErrors(
-        f"{file}: not a tokenizer.json that `tokenizers` {tokenizers.__version__} reads", DataError
-    ):
+    what = f"not a tokenizer.json that `tokenizers` {tokenizers.__version__} reads"
+    with naming(file, what, DataError):
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and tokenizer.token_to_id(unknown) is None:
@@ -368,22 +360,6 @@ def _load(file: Path) -> Any:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
-
-
-class _NamedErrors:
-    """Name the file in errors of the package, which are of the bare class Exception (subclasses
-    pass untouched), and in panics of its Rust code, whose class has no public name."""
-
-    def __init__(self, text: str, kind: type[DataError]) -> None:
-        self._text, self._kind = text, kind
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
-    ) -> None:
-        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
-            raise self._kind(f"{self._text} ({error})") from error
 
 
 class Tokenizer(Protocol):

@@ -8,16 +8,18 @@ config. The invariant: every value comes from the files or from the seed; weight
 or left over are refused, pickles are not read, and no code beside the model is run.
 """
 
+import contextlib
 import functools
 import importlib
+import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from packgraph.graphs.errors import PackgraphWarning
@@ -31,13 +33,17 @@ from packgraph.integrations.transformers.deferred import (
 )
 from packgraph.integrations.transformers.model import PackedModel, packed
 from packgraph.integrations.transformers.precision import precision_problems
-from packgraph.models.hf import WeightsError
+from packgraph.models.foreign import naming, read_object
+from packgraph.models.hf import CONFIG, INDEX, WeightsError
 from packgraph.train.config.presets import LIVE
-from packgraph.train.config.reading import ConfigError, ConfigLayer
+from packgraph.train.config.reading import ConfigError, ConfigLayer, one_problem
 from packgraph.train.config.sections import TrainConfig
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 MOST_NAMED = 5  # tensors in one message
+OTHERS = (INDEX, "generation_config.json")  # JSON that transformers reads with the weights
+MOST_LAYERS = 10_000  # a module is made of each
+CORRECT = "correct that file, or get it again"
 # What estimates read: sections of the run's config, and entries of that of transformers.
 SIZES = {
     "vocab_size": "vocab_size",
@@ -77,19 +83,55 @@ def transformers_module() -> Any:
 def live_config(path: str) -> Any:
     """The config of the model of transformers in the folder `path`. Raises ConfigError."""
     folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
+    file = folder / CONFIG
+    if not file.is_file():
         raise ConfigError(
-            [
-                f"hf:{path}: there is no {folder / 'config.json'}; name a folder with a model of "
-                "transformers"
-            ]
+            [f"hf:{path}: there is no {file}; name a folder with a model of transformers"]
         )
-    try:
-        return transformers_module().AutoConfig.from_pretrained(folder, **LOCAL)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            [f"{folder / 'config.json'}: not a config of transformers: {error}"]
-        ) from error
+    for name in OTHERS:
+        if (folder / name).exists():
+            read_object(folder / name, one_problem)
+    for name, value in read_object(file, one_problem).items():
+        if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+            raise one_problem(f"{file}: {name} is more than {MOST_LAYERS:,}; {CORRECT}")
+    with naming(file, "not a config of transformers", one_problem, CORRECT):
+        config = transformers_module().AutoConfig.from_pretrained(folder, **LOCAL)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if chosen is not None and chosen < 1:
+        raise one_problem(f"{file}: num_experts_per_tok is {chosen}, must be at least 1; {CORRECT}")
+    return config
+
+
+def _of_config(path: str) -> naming:
+    """For what transformers makes of a config."""
+    file = Path(path).expanduser() / CONFIG
+    return naming(file, "transformers cannot make a model of it", one_problem, CORRECT)
+
+
+def running(path: str | None) -> AbstractContextManager[None]:
+    """Within the block the model of transformers in the folder `path` runs; None is another model.
+
+    What its own code raises becomes a ConfigError that names its config.
+    """
+    if path is None:
+        return contextlib.nullcontext()
+    file = Path(path).expanduser() / CONFIG
+    return naming(file, "the model of transformers does not run", one_problem, CORRECT)
+
+
+def _try_out(model: nn.Module, path: str) -> None:
+    """Run a model without memory on two tokens, as transformers itself does.
+
+    Many values are looked at only as a model runs. What torch says is left to the first step: some
+    operations cannot run without memory, or in this dtype.
+    """
+    # A root of a negative number: without memory nothing complains of it.
+    if any(isinstance(getattr(one, "scaling", None), complex) for one in model.modules()):
+        file = Path(path).expanduser() / CONFIG
+        raise one_problem(f"{file}: its attention is scaled by a complex number; {CORRECT}")
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    with _of_config(path), contextlib.suppress(RuntimeError):
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
 
 
 @functools.lru_cache(maxsize=4)
@@ -97,10 +139,12 @@ def live_shape(path: str) -> LiveShape:
     """Sizes and stages of the model in `path`. Allocates nothing. Raises ConfigError."""
     config = live_config(path)
     with torch.device("meta"):
-        model = _on_values(
-            lambda: transformers_module().AutoModelForCausalLM.from_config(config), path
-        )
-        wrapped = _on_values(lambda: packed(model), path)
+        with _of_config(path):
+            model = transformers_module().AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager"
+            )
+        _try_out(model, path)
+        wrapped = packed_or_refused(model, f"hf:{path}")
     found = {field: getattr(config, name, None) for field, name in SIZES.items()}
     sizes = {field: value for field, value in found.items() if value is not None}
     sizes.setdefault("num_kv_heads", sizes.get("num_heads"))
@@ -122,19 +166,19 @@ def _never(state: Any) -> Any:
     raise AssertionError("stages of a shape are not run")
 
 
-def _on_values(make: Any, path: str) -> Any:
-    """What `make` gives; errors of values become a ConfigError."""
+def packed_or_refused(model: nn.Module, place: str) -> PackedModel:
+    """`packed(model)`. Raises ConfigError naming `place` where it cannot be packed."""
     try:
-        return make()
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError([f"hf:{path}: {error}"]) from error
+        return packed(model)
+    except (ValueError, TypeError) as error:
+        raise ConfigError([f"{place}: {error}"]) from error
 
 
 def live_layer(path: str) -> ConfigLayer:
     """The sizes of the model in `path` as values of a configuration, and its tokenizer if there is
     one. Raises ConfigError."""
     values: dict[str, Any] = {"model": live_shape(path).sizes}
-    if (Path(path).expanduser() / "tokenizer.json").is_file():
+    if os.path.lexists(Path(path).expanduser() / "tokenizer.json"):  # a broken link, too
         values["data"] = {"tokenizer": path}
     return ConfigLayer(f"hf:{path}", values)
 
@@ -200,7 +244,7 @@ def _whole(library: Any, path: str, dtype: torch.dtype, reads: bool, seed: int) 
     if reads:
         return _pretrained(library, Path(path).expanduser(), dtype)
     # Values are drawn on the host, so that they do not depend on the device.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _of_config(path):
         torch.manual_seed(seed)
         return library.AutoModelForCausalLM.from_config(live_config(path), dtype=dtype)
 
@@ -230,18 +274,18 @@ def _deferred(
 
 def _pretrained(library: Any, folder: Path, dtype: torch.dtype) -> Any:
     logging = importlib.import_module("transformers.utils.logging")
-    shows = logging.is_progress_bar_enabled()
+    shows, tells = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
+    what = "transformers cannot load its weights, which may be of another config"
+    remedy = "with --hf.random values are drawn anew"
     try:
-        model, found = library.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **LOCAL
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise WeightsError(
-            f"{folder}: transformers cannot load its weights: {error}. With --hf.random values "
-            "are drawn anew"
-        ) from error
+        with naming(folder, what, WeightsError, remedy):
+            model, found = library.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **LOCAL
+            )
     finally:
+        logging.set_verbosity(tells)
         if shows:
             logging.enable_progress_bar()
     wrong = {

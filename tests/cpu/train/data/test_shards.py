@@ -38,6 +38,7 @@ from packgraph.train.data.shards import (
     targets_size,
 )
 from packgraph.train.data.source import DataChangedError
+from packgraph.train.run_files import digest_of, read_json, write_json
 
 CAPACITIES = (Capacity(16, 2), Capacity(24, 4))
 
@@ -299,3 +300,55 @@ def test_a_mixture_goes_on_as_if_never_stopped(mixture, taken):
 def test_what_a_mixture_cannot_be(given, match):
     with pytest.raises(ValueError, match=match):
         DataConfig(**{"source": "shards", **given})
+
+
+def signed(folder, change):
+    """Change the manifest of a folder of shards; its checksum is right afterwards."""
+    content = read_json(folder / MANIFEST)
+    change(content)
+    write_json(folder / MANIFEST, content)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda content: content.update(rows="60"), "expected a whole number"),
+        (lambda content: content.update(rows=61), "its counts"),
+        (lambda content: content.update(rows_per_shard=0), "its counts"),
+        (lambda content: content.update(token_bytes=3), "its counts"),
+        (lambda content: content.pop("tokenizer"), "tokenizer"),
+        (lambda content: content.update(shards=None), "NoneType"),
+        (lambda content: content["shards"][0].update(number=1), "other files"),
+        (lambda content: content["shards"][0].update(bad=1), "other files or counts"),
+        (lambda content: content["shards"][0].update(files=[]), "list"),
+        (lambda content: content["shards"][0]["files"].update({"../x": {}}), "size"),
+        (lambda content: content["shards"][0]["files"]["00000.tokens"].pop("size"), "size"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(shards, tmp_path, change, says):
+    signed(tmp_path / "shards", change)
+    with pytest.raises(DataError, match=rf"manifest\.json: not what is written here: .*{says}"):
+        open_documents(shards)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table[:-1],
+        lambda table: table[None],
+        lambda table: table.astype("<f8"),
+        lambda table: np.array([{}] * len(table), dtype=object),
+        lambda table: table + (np.arange(len(table)) > 0),  # a row holds what is another's
+        lambda table: table[::-1].copy(),
+    ],
+)
+def test_an_index_that_makes_no_sense_is_refused(shards, tmp_path, change):
+    path = tmp_path / "shards" / "00000.rows.npy"
+    np.save(path, change(np.load(path)), allow_pickle=True)
+    facts = {"size": path.stat().st_size, "sha256": digest_of(path)}
+    signed(
+        tmp_path / "shards",
+        lambda content: content["shards"][0]["files"].update({path.name: facts}),
+    )
+    with pytest.raises(DataError, match=r"00000\.rows\.npy: "):
+        open_documents(shards)

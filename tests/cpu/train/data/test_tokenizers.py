@@ -88,7 +88,7 @@ def test_the_end_token_is_the_one_of_the_config_beside(tmp_path):
         (document,) = build_tokenizer(DataConfig(tokenizer=str(path))).encode(text("one"))
         assert document.tokens[-1] == original.token_to_id("<|im_end|>")
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: not a JSON object"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: holds a list"):
         build_tokenizer(DataConfig(tokenizer=str(path)))
 
 
@@ -114,10 +114,10 @@ def test_a_chat_needs_the_tokens_of_chatml(tmp_path):
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
-        (b"{", "not JSON"),
+        (b"{", "not valid JSON"),
         (b"{}", "it has no `model`"),
-        (b"[]", "it has no `model`"),
-        (b"\xff\xfe\x00", "not JSON"),
+        (b"[]", "holds a list"),
+        (b"\xff\xfe\x00", "cannot be read"),
         (b'{"model": {"type": "BPE"}}', r"not a tokenizer.json that `tokenizers` .* reads"),
     ],
 )

@@ -427,7 +427,7 @@ def test_a_run_goes_on_bitwise_with_other_numbers_of_workers(tmp_path, none_left
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"workers": -1}, "workers must not be negative, got -1"),
+        ({"workers": -1}, "workers must be 0 to 1,024, got -1"),
         ({"workers": 2, "source": "shards", "path": "a"}, "source = shards holds tokens"),
         ({"workers": 2, "source": "shards", "mixture": ("a=1",)}, "source = shards holds tokens"),
     ],
