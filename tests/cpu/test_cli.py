@@ -677,24 +677,3 @@ def test_long_imports_collect_no_garbage(collects: bool) -> None:
         assert gc.isenabled() is collects
     finally:
         gc.enable()
-
-
-def test_the_ending_of_a_path_names_the_source(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "x.jsonl").write_text('{"text": "to be or not to be"}\n' * 20)
-    words = ["train", "qwen3-tiny", *SMALL, "--run.folder", str(tmp_path), "--run.name", "mine"]
-    words += ["--data.path", str(tmp_path / "x.jsonl"), "--run.steps", "3"]
-    assert cli.main(words) == 0
-    stored = json.loads((tmp_path / "mine" / "config.json").read_text())
-    assert stored["data"]["source"] == "jsonl"
-    capsys.readouterr()
-    packed = [*words[:-4], "--run.name", "other", "--data.path", str(tmp_path / "x.jsonl.gz")]
-    (tmp_path / "x.jsonl.gz").write_bytes(b"\x1f\x8b")
-    assert "x.jsonl.gz: .gz is not read; unpack it" in refused(capsys, *packed)
-
-
-def test_a_model_without_data_is_not_trained_on_the_standard_library(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert "hf:PATH needs data" in refused(capsys, "train", f"hf:{tmp_path}", "--run.steps", "3")

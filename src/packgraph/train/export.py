@@ -24,8 +24,9 @@ from safetensors import SafetensorError
 
 from packgraph.integrations.transformers.model import PackedModel
 from packgraph.models.decoder import DecoderModel, ModelChunks
+from packgraph.models.foreign import read_object
 from packgraph.models.hf import CONFIG as CONFIG_FILE
-from packgraph.models.hf import INDEX, WEIGHTS, WeightsError, read_json, save_pretrained
+from packgraph.models.hf import INDEX, WEIGHTS, WeightsError, save_pretrained
 from packgraph.train.build import build_model
 from packgraph.train.checkpoint.reader import CheckpointError
 from packgraph.train.checkpoint.writer import (
@@ -206,7 +207,9 @@ def _copy_tokenizer(config: TrainConfig, folder: Path) -> None:
     known = (
         [path] if config.hf.path is None else [Path(config.hf.path).expanduser() / GENERATION, path]
     )
-    found: dict[str, Any] = next((read_json(file) for file in known if file.is_file()), {})
+    found: dict[str, Any] = next(
+        (read_object(file, WeightsError) for file in known if file.is_file()), {}
+    )
     special: dict[str, Any] = _special_ids(source)
     try:
         ends = build_tokenizer(config.data).ends
@@ -222,11 +225,11 @@ def _special_ids(source: Path) -> dict[str, int]:
     named, words = source / "tokenizer_config.json", source / "tokenizer.json"
     if not (named.is_file() and words.is_file()):
         return {}
-    content = read_json(words)
+    content = read_object(words, WeightsError)
     vocabulary = content.get("model", {}).get("vocab", {})
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     ids |= {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    options = read_json(named)
+    options = read_object(named, WeightsError)
     found = {}
     for kind in ("bos", "eos", "pad"):
         token = options.get(f"{kind}_token")

@@ -45,6 +45,21 @@ from packgraph.train.updates.muon import Muon, is_hidden_matrix
 from packgraph.train.updates.rule import Updated, UpdateRule
 
 TINY = 1e-6  # added to the norm when clipping, as in torch.nn.utils.clip_grad_norm_
+NARROW_SUMS = 16  # microbatches of a rank: sums of so many in bfloat16 are off by half a percent
+CHANGED_SUMS = (
+    "gradients of a step were added up in {before} so far, and are in {now} from here on: steps "
+    "have other bits; --optimizer.gradients {before} goes on as before"
+)
+
+
+def warn_of_sums(dtype: str, microbatches: int) -> str | None:
+    """A warning where gradients of so many microbatches are added up too narrowly, or None."""
+    if dtype != "bfloat16" or microbatches <= NARROW_SUMS:
+        return None
+    return (
+        f"warning: gradients of {microbatches} microbatches are added up in bfloat16, which loses "
+        "what is small beside the sum: --optimizer.gradients float32, or larger capacities"
+    )
 
 
 def learning_rate_at(

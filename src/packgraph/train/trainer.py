@@ -53,7 +53,7 @@ from packgraph.train.features.prediction import FurtherLosses
 from packgraph.train.feed import StepFeed
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
-from packgraph.train.optimizer import learning_rate_of
+from packgraph.train.optimizer import CHANGED_SUMS, learning_rate_of, warn_of_sums
 from packgraph.train.progress import LeftOut, ProgressView
 from packgraph.train.random_state import all_streams, random_states, set_random_states, stream_name
 from packgraph.train.retry import StepRetries
@@ -68,7 +68,6 @@ OPTIMIZER = "optimizer."  # stored names of its state begin so
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
-NARROW_SUMS = 16  # microbatches of a rank: sums of so many in bfloat16 are off by half a percent
 DATA_PATIENCE = 5.0  # seconds in which data may come that the other processes have
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
 
@@ -243,11 +242,7 @@ class Trainer:
         self.step = step
         # Checkpoints that do not say it were written when sums had the weights' dtype.
         before, now = state.get("gradients", self.config.run.dtype), self._sums
-        if before != now:
-            told.append(
-                f"gradients of a step were added up in {before} so far, and are in {now} from here "
-                f"on: steps have other bits; --optimizer.gradients {before} goes on as before"
-            )
+        told += [CHANGED_SUMS.format(before=before, now=now)] * (before != now)
         try:
             self.spikes = Spikes.restored(state.get("spikes", {}))
             return told + self.evaluation.restore(state.get("evaluation", {}))
@@ -484,13 +479,9 @@ class Trainer:
         self._pause = 0.0
         self._fetch.push(record, self._numbers(loss, norm, self._repeats.verdicts(loss), stop))
         self.feed.go_on()
-        if self._tells_sums and self._sums == "bfloat16" and len(fed.share) > NARROW_SUMS:
+        if self._tells_sums and (narrow := warn_of_sums(self._sums, len(fed.share))):
             self._tells_sums = False
-            self.view.note(
-                f"warning: gradients of {len(fed.share)} microbatches are added up in bfloat16, "
-                "which loses what is small beside the sum: --optimizer.gradients float32, or "
-                "larger capacities"
-            )
+            self.view.note(narrow)
         return True
 
     def _wait_for_data(self, stop: StopRequest) -> None:

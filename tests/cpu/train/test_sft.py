@@ -90,7 +90,7 @@ def test_an_export_that_did_not_end_is_repeated_by_the_same_command(
     (tuned / "generation_config.json").write_text("{")
     assert cli.main(["export", "runs/sft", "other"]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "model/generation_config.json is not valid JSON" in said and not list(
+    assert "model/generation_config.json: not valid JSON" in said and not list(
         Path("other").iterdir()
     )
 

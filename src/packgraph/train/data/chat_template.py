@@ -34,7 +34,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from packgraph.models.foreign import read_object, read_text
+from packgraph.models.foreign import naming, read_object, read_text
 from packgraph.train.data.rows import valid_text
 from packgraph.train.data.source import (
     BadDocumentError,
@@ -66,17 +66,11 @@ FROZEN = (
 DATE_CODES = [
     f"%{dash}{code}" for dash in ("-", "") for code in "aAbBcdDeFHIjklmMpPrRsSTuUVwWxXyYZz"
 ]
-# Whatever a program of a stranger can raise.
-FOREIGN = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    NameError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+# Arguments of transformers' function that are no template's.
+RESERVED = ("conversations", "messages", "documents", "chat_template", "add_generation_prompt") + (
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+    "packgraph_clock",
 )
 Span = tuple[int, int]  # of characters
 
@@ -235,7 +229,7 @@ class ChatTemplate:
                         "read; remove it, or use a template that does"
                     )
         for name in arguments:
-            if not self._reads(name):
+            if name in RESERVED or not self._reads(name):
                 raise BadDocumentError(
                     f"{where}: {self.name} does not read `{name}`; remove it, or use a template "
                     "that does"
@@ -311,7 +305,7 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         try:
             library: Any = importlib.import_module("transformers.utils.chat_template_utils")
-            broken = importlib.import_module("jinja2").TemplateError
+            importlib.import_module("jinja2")
         except ImportError as error:
             raise MissingPackageError(
                 f"{self.name}: a chat template needs the packages `transformers` and `jinja2`: "
@@ -323,7 +317,7 @@ class ChatTemplate:
             template = FROZEN + template
             options["packgraph_clock"] = [(code, CLOCK.strftime(code)) for code in DATE_CODES]
         try:
-            with _limited():
+            with naming(f"{where}: {self.name}", "cannot write it", BadDocumentError), _limited():
                 texts, spans = library.render_jinja_template(
                     [[_fields(turn) for turn in messages]],
                     chat_template=template,
@@ -331,14 +325,11 @@ class ChatTemplate:
                     add_generation_prompt=asks,
                     **options,
                 )
-        except TimeoutError as error:
+        except _TooLongError as error:
             raise DataError(
                 f"{where}: {self.name} takes more than {LONGEST:.0f} seconds to write it; does it "
                 "loop? Repair it"
             ) from error
-        except (broken, *FOREIGN) as error:
-            why = str(error) or type(error).__name__
-            raise BadDocumentError(f"{where}: {self.name} cannot write it: {why}") from error
         if len(texts[0]) > LARGEST:
             raise BadDocumentError(f"{where}: {self.name} writes {len(texts[0]):,} characters")
         valid_text(texts[0], f"{where}: what {self.name} writes")
@@ -380,9 +371,13 @@ def _with_mark(span: Span, text: str, special: frozenset[str]) -> Span:
     return (span[0], len(text) - len(behind.lstrip()) + len(mark)) if mark else span
 
 
+class _TooLongError(Exception):
+    """A template runs for too long."""
+
+
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Raise TimeoutError in a template that runs for longer than LONGEST.
+    """Raise _TooLongError in a template that runs for longer than LONGEST.
 
     Lines of the template are traced: no signal, which would need the main thread, and no process.
     """
@@ -390,7 +385,7 @@ def _limited() -> Iterator[None]:
 
     def line(frame: FrameType, event: str, argument: Any) -> Any:
         if time.monotonic() > end:
-            raise TimeoutError
+            raise _TooLongError
         return line
 
     def call(frame: FrameType, event: str, argument: Any) -> Any:

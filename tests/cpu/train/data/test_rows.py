@@ -213,6 +213,10 @@ def test_the_guide_has_the_table_of_these_formats():
         ({"messages": [ASKS, {**SAYS, "train_detail": []}]}, "`train_detail`, which"),
         ({"messages": [ASKS, SAYS], "chat_template_kwargs": {"loud": 1}}, "does not read `loud`"),
         ({"messages": [ASKS, SAYS], "chat_template_kwargs": "x"}, "must be an object"),
+        (
+            {"messages": [ASKS, SAYS], "chat_template_kwargs": {"add_generation_prompt": True}},
+            "does not read `add_generation_prompt`",
+        ),
         ({"messages": [ASKS, SAYS], "tools": "{"}, "`tools` is not JSON"),
         ({"messages": [ASKS, SAYS], "tools": "{}"}, "`tools` must be a list of objects"),
         (

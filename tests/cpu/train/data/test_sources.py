@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from packgraph import cli
 from packgraph.train.data import (
     DataConfig,
     DataError,
@@ -339,3 +340,28 @@ def test_a_file_that_changes_after_it_was_opened_is_never_read(tmp_path, kind, c
     with pytest.raises(DataError, match=f"{first.name}: changed"):
         source.check_unchanged()
     assert "one" in source[1].text
+
+
+TINY = [
+    "--model.num-layers=1", "--model.hidden-size=16", "--model.intermediate-size=32",
+    "--run.steps=3", "--run.tokens-per-step=64", "--graph.capacities=64x4",
+]  # fmt: skip
+
+
+def test_the_ending_of_a_path_names_the_source(capsys, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "to be or not to be"}\n' * 20)
+    words = ["train", "qwen3-tiny", *TINY, "--run.folder", str(tmp_path)]
+    path = ["--data.path", str(tmp_path / "x.jsonl")]
+    assert cli.main([*words, "--run.name", "mine", *path]) == 0
+    stored = json.loads((tmp_path / "mine" / "config.json").read_text())
+    assert stored["data"]["source"] == "jsonl"
+    (tmp_path / "x.jsonl.gz").write_bytes(b"\x1f\x8b")
+    capsys.readouterr()
+    packed = ["--run.name", "other", "--data.path", str(tmp_path / "x.jsonl.gz")]
+    assert cli.main([*words, *packed]) == 2
+    assert "x.jsonl.gz: .gz is not read; unpack it" in capsys.readouterr().err
+
+
+def test_a_model_without_data_is_not_trained_on_the_standard_library(capsys, tmp_path):
+    assert cli.main(["train", f"hf:{tmp_path}", "--run.steps", "3"]) == 2
+    assert "hf:PATH needs data" in capsys.readouterr().err
