@@ -148,7 +148,7 @@ def as_transformers(model: Path, base: Path, folder: Path, whole: Path | None) -
     )
     try:
         made = read(model).train()
-    except (ValueError, TypeError, KeyError, StrictDataclassError):
+    except (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError):
         if whole is None:
             raise
         made = read(_mended(model, whole, folder)).train()
@@ -156,6 +156,8 @@ def as_transformers(model: Path, base: Path, folder: Path, whole: Path | None) -
     names = [name for name, one in made.named_modules() if getattr(one, "p", 0) and "drop" in name]
     if drops or names:
         return "random by its config"
+    if whole is None and not (model / "tokenizer.json").exists():
+        return "on bytes, which is told"
     tokenizer = FileTokenizer(str(base / "tokenizer"))
     total, count = 0.0, 0
     for line in (base / TEXT).read_text().splitlines():

@@ -464,6 +464,8 @@ def test_sections_refuse_what_is_wrong_in_them_all_at_once() -> None:
         ValueError, match=r"learning_rate must be positive.*betas must lie.*clip_norm"
     ):
         OptimizerConfig(learning_rate=0, betas=(0.9, 1.0), clip_norm=-1)
+    with pytest.raises(ValueError, match=r"learning_rate must be a float32, got 1e\+308"):
+        OptimizerConfig(learning_rate=1e308)
     with pytest.raises(ValueError, match=r"warmup must be at least 1.*slots.*capacities must name"):
         GraphConfig(warmup=0, slots=0, capacities=())
     with pytest.raises(

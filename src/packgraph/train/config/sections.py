@@ -89,6 +89,8 @@ class OptimizerConfig:
             {
                 f"learning_rate must be positive, got {self.learning_rate}": self.learning_rate
                 <= 0,
+                f"learning_rate must be a float32, got {self.learning_rate}": self.learning_rate
+                > LARGEST_FLOAT,
                 f"weight_decay must not be negative, got {self.weight_decay}": self.weight_decay
                 < 0,
                 f"betas must lie in [0, 1), got {self.betas}": not all(
@@ -569,6 +571,7 @@ class OffloadConfig:
         )
 
 
+LARGEST_FLOAT = 3.4e38  # of float32, which the device has
 NEEDS_PATH = ("jsonl", "text", "parquet", "shards")
 # The source that the ending of a path says, where no other is named.
 SOURCES: dict[str, Literal["jsonl", "parquet", "text"]] = {
