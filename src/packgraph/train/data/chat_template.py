@@ -330,6 +330,10 @@ class ChatTemplate:
                 f"{where}: {self.name} takes more than {LONGEST:.0f} seconds to write it; does it "
                 "loop? Repair it"
             ) from error
+        except RecursionError as error:  # met in the trace of a line, say
+            raise BadDocumentError(
+                f"{where}: {self.name}: cannot write it: nested too deeply"
+            ) from error
         if len(texts[0]) > LARGEST:
             raise BadDocumentError(f"{where}: {self.name} writes {len(texts[0]):,} characters")
         valid_text(texts[0], f"{where}: what {self.name} writes")

@@ -375,3 +375,18 @@ def test_dropout_of_a_tokenizer_is_switched_off_and_told(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "ab"}\n')
     source = open_documents(DataConfig(source="jsonl", path=str(tmp_path / "x.jsonl")))
     assert "dropout is switched off" in tokenizer_notes(source, tokens)[0]
+
+
+def test_a_template_that_recurses_is_refused_at_any_depth_of_the_stack(tmp_path):
+    """The limit may be met in the template, in Jinja, or in the trace of a line."""
+    tokens = byte_level(tmp_path, "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}")
+
+    def deeper(levels):
+        if levels:
+            deeper(levels - 1)
+        else:
+            encoded(tokens, {"messages": CHAT})
+
+    for levels in range(12):
+        with pytest.raises(DataError, match="nested too deeply"):
+            deeper(levels)
