@@ -44,6 +44,7 @@ from packgraph.train.data.source import (
 )
 
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RANDOM = re.compile(r"(\||map\(\s*['\"])\s*random\b|\blipsum\b")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -220,23 +221,21 @@ class ChatTemplate:
         self, messages: Sequence[Message], where: str, arguments: Mapping[str, Any]
     ) -> None:
         """Raise for fields and arguments that the template does not read."""
+        read = set(re.findall(r"\w+", COMMENT.sub("", self._chosen(arguments))))
         for number, message in enumerate(messages):
             for field in message.given.keys() - ASIDE - {"content"}:
                 names = THOUGHTS if field in THOUGHTS else (field,)
-                if not any(self._reads(name) for name in names):
+                if not read.intersection(names):
                     raise BadDocumentError(
                         f"{where}: message {number} has `{field}`, which {self.name} does not "
                         "read; remove it, or use a template that does"
                     )
         for name in arguments:
-            if name in RESERVED or not self._reads(name):
+            if name in RESERVED or name not in read:
                 raise BadDocumentError(
                     f"{where}: {self.name} does not read `{name}`; remove it, or use a template "
                     "that does"
                 )
-
-    def _reads(self, name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", self._text) is not None
 
     def _check_written(self, messages: Sequence[Message], text: str, where: str) -> None:
         """Raise where something that a chat holds is not in its text."""

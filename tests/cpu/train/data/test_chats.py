@@ -319,6 +319,17 @@ def test_tools_choose_the_template_that_is_named_so(tmp_path):
     assert texts(tmp_path, encoded(tokens, {"messages": CHAT}))[0].startswith("<|im_start|>")
 
 
+def test_a_field_that_another_template_or_a_comment_names_is_not_read(tmp_path):
+    named = [
+        {"name": "default", "template": "{# thinking is left out #}" + PLAIN},
+        {"name": "tool_use", "template": "{{ tools | tojson }}{{ messages[0].mood }}" + PLAIN},
+    ]
+    tokens = byte_level(tmp_path, named)
+    for field in ("mood", "thinking"):
+        with pytest.raises(DataError, match=f"`{field}`, which .* does not read"):
+            encoded(tokens, {"messages": [CHAT[1], {**CHAT[2], field: "x"}, CHAT[1], CHAT[4]]})
+
+
 def test_thoughts_of_earlier_answers_may_be_left_out(tmp_path):
     """As Qwen3's template does: what is learned are the words and the end of the turn."""
     thinks = (
