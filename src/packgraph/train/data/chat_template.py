@@ -44,7 +44,6 @@ from packgraph.train.data.source import (
 )
 
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RANDOM = re.compile(r"(\||map\(\s*['\"])\s*random\b|\blipsum\b")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -168,7 +167,7 @@ class ChatTemplate:
         arguments = arguments or {}
         self._check_read(messages, where, arguments)
         text, marked = self._render(messages, where, arguments)
-        self._check_written(messages, text, where)
+        self._check_written(messages, text, where, arguments)
         answers = [index for index, turn in enumerate(messages) if turn.role == "assistant"]
         if MARKS.search(self._chosen(arguments)):
             if len(marked) > len(answers) and all(messages[index].learned for index in answers):
@@ -180,7 +179,7 @@ class ChatTemplate:
                 )
             return text, [span for index, span in zip(answers, marked) if messages[index].learned]
         if mark := self._next_speaker(special):
-            text = text + mark if messages[-1].role == "assistant" else text
+            text += self._last_mark(messages, text, arguments, special)
         spans = {index: self._answer(messages, index, text, where, arguments) for index in answers}
         if mark:
             spans = {index: _with_mark(span, text, special) for index, span in spans.items()}
@@ -205,6 +204,22 @@ class ChatTemplate:
         template writes an end of its own."""
         return "" if self._ending else _first_of(special, self._next_turn)
 
+    def _last_mark(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        arguments: Mapping[str, Any],
+        special: frozenset[str],
+    ) -> str:
+        """The mark that ends the last message of a chat: that of a tool where it calls one."""
+        if messages[-1].role != "assistant":
+            return ""
+        if not _called(messages[-1]):
+            return self._next_speaker(special)
+        longer, _ = self._render((*messages, Message("tool", "found")), self.name, arguments)
+        after = longer[len(text) :] if longer.startswith(text) else ""
+        return _first_of(special, after.lstrip())
+
     @functools.cached_property
     def _next_turn(self) -> str:
         chat = Message("user", "question"), Message("assistant", "answer")
@@ -221,24 +236,29 @@ class ChatTemplate:
         self, messages: Sequence[Message], where: str, arguments: Mapping[str, Any]
     ) -> None:
         """Raise for fields and arguments that the template does not read."""
-        read = set(re.findall(r"\w+", COMMENT.sub("", self._chosen(arguments))))
+        with naming(f"{where}: {self.name}", "cannot write it", BadDocumentError):
+            json.dumps([arguments, *(message.given for message in messages)])
+            fields, variables = _read_by(self._library(), self._chosen(arguments))
         for number, message in enumerate(messages):
             for field in message.given.keys() - ASIDE - {"content"}:
-                names = THOUGHTS if field in THOUGHTS else (field,)
-                if not read.intersection(names):
+                if fields.isdisjoint(_same(field)):
                     raise BadDocumentError(
                         f"{where}: message {number} has `{field}`, which {self.name} does not "
                         "read; remove it, or use a template that does"
                     )
         for name in arguments:
-            if name in RESERVED or name not in read:
+            if name in RESERVED or name not in variables:
                 raise BadDocumentError(
                     f"{where}: {self.name} does not read `{name}`; remove it, or use a template "
                     "that does"
                 )
 
-    def _check_written(self, messages: Sequence[Message], text: str, where: str) -> None:
+    def _check_written(
+        self, messages: Sequence[Message], text: str, where: str, arguments: Mapping[str, Any]
+    ) -> None:
         """Raise where something that a chat holds is not in its text."""
+        if not all(_holds(text, name) for name in _functions(arguments.get("tools"))):
+            raise BadDocumentError(f"{where}: {self.name} leaves out `tools`")
         for number, message in enumerate(messages):
             what = f"{where}: {self.name} leaves out message {number}"
             parts = message.given.get("content")
@@ -249,10 +269,34 @@ class ChatTemplate:
                 raise BadDocumentError(f"{what}, of the {message.role}")
             if not all(_holds(text, name) for name in _called(message)):
                 raise BadDocumentError(f"{what}: what it calls")
-        last = messages[-1]
-        thought = next((last.given[name] for name in THOUGHTS if name in last.given), "")
-        if isinstance(thought, str) and not _holds(text, thought.strip()):
-            raise BadDocumentError(f"{where}: {self.name} leaves out what the last message thinks")
+            if parts is None and "content" in message.given and "None" in text:
+                empty = replace(message, given={**message.given, "content": ""})
+                bare = (*messages[:number], empty, *messages[number + 1 :])
+                if self._render(bare, where, arguments)[0].count("None") < text.count("None"):
+                    raise BadDocumentError(
+                        f"{where}: {self.name} writes `None` for message {number}, whose `content` "
+                        'is null; write ""'
+                    )
+            for field in message.given.keys() - ASIDE - {"content"}:
+                if message.given[field] and not self._shows(messages, number, field, arguments):
+                    raise BadDocumentError(f"{what}: its `{field}`")
+
+    def _shows(
+        self, messages: Sequence[Message], number: int, field: str, arguments: Mapping[str, Any]
+    ) -> bool:
+        """Whether a field of a message changes what is written. It may do so at the end of a chat
+        alone: templates leave out earlier thoughts."""
+        own = messages[number]
+        given = {name: own.given[name] for name in own.given.keys() - _same(field)}
+        for after in ((), messages[number + 1 :]):
+            chats = [(*messages[:number], one, *after) for one in (own, replace(own, given=given))]
+            try:
+                one, other = (self._render(chat, self.name, arguments)[0] for chat in chats)
+            except BadDocumentError:  # it cannot do without it
+                return True
+            if one != other:
+                return True
+        return False
 
     def _answer(
         self,
@@ -289,6 +333,16 @@ class ChatTemplate:
             "with {% generation %} and {% endgeneration %}"
         )
 
+    def _library(self) -> Any:
+        try:
+            importlib.import_module("jinja2.meta")
+            return importlib.import_module("transformers.utils.chat_template_utils")
+        except ImportError as error:
+            raise MissingPackageError(
+                f"{self.name}: a chat template needs the packages `transformers` and `jinja2`: "
+                "pip install transformers jinja2"
+            ) from error
+
     def _chosen(self, arguments: Mapping[str, Any]) -> str:
         """The template for these arguments, chosen as transformers does."""
         name = "tool_use" if "tools" in arguments and "tool_use" in self._templates else "default"
@@ -302,14 +356,7 @@ class ChatTemplate:
         *,
         asks: bool = False,
     ) -> tuple[str, list[Span]]:
-        try:
-            library: Any = importlib.import_module("transformers.utils.chat_template_utils")
-            importlib.import_module("jinja2")
-        except ImportError as error:
-            raise MissingPackageError(
-                f"{self.name}: a chat template needs the packages `transformers` and `jinja2`: "
-                "pip install transformers jinja2"
-            ) from error
+        library = self._library()
         template = self._chosen(arguments)
         options: dict[str, Any] = {**self._special, **arguments}
         if self.is_dated:
@@ -353,10 +400,30 @@ def _holds(text: str, words: str) -> bool:
     return words in text or json.dumps(words, ensure_ascii=False)[1:-1] in text
 
 
+@functools.cache
+def _read_by(library: Any, template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Names that a template may read of a message, and variables that it reads."""
+    jinja: Any = importlib.import_module("jinja2.meta")
+    tree = library._compile_jinja_template(template).environment.parse(template)
+    nodes = jinja.nodes
+    fields = {node.attr for node in tree.find_all(nodes.Getattr)}
+    fields |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(fields), frozenset(jinja.find_undeclared_variables(tree))
+
+
+def _same(field: str) -> frozenset[str]:
+    """The names of a field of a message."""
+    return frozenset(THOUGHTS if field in THOUGHTS else (field,))
+
+
 def _called(message: Message) -> list[str]:
     """Names of the functions that a message calls."""
-    calls = message.given.get("tool_calls")
-    found = [call.get("function", call) for call in calls or () if isinstance(call, Mapping)]
+    return _functions(message.given.get("tool_calls"))
+
+
+def _functions(given: Any) -> list[str]:
+    """Names of functions in a list of calls or tools."""
+    found = [one.get("function", one) for one in given or () if isinstance(one, Mapping)]
     names = [one.get("name") for one in found if isinstance(one, Mapping)]
     return [name for name in names if isinstance(name, str)]
 

@@ -266,6 +266,7 @@ class ParquetSource:
         self.bad, self.largest_id = BadDocuments(), (-1, "")
         digests = [_digest(file) for file in files]
         table = _load([str(file) for file in files], path, " ".join(digests))
+        self._features = table.features
         self._table: Any = table if limit is None else table.select(range(min(limit, len(table))))
         if not len(self):
             raise DataError(f"{path}: no rows (data.path)")
@@ -279,7 +280,8 @@ class ParquetSource:
         return len(self._table)
 
     def __getitem__(self, index: int) -> SourceDocument:
-        return document_of_row(self._table[index], f"{self._path}, row {index}", self._text_column)
+        row = _without_gaps(self._table[index], self._features)
+        return document_of_row(row, f"{self._path}, row {index}", self._text_column)
 
     def check_unchanged(self) -> None:
         """Raise DataChangedError naming a file that is not what it was when it was opened."""
@@ -289,6 +291,18 @@ class ParquetSource:
         """Hash of the files' contents (of large files: size and samples, see `_digest`) and the
         number of rows."""
         return self._fingerprint
+
+
+def _without_gaps(value: Any, feature: Any) -> Any:
+    """A value without the None of fields that it lacks: a table gives all objects of a column the
+    fields of all others, and a call of a tool would get arguments that nobody wrote."""
+    if isinstance(feature, dict) and isinstance(value, dict):
+        there = {name: one for name, one in value.items() if one is not None}
+        return {name: _without_gaps(one, feature[name]) for name, one in there.items()}
+    inner = getattr(feature, "feature", None)
+    if isinstance(value, list) and (isinstance(inner, dict) or hasattr(inner, "feature")):
+        return [_without_gaps(one, inner) for one in value]
+    return value
 
 
 def _digest(file: Path) -> str:

@@ -250,6 +250,19 @@ def test_the_mark_of_the_next_speaker_is_learned_where_it_ends_an_answer(tmp_pat
     assert texts(tmp_path, encoded(own, {"messages": TURNS}))[1] == "two</s>three</s>"
 
 
+def test_a_call_at_the_end_is_ended_by_the_mark_of_its_tool(tmp_path):
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}\n{% endfor %}{% endfor %}"
+    template = NEXT.replace("{% endfor %}", calls, 1).replace(
+        "<|turn|>{% else %}", "<|turn|>{% elif m.role == 'tool' %}<pad>{% else %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
+    said = []
+    for chat in ([CHAT[1], call], [CHAT[1], call, {"role": "tool", "content": "21"}, CHAT[2]]):
+        document = encoded(byte_level(tmp_path, template), {"messages": chat})
+        said.append(texts(tmp_path, document)[1])
+    assert said == ["\nlook\n<pad>", "\nlook\n<pad>two\n<|turn|>"]
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_run_says_when_nothing_teaches_the_model_to_stop(tmp_path, ends):
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}END{% endfor %}"

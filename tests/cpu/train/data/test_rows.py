@@ -237,6 +237,52 @@ def test_what_would_change_labels_or_tokens_is_refused(tmp_path, row, text):
         encoded(byte_level_tokenizer(tmp_path, TEMPLATE), row)
 
 
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": [{**ASKS, "tools": [TOOL]}, SAYS]}, "message 0 has `tools`, which"),
+        ({"messages": [ASKS, {**SAYS, "string": "x"}]}, "message 1 has `string`, which"),
+        ({"messages": [ASKS, {**SAYS, "function": TOOL}]}, "leaves out message 1: its `function`"),
+        ({"messages": [ASKS, SAYS], "chat_template_kwargs": {"m": 1}}, "does not read `m`"),
+        ({"messages": [ASKS, SAYS], "chat_template_kwargs": {"role": 1}}, "does not read `role`"),
+        ({"messages": [{**ASKS, "thinking": "x"}, SAYS]}, "leaves out message 0: its `thinking`"),
+        (
+            {"messages": [{**ASKS, "tool_calls": [{"at": 1}]}, SAYS]},
+            "leaves out message 0: its `tool_calls`",
+        ),
+        ({"messages": [ASKS, {**CALLS, "tool_calls": [{1, 2}]}]}, "set is not JSON serializable"),
+    ],
+)
+def test_a_word_of_the_template_is_no_field_that_it_reads(tmp_path, row, text):
+    folder = byte_level_tokenizer(tmp_path, TEMPLATE)
+    document = document_of_row(row, "here:1", "text")
+    with pytest.raises(DataError, match=f"^here:1: .*{text}"):
+        build_tokenizer(DataConfig(tokenizer=str(folder))).encode(document)
+
+
+def test_null_is_not_learned_as_a_word(tmp_path):
+    """Templates that write whatever `content` is write None, which transformers trains on."""
+    written = TEMPLATE.replace("{% for part in m.content or [] %}{{ part.text }}{% endfor %}", "X")
+    folder = byte_level_tokenizer(tmp_path, written.replace("X", "{{ m.content }}"))
+    with pytest.raises(DataError, match=r"here:1: .*writes `None` for message 1, whose `content`"):
+        encoded(folder, {"messages": [ASKS, {**CALLS, "content": None}]})
+
+
+def test_a_table_gives_calls_no_arguments_that_nobody_wrote(tmp_path):
+    """Objects of a column get the fields of all of them, as None."""
+    datasets = pytest.importorskip("datasets")
+    other = {"type": "function", "function": {"name": "dig", "arguments": {"depth": 3}}}
+    rows = [{"messages": [ASKS, {**CALLS, "tool_calls": [one]}]} for one in (CALL, other)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
+    folder = byte_level_tokenizer(tmp_path / "model", TEMPLATE)
+    config = DataConfig(source="parquet", path=str(tmp_path / "x.parquet"), tokenizer=str(folder))
+    source, theirs = open_documents(config), AutoTokenizer.from_pretrained(folder)
+    for index, row in enumerate(rows):
+        (document,) = build_tokenizer(config).encode(source[index])
+        found = theirs.apply_chat_template(row["messages"], tokenize=True, return_dict=True)
+        assert document.tokens.tolist() == found["input_ids"]
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "chatml"])
 @pytest.mark.parametrize(
     "row",
