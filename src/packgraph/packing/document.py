@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 
 IGNORED = -100
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+BOUNDARIES = ("seq_lengths", "cu_seq_lens_q", "seq_idx", "position_ids")
+# All that is read of a mapping.
+COLUMNS = ("input_ids", "labels", *MASKS, "attention_mask", *BOUNDARIES)
 Ids = NDArray[np.int64]
 
 

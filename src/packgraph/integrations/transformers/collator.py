@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 
 from packgraph.packing.capacity import Capacity, read_capacities
-from packgraph.packing.document import MASKS, read_item
+from packgraph.packing.document import BOUNDARIES, read_item
 from packgraph.packing.pack import Overlong, PackReport, check_choice, pack
 
 PACKS, REPORT = "packs", "report"
-# What packing reads of an example.
-BOUNDARIES = ("seq_lengths", "cu_seq_lens_q", "seq_idx", "position_ids")
-COLUMNS = ("input_ids", "labels", *MASKS, "attention_mask", *BOUNDARIES)
 QUANTILES = (0.5, 0.9, 1.0)  # of microbatches that have a capacity of that size
 STEP = 64  # tokens that sizes of capacities are multiples of
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.graphed import GraphedModule, control, graph
 from packgraph.integrations.transformers.collator import (
-    COLUMNS,
     PACKS,
     REPORT,
     PackingCollator,
@@ -37,6 +36,7 @@ from packgraph.integrations.transformers.collator import (
 from packgraph.integrations.transformers.model import PackedModel, packed
 from packgraph.packing.batch import PackedBatch
 from packgraph.packing.capacity import Capacity
+from packgraph.packing.document import COLUMNS
 from packgraph.packing.pack import Overlong, PackReport
 from packgraph.parallel.replicate import ReplicatedModule, replicate
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from packgraph.packing.document import COLUMNS
 from packgraph.train.config.values import SHOWN, shown
 from packgraph.train.data.source import (
     ROLES,
@@ -61,9 +62,9 @@ def document_of_row(row: Mapping[str, Any], where: str, text_column: str) -> Sou
             f"`completion`, `chosen` and `rejected`, or `input_ids`, found {_named(sorted(row))}. "
             "Another column can be named by data.text_column"
         )
+    _check_marks(row, form, where)
     if form == "input_ids":
         return SourceDocument(where, row=row, unread=_unread(row, form))
-    _check_marks(row, where)
     found = _read(row, form, where)
     if found.messages is not None:
         found = _with_chat_columns(found, row, where)
@@ -96,22 +97,24 @@ def _has(row: Mapping[str, Any], name: str) -> bool:
 
 def _unread(row: Mapping[str, Any], form: str) -> tuple[str, ...]:
     """Columns with a value that were not read."""
-    if form == "input_ids":
-        return tuple(name for name in FORMS[1:] if _has(row, name))
-    partners = {"chosen": ("prompt", "rejected"), "completion": ("prompt", "label")}
+    wanted = ("label",) if row.get("label") in (True, 1) else ()
+    partners = {"chosen": ("prompt", "rejected"), "completion": ("prompt", *wanted)}
     read = {form, *CHAT_COLUMNS, *partners.get(form, ())}
+    read = {*COLUMNS} if form == "input_ids" else read
     return tuple(name for name in row if name not in read and _has(row, name))
 
 
-def _check_marks(row: Mapping[str, Any], where: str) -> None:
-    """Raise for columns by which a text or chat is not learned, or only some tokens of it."""
-    said = [name for name in (*LABELS, "loss_mask") if _has(row, name)]
-    said += [name for name, yes in MARKS.items() if row.get(name) in (int(not yes),)]
+def _check_marks(row: Mapping[str, Any], form: str, where: str) -> None:
+    """Raise for columns by which a row is not learned, or only some tokens of it, other than those
+    of tokens."""
+    said = [name for name, yes in MARKS.items() if _has(row, name) and row[name] != yes]
+    said = [name for name in (*LABELS, *said) if _has(row, name)]
+    said = [name for name in said if form != "input_ids" or name not in COLUMNS]
     if said:
         raise BadDocumentError(
-            f"{where}: the column `{said[0]}` ({shown(row[said[0]])}) says what is learned, and "
-            "stands beside a text or chat; write it into messages, give `input_ids` with `labels`, "
-            "or remove it"
+            f"{where}: the column `{said[0]}` ({shown(row[said[0]])}) says what is learned of "
+            f"`{form}`, and is not followed; write it into messages, give `input_ids` with "
+            "`labels`, or remove it"
         )
 
 
