@@ -110,6 +110,9 @@ def _of_parts(causal: Any, family: PackedFamily) -> list[str]:
     )
     missing = [name for name in names if name and not hasattr(decoder, name)]
     problems = [f"its decoder has no {', '.join(missing)}"] if missing else []
+    layers, told = len(getattr(decoder, family.layers, ())), causal.config.num_hidden_layers
+    if layers != told:  # some decoders run all, others as many as their config says
+        problems.append(f"it has {layers} layers, and config.num_hidden_layers = {told}; set that")
     for name, module in (("the model", causal), ("its decoder", decoder)):
         if module._forward_hooks or module._forward_pre_hooks:
             problems.append(f"{name} has forward hooks, which would not run")

@@ -223,7 +223,7 @@ class PackedModel(nn.Module):
         # On CUDA an index outside the matrix would end the process.
         hidden = embedding(tokens.masked_fill(~legal, 0)[None])
         if family.scale:
-            hidden = hidden * getattr(self.config, family.scale)
+            hidden = hidden * self._factor(family.scale)
         if family.positions:
             hidden = hidden + self._positions(positions)
         if family.dropout:
@@ -260,8 +260,8 @@ class PackedModel(nn.Module):
 
     @property
     def layers(self) -> list[Any]:
-        """The layers that run."""
-        return list(getattr(self.decoder, self.family.layers))[: self.config.num_hidden_layers]
+        """Its layers."""
+        return list(getattr(self.decoder, self.family.layers))
 
     @property
     def ends(self) -> dict[int, nn.Module]:
@@ -270,12 +270,16 @@ class PackedModel(nn.Module):
         head = self.causal.get_output_embeddings()
         return {-1: getattr(self.decoder, self.family.embedding), len(self.layers): head}
 
+    def _factor(self, name: str) -> Any:
+        """A factor as the model's forward has it: some decoders keep that of their first config."""
+        return getattr(self.decoder, name, getattr(self.config, name))
+
     @property
     def _logits(self) -> tuple[float, float]:
         """Scale and soft cap that make logits of the product with the head."""
         config, family = self.config, self.family
-        scale = getattr(config, family.factor) if family.factor else 1.0
-        scale = scale / getattr(config, family.divisor) if family.divisor else scale
+        scale = self._factor(family.factor) if family.factor else 1.0
+        scale = scale / self._factor(family.divisor) if family.divisor else scale
         softcap = getattr(config, family.softcap) if family.softcap else None
         return float(scale), float(softcap or 0.0)
 

@@ -142,6 +142,38 @@ def grafted(model):
     model.model.layers[1] = build("llama", initializer_range=0.5).model.layers[1]
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("granite", "embedding_multiplier"),
+        ("granite", "logits_scaling"),
+        ("falcon_h1", "embedding_multiplier"),
+        ("falcon_h1", "lm_head_multiplier"),
+    ],
+)
+def test_factors_are_those_of_the_forward_of_the_model(family, name):
+    """Some decoders read their config once, others at each call."""
+    model = build(family)
+    call = packed(model)
+    setattr(model.config, name, 3 * getattr(model.config, name))
+    torch.testing.assert_close(call(batch_of()), document_loss(plain(model)), **TOLERANCE)
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+@pytest.mark.filterwarnings("ignore::packgraph.PackgraphWarning")
+def test_layers_that_the_config_does_not_count_are_refused(graphed):
+    """GPT-2 runs all that it has."""
+    model = build("gpt2")
+    call = packed(model)
+    if graphed:
+        call = packgraph.graph(call, [CAPACITY], warmup=1)
+    for _ in range(3):
+        call(batch_of())
+    model.transformer.h.append(copy.deepcopy(model.transformer.h[1]))
+    with pytest.raises(ValueError, match=r"it has 3 layers, and config.num_hidden_layers = 2"):
+        call(batch_of())
+
+
 @pytest.mark.parametrize("make", [grown, grafted, other_config])
 def test_layers_with_configs_of_their_own(make):
     model = build("llama")
