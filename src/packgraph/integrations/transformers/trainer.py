@@ -214,11 +214,14 @@ class PackedTrainer(_Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, None, None]:
-        """The mean loss of a microbatch, without gradients."""
+        """The mean loss of a microbatch, without gradients; NaN without labels, which the trainer
+        leaves out of its mean."""
         if not inputs[PACKS]:
             return None, None, None
         with torch.no_grad():
-            return self.compute_loss(model, inputs).detach(), None, None
+            loss = self.compute_loss(model, inputs).detach()
+        labelled = any(pack.num_loss_tokens for pack in inputs[PACKS])
+        return loss if labelled else torch.full_like(loss, torch.nan), None, None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, in training with what graphs and packing did since the last time."""

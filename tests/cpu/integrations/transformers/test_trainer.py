@@ -3,6 +3,7 @@ graphs change no bit of it."""
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -339,3 +340,12 @@ def test_the_collator_shifts_labels_once():
     assert batch.labels.tolist() == [-100, 7, -100, 9, *[-100] * 4]
     with pytest.raises(ValueError, match="overlong must be one of"):
         PackingCollator(rows, overlong="cut")
+
+
+def test_an_evaluation_without_labels_is_no_loss_of_zero(tmp_path):
+    """Transformers leaves NaN out of the mean, which 0 would pull down."""
+    nothing = [{**row, "labels": [-100] * len(row["input_ids"])} for row in TEST[:4]]
+    ours = packing(tmp_path)
+    expected = ours.evaluate(TEST)["eval_loss"]
+    assert ours.evaluate(nothing + TEST)["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert math.isnan(ours.evaluate(nothing)["eval_loss"])
