@@ -53,13 +53,13 @@ class Launch:
         wrong = [f"{name}={text[:40]!r}" for name, text in told.items() if not _COUNT(text)]
         if wrong:
             raise LaunchError(f"{', '.join(wrong)} is no number; {REMEDY}")
-        rank, world, *local = (int(told.get(name, "WORLD" in name)) for name in NUMBERS)
-        for of, place, count in (("", rank, world), ("LOCAL_", *local)):
+        rank, world, local, locals_ = (int(told.get(name, "WORLD" in name)) for name in NUMBERS)
+        for of, place, count in (("", rank, world), ("LOCAL_", local, locals_)):
             if place >= count and f"{of}WORLD_SIZE" in (*told, "WORLD_SIZE"):
                 raise LaunchError(
                     f"{of}RANK={place} is none of {of}WORLD_SIZE={count} processes; {REMEDY}"
                 )
-        return Launch(rank, world, *local)
+        return Launch(rank, world, local, locals_)
 
 
 def check_address(environment: Mapping[str, str] = os.environ) -> None:

@@ -56,8 +56,8 @@ from packgraph.train.data.source import (
     SourceDocument,
 )
 from packgraph.train.data.tokenizer import largest_id, read_row
+from packgraph.train.run_files import sampled_digest
 
-WHOLE, SAMPLE, SAMPLES = 2**25, 2**18, 64  # bytes, bytes, number
 INSTALL = "pip install datasets"
 SKIPPED_FOLDERS = frozenset(
     {
@@ -264,8 +264,13 @@ class ParquetSource:
         files = files_of(path, (".parquet",))
         self._stamps = [(file, FileStamp.of(file.stat())) for file in files]
         self.bad, self.largest_id = BadDocuments(), (-1, "")
-        digests = [_digest(file) for file in files]
-        table = _load([str(file) for file in files], path, " ".join(digests))
+        digests = []
+        for file in files:
+            with readable(file):
+                digests.append(sampled_digest(file))
+        # Of large files a digest knows samples, and their times of change what else is written.
+        changes = [str(file.stat().st_ctime_ns) for file in files]
+        table = _load([str(file) for file in files], path, " ".join(digests + changes))
         self._table: Any = table if limit is None else table.select(range(min(limit, len(table))))
         if not len(self):
             raise DataError(f"{path}: no rows (data.path)")
@@ -286,28 +291,8 @@ class ParquetSource:
         check_all(self._stamps)
 
     def fingerprint(self) -> str:
-        """Hash of the files' contents (of large files: size and samples, see `_digest`) and the
-        number of rows."""
+        """Hash of the files' contents (see `sampled_digest`) and the number of rows."""
         return self._fingerprint
-
-
-def _digest(file: Path) -> str:
-    """Hash of a file: of all of it up to WHOLE bytes, else of its size and of evenly spread
-    samples.
-
-    The last sample holds Parquet's footer: sizes, places and statistics of all columns, which
-    change with the rows.
-    """
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with readable(file), file.open("rb") as stream:
-        if size <= WHOLE:
-            digest.update(stream.read())
-        else:
-            for number in range(SAMPLES):
-                stream.seek((size - SAMPLE) * number // (SAMPLES - 1))
-                digest.update(stream.read(SAMPLE))
-    return digest.hexdigest()
 
 
 def _load(files: list[str], path: str, digests: str) -> Any:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from packgraph import cli
+from packgraph.train import run_files
 from packgraph.train.data import (
     DataConfig,
     DataError,
     MissingPackageError,
-    formats,
     open_documents,
 )
 from packgraph.train.data.formats import StandardLibrarySource
@@ -219,8 +219,8 @@ def test_parquet_rows_are_read_through_datasets(tmp_path, monkeypatch):
 def test_the_fingerprint_of_parquet_follows_contents_not_names(tmp_path, monkeypatch, whole):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(formats, "WHOLE", whole)
-    monkeypatch.setattr(formats, "SAMPLE", 512)
+    monkeypatch.setattr(run_files, "WHOLE", whole)
+    monkeypatch.setattr(run_files, "SAMPLE", 512)
 
     def fingerprint(name, rows):
         datasets.Dataset.from_dict({"text": rows}).to_parquet(str(tmp_path / name))
