@@ -365,3 +365,32 @@ def test_the_ending_of_a_path_names_the_source(capsys, tmp_path):
 def test_a_model_without_data_is_not_trained_on_the_standard_library(capsys, tmp_path):
     assert cli.main(["train", f"hf:{tmp_path}", "--run.steps", "3"]) == 2
     assert "hf:PATH needs data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("odd", ["link", "pipe", "folder", "closed"])
+def test_nothing_below_a_folder_is_left_out_without_a_word(tmp_path, odd, monkeypatch):
+    root = tmp_path / "data"
+    (root / "part").mkdir(parents=True)
+    for place in (root, root / "part"):
+        (place / "x.jsonl").write_text('{"text": "a"}\n')
+    (root / "again").symlink_to(root / "part")  # what it leads to is read
+    (root / ".hidden").symlink_to(tmp_path)
+    config = DataConfig(source="jsonl", path=str(root))
+    assert len(open_documents(config)) == 2
+    if odd == "link":
+        (root / "part" / "y.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    elif odd == "pipe":
+        os.mkfifo(root / "part" / "y.jsonl")
+    elif odd == "folder":
+        (root / "part" / "y").symlink_to(tmp_path)
+    else:  # for root no folder is closed
+        real = os.scandir
+
+        def scandir(path):
+            if str(path).endswith("part"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"data/part(/y|/y\.jsonl)?: (not a|a link|cannot be read)"):
+        open_documents(config)
