@@ -149,10 +149,11 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
     evaluation = {name: packs(once, source) for name, source in held_out.items()}
     notes = [*notes, *context_notes(config), *row_notes(documents)]
     notes += tokenizer_notes(documents, tokenizer)
-    if config.data.tokenizer == "bytes" and config.hf.path is not None and not config.hf.random:
+    learned = None if config.hf.random else config.hf.path or config.run.init_from
+    if config.data.tokenizer == "bytes" and learned is not None:
         notes.append(
-            f"warning: text becomes one token a byte, which hf:{config.hf.path} has not learned; "
-            "name its tokenizer.json by --data.tokenizer"
+            f"warning: text becomes one token a byte, which weights in {learned} have learned only "
+            "if they were trained so; else name their tokenizer.json by --data.tokenizer"
         )
     return Prepared(config, packs(config.data, documents), notes, evaluation)
 
