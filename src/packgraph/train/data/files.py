@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 from packgraph.models.foreign import naming
 from packgraph.train.data.source import DataChangedError, DataError
@@ -119,9 +120,16 @@ def readable(file: Path) -> naming:
     return naming(file, "cannot be read", DataError, "see to it, or leave it out (data.path)")
 
 
-def read_unchanged(file: Path, stamp: FileStamp, offset: int = 0, *, line: bool = False) -> bytes:
+def read_unchanged(
+    file: Path,
+    stamp: FileStamp,
+    checksum: int | None = None,
+    offset: int = 0,
+    *,
+    line: bool = False,
+) -> bytes:
     """The bytes of `file` from `offset` on, or one line. Raises DataChangedError if it is not that
-    of `stamp`."""
+    of `stamp`, or these bytes not those of the CRC-32 `checksum`: times can be put back."""
     with readable(file):
         try:
             with file.open("rb") as stream:
@@ -130,6 +138,8 @@ def read_unchanged(file: Path, stamp: FileStamp, offset: int = 0, *, line: bool 
                 stamp.check(os.fstat(stream.fileno()), file)
         except FileNotFoundError as error:
             raise changed(file, "it is gone") from error
+    if checksum not in (None, crc32(content)):
+        raise changed(file, "it was written to")
     return content
 
 

@@ -342,6 +342,18 @@ def test_a_file_that_changes_after_it_was_opened_is_never_read(tmp_path, kind, c
     assert "one" in source[1].text
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_a_file_whose_time_is_put_back_is_not_read_either(tmp_path, kind):
+    path = tmp_path / f"a.{'txt' if kind == 'text' else kind}"
+    path.write_text('{"text": "one"}\n')
+    source = open_documents(DataConfig(source=kind, path=str(tmp_path), on_bad="skip"))
+    time = path.stat().st_mtime_ns
+    written(path)
+    os.utime(path, ns=(time, time))
+    with pytest.raises(DataError, match=r"changed since the run opened it \(it was written to"):
+        source[0]
+
+
 TINY = [
     "--model.num-layers=1", "--model.hidden-size=16", "--model.intermediate-size=32",
     "--run.steps=3", "--run.tokens-per-step=64", "--graph.capacities=64x4",
