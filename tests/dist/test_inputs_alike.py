@@ -51,14 +51,22 @@ def test_facts_know_documents_tokenizer_options_and_versions(tmp_path):
     assert {key for key in a if a[key] != seeded[key]} == {"data", "data.seed"}
 
 
-def test_pieces_of_weights_tell_models_apart(tmp_path):
+@pytest.mark.parametrize("size", [3 * 2**20, 40 * 2**20])
+def test_pieces_of_weights_tell_models_apart(tmp_path, size):
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
-    weights.write_bytes(bytes(3 * 2**20))
+    content = bytearray(size)
+    weights.write_bytes(content)
     before = _sampled(tmp_path)
     assert before == _sampled(tmp_path)
-    weights.write_bytes(os.urandom(3 * 2**20))
+    content[size // 3 : size // 3 + 2**20] = os.urandom(2**20)  # one tensor is another one
+    weights.write_bytes(content)
     assert _sampled(tmp_path) != before
+    if size < 2**25:  # all of a small model counts
+        content[size // 3 : size // 3 + 2**20] = bytes(2**20)
+        content[size // 5] = 1
+        weights.write_bytes(content)
+        assert _sampled(tmp_path) != before
 
 
 def told(mesh, differing):

@@ -87,6 +87,16 @@ def test_a_single_process_has_no_groups():
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "b"},
             "MASTER_PORT='b' is no number",
         ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "99999"},
+            "MASTER_PORT='99999' is no number of a port",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": "29511"},
+            "but MASTER_ADDR is not set",
+        ),
+        ({"WORLD_SIZE": "9" * 5000}, "is no number"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=0 is none of LOCAL_WORLD_SIZE=0 processes"),
     ],
 )
 def test_a_place_that_is_half_told_is_named(told, words, monkeypatch, capsys):
@@ -101,6 +111,7 @@ def test_a_place_that_is_half_told_is_named(told, words, monkeypatch, capsys):
 
 def test_without_a_launcher_there_is_one_process():
     assert Launch.read({}) == Launch(0, 1, 0)
+    assert Launch.read({"LOCAL_RANK": "7"}) == Launch(0, 1, 7)  # as some launchers say it
     assert Launch.read({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Launch(3, 4, 1)
     with processes(Layout(), torch.device("cpu"), Launch()) as mesh:
         assert mesh.world == 1

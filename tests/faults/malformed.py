@@ -156,8 +156,6 @@ def as_transformers(model: Path, base: Path, folder: Path, whole: Path | None) -
     names = [name for name, one in made.named_modules() if getattr(one, "p", 0) and "drop" in name]
     if drops or names:
         return "random by its config"
-    if whole is None and not (model / "tokenizer.json").exists():
-        return "on bytes, which is told"
     tokenizer = FileTokenizer(str(base / "tokenizer"))
     total, count = 0.0, 0
     for line in (base / TEXT).read_text().splitlines():

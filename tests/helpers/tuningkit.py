@@ -59,7 +59,8 @@ def words(folder: Path, model: Path, *more: str, steps: int = 6) -> list[str]:
         "train", f"hf:{model}", "--run.name", "mine", "--run.folder", str(folder / "runs"),
         "--run.steps", str(steps), "--run.dtype", "float32", "--run.tokens-per-step", "120",
         "--data.source", "jsonl", "--data.path", str(data), "--graph.capacities", "128x4",
-        "--optimizer.learning-rate", "1e-2", "--optimizer.decay-steps", "8", *more,
+        "--optimizer.learning-rate", "1e-2", "--optimizer.decay-steps", "8",
+        *([] if (model / "tokenizer.json").exists() else ["--data.tokenizer", "bytes"]), *more,
     ]  # fmt: skip
 
 

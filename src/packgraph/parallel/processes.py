@@ -27,6 +27,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name an
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 REMEDY = "start all processes by torchrun, which sets these variables, or unset them for one alone"
+_COUNT = re.compile(r"\d{1,9}").fullmatch
 ADDRESS = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # by which several processes meet
 
 
@@ -49,25 +50,29 @@ class Launch:
         """As torchrun's environment variables say; a process of its own without them. Raises
         LaunchError."""
         told = {name: environment[name] for name in NUMBERS if name in environment}
-        wrong = [f"{name}={text!r}" for name, text in told.items() if not text.isdecimal()]
+        wrong = [f"{name}={text[:40]!r}" for name, text in told.items() if not _COUNT(text)]
         if wrong:
             raise LaunchError(f"{', '.join(wrong)} is no number; {REMEDY}")
-        rank, world, *local = (int(told.get(name, "WORLD" in name)) for name in NUMBERS)
-        if rank >= world:
-            raise LaunchError(f"RANK={rank} is none of WORLD_SIZE={world} processes; {REMEDY}")
-        return Launch(rank, world, *local)
+        rank, world, local, locals_ = (int(told.get(name, "WORLD" in name)) for name in NUMBERS)
+        for of, place, count in (("", rank, world), ("LOCAL_", local, locals_)):
+            if place >= count and f"{of}WORLD_SIZE" in (*told, "WORLD_SIZE"):
+                raise LaunchError(
+                    f"{of}RANK={place} is none of {of}WORLD_SIZE={count} processes; {REMEDY}"
+                )
+        return Launch(rank, world, local, locals_)
 
 
 def check_address(environment: Mapping[str, str] = os.environ) -> None:
     """Raise LaunchError unless it is known where several processes meet."""
-    missing = [name for name in ADDRESS if name not in environment]
+    missing = [name for name in ADDRESS if not environment.get(name)]
     if missing:
         raise LaunchError(
             f"WORLD_SIZE={environment.get('WORLD_SIZE')} processes are to meet, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; {REMEDY}"
         )
-    if not (port := environment["MASTER_PORT"]).isdecimal():
-        raise LaunchError(f"MASTER_PORT={port!r} is no number; {REMEDY}")
+    port = environment["MASTER_PORT"]
+    if not (_COUNT(port) and 0 < int(port) < 2**16):
+        raise LaunchError(f"MASTER_PORT={port[:40]!r} is no number of a port; {REMEDY}")
 
 
 def set_nccl(environment: MutableMapping[str, str]) -> str | None:

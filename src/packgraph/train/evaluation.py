@@ -72,6 +72,7 @@ class Evaluation:
 
     Attributes:
         best: What they have found so far.
+        feeds: By source, at its beginning between evaluations.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class Evaluation:
         self._options, self._executor, self._modules = options, executor, model.chunks
         self._mesh, self._overflow = mesh, optimizer.overflow
         self._device = optimizer.learning_rate.device
-        self._feeds = {name: feed(stream) for name, stream in (packs or {}).items()}
-        self._begin = {name: own.state_dict() for name, own in self._feeds.items()}
+        self.feeds = {name: feed(stream) for name, stream in (packs or {}).items()}
+        self._begin = {name: own.state_dict() for name, own in self.feeds.items()}
         identities = [state["identity"] for state in self._begin.values()]
         self.best = Best(hashlib.sha256(repr(identities).encode()).hexdigest()[:16])
         self._last: dict[str, Any] = {}
@@ -99,7 +100,7 @@ class Evaluation:
     @property
     def enabled(self) -> bool:
         """Whether there is anything to evaluate on."""
-        return bool(self._feeds)
+        return bool(self.feeds)
 
     def is_due(self, step: int) -> bool:
         """Whether an evaluation follows this step."""
@@ -183,14 +184,14 @@ class Evaluation:
 
     def close(self) -> None:
         """End the threads that make steps ahead."""
-        for feed in self._feeds.values():
+        for feed in self.feeds.values():
             feed.close()
 
     def _sums(self) -> tuple[dict[str, float], dict[str, int]]:
         """Sums of token losses and labels that count, by source, over all ranks."""
         for _ in range(MOST_AGAIN):
-            lacking, tokens = 0.0, dict.fromkeys(self._feeds, 0)
-            totals = torch.zeros(len(self._feeds), dtype=torch.float64, device=self._device)
+            lacking, tokens = 0.0, dict.fromkeys(self.feeds, 0)
+            totals = torch.zeros(len(self.feeds), dtype=torch.float64, device=self._device)
             with (
                 self._executor.uncounted(),
                 undisturbed(self._modules, self._device),
@@ -199,7 +200,7 @@ class Evaluation:
             ):
                 self._executor.before_evaluation()
                 before = self._executor.counts()
-                for name, total in zip(self._feeds, totals, strict=True):
+                for name, total in zip(self.feeds, totals, strict=True):
                     tokens[name] = self._add(name, total)
                 self._counts = self._executor.counts() - before
                 if self._overflow is not None:
@@ -207,7 +208,7 @@ class Evaluation:
             if not lacking:
                 mine = totals.tolist() if self._mesh.tells_loss else [0.0] * len(totals)
                 sums = map(math.fsum, zip(*from_all(self._mesh, mine), strict=True))
-                return dict(zip(self._feeds, sums, strict=True)), tokens
+                return dict(zip(self.feeds, sums, strict=True)), tokens
             self._give_room(lacking)
         raise RuntimeError(
             f"an evaluation did not fit into the room for experts {MOST_AGAIN} times; give more "
@@ -217,7 +218,7 @@ class Evaluation:
     def _add(self, name: str, total: Tensor) -> int:
         """Add the token losses of this rank's share of a source to `total`; the labels that count
         on all ranks."""
-        feed, tokens = self._feeds[name], 0
+        feed, tokens = self.feeds[name], 0
         feed.load_state_dict(self._begin[name])
         try:
             while (step := feed.take()).packs:

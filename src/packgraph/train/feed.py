@@ -9,15 +9,18 @@
 All ranks plan all packs by lengths alone; tokens are read for the packs of this rank. A pack waits
 in pinned memory, so its upload is one copy that the host does not wait for. The invariant: the
 position of a feed is that of the stream after the last step that was taken, however many were made
-ahead of it.
+ahead of it. A read may hang for ever: nobody waits for the thread without an end.
 """
 
 import contextlib
 import dataclasses
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -27,10 +30,17 @@ from packgraph.packing.batch import PackedBatch
 from packgraph.packing.pack import PackReport, PlannedPack
 from packgraph.parallel.context.plan import ContextPlan
 from packgraph.train.data import Microbatches, PlannedSteps
-from packgraph.train.data.source import BadDocuments
+from packgraph.train.data.source import BadDocuments, DataError
+from packgraph.train.signals import StopRequest
 from packgraph.train.step import MicrobatchAssignment, StepPack, count_loss_tokens, take_step
 
 LOOK = 0.2  # seconds that one look for a step may wait; signals are heeded in between
+PATIENCE = 5.0  # seconds in which data may come that the other processes have
+LONGEST = 5.0  # seconds that the end of a feed waits for the step that is being made
+
+
+class NoDataError(DataError):
+    """Data that had not come when the run was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,11 @@ class FedStep:
 
 
 class StepFeed:
-    """The steps of a run, in order."""
+    """The steps of a run, in order.
+
+    Attributes:
+        stop: Ends what waits for a step, None = nothing does.
+    """
 
     def __init__(
         self,
@@ -79,14 +93,18 @@ class StepFeed:
         sharing: MicrobatchAssignment,
         device: torch.device,
         ahead: int,
+        patience: float = 0.0,
     ) -> None:
-        """ahead: steps that are made before they are asked for; 0 makes each when it is."""
+        """ahead: steps that are made before they are asked for; 0 makes each when it is. patience:
+        seconds after a request to stop in which a step may still come."""
         self._stream, self._tokens_per_step, self._sharing = stream, tokens_per_step, sharing
         self._pins, self._ahead = device.type == "cuda", ahead
         self._state: dict[str, Any] | None = None  # None: that of the stream
         self._counts: StreamCounts | None = None
         self._making: deque[Future[FedStep]] = deque()
-        self._thread: ThreadPoolExecutor | None = None
+        self._asked: SimpleQueue[Future[FedStep] | None] | None = None
+        self.stop: StopRequest | None = None
+        self._patience = patience
         self._is_whole = True  # no step is half made
 
     @property
@@ -95,9 +113,18 @@ class StepFeed:
         return self._counts or StreamCounts.of(self._stream)
 
     def take(self) -> FedStep:
-        """The next step. Raises what the stream raises, in the place of the step that it met."""
+        """The next step. Raises what the stream raises, in the place of the step that it met, and
+        NoDataError where it has not come after a request to stop."""
+        end: float | None = None
         while not self.is_ready():
-            pass
+            if self.stop is None or not self.stop.has_come():
+                continue
+            end = time.monotonic() + self._patience if end is None else end
+            if time.monotonic() >= end:
+                raise NoDataError(
+                    f"stopped by {self.stop.reason} while data did not come; other processes wait "
+                    "for this one in that step"
+                )
         step = self._making.popleft().result()
         self._state, self._counts = step.state, step.counts
         if step.plan is not None and isinstance(self._stream, PlannedSteps):
@@ -120,9 +147,21 @@ class StepFeed:
             self._start()
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, f"{QUIET_THREAD}-data")
-        self._making.append(self._thread.submit(self._make))
+        if self._asked is None:
+            self._asked = SimpleQueue()
+            name, asked = f"{QUIET_THREAD}-data", (self._asked,)
+            threading.Thread(target=self._serve, args=asked, name=name, daemon=True).start()
+        self._making.append(Future())
+        self._asked.put(self._making[-1])
+
+    def _serve(self, asked: "SimpleQueue[Future[FedStep] | None]") -> None:
+        """Make steps until there is None; what the thread runs."""
+        for future in iter(asked.get, None):
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._make())
+                except BaseException as error:  # noqa: BLE001 (raised by `take`)
+                    future.set_exception(error)
 
     def _make(self) -> FedStep:
         if not self._is_whole:
@@ -164,21 +203,18 @@ class StepFeed:
             self.load_state_dict(self._state)
         yield
 
-    def _drop(self) -> None:
-        """Forget what was made ahead, and wait for what is being made."""
-        for future in self._making:
-            future.cancel()
-        for future in self._making:
-            if not future.cancelled():
-                future.exception()  # waits; what the dropped step met is met again
+    def _drop(self, limit: float | None = None) -> None:
+        """Forget what was made ahead, and wait for what is being made; what it met is met again.
+        limit: in seconds."""
+        wait([future for future in self._making if not future.cancel()], limit)
         self._making.clear()
         self._is_whole = True
 
     def close(self) -> None:
         """End the thread, and the processes of the stream."""
         self._stream.interrupt()
-        self._drop()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        self._drop(LONGEST)
+        if self._asked is not None:
+            self._asked.put(None)
+            self._asked = None
         self._stream.close()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from packgraph.models.foreign import REMEDY, naming
 from packgraph.models.hf import WeightsError
 from packgraph.models.hf_config import config_to_json
 from packgraph.parallel.heartbeat import Whereabouts, signs_of_life
@@ -54,7 +55,7 @@ from packgraph.train.features.offload import TrainerOffloading, report_offloadin
 from packgraph.train.features.shard import most_sharded, with_chosen_shard
 from packgraph.train.memory import agreement, available_memory, check_memory
 from packgraph.train.progress import ProgressView, left_out_line
-from packgraph.train.run_files import RunFileError
+from packgraph.train.run_files import RunFileError, sampled_digest
 from packgraph.train.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -74,8 +75,7 @@ from packgraph.train.trainer import COMPLETED, DATA_ENDED, Trainer
 from packgraph.train.validate import validate
 
 ALONE = Launch()
-PACKAGES = ("packgraph", "torch", "transformers", "tokenizers")  # numbers depend on their versions
-PIECES, PIECE = 16, 2**16  # of a file of weights that ranks compare; bytes
+PACKAGES = ("packgraph", "torch", "transformers", "tokenizers", "numpy")  # whose versions count
 MOST_NAMED = 3  # differences of a rank, and ranks, in one message
 
 
@@ -149,10 +149,11 @@ def prepare(config: TrainConfig, device: torch.device, world: int = 1) -> Prepar
     evaluation = {name: packs(once, source) for name, source in held_out.items()}
     notes = [*notes, *context_notes(config), *row_notes(documents)]
     notes += tokenizer_notes(documents, tokenizer)
-    if config.data.tokenizer == "bytes" and config.hf.path is not None and not config.hf.random:
+    learned = None if config.hf.random else config.hf.path or config.run.init_from
+    if config.data.tokenizer == "bytes" and learned is not None:
         notes.append(
-            f"warning: text becomes one token a byte, which hf:{config.hf.path} has not learned; "
-            "name its tokenizer.json by --data.tokenizer"
+            f"warning: text becomes one token a byte, which weights in {learned} have learned only "
+            "if they were trained so; else name their tokenizer.json by --data.tokenizer"
         )
     return Prepared(config, packs(config.data, documents), notes, evaluation)
 
@@ -186,19 +187,12 @@ def input_facts(given: TrainConfig, prepared: Prepared) -> dict[str, Any]:
 
 
 def _sampled(folder: Path) -> str:
-    """A digest of the config, and of sizes and pieces of the weights, in the folder of a model."""
-    digest = hashlib.sha256()
-    try:
-        for file in sorted([folder / "config.json", *folder.glob("*.safetensors*")]):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size} ".encode())
-            with file.open("rb") as stream:
-                for number in range(PIECES):
-                    stream.seek(number * size // PIECES)
-                    digest.update(stream.read(PIECE))
-    except OSError as error:
-        raise WeightsError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    return digest.hexdigest()[:16]
+    """A digest of the config, and of the weights or samples of them, in the folder of a model."""
+    found = []
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors*")]):
+        with naming(file, "cannot be read", WeightsError, REMEDY):
+            found.append((file.name, sampled_digest(file)))
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 def check_alike(mesh: Mesh, facts: Mapping[str, Any]) -> None:

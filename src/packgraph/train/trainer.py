@@ -50,7 +50,7 @@ from packgraph.train.features.context import (
 from packgraph.train.features.lora import BASE, base_fingerprint, check_base
 from packgraph.train.features.moe import restore_room, room_of_experts
 from packgraph.train.features.prediction import FurtherLosses
-from packgraph.train.feed import StepFeed
+from packgraph.train.feed import PATIENCE, NoDataError, StepFeed
 from packgraph.train.metrics import METRICS, LateFetch, MetricsLog, RowsOnly, finite, summarize
 from packgraph.train.node_folders import NodeFolders, checkpoint_here, shared_folder
 from packgraph.train.optimizer import CHANGED_SUMS, learning_rate_of, warn_of_sums
@@ -68,12 +68,7 @@ OPTIMIZER = "optimizer."  # stored names of its state begin so
 RANDOM = "random."  # stored names of random states begin so; a rank needs only its own
 COMPLETED = "all steps done"
 DATA_ENDED = "the data ended"
-DATA_PATIENCE = 5.0  # seconds in which data may come that the other processes have
 KEPT_POSITIONS = 4  # steps; one is launched before the numbers of the last are known
-
-
-class NoDataError(DataError):
-    """Data that had not come when the run was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +130,9 @@ class Trainer:
         )
 
         def feed(stream: Microbatches) -> StepFeed:
-            run = config.run
-            return StepFeed(stream, run.tokens_per_step, sharing, device, config.data.prefetch)
+            patience = 0.0 if self.mesh.world == 1 else PATIENCE
+            per_step, ahead = config.run.tokens_per_step, config.data.prefetch
+            return StepFeed(stream, per_step, sharing, device, ahead, patience)
 
         self.feed = feed(microbatches)
         torch.manual_seed(dropout_seed(config.run.seed, self.mesh, sequence=self._splits_rows))
@@ -282,6 +278,8 @@ class Trainer:
             # A run that was stopped before is not to be started again.
             stopped = summary.pop("exit_code", None) is not None
             return summary | ({"ended": COMPLETED} if stopped else {})
+        for feed in (self.feed, *self.evaluation.feeds.values()):
+            feed.stop = stop
         log = self._open_log()
         if log.damaged:
             lines = ", ".join(map(str, log.damaged[:8])) + (" …" if len(log.damaged) > 8 else "")
@@ -439,7 +437,6 @@ class Trainer:
         self._positions[self.step] = self.feed.state_dict()
         self._positions.pop(self.step - KEPT_POSITIONS, None)
         asked = time.perf_counter()
-        self._wait_for_data(stop)
         fed = self.feed.take()
         data_wait = time.perf_counter() - asked
         batches = fed.packs
@@ -483,21 +480,6 @@ class Trainer:
             self._tells_sums = False
             self.view.note(narrow)
         return True
-
-    def _wait_for_data(self, stop: StopRequest) -> None:
-        """Have the next step made. Raises NoDataError for a request to stop meanwhile; not at once
-        where other processes may have made that step, and wait for this one in it."""
-        since: float | None = None
-        while not self.feed.is_ready():
-            if not stop.has_come():
-                continue
-            now = time.monotonic()
-            since = now if since is None else since
-            if self.mesh.world == 1 or now - since > DATA_PATIENCE:
-                raise NoDataError(
-                    f"stopped by {stop.reason} while the data of step {self.step + 1} did not "
-                    "come; other processes wait for this one in that step"
-                )
 
     def _enter_step(self) -> None:
         """Say what the next step is."""

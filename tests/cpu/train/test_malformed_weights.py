@@ -272,10 +272,14 @@ def test_a_config_of_transformers_that_makes_no_sense_is_named(
         (INDEX, '{"weight_map": {"a": "gone.safetensors"}}', "cannot load its weights"),
         (WEIGHTS, b"no such thing", "cannot load its weights"),
         (WEIGHTS, dead, "cannot load its weights"),
+        (WEIGHTS, pipe, "model.safetensors: this is no file"),
+        ("model-00001-of-00002.safetensors", pipe, "of-00002.safetensors: this is no file"),
         ("tokenizer.json", nowhere, "tokenizer.json: no such file"),
+        ("README.md", "no tokenizer", "tokenizer.json: no such file; data.tokenizer must be"),
     ],
 )
 def test_files_beside_a_config_that_make_no_sense_are_named(name, content, says, tmp_path, capsys):
     words = ["train", "hf:{dir}", "--run.folder", "{dir}/runs", *DATA, "--run.device", "cpu"]
+    words += [] if "tokenizer" in says else ["--data.tokenizer", "bytes"]
     files = {"config.json": json.dumps(LIVE), name: content, "d.jsonl": GOOD}
     refuse(Case("", words, says, files), tmp_path, capsys)

@@ -107,10 +107,12 @@ def test_a_run_writes_all_its_files(tmp_path: Path) -> None:
 
 
 class HangingPacks(RandomPacks):
-    """Packs that do not come any more, from one on, until nobody wants them."""
+    """Packs that do not come any more, from one on, until nobody wants them; not even then without
+    `can_end`."""
 
-    def __init__(self, hanging: int) -> None:
+    def __init__(self, hanging: int, can_end: bool) -> None:
         super().__init__()
+        self.can_end = can_end
         self.hanging, self.asked, self.over = hanging, threading.Event(), threading.Event()
 
     def __next__(self) -> Any:
@@ -121,15 +123,20 @@ class HangingPacks(RandomPacks):
         return super().__next__()
 
     def interrupt(self) -> None:
-        self.over.set()
+        if self.can_end:
+            self.over.set()
 
 
+@pytest.mark.parametrize("can_end", [True, False], ids=["a worker", "a file system"])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_stop_is_heeded_while_data_do_not_come(tmp_path: Path, prefetch: int) -> None:
+def test_a_stop_is_heeded_while_data_do_not_come(
+    tmp_path: Path, prefetch: int, can_end: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last whole step is saved, and who goes on from it ends as if never stopped."""
+    monkeypatch.setattr("packgraph.train.feed.LONGEST", 0.5)
     config = dataclasses.replace(tiny(), data=DataConfig(prefetch=prefetch))
     trainer(tmp_path / "straight", config).run(StopRequest())
-    packs, stop = HangingPacks(9), StopRequest()
+    packs, stop = HangingPacks(9, can_end), StopRequest()
     run = trainer(tmp_path / "run", config, packs)
 
     def signalled() -> None:
@@ -142,6 +149,9 @@ def test_a_stop_is_heeded_while_data_do_not_come(tmp_path: Path, prefetch: int) 
     summary = run.run(stop)
     run.close()
     scheduler.join()
+    hanging = [thread for thread in threading.enumerate() if thread.name.endswith("-data")]
+    assert all(thread.daemon for thread in hanging)  # so that a process ends without them
+    packs.over.set()
     assert summary["ended"] == "stopped by SIGTERM" and summary["exit_code"] == 143
     assert 0 < summary["steps"] < config.run.steps
     again = trainer(tmp_path / "run", config)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tuningkit import word_tokenizer
 
 from packgraph import cli
 from packgraph.models.decoder import DecoderConfig, DecoderModel
@@ -93,6 +94,18 @@ def test_a_resumed_run_takes_its_checkpoint_and_needs_the_weights_no_more(start:
     start_of, three, four = (states(folder / name) for name in ("gone", "three", "four"))
     assert not torch.equal(three["norm.weight"], start_of["norm.weight"])
     assert not torch.equal(three["norm.weight"], four["norm.weight"])
+
+
+def test_weights_bring_their_tokenizer(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, words = start
+    word_tokenizer(folder / "weights", None)
+    assert cli.main(words) == 0
+    data = json.loads((folder / "runs" / "mine" / "config.json").read_text())["data"]
+    assert data["tokenizer"] == str(folder / "weights")
+    assert "one token a byte" not in capsys.readouterr().err
+    # Bytes are a choice that is told.
+    assert cli.main([*words[:-1], "bytes", "--data.tokenizer", "bytes"]) == 0
+    assert "warning: text becomes one token a byte" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_does_not_fit_is_named(start: Any, capsys: pytest.CaptureFixture[str]) -> None:

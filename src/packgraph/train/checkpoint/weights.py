@@ -7,6 +7,7 @@ by name. Layers of multi-token prediction alone may be more or fewer: they stay 
 out, and that is told.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,8 @@ from packgraph.train.config.reading import ConfigLayer
 
 
 def shape_layer(path: str) -> ConfigLayer:
-    """The shape of the model in the folder `path` as values of a configuration. Raises
-    WeightsError."""
+    """The shape of the model in the folder `path` as values of a configuration, and its tokenizer
+    if there is one. Raises WeightsError."""
     file = Path(path).expanduser() / CONFIG
     with _one_error():
         found, _ = pretrained_config(file.parent)
@@ -36,7 +37,9 @@ def shape_layer(path: str) -> ConfigLayer:
         for section in sections:
             inner = inner.setdefault(section, {})
         inner[name] = value
-    return ConfigLayer(str(file), {"model": values})
+    has_tokenizer = os.path.lexists(file.with_name("tokenizer.json"))  # a broken link, too
+    data = {"data": {"tokenizer": path}} if has_tokenizer else {}
+    return ConfigLayer(str(file), {"model": values, **data})
 
 
 def load_weights(models: Sequence[DecoderModel], path: str) -> None:

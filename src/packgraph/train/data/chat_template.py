@@ -45,7 +45,7 @@ from packgraph.train.data.source import (
 
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-RANDOM = re.compile(r"(\||map\(\s*['\"])\s*random\b|\blipsum\b")
+ADDRESS = re.compile(r" at (0x[0-9a-f]+)>")  # of an object of Python, another one each time
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 # Names that transformers reads what a model has thought by.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -55,6 +55,7 @@ ASIDE = frozenset(
     + ("date", "model", "language", "source", "url", "metadata")
 )
 CLOCK = datetime(2024, 7, 26)  # the date that templates of Llama 3 fall back to
+VARIES = "writes something else each time ({}), so no run could be repeated; remove that"
 LONGEST, LARGEST = 10.0, 2**26  # seconds and characters of one chat
 # Jinja takes the place of `strftime_now` by this macro, which knows no clock.
 FROZEN = (
@@ -98,15 +99,10 @@ class ChatTemplate:
     """Templates of a tokenizer, and the special tokens that they may name. name: of their file."""
 
     def __init__(self, templates: Mapping[str, str], special: dict[str, str], name: str) -> None:
-        """templates: by name, `default` and perhaps `tool_use`. name: of their file, for messages.
-        Raises DataError for one that draws at random."""
+        """templates: by name, `default` and perhaps `tool_use`. name: of their file, for
+        messages."""
         self._templates, self._special, self.name = templates, special, name
         self._text = "".join(templates.values())
-        if found := RANDOM.search(self._text):
-            raise DataError(
-                f"{name}: it writes something else each time ({found.group().strip()}), so no run "
-                "could be repeated; remove that"
-            )
         identity = repr((sorted(templates.items()), special, str(CLOCK)))
         self.fingerprint = hashlib.sha256(identity.encode(errors="surrogatepass")).hexdigest()[:16]
 
@@ -371,17 +367,17 @@ class ChatTemplate:
                     add_generation_prompt=asks,
                     **options,
                 )
-        except _TooLongError as error:
-            raise DataError(
-                f"{where}: {self.name} takes more than {LONGEST:.0f} seconds to write it; does it "
-                "loop? Repair it"
-            ) from error
+        except _TemplateError as error:
+            raise DataError(f"{where}: {self.name} {error}") from error
         except RecursionError as error:  # met in the trace of a line, say
             raise BadDocumentError(
                 f"{where}: {self.name}: cannot write it: nested too deeply"
             ) from error
         if len(texts[0]) > LARGEST:
             raise BadDocumentError(f"{where}: {self.name} writes {len(texts[0]):,} characters")
+        found = ADDRESS.search(texts[0])
+        if found and found[1] not in f"{messages} {arguments}":
+            raise DataError(f"{where}: {self.name} {VARIES.format(found[1])}")
         valid_text(texts[0], f"{where}: what {self.name} writes")
         return texts[0], [(start, stop) for start, stop in (spans[0] if spans else ())]
 
@@ -441,13 +437,13 @@ def _with_mark(span: Span, text: str, special: frozenset[str]) -> Span:
     return (span[0], len(text) - len(behind.lstrip()) + len(mark)) if mark else span
 
 
-class _TooLongError(Exception):
-    """A template runs for too long."""
+class _TemplateError(Exception):
+    """What a template must not do."""
 
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Raise _TooLongError in a template that runs for longer than LONGEST.
+    """Raise _TemplateError in a template that runs for longer than LONGEST, or draws at random.
 
     Lines of the template are traced: no signal, which would need the main thread, and no process.
     """
@@ -455,10 +451,14 @@ def _limited() -> Iterator[None]:
 
     def line(frame: FrameType, event: str, argument: Any) -> Any:
         if time.monotonic() > end:
-            raise _TooLongError
+            raise _TemplateError(
+                f"takes more than {LONGEST:.0f} seconds to write it; does it loop? Repair it"
+            )
         return line
 
     def call(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_globals.get("__name__") == "random":
+            raise _TemplateError(VARIES.format(f"random.{frame.f_code.co_name}"))
         return line if frame.f_code.co_filename == "<template>" else None
 
     sys.settrace(call)

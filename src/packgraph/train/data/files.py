@@ -8,9 +8,10 @@ document.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 from packgraph.models.foreign import naming
 from packgraph.train.data.source import DataChangedError, DataError
@@ -39,11 +40,7 @@ def files_of(path: str, suffixes: Sequence[str]) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise DataError(f"{path}: no such file or folder (data.path)")
-    there = sorted(
-        file
-        for file in root.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
-    )
+    there = sorted(_below(root))
     for file in there:
         if file.suffix.lower() == ".arrow" or set(map(str.lower, file.suffixes)) & set(suffixes):
             _check_packed(file)
@@ -52,7 +49,28 @@ def files_of(path: str, suffixes: Sequence[str]) -> list[Path]:
         raise DataError(
             f"{path}: no files ending in {', '.join(suffixes)} below this folder (data.path)"
         )
+    if odd := [file for file in found if not file.is_file()]:
+        raise DataError(f"{odd[0]}: not a file, or a link to none; restore or remove it")
     return found
+
+
+def _below(root: Path) -> Iterator[Path]:
+    """All files below a folder that are not hidden. Raises DataError for folders that cannot be
+    read, and links to others that are not below."""
+
+    def refuse(error: OSError) -> None:
+        with readable(Path(error.filename)):
+            raise error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(folder, name) for name in folders):
+            if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+                raise DataError(
+                    f"{path}: a link to a folder elsewhere, which is not followed; move that "
+                    "folder here, or remove the link"
+                )
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _check_packed(file: Path) -> None:
@@ -102,9 +120,16 @@ def readable(file: Path) -> naming:
     return naming(file, "cannot be read", DataError, "see to it, or leave it out (data.path)")
 
 
-def read_unchanged(file: Path, stamp: FileStamp, offset: int = 0, *, line: bool = False) -> bytes:
+def read_unchanged(
+    file: Path,
+    stamp: FileStamp,
+    checksum: int | None = None,
+    offset: int = 0,
+    *,
+    line: bool = False,
+) -> bytes:
     """The bytes of `file` from `offset` on, or one line. Raises DataChangedError if it is not that
-    of `stamp`."""
+    of `stamp`, or these bytes not those of the CRC-32 `checksum`: times can be put back."""
     with readable(file):
         try:
             with file.open("rb") as stream:
@@ -113,6 +138,8 @@ def read_unchanged(file: Path, stamp: FileStamp, offset: int = 0, *, line: bool 
                 stamp.check(os.fstat(stream.fileno()), file)
         except FileNotFoundError as error:
             raise changed(file, "it is gone") from error
+    if checksum not in (None, crc32(content)):
+        raise changed(file, "it was written to")
     return content
 
 

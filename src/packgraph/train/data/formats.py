@@ -42,6 +42,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from packgraph.train.config.sections import DataConfig
 from packgraph.train.data.files import FileStamp, check_all, files_of, read_unchanged, readable
@@ -56,8 +57,8 @@ from packgraph.train.data.source import (
     SourceDocument,
 )
 from packgraph.train.data.tokenizer import largest_id, read_row
+from packgraph.train.run_files import sampled_digest
 
-WHOLE, SAMPLE, SAMPLES = 2**25, 2**18, 64  # bytes, bytes, number
 INSTALL = "pip install datasets"
 SKIPPED_FOLDERS = frozenset(
     {
@@ -93,7 +94,8 @@ class JsonLinesSource:
         """
         self._text_column = text_column
         self._files = files_of(path, (".jsonl", ".json"))
-        self._places = array("q")  # file number, line number and byte offset of each document
+        # File number, line number, CRC-32 and byte offset of each document.
+        self._places = array("q")
         self._stamps: list[FileStamp] = []
         self._skip_bad, self.bad = skip_bad, BadDocuments()
         self.largest_id = -1, ""
@@ -111,11 +113,11 @@ class JsonLinesSource:
             raise DataError(f"{path}: no documents, {found}; is it the right file (data.path)?")
 
     def __len__(self) -> int:
-        return len(self._places) // 3
+        return len(self._places) // 4
 
     def __getitem__(self, index: int) -> SourceDocument:
-        number, line, offset = self._places[3 * index : 3 * index + 3]
-        content = read_unchanged(self._files[number], self._stamps[number], offset, line=True)
+        number, line, *place = self._places[4 * index : 4 * index + 4]
+        content = read_unchanged(self._files[number], self._stamps[number], *place, line=True)
         return self._parse(content, f"{self._files[number]}:{line}")
 
     def check_unchanged(self) -> None:
@@ -136,7 +138,7 @@ class JsonLinesSource:
                 if limit is not None and len(self) >= limit:
                     break
                 if content.strip() and self._is_good(content, f"{file}:{line}"):
-                    self._places.extend((number, line, offset))
+                    self._places.extend((number, line, crc32(content), offset))
                     yield content
                 offset += len(content)
             stamp.check(os.fstat(stream.fileno()), file)
@@ -201,15 +203,16 @@ class TextFolderSource:
         Raises DataError naming the file that is not UTF-8, if they are not left out.
         """
         self._files: list[Path] = []
-        self._stamps: list[FileStamp] = []
+        self._stamps: list[tuple[FileStamp, int]] = []  # and CRC-32
         self.bad, self.largest_id = BadDocuments(), (-1, "")
         digest = hashlib.sha256()
         for file in files_of(path, suffixes):
             if limit is not None and len(self._files) >= limit:
                 break
             stamp = FileStamp.of(file.stat())
+            content = read_unchanged(file, stamp)
             try:
-                text = _read(file, stamp)
+                text = _decoded(file, content)
             except BadDocumentError as error:
                 if not skip_bad:
                     raise
@@ -217,7 +220,7 @@ class TextFolderSource:
                 continue
             if text.strip():
                 self._files.append(file)
-                self._stamps.append(stamp)
+                self._stamps.append((stamp, crc32(content)))
                 digest.update(text.encode() + b"\0")
         if not self._files:
             raise DataError(
@@ -229,22 +232,22 @@ class TextFolderSource:
         return len(self._files)
 
     def __getitem__(self, index: int) -> SourceDocument:
-        return SourceDocument(
-            str(self._files[index]), text=_read(self._files[index], self._stamps[index])
-        )
+        file = self._files[index]
+        content = read_unchanged(file, *self._stamps[index])
+        return SourceDocument(str(file), text=_decoded(file, content))
 
     def check_unchanged(self) -> None:
         """Raise DataChangedError naming a file that is not what it was when it was opened."""
-        check_all(zip(self._files, self._stamps, strict=True))
+        check_all(zip(self._files, (stamp for stamp, _ in self._stamps), strict=True))
 
     def fingerprint(self) -> str:
         """Hash of all texts."""
         return self._fingerprint
 
 
-def _read(file: Path, stamp: FileStamp) -> str:
+def _decoded(file: Path, content: bytes) -> str:
     try:
-        return read_unchanged(file, stamp).decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadDocumentError(
             f"{file}: not UTF-8 (byte {error.start}: {error.reason}); convert or remove it"
@@ -264,8 +267,13 @@ class ParquetSource:
         files = files_of(path, (".parquet",))
         self._stamps = [(file, FileStamp.of(file.stat())) for file in files]
         self.bad, self.largest_id = BadDocuments(), (-1, "")
-        digests = [_digest(file) for file in files]
-        table = _load([str(file) for file in files], path, " ".join(digests))
+        digests = []
+        for file in files:
+            with readable(file):
+                digests.append(sampled_digest(file))
+        # Of large files a digest knows samples, and their times of change what else is written.
+        changes = [str(file.stat().st_ctime_ns) for file in files]
+        table = _load([str(file) for file in files], path, " ".join(digests + changes))
         self._features = table.features
         self._table: Any = table if limit is None else table.select(range(min(limit, len(table))))
         if not len(self):
@@ -288,8 +296,7 @@ class ParquetSource:
         check_all(self._stamps)
 
     def fingerprint(self) -> str:
-        """Hash of the files' contents (of large files: size and samples, see `_digest`) and the
-        number of rows."""
+        """Hash of the files' contents (see `sampled_digest`) and the number of rows."""
         return self._fingerprint
 
 
@@ -303,25 +310,6 @@ def _without_gaps(value: Any, feature: Any) -> Any:
     if isinstance(value, list) and (isinstance(inner, dict) or hasattr(inner, "feature")):
         return [_without_gaps(one, inner) for one in value]
     return value
-
-
-def _digest(file: Path) -> str:
-    """Hash of a file: of all of it up to WHOLE bytes, else of its size and of evenly spread
-    samples.
-
-    The last sample holds Parquet's footer: sizes, places and statistics of all columns, which
-    change with the rows.
-    """
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with readable(file), file.open("rb") as stream:
-        if size <= WHOLE:
-            digest.update(stream.read())
-        else:
-            for number in range(SAMPLES):
-                stream.seek((size - SAMPLE) * number // (SAMPLES - 1))
-                digest.update(stream.read(SAMPLE))
-    return digest.hexdigest()
 
 
 def _load(files: list[str], path: str, digests: str) -> Any:

@@ -11,7 +11,6 @@ or left over are refused, pickles are not read, and no code beside the model is 
 import contextlib
 import functools
 import importlib
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -88,6 +87,9 @@ def live_config(path: str) -> Any:
         raise ConfigError(
             [f"hf:{path}: there is no {file}; name a folder with a model of transformers"]
         )
+    for weights in folder.glob("*.safetensors"):
+        if weights.exists() and not weights.is_file():  # a pipe would be waited for
+            raise one_problem(f"{weights}: this is no file; {CORRECT}")
     for name in OTHERS:
         if (folder / name).exists():
             read_object(folder / name, one_problem)
@@ -175,12 +177,9 @@ def packed_or_refused(model: nn.Module, place: str) -> PackedModel:
 
 
 def live_layer(path: str) -> ConfigLayer:
-    """The sizes of the model in `path` as values of a configuration, and its tokenizer if there is
-    one. Raises ConfigError."""
-    values: dict[str, Any] = {"model": live_shape(path).sizes}
-    if os.path.lexists(Path(path).expanduser() / "tokenizer.json"):  # a broken link, too
-        values["data"] = {"tokenizer": path}
-    return ConfigLayer(f"hf:{path}", values)
+    """The sizes of the model in `path` as values of a configuration, and its tokenizer, whether
+    there is one or not: bytes must be asked for. Raises ConfigError."""
+    return ConfigLayer(f"hf:{path}", {"model": live_shape(path).sizes, "data": {"tokenizer": path}})
 
 
 def live_problems(config: TrainConfig) -> list[str]:

@@ -281,10 +281,22 @@ def test_the_clock_of_a_template_stands_still(tmp_path):
     assert text.startswith("Today: 26 July 2024\n<|turn|>system")
 
 
-@pytest.mark.parametrize("draws", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
-def test_a_template_that_draws_at_random_is_refused(tmp_path, draws):
-    with pytest.raises(DataError, match="something else each time"):
-        byte_level(tmp_path, draws + PLAIN)
+@pytest.mark.parametrize(
+    "draws",
+    [
+        "{{ [1, 2] | random }}",
+        "{{ lipsum() }}",
+        "{% filter random %}ab{% endfilter %}",
+        "{{ [[1, 2]] | map('ran' ~ 'dom') | list }}",
+        "{{ joiner() }}",
+        "{{ messages | map('upper') }}",
+    ],
+)
+def test_a_template_that_writes_something_else_each_time_is_refused(tmp_path, draws):
+    with pytest.raises(DataError, match=r"here:1: .*something else each time"):
+        encoded(byte_level(tmp_path, draws + PLAIN), {"messages": CHAT})
+    unused = byte_level(tmp_path / "unused", "{% if pictures %}" + draws + "{% endif %}" + PLAIN)
+    encoded(unused, {"messages": CHAT})
 
 
 @pytest.mark.parametrize(

@@ -365,6 +365,23 @@ def test_a_table_that_is_replaced_in_the_same_second_is_read_anew(tmp_path, monk
     assert found[0][1] != found[1][1]
 
 
+def test_a_large_table_is_read_anew_where_samples_of_it_are_the_same(tmp_path, monkeypatch):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("packgraph.train.run_files.WHOLE", 10)
+    monkeypatch.setattr("packgraph.train.run_files.SAMPLE", 1)
+    monkeypatch.setattr("packgraph.train.run_files.SAMPLES", 2)
+    path, found = tmp_path / "x.parquet", []
+    table = arrow.table({"text": ["old words"] * 3})
+    parquet.write_table(table, path, compression="none", use_dictionary=False)
+    for old, new in (b"old", b"old"), (b"old", b"new"):
+        path.write_bytes(path.read_bytes().replace(old, new))
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        found.append(open_documents(DataConfig(source="parquet", path=str(path)))[0].text)
+    assert found == ["old words", "new words"]
+
+
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.arrow"])
 def test_files_that_must_be_unpacked_are_refused_by_name(tmp_path, name):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')

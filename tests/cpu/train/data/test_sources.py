@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from packgraph import cli
+from packgraph.train import run_files
 from packgraph.train.data import (
     DataConfig,
     DataError,
     MissingPackageError,
-    formats,
     open_documents,
 )
 from packgraph.train.data.formats import StandardLibrarySource
@@ -219,8 +219,8 @@ def test_parquet_rows_are_read_through_datasets(tmp_path, monkeypatch):
 def test_the_fingerprint_of_parquet_follows_contents_not_names(tmp_path, monkeypatch, whole):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(formats, "WHOLE", whole)
-    monkeypatch.setattr(formats, "SAMPLE", 512)
+    monkeypatch.setattr(run_files, "WHOLE", whole)
+    monkeypatch.setattr(run_files, "SAMPLE", 512)
 
     def fingerprint(name, rows):
         datasets.Dataset.from_dict({"text": rows}).to_parquet(str(tmp_path / name))
@@ -342,6 +342,18 @@ def test_a_file_that_changes_after_it_was_opened_is_never_read(tmp_path, kind, c
     assert "one" in source[1].text
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "text"])
+def test_a_file_whose_time_is_put_back_is_not_read_either(tmp_path, kind):
+    path = tmp_path / f"a.{'txt' if kind == 'text' else kind}"
+    path.write_text('{"text": "one"}\n')
+    source = open_documents(DataConfig(source=kind, path=str(tmp_path), on_bad="skip"))
+    time = path.stat().st_mtime_ns
+    written(path)
+    os.utime(path, ns=(time, time))
+    with pytest.raises(DataError, match=r"changed since the run opened it \(it was written to"):
+        source[0]
+
+
 TINY = [
     "--model.num-layers=1", "--model.hidden-size=16", "--model.intermediate-size=32",
     "--run.steps=3", "--run.tokens-per-step=64", "--graph.capacities=64x4",
@@ -365,3 +377,32 @@ def test_the_ending_of_a_path_names_the_source(capsys, tmp_path):
 def test_a_model_without_data_is_not_trained_on_the_standard_library(capsys, tmp_path):
     assert cli.main(["train", f"hf:{tmp_path}", "--run.steps", "3"]) == 2
     assert "hf:PATH needs data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("odd", ["link", "pipe", "folder", "closed"])
+def test_nothing_below_a_folder_is_left_out_without_a_word(tmp_path, odd, monkeypatch):
+    root = tmp_path / "data"
+    (root / "part").mkdir(parents=True)
+    for place in (root, root / "part"):
+        (place / "x.jsonl").write_text('{"text": "a"}\n')
+    (root / "again").symlink_to(root / "part")  # what it leads to is read
+    (root / ".hidden").symlink_to(tmp_path)
+    config = DataConfig(source="jsonl", path=str(root))
+    assert len(open_documents(config)) == 2
+    if odd == "link":
+        (root / "part" / "y.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    elif odd == "pipe":
+        os.mkfifo(root / "part" / "y.jsonl")
+    elif odd == "folder":
+        (root / "part" / "y").symlink_to(tmp_path)
+    else:  # for root no folder is closed
+        real = os.scandir
+
+        def scandir(path):
+            if str(path).endswith("part"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"data/part(/y|/y\.jsonl)?: (not a|a link|cannot be read)"):
+        open_documents(config)
