@@ -39,6 +39,21 @@ PATIENCE = 5.0  # seconds in which data may come that the other processes have
 LONGEST = 5.0  # seconds that the end of a feed waits for the step that is being made
 
 
+class _HandedOver:
+    """A block whose error is that of `future`, which whoever takes its result raises."""
+
+    def __init__(self, future: "Future[FedStep]") -> None:
+        self._future = future
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self._future.set_exception(error)
+        return True
+
+
 class NoDataError(DataError):
     """Data that had not come when the run was asked to stop."""
 
@@ -158,10 +173,8 @@ class StepFeed:
         """Make steps until there is None; what the thread runs."""
         for future in iter(asked.get, None):
             if future.set_running_or_notify_cancel():
-                try:
+                with _HandedOver(future):
                     future.set_result(self._make())
-                except BaseException as error:  # noqa: BLE001 (raised by `take`)
-                    future.set_exception(error)
 
     def _make(self) -> FedStep:
         if not self._is_whole:
