@@ -258,6 +258,9 @@ def test_numbers_are_finite(text: str) -> None:
 
 
 def test_files_are_read_and_broken_ones_are_named(tmp_path: Path) -> None:
+    """Below a folder with a long name, too."""
+    tmp_path = tmp_path / ("long" * 30)
+    tmp_path.mkdir()
     good = tmp_path / "a.toml"
     good.write_text('count = 9\n[inner]\ncap = "off"\ncapacities = ["8x4"]\nshape = [5, 6]\n')
     assert read_config(Outer(), [load_file(good)]) == Outer(

@@ -35,6 +35,7 @@ from packgraph.train.config.values import (
 from packgraph.train.run_files import CHECKSUM, parse_json
 
 T = TypeVar("T")
+LONGEST_NAME = 255  # of a file; what is longer is none, and is shown in part
 
 
 class ConfigError(ValueError):
@@ -259,14 +260,15 @@ def load_file(path: Path) -> ConfigLayer:
 
     The checksum of a run's config.json is left out: a copy of it may be edited.
     """
+    named = str(path) if len(path.name) <= LONGEST_NAME else shown(str(path))
     if path.suffix not in (".toml", ".json"):
-        raise ConfigError([f"{shown(str(path))}: a config file ends in .toml or .json"])
+        raise ConfigError([f"{named}: a config file ends in .toml or .json"])
     kind = path.suffix[1:].upper()
     problem = path_problem(str(path))
     if problem is None and path.exists() and not path.is_file():  # a pipe would be waited for
         raise ConfigError([f"{path}: cannot be read: it is no file"])
     if problem is not None:
-        raise ConfigError([f"{shown(str(path))}: cannot be read: {problem}"])
+        raise ConfigError([f"{named}: cannot be read: {problem}"])
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else parse_json(text)
