@@ -3,6 +3,7 @@
 check_state     has anything changed that graphs baked about the module? then they go
 compile         torch.compile for what a key needs, before the first capture
 capture         dry run, then the capture as a transaction: a variant is ready, or all is as before
+reference       the first replay of a key is compared with a plain call (`reference.py`)
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.host_calls import unwatched
+from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.checks.module_state import Change, ModuleState
 from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects
 from packgraph.graphs.dry_run import CapturedCall, compile_ahead, dry_run, dry_run_again
@@ -30,12 +32,14 @@ from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import OutputGradients
 from packgraph.graphs.parameters import aliased_parameters, are_leaves
 from packgraph.graphs.program import Program
-from packgraph.graphs.replay import Variant
+from packgraph.graphs.reference import Reference
+from packgraph.graphs.replay import Ends, Variant
 from packgraph.graphs.slots import Calls, Slot, Slots
 from packgraph.graphs.undone import compiled_code, explained, undone
 
 MAX_KEYS = 64
 _MODULE_CHANGED = "module changed"
+_DIFFERS = "a replay made something else than a call without graphs"
 
 
 class Capturer:
@@ -58,6 +62,7 @@ class Capturer:
         gradients: OutputGradients,
         stats: Stats,
         notices: Notices,
+        compare_every: int = 0,
     ) -> None:
         """Args:
         program: Of the module.
@@ -67,8 +72,11 @@ class Capturer:
         gradients: What is known of the gradients of its outputs.
         stats: Of the graphed module.
         notices: Tell the user of failures.
+        compare_every: Replays of a variant between one comparison and the next, 0 = only the first
+            of a key is compared.
         """
         self.program, self.lends = program, False
+        self._compare_every = compare_every
         self.cache = GraphCache(stats, slots.device)
         self._module, self._backend, self._slots, self._calls = (
             program.module,
@@ -86,6 +94,8 @@ class Capturer:
         self._moves = set[tuple[Hashable, str]]()  # by captures, of each key
         self._dry_runs: dict[Hashable, DryRun] = {}
         self._compiled: set[Hashable] = set()
+        # By key: the version that was compared, and where its outputs come from.
+        self._compared: dict[Hashable, tuple[int, Ends]] = {}
         self._told_apart = set[str]()
 
     def turn(self, training: bool) -> None:
@@ -201,6 +211,12 @@ class Capturer:
         variant = slot.variants.get(call.key)
         return variant is not None and variant.version == variant.gradients.version
 
+    def is_due(self, variant: Variant) -> bool:
+        """Whether a replay is to be compared once more. Ranks that capture together do not replay
+        together, so they compare first replays only."""
+        every = self._compare_every
+        return bool(every and variant.replays >= every and self.cache.joint.is_alone)
+
     def captured(
         self,
         call: Signature,
@@ -209,7 +225,8 @@ class Capturer:
         kwargs: dict[str, Any],
         what: str | None,
     ) -> Variant:
-        """The slot's graphs for a call, captured now if there are none.
+        """The slot's graphs for a call, captured now if there are none; the first of a key are
+        compared with a plain call.
 
         what: the call in words, where other ranks capture it now, too; all of them or none have its
         graphs then.
@@ -217,22 +234,78 @@ class Capturer:
         Raises:
             CaptureError: The call cannot be captured; nothing has changed then.
         """
-        failed: CaptureError | None = None
-        if not self.is_captured(call, slot):
-            self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
-            try:
-                self.cache.capture(call, slot, lambda: self._capture(call, slot, args, kwargs))
-            except CaptureError as error:
-                failed = error
-            try:
-                if what is not None:
-                    failed = self.cache.agree(what, call.key, slot, failed)
-                if failed is not None:
-                    raise failed
-            finally:
-                failed = None  # its traceback holds this frame
+        about = CapturedCall(
+            self.program, self._backend, self._gradients.of(call.key), args, kwargs
+        )
+        version, ends = self._compared.get(call.key, (None, None))
+        reference: Reference | None = None
+        if not self.cache.joint.is_alone or version != about.gradients.version:
+            reference = Reference(about, self._slots, self._calls, ends)
+
+        def capture() -> None:
+            if not self.is_captured(call, slot):
+                self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
+                self.cache.capture(call, slot, lambda: self._capture(call, slot, about, reference))
+
+        self._agreed(what, call, slot, capture)
+        if reference is not None:
+            self._agreed(what, call, slot, lambda: self._compare(reference, call, slot, what))
         found: Variant = slot.variants[call.key]
         return found
+
+    def compared(
+        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Variant:
+        """The slot's graphs for a call, after a replay was compared with a plain call.
+
+        Raises:
+            CaptureError: They differ; the graphs are freed.
+        """
+        variant: Variant = slot.variants[call.key]
+        about = CapturedCall(self.program, self._backend, variant.gradients, args, kwargs)
+        reference = Reference(about, self._slots, self._calls, variant.ends)
+        written = {id(t): t for region in variant.regions.values() for t in region.context.writes}
+        reference.run_plainly(list(written.values()))
+        self._compare(reference, call, slot, None)
+        variant.replays = 0
+        return variant
+
+    def _agreed(
+        self, what: str | None, call: Signature, slot: Slot, work: Callable[[], None]
+    ) -> None:
+        """Does `work`. what: as in `captured`.
+
+        Raises:
+            CaptureError: It has failed, on any rank.
+        """
+        failed: CaptureError | None = None
+        try:
+            work()
+        except CaptureError as error:
+            failed = error
+        try:
+            if what is not None:
+                failed = self.cache.agree(what, call.key, slot, failed)
+            if failed is not None:
+                raise failed
+        finally:
+            failed = None  # its traceback holds this frame
+
+    def _compare(self, reference: Reference, call: Signature, slot: Slot, what: str | None) -> None:
+        variant: Variant = slot.variants[call.key]
+
+        def anywhere(differs: str | None) -> bool:
+            error = None if differs is None else CaptureError(differs, user_line(), LEAVE_OUT)
+            return self.cache.consensus(what or differs or "", error) is not None
+
+        try:
+            reference.refuse_differences(variant, slot, anywhere)
+        except CaptureError:
+            self._compared.pop(call.key, None)
+            self.cache.evict(call.key, slot, _DIFFERS)
+            raise
+        self._stats.compared += 1
+        self._compared[call.key] = variant.version, variant.ends
 
     def is_compiled(self, key: Hashable) -> bool:
         """Whether the stages of calls like this are compiled."""
@@ -257,6 +330,7 @@ class Capturer:
         """Frees the graphs of all slots, and the tensors kept for them; how many captures there
         were."""
         self._dry_runs.clear()
+        self._compared.clear()
         return self._slots.clear()
 
     def place_gradients(self, homes: dict[int, Tensor]) -> None:
@@ -267,24 +341,24 @@ class Capturer:
         self._buffers = GradientBuffers(self._slots.launches, homes)
 
     def _capture(
-        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Signature, slot: Slot, about: CapturedCall, reference: Reference | None
     ) -> Variant:
         executes = self._backend.guard_device is None
         if executes and self._slots.launches.shared:  # other backwards may be adding to `.grad`
             let_go(self._buffers.all(), self._slots.launches)
         with self._slots.launches.during_capture(executes):
-            self.compile(call, args, kwargs)
+            self.compile(call, about.args, about.kwargs)
             like = None if call.key in self._dry_runs else self._like()
             variant: Variant | None = None
             try:
-                variant = self._variant(call, slot, args, kwargs, like)
+                variant = self._variant(call, slot, about, reference, like)
             except CaptureError:
                 seen = self._dry_runs.get(call.key)
                 if seen is None or seen.is_confirmed:
                     raise
             if variant is None:  # it may have filled a cache, or gone another way
                 del self._dry_runs[call.key]
-                variant = self._variant(call, slot, args, kwargs, None)
+                variant = self._variant(call, slot, about, reference, None)
             self._refuse_repeated_moves(call.key, variant)
         return variant
 
@@ -292,18 +366,21 @@ class Capturer:
         self,
         call: Signature,
         slot: Slot,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        about: CapturedCall,
+        reference: Reference | None,
         like: DryRun | None,
     ) -> Variant:
-        """Dry-runs a call and captures it. like: see `dry_run`."""
-        gradients = self._gradients.of(call.key)
+        """Dry-runs a call and captures it; in between it is made plainly. like: see `dry_run`."""
         state = ModuleState(self._module)  # walked once for all runs
-        about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
         earlier = self._dry_runs.get(call.key)
         seen = self._dry_runs[call.key] = (
             dry_run(about, state, like) if earlier is None else dry_run_again(about, earlier, state)
         )
+        if reference is not None:
+            reference.run_plainly(seen.written)
+        if self._backend.guard_device is None:  # it keeps what it reads and writes itself
+            seen.read.clear()
+            seen.written.clear()
         variant = capture_variant(
             about,
             slot,
@@ -370,6 +447,7 @@ class Capturer:
         self._buffers = GradientBuffers(self._slots.launches, self._homes)
         self._gradients.forget()
         self._dry_runs.clear()
+        self._compared.clear()
         self._compiled.clear()
 
     def _may_capture_now(self) -> bool:

@@ -125,12 +125,7 @@ def dry_run_again(call: CapturedCall, earlier: DryRun, state: ModuleState) -> Dr
                 VARIES,
             )
         return now
-    earlier = earlier._replace(calls=now.calls)
-    return (
-        earlier._replace(read=now.read, written=now.written)
-        if call.backend.guard_device
-        else earlier
-    )
+    return earlier._replace(calls=now.calls, read=now.read, written=now.written)
 
 
 def _run_as(like: DryRun, call: CapturedCall, state: ModuleState) -> DryRun | None:
@@ -144,8 +139,7 @@ def _run_as(like: DryRun, call: CapturedCall, state: ModuleState) -> DryRun | No
     if seen.calls.path() != like.calls.path() or now.has_host_steps != like.has_host_steps:
         return None
     _refuse_other_kernels(call, now.written, state)
-    used = now if call.backend.guard_device else now._replace(read=[], written=[])
-    return used._replace(is_confirmed=False)
+    return now._replace(is_confirmed=False)
 
 
 def _watched(
@@ -176,8 +170,7 @@ def _compared(call: CapturedCall, state: ModuleState) -> DryRun:
         seen.check_gone()
         if seen.has_called_as(before):
             _refuse_other_kernels(call, now.written, state)
-            used = now if call.backend.guard_device else now._replace(read=[], written=[])
-            return used._replace(has_host_steps=first.has_host_steps, unpacks=first.unpacks)
+            return now._replace(has_host_steps=first.has_host_steps, unpacks=first.unpacks)
     raise seen.difference(before)
 
 

@@ -51,6 +51,7 @@ def graph(
     scope: Iterable[str] | None = None,
     granularity: str = "chunk",
     compile: bool | str | Mapping[str, Any] = False,
+    compare_every: int = 0,
 ) -> "GraphedModule":
     """Wraps a module so that its training calls replay captured graphs.
 
@@ -74,6 +75,10 @@ def graph(
         compile: Whether captured stages go through torch.compile first, one piece of code for each
             kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A
             mapping holds options of Inductor, a string names another compiler.
+        compare_every: The first replay of every key is compared bit by bit with a call of the
+            module itself, gradients included; N > 0 repeats that after every N replays. What
+            differs is an error that names it, and such calls run eagerly from then on. All that a
+            comparison does is undone. Ranks that capture together compare first replays only.
 
     Returns:
         The module with graphs.
@@ -96,7 +101,18 @@ def graph(
         raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
     return GraphedModule(
         module,
-        Control(module, capacities, backend, warmup, slots, strict, scope, granularity, compile),
+        Control(
+            module,
+            capacities,
+            backend,
+            warmup,
+            slots,
+            strict,
+            scope,
+            granularity,
+            compile,
+            compare_every,
+        ),
     )
 
 
@@ -164,11 +180,13 @@ class Control:
         scope: Iterable[str] | None,
         granularity: str,
         compile: bool | str | Mapping[str, Any] = False,
+        compare_every: int = 0,
     ) -> None:
         self.module = module
-        if warmup < 0 or (slots is not None and slots < 1):
+        if warmup < 0 or compare_every < 0 or (slots is not None and slots < 1):
             raise ValueError(
-                f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}"
+                "warmup and compare_every must be >= 0 and slots >= 1 (or None), not "
+                f"warmup={warmup}, compare_every={compare_every}, slots={slots}"
             )
         self.capacities = () if capacities is None else read_capacities(capacities)
         self._notices = Notices(type(module).__name__, strict, warmup)
@@ -190,6 +208,7 @@ class Control:
             self._output_gradients,
             self.stats,
             self._notices,
+            compare_every,
         )
         self.consensus = consensus_of(module)
         self._closed = False
@@ -337,7 +356,11 @@ class Control:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
             ready = self._slots.acquire_captured(key)
-            if ready is not None and ready[1].version == ready[1].gradients.version:
+            if (
+                ready is not None
+                and ready[1].version == ready[1].gradients.version
+                and not self._capturer.is_due(ready[1])
+            ):
                 return self._handle(*ready)
             if ready is not None:
                 ready[0].release()
@@ -353,6 +376,7 @@ class Control:
 
     def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
         self.stats.replayed += 1
+        variant.replays += 1
         self._notices.replays = True
         capturer = self._capturer
         return ReplayHandle(
@@ -394,10 +418,12 @@ class Control:
         lease = self._slots.acquire(call.key)
         if lease is None:
             return fallback.NO_SLOT
-        if not self._capturer.is_captured(call, lease.slot):
-            if not self._calls.may_capture():
-                lease.release()
-                return None
+        is_captured = self._capturer.is_captured(call, lease.slot)
+        is_due = is_captured and self._capturer.is_due(lease.slot.variants[call.key])
+        if (is_due or not is_captured) and not self._calls.may_capture():
+            lease.release()
+            return None
+        if not is_captured:
             joined = self._join_others(call, args, lease)
             if isinstance(joined, str):
                 return joined
@@ -405,8 +431,13 @@ class Control:
         with contextlib.ExitStack() as on_error:
             on_error.callback(lease.release)
             try:
-                what = self._in_words(call, args)
-                variant = self._capturer.captured(call, lease.slot, args, kwargs, what)
+                if not is_captured:
+                    what = self._in_words(call, args)
+                    variant = self._capturer.captured(call, lease.slot, args, kwargs, what)
+                elif is_due:
+                    variant = self._capturer.compared(call, lease.slot, args, kwargs)
+                else:
+                    variant = lease.slot.variants[call.key]
             except CaptureError as error:
                 # Gradients are looked at once more.
                 self._frozen = self._frozen and object()
@@ -559,19 +590,24 @@ class Control:
         return failed is None
 
     def _build(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
-        failed: CaptureError | None = None
+        what, failed = call_name(self.module, args), None
         try:
             with self._calls.capture() as free:
-                if not free:
-                    raise CaptureError(
-                        fallback.BUSY,
-                        user_line(),
-                        "build graphs before other threads call the module",
+                if free:
+                    self._capturer.captured(call, slot, args, {}, what)
+                else:
+                    failed = self._capturer.cache.agree(
+                        what,
+                        call.key,
+                        slot,
+                        CaptureError(
+                            fallback.BUSY,
+                            user_line(),
+                            "build graphs before other threads call the module",
+                        ),
                     )
-                self._capturer.captured(call, slot, args, {}, None)
         except CaptureError as error:
             failed = error
-        failed = self._capturer.cache.agree(call_name(self.module, args), call.key, slot, failed)
         if failed is not None:
             try:
                 self._notices.complain(failed)

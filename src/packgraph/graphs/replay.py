@@ -573,7 +573,7 @@ class Variant:
     ends: for each of the call's outputs the region and output number it comes from, None for eager
     code's. direct: how to replay all regions without autograd, where that can be. version: of what
     is known of gradients of such calls (`gradients`) at capture. dry_run: keeps what graphs read,
-    and know by its address only.
+    and know by its address only. replays: how many since one was compared with a plain call.
     """
 
     regions: dict[int, Region]
@@ -582,6 +582,7 @@ class Variant:
     gradients: KeyGradients
     version: int
     dry_run: DryRun
+    replays: int = 0
 
     @property
     def segments(self) -> int:

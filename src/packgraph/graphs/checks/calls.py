@@ -264,8 +264,8 @@ class DryRun(NamedTuple):
 
     Attributes:
         read: Tensors that were there before; whoever keeps the graphs must keep them, since a graph
-            knows only their addresses. Empty where the backend needs no warm-up (it sees and keeps
-            all itself), as is `written`.
+            knows only their addresses. Emptied where the backend sees and keeps all itself, as is
+            `written`.
         written: Those that forwards write to, and buffers among them.
         constants: Tensors that forwards make of numbers.
         calls: The operations of forwards.

@@ -220,6 +220,10 @@ class Draws(Watcher):
 
     # ---- what Python does
 
+    def moving(self) -> contextlib.AbstractContextManager[None]:
+        """The capture itself moves whatever generators it likes in the block."""
+        return self._moving([*self._torch, self._python, self._numpy])
+
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Eager code runs in the block, at every replay too: it may draw and seed."""

@@ -1,0 +1,377 @@
+"""A reference run: what a replay computes, held against a plain call of the user's own objects.
+
+Graphs are captured on substitutes (aliases of parameters, copies of arguments, private random
+generators, torch's modes around), and what stands in for something may compute otherwise. So the
+first replay of every key is compared bit by bit with a call of the module itself:
+
+    plain call   dry runs ─▶ module(*args), backward ─▶ facts, all undone      before the capture
+    replay       captured ─▶ the same arguments, state, draws ─▶ facts, all undone      after it
+
+Facts are the outputs, the gradients of arguments and parameters, buffers and parameters that are
+written to, and the states of random generators afterwards. Outputs get fixed gradients, those of
+the newest pattern that is known. NaN equals NaN; -0.0 differs from 0.0.
+
+The plain call comes before the capture since it needs the activations of an eager step, which a
+capture has room for itself only while no graph exists; a digest of every fact is all that is kept.
+The digest is a sum of all elements, read as integers and weighted by odd numbers, modulo 2**64: it
+finds every change of a single element. Gradients of parameters are digested as they arrive, and let
+go.
+
+Where digests differ three more runs keep values of what differs, on the host: plain, plain, replay.
+If plain calls repeat themselves, the difference is an error. If they do not (atomic additions), it
+may be four times as large as theirs, and four units in the last place of the tensor's largest
+element more, since two calls may be alike by chance.
+
+Not compared:
+
+* gradients of sharded parameters, which ranks add up while a backward runs, and gradients where
+  several threads train, which may add to `.grad` meanwhile: outputs and states alone;
+* backwards for older patterns than the newest, which were compared when they were the newest;
+* further slots of a key, whose graphs were captured from the same code; graphs that trials throw
+  away; whole steps (`step.py`), which run an optimizer; compiled code with other code: the plain
+  call is that of the same compiled code.
+
+Hooks of parameters do not run. Those of modules do, and all other Python code of a forward: once
+for each run, as in a dry run.
+"""
+
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from packgraph.graphs.checks.host_calls import unwatched
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
+from packgraph.graphs.checks.module_state import ModuleState
+from packgraph.graphs.checks.side_effects import SideEffects, forward_line
+from packgraph.graphs.dry_run import CapturedCall
+from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.fallback import Stats
+from packgraph.graphs.gradients import with_local
+from packgraph.graphs.key import Layout, contiguous_strides, own_strides
+from packgraph.graphs.notices import named_leaves
+from packgraph.graphs.output_gradients import OutputGradients
+from packgraph.graphs.parameters import is_sharded, local_tensor, without_hooks
+from packgraph.graphs.program import open_objects
+from packgraph.graphs.replay import Ends, ReplayHandle, Variant
+from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
+from packgraph.graphs.undone import compiled_code, explained, undone
+
+CHUNK = 2**22  # elements that are digested at a time
+_FACTOR = 4  # of the difference of two plain calls, where they differ
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_SEED = 45
+
+# Has the outputs differentiated to these parameters; what it writes to is journalled.
+Differentiate = Callable[[Iterable[torch.Tensor]], None]
+Backward = Callable[[Journal, Differentiate], None]
+
+
+class _Facts:
+    """What one run has made. digests: of all facts. values: of those in `keep`, on the host."""
+
+    def __init__(self, keep: Container[str]) -> None:
+        self.digests, self.values, self._keep = dict[str, Any](), dict[str, Any](), keep
+
+    def note(self, name: str, value: Any) -> None:
+        """A fact: a tensor, or text."""
+        is_tensor = isinstance(value, torch.Tensor)
+        self.digests[name] = digest(value) if is_tensor else value
+        if name in self._keep:
+            local = local_tensor(value).detach() if is_tensor else value
+            self.values[name] = local.to("cpu", copy=True) if is_tensor else value
+
+    def read(self) -> "_Facts":
+        """Digests as numbers: waits for the device."""
+        self.digests = {
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in self.digests.items()
+        }
+        return self
+
+    def differing(self, other: "_Facts") -> list[str]:
+        """The names of facts that are not the same in both runs."""
+        names = dict.fromkeys((*self.digests, *other.digests))
+        return [name for name in names if self.digests.get(name) != other.digests.get(name)]
+
+
+class _Borrowed(SlotLease):
+    """The slot of a call that is about to be made, which it goes back to."""
+
+    def release(self) -> None:
+        """See SlotLease."""
+        self.released = True
+
+
+class Reference:
+    """One call as the module itself makes it, for replays to be compared with."""
+
+    def __init__(self, call: CapturedCall, slots: Slots, calls: Calls, ends: Ends | None) -> None:
+        """Args:
+        call: The call.
+        slots: Of the module.
+        calls: Of the module.
+        ends: Of a variant of the same key, if one was captured before.
+        """
+        self.call, self._slots, self._calls, self._ends = call, slots, calls, ends
+        self.module = call.program.module
+        self._written: Sequence[torch.Tensor] = ()
+        named = self.module.named_parameters()
+        self._parameters = {name: each for name, each in named if each.requires_grad}
+        self._known = _Facts(())
+
+    def run_plainly(self, written: Sequence[torch.Tensor]) -> None:
+        """Makes the call. written: memory from outside, beside buffers, that forward writes to."""
+        self._written, self._known = written, self._plain()
+
+    def refuse_differences(
+        self, variant: Variant, slot: Slot, anywhere: Callable[[str | None], bool]
+    ) -> None:
+        """Replays a variant and compares.
+
+        Args:
+            variant: Captured for the call.
+            slot: Where.
+            anywhere: Given what differs on this rank, or None: whether any rank has a difference.
+
+        Raises:
+            CaptureError: The replay has made something else.
+        """
+        differing = self._known.differing(self._replayed(variant, slot))
+        if not anywhere(next(iter(differing), None)):
+            return
+        one, two = self._plain(differing), self._plain(differing)
+        replayed = self._replayed(variant, slot, differing)
+        repeats = not self._known.differing(one) and not one.differing(two)
+        for name in differing:
+            known = one.values.get(name)
+            spread = _distance(known, two.values.get(name))
+            distance = _distance(known, replayed.values.get(name))
+            if repeats or distance > _FACTOR * (spread + _last_place(known)):
+                raise self._error(variant, name, distance, spread)
+
+    def _error(self, variant: Variant, name: str, distance: float, spread: float) -> CaptureError:
+        stages = {
+            _gradient(name): region.name
+            for region in variant.regions.values()
+            for name, each in self._parameters.items()
+            if any(each is own for own in (*region.parameters.parameters, *region.returned))
+        }
+        for number, end in enumerate(variant.ends):
+            stages[_output(number)] = variant.regions[end[0]].name if end else "an eager stage"
+        stage = f" ({stages[name]})" if name in stages else ""
+        return CaptureError(
+            f"{name} of {type(self.module).__name__}{stage} is something else in a replay than in "
+            f"a call without graphs: they differ by up to {distance:.3g}, two calls without graphs "
+            f"by {spread:.3g}",
+            forward_line(self.module),
+            "an operation runs by another kernel while it is captured (where nothing needs a "
+            "gradient torch has fast paths, as in nn.MultiheadAttention), or forward looks at what "
+            "stands in for something in a capture. " + LEAVE_OUT,
+        )
+
+    def _plain(self, keep: Container[str] = ()) -> _Facts:
+        facts, program = _Facts(keep), self.call.program
+        call = self.module if program.compiler is None else lambda *a, **kw: program.call(a, kw)
+
+        def take(name: str, gradients: tuple[torch.Tensor | None]) -> tuple[None]:
+            if gradients[0] is not None:
+                facts.note(_gradient(name), gradients[0])
+            return (None,)  # nothing is left to be added
+
+        def backward(journal: Journal, differentiate: Differentiate) -> None:
+            with self._before_adding(take):
+                differentiate(self._parameters.values())
+
+        self.call.backend.warm_up(lambda: self._run(facts, call, backward), as_called=True)
+        return facts.read()
+
+    @contextlib.contextmanager
+    def _before_adding(self, hook: Callable[[str, Any], Any]) -> Iterator[None]:
+        """Within the block autograd calls `hook` with a parameter's name and gradient before it
+        adds to `.grad`."""
+        with contextlib.ExitStack() as at_end:
+            for name, parameter in self._parameters.items():
+                node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+                at_end.callback(node.register_prehook(partial(hook, name)).remove)
+            yield
+
+    def _replayed(self, variant: Variant, slot: Slot, keep: Container[str] = ()) -> _Facts:
+        facts, regions, lease = _Facts(keep), variant.regions.values(), _Borrowed(self._slots, slot)
+        handle = ReplayHandle(self.call.program, variant, lease, False, Stats(), self._calls)
+
+        def backward(journal: Journal, differentiate: Differentiate) -> None:
+            parameters = self._parameters.values()
+            filled = [each.grad for each in parameters if each.grad is not None]
+            for gradient in filled:
+                journal.before_write(local_tensor(gradient))
+            for gradient in filled:  # to -0.0 everything adds without a change of any bit
+                local_tensor(gradient).zero_().neg_()
+            empty = [each for each in parameters if each.grad is None]
+            newest = [each for region in regions for each in [*region.backwards.values()][-1:]]
+            added = {id(buffer.parameter) for each in newest for buffer in each.owned}
+
+            def note(name: str, gradients: tuple[torch.Tensor | None]) -> None:
+                if gradients[0] is not None:
+                    added.add(id(self._parameters[name]))
+
+            try:
+                with self._before_adding(note):
+                    anchors = [region.parameters.anchor for region in regions]
+                    differentiate([*parameters, *anchors])
+                for name, each in self._parameters.items():
+                    if id(each) in added:
+                        facts.note(_gradient(name), each.grad)
+            finally:
+                for each in empty:
+                    each.grad = None
+
+        contexts = [region.context for region in regions]
+        spare = OutputGradients(lambda reason: None).of(None)  # nothing is learned
+        for region in regions:
+            region.context = replace(
+                region.context, gradients=spare, calls=contextlib.nullcontext()
+            )
+        try:
+            self._run(facts, lambda *args, **kwargs: handle.replay(args, kwargs), backward)
+        finally:
+            for region, context in zip(regions, contexts, strict=True):
+                region.context = context
+        return facts.read()
+
+    def _run(self, facts: _Facts, call: Callable[..., Any], backward: Backward) -> None:
+        """Makes a call and its backward, notes what they have made, and undoes it."""
+        program, backend, state = self.call.program, self.call.backend, ModuleState(self.module)
+        effects = SideEffects(self.module, program.volatile, program.assigned, state)
+        whole = all(run.captured for run in program.runs)
+        with (
+            explained(),
+            unwatched(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            without_hooks(self._parameters.values()),
+            undone(self.module, backend, effects, watched=False) as journal,
+            contextlib.nullcontext() if whole else effects.allowed(),
+            effects.draws.moving(),
+            compiled_code(program.compiler is not None),
+            # Eager stages may write to whatever they like.
+            contextlib.nullcontext()
+            if whole
+            else CaptureChecker(journal, refuse=False, device=None),
+        ):
+            with torch.no_grad():
+                for memory in self._written:
+                    journal.before_write(memory)
+            given, (args, kwargs) = self._cut()
+            leaves, form = tree_flatten(open_objects(call(*args, **kwargs)))
+            facts.note("the form of what is returned", repr((form, [*map(_form, leaves)])))
+            tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+            for number, leaf in tensors.items():
+                facts.note(_output(number), leaf)
+            layouts = self._layouts(leaves)
+            if layouts:
+                starts = [tensors[number] for number in layouts]
+                gradients = list(map(_gradient_of, starts, layouts.values()))
+
+                def differentiate(parameters: Iterable[torch.Tensor]) -> None:
+                    inputs = [*given.values(), *parameters]
+                    with torch.autocast(backend.device_type, enabled=False):
+                        torch.autograd.backward(starts, gradients, inputs=inputs)
+
+                backward(journal, differentiate)
+            for name, leaf in given.items():
+                facts.note(f"the gradient of {name}", leaf.grad)
+            for name, buffer in self.module.named_buffers():
+                facts.note(f"buffer {name!r}", buffer)
+            for number, memory in enumerate(self._written):
+                facts.note(f"memory {number} that forward writes to", memory)
+            for number, generator in enumerate(backend.generators()):
+                facts.note(f"the state of random generator {number}", generator.get_state())
+
+    def _cut(self) -> tuple[dict[str, torch.Tensor], Any]:
+        """The call's arguments, cut from what made them; those that need a gradient, by name."""
+        args, kwargs = self.call.args, self.call.kwargs
+        cut: dict[int, torch.Tensor] = {}
+        names: dict[str, torch.Tensor] = {}
+        for name, leaf in named_leaves(self.module.forward, args, kwargs):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in cut:
+                cut[id(leaf)] = names[name] = leaf.detach().requires_grad_()
+        if not cut:
+            return names, (args, kwargs)
+        return names, tree_map(lambda leaf: cut.get(id(leaf), leaf), (args, kwargs))
+
+    def _layouts(self, leaves: list[Any]) -> dict[int, Layout]:
+        """The outputs that get gradients, and the layouts of those: of the newest pattern."""
+        if self._slots.launches.shared or any(map(is_sharded, self._parameters.values())):
+            return {}
+        known, found = self.call.gradients, dict[int, Layout]()
+        for number, end in enumerate(self._ends or ()):
+            patterns = known.known(end[0]) if end else []
+            layout = patterns[-1][end[1]] if end and patterns else None
+            if layout is not None:
+                found[number] = layout
+        return found or known.expected(leaves)
+
+
+def _gradient(parameter: str) -> str:
+    return f"the gradient of parameter {parameter!r}"
+
+
+def _output(number: int) -> str:
+    return f"output {number}"
+
+
+def _gradient_of(output: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The same numbers for every output of one form."""
+    local = local_tensor(output)
+    strides = layout or contiguous_strides(local.shape)
+    size = 1 + sum((n - 1) * stride for n, stride in zip(local.shape, strides, strict=True))
+    memory = torch.empty(max(size, 0), dtype=local.dtype, device=local.device)
+    memory.normal_(1.0, 0.25, generator=torch.Generator(local.device).manual_seed(_SEED))
+    return with_local(output, memory.as_strided(local.shape, strides))
+
+
+def _form(leaf: Any) -> Any:
+    """What is to be the same of an output beside its numbers."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    strides = own_strides(local_tensor(leaf))
+    return type(leaf), tuple(leaf.shape), leaf.dtype, strides, leaf.requires_grad
+
+
+@torch.no_grad()
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A number, int64, that tells any two tensors of one form apart that differ in one element, and
+    nearly always those that differ in more."""
+    flat = local_tensor(tensor).detach().resolve_conj().resolve_neg().reshape(-1)
+    total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
+    for number, part in enumerate(flat.split(CHUNK)):
+        if part.itemsize > 1 and (part.is_floating_point() or part.is_complex()):
+            part = torch.where(part == part, part, torch.nan)  # NaN has many bit patterns
+        whole = part.view(_INTEGERS.get(part.itemsize, torch.int64)).long()
+        first = 2 * number * len(whole) + 1
+        total += (whole * torch.arange(first, first + 2 * len(whole), 2, device=flat.device)).sum()
+    return total
+
+
+def _distance(one: Any, other: Any) -> float:
+    """The largest difference of two values; infinite where they cannot be compared."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return 0.0 if one is other or (type(one) is type(other) is str and one == other) else inf
+    if one.shape != other.shape:
+        return inf
+    one, other = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (one, other))
+    same = (one == other) | ((one != one) & (other != other))
+    gaps = torch.where(same, 0.0, (one - other).abs())
+    return float(gaps.nan_to_num(nan=inf, posinf=inf).max()) if gaps.numel() else 0.0
+
+
+def _last_place(value: Any) -> float:
+    """One unit in the last place of the largest element."""
+    if not isinstance(value, torch.Tensor) or not value.numel() or not value.is_floating_point():
+        return 0.0
+    return torch.finfo(value.dtype).eps * float(value.double().abs().nan_to_num(0.0, 0.0).max())
