@@ -179,26 +179,33 @@ class Reference:
         facts, program = _Facts(keep), self.call.program
         call = self.module if program.compiler is None else lambda *a, **kw: program.call(a, kw)
 
-        def take(name: str, gradients: tuple[torch.Tensor | None]) -> tuple[None]:
-            if gradients[0] is not None:
-                facts.note(_gradient(name), gradients[0])
-            return (None,)  # nothing is left to be added
+        def take(name: str, *_: object) -> None:
+            facts.note(_gradient(name), self._parameters[name].grad)
+            self._parameters[name].grad = None
 
         def backward(journal: Journal, differentiate: Differentiate) -> None:
-            with self._before_adding(take):
-                differentiate(self._parameters.values())
+            parameters = self._parameters.values()
+            before = [each.grad for each in parameters]
+            try:
+                for each in parameters:
+                    each.grad = None
+                with self._after_adding(take):
+                    differentiate(parameters)
+            finally:
+                for each, gradient in zip(parameters, before, strict=True):
+                    each.grad = gradient
 
         self.call.backend.warm_up(lambda: self._run(facts, call, backward), as_called=True)
         return facts.read()
 
     @contextlib.contextmanager
-    def _before_adding(self, hook: Callable[[str, Any], Any]) -> Iterator[None]:
-        """Within the block autograd calls `hook` with a parameter's name and gradient before it
-        adds to `.grad`."""
+    def _after_adding(self, hook: Callable[..., None]) -> Iterator[None]:
+        """Within the block autograd calls `hook` when it has added to `.grad` of a parameter: with
+        its name, nothing, and what was added."""
         with contextlib.ExitStack() as at_end:
             for name, parameter in self._parameters.items():
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-                at_end.callback(node.register_prehook(partial(hook, name)).remove)
+                at_end.callback(node.register_hook(partial(hook, name)).remove)
             yield
 
     def _replayed(self, variant: Variant, slot: Slot, keep: Container[str] = ()) -> _Facts:
@@ -216,12 +223,12 @@ class Reference:
             newest = [each for region in regions for each in [*region.backwards.values()][-1:]]
             added = {id(buffer.parameter) for each in newest for buffer in each.owned}
 
-            def note(name: str, gradients: tuple[torch.Tensor | None]) -> None:
+            def note(name: str, _: object, gradients: tuple[torch.Tensor | None]) -> None:
                 if gradients[0] is not None:
                     added.add(id(self._parameters[name]))
 
             try:
-                with self._before_adding(note):
+                with self._after_adding(note):
                     anchors = [region.parameters.anchor for region in regions]
                     differentiate([*parameters, *anchors])
                 for name, each in self._parameters.items():
@@ -235,7 +242,10 @@ class Reference:
         spare = OutputGradients(lambda reason: None).of(None)  # nothing is learned
         for region in regions:
             region.context = replace(
-                region.context, gradients=spare, calls=contextlib.nullcontext()
+                region.context,
+                gradients=spare,
+                calls=contextlib.nullcontext(),
+                changed=lambda: None,
             )
         try:
             self._run(facts, lambda *args, **kwargs: handle.replay(args, kwargs), backward)
