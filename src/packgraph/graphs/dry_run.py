@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Placement
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from packgraph.graphs import saved_tensors
@@ -138,7 +136,6 @@ def _run_as(like: DryRun, call: CapturedCall, state: ModuleState) -> DryRun | No
         return None
     if seen.calls.path() != like.calls.path() or now.has_host_steps != like.has_host_steps:
         return None
-    _refuse_other_kernels(call, now.written, state)
     return now._replace(is_confirmed=False)
 
 
@@ -169,100 +166,8 @@ def _compared(call: CapturedCall, state: ModuleState) -> DryRun:
             now = _once(call, partial(call.backend.warm_up, as_called=as_called), seen, state)
         seen.check_gone()
         if seen.has_called_as(before):
-            _refuse_other_kernels(call, now.written, state)
             return now._replace(has_host_steps=first.has_host_steps, unpacks=first.unpacks)
     raise seen.difference(before)
-
-
-def _refuse_other_kernels(
-    call: CapturedCall, written: list[torch.Tensor], state: ModuleState
-) -> None:
-    """Compare the outputs of the module as it runs by itself with those under torch's modes, bit by
-    bit; both are undone.
-
-    Captures run under modes. Where nothing needs a gradient some operations choose other kernels
-    then: the fast paths of `nn.MultiheadAttention` and `nn.TransformerEncoder` ask
-    `has_torch_function`, `svdvals` asks for subclasses of tensors. Modules in training mode with
-    gradients have no such choice. written: memory from outside that forward writes to.
-    Raises CaptureError where numbers or strides differ, though two plain runs agree, and where
-    forward switches gradients on.
-    """
-    program, module, grads = call.program, call.program.module, torch.is_grad_enabled()
-    if grads and all(part.training for part in module.modules()):
-        return
-    if program.compiler is not None:  # one piece of code, traced once, for graphs and eager calls
-        return
-
-    def outputs(*modes: contextlib.AbstractContextManager[Any]) -> list[torch.Tensor]:
-        effects = SideEffects(module, program.volatile, program.assigned, state)
-        observed = ObservedProgram(program, effects)
-        with (
-            explained(),
-            torch.set_grad_enabled(grads),
-            undone(module, call.backend, effects, watched=False) as journal,
-            aliased_parameters(module),
-            contextlib.ExitStack() as stack,
-        ):
-            with torch.no_grad():
-                for memory in written:
-                    journal.before_write(memory)
-            for mode in modes:
-                stack.enter_context(mode)
-            found = _tensors(observed.call(call.args, call.kwargs))
-            if not grads and (torch.is_grad_enabled() or any(x.requires_grad for x in found)):
-                raise CaptureError(
-                    "forward switches gradients on, though it was called without them: a graph of "
-                    "such calls has no backward",
-                    forward_line(module),
-                    LEAVE_OUT,
-                )
-            copies = [
-                (leaf.to_local() if isinstance(leaf, DTensor) else leaf).detach().clone()
-                for leaf in found
-            ]
-        state.moved()
-        return copies
-
-    with unwatched():
-        plain, under_modes = outputs(), outputs(_FunctionMode(), _DispatchMode())
-        if _same_bits(plain, under_modes) or not _same_bits(plain, outputs()):
-            return
-    raise CaptureError(
-        "an operation of forward runs by another kernel while it is captured, with other numbers: "
-        "where nothing needs a gradient torch has fast paths, as in nn.MultiheadAttention, that a "
-        "capture does not take",
-        forward_line(module),
-        "leave the stage out of the scope, or call the module within packgraph.eager('fast path')",
-    )
-
-
-class _FunctionMode(TorchFunctionMode):
-    """Changes nothing."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-class _DispatchMode(TorchDispatchMode):
-    """Changes nothing."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-def _same_bits(ones: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(
-        one.stride() == other.stride()
-        and torch.equal(
-            one.contiguous().view(-1).view(torch.uint8),
-            other.contiguous().view(-1).view(torch.uint8),
-        )
-        for one, other in zip(ones, others, strict=True)
-    )
 
 
 def compile_ahead(call: CapturedCall) -> None:

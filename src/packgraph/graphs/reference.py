@@ -258,11 +258,11 @@ class Reference:
         """Makes a call and its backward, notes what they have made, and undoes it."""
         program, backend, state = self.call.program, self.call.backend, ModuleState(self.module)
         effects = SideEffects(self.module, program.volatile, program.assigned, state)
-        whole = all(run.captured for run in program.runs)
+        whole, grads = all(run.captured for run in program.runs), torch.is_grad_enabled()
         with (
             explained(),
             unwatched(),
-            torch.set_grad_enabled(torch.is_grad_enabled()),
+            torch.set_grad_enabled(grads),
             without_hooks(self._parameters.values()),
             undone(self.module, backend, effects, watched=False) as journal,
             contextlib.nullcontext() if whole else effects.allowed(),
@@ -278,6 +278,13 @@ class Reference:
                     journal.before_write(memory)
             given, (args, kwargs) = self._cut()
             leaves, form = tree_flatten(open_objects(call(*args, **kwargs)))
+            if torch.is_grad_enabled() and not grads:
+                raise CaptureError(
+                    "forward switches gradients on, though it was called without them: a graph of "
+                    "such calls has no backward",
+                    forward_line(self.module),
+                    LEAVE_OUT,
+                )
             facts.note("the form of what is returned", repr((form, [*map(_form, leaves)])))
             tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
             for number, leaf in tensors.items():
