@@ -417,7 +417,7 @@ def without_content(aliases: Iterable[torch.Tensor]) -> Iterator[None]:
     """Within the block backwards leave one number in place of each gradient of `aliases`: of the
     same shape, dtype, device and placements, without memory of that size."""
     with UnseenLoop():
-        hooks = [alias.register_hook(_without_content) for alias in aliases if alias.requires_grad]
+        hooks = [alias.register_hook(without_memory) for alias in aliases if alias.requires_grad]
     try:
         yield
     finally:
@@ -426,8 +426,9 @@ def without_content(aliases: Iterable[torch.Tensor]) -> Iterator[None]:
                 hook.remove()
 
 
-def _without_content(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """None where the gradient stays: it is sparse, or of a type that has no memory of its own."""
+def without_memory(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A hook: one number in place of a gradient. None where the gradient stays: it is sparse, or of
+    a type that has no memory of its own."""
     if gradient is None or gradient.layout is not torch.strided:
         return None
     local = local_tensor(gradient)

@@ -24,19 +24,21 @@ element more, since two calls may be alike by chance.
 
 Not compared:
 
-* gradients of sharded parameters, which ranks add up while a backward runs, and gradients where
-  several threads train, which may add to `.grad` meanwhile: outputs and states alone;
+* gradients of sharded parameters: ranks add them up while a backward runs; gradients where several
+  threads train, which may add to `.grad` meanwhile; gradients where stages stay eager, whose own
+  hooks would see gradients of no step. Outputs and states are;
 * backwards for older patterns than the newest, which were compared when they were the newest;
 * further slots of a key, whose graphs were captured from the same code; graphs that trials throw
   away; whole steps (`step.py`), which run an optimizer; compiled code with other code: the plain
   call is that of the same compiled code.
 
 Hooks of parameters do not run. Those of modules do, and all other Python code of a forward: once
-for each run, as in a dry run.
+for each run, as in a dry run. Ranks that capture together run all of this together, and vote on
+whether there is a difference.
 """
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -52,7 +54,7 @@ from packgraph.graphs.checks.side_effects import SideEffects, forward_line
 from packgraph.graphs.dry_run import CapturedCall
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.gradients import with_local
+from packgraph.graphs.gradients import with_local, without_memory
 from packgraph.graphs.key import Layout, contiguous_strides, own_strides
 from packgraph.graphs.notices import named_leaves
 from packgraph.graphs.output_gradients import OutputGradients
@@ -67,9 +69,11 @@ _FACTOR = 4  # of the difference of two plain calls, where they differ
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _SEED = 45
 
-# Has the outputs differentiated to these parameters; what it writes to is journalled.
-Differentiate = Callable[[Iterable[torch.Tensor]], None]
-Backward = Callable[[Journal, Differentiate], None]
+Tensors = list[torch.Tensor]
+Gradients = Sequence[torch.Tensor | None]
+# Differentiates outputs by gradients, to leaves among the arguments and to parameters; returns the
+# gradients of these leaves. What it writes to is journalled.
+Backward = Callable[[Journal, Tensors, Tensors, Tensors], Gradients]
 
 
 class _Facts:
@@ -127,7 +131,8 @@ class Reference:
 
     def run_plainly(self, written: Sequence[torch.Tensor]) -> None:
         """Makes the call. written: memory from outside, beside buffers, that forward writes to."""
-        self._written, self._known = written, self._plain()
+        self._written = list(written)
+        self._known = self._plain()
 
     def refuse_differences(
         self, variant: Variant, slot: Slot, anywhere: Callable[[str | None], bool]
@@ -179,21 +184,19 @@ class Reference:
         facts, program = _Facts(keep), self.call.program
         call = self.module if program.compiler is None else lambda *a, **kw: program.call(a, kw)
 
-        def take(name: str, *_: object) -> None:
-            facts.note(_gradient(name), self._parameters[name].grad)
-            self._parameters[name].grad = None
+        def take(name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+            if gradient is not None:
+                facts.note(_gradient(name), gradient)
+            return without_memory(gradient)
 
-        def backward(journal: Journal, differentiate: Differentiate) -> None:
-            parameters = self._parameters.values()
-            before = [each.grad for each in parameters]
-            try:
-                for each in parameters:
-                    each.grad = None
-                with self._after_adding(take):
-                    differentiate(parameters)
-            finally:
-                for each, gradient in zip(parameters, before, strict=True):
-                    each.grad = gradient
+        def backward(
+            journal: Journal, starts: Tensors, gradients: Tensors, leaves: Tensors
+        ) -> Gradients:
+            with contextlib.ExitStack() as at_end:
+                for name, each in self._parameters.items():
+                    at_end.callback(each.register_hook(partial(take, name)).remove)
+                inputs = [*leaves, *self._parameters.values()]
+                return torch.autograd.grad(starts, inputs, gradients, allow_unused=True)
 
         self.call.backend.warm_up(lambda: self._run(facts, call, backward), as_called=True)
         return facts.read()
@@ -212,7 +215,9 @@ class Reference:
         facts, regions, lease = _Facts(keep), variant.regions.values(), _Borrowed(self._slots, slot)
         handle = ReplayHandle(self.call.program, variant, lease, False, Stats(), self._calls)
 
-        def backward(journal: Journal, differentiate: Differentiate) -> None:
+        def backward(
+            journal: Journal, starts: Tensors, gradients: Tensors, leaves: Tensors
+        ) -> Gradients:
             parameters = self._parameters.values()
             filled = [each.grad for each in parameters if each.grad is not None]
             for gradient in filled:
@@ -227,16 +232,19 @@ class Reference:
                 if gradients[0] is not None:
                     added.add(id(self._parameters[name]))
 
+            # Those that graphs add to need not be asked for: nobody sees their nodes, then.
+            asked = [each for each in parameters if len(regions) > 1 or id(each) not in added]
+            anchors = [region.parameters.anchor for region in regions]
             try:
                 with self._after_adding(note):
-                    anchors = [region.parameters.anchor for region in regions]
-                    differentiate([*parameters, *anchors])
+                    torch.autograd.backward(starts, gradients, inputs=[*leaves, *asked, *anchors])
                 for name, each in self._parameters.items():
                     if id(each) in added:
                         facts.note(_gradient(name), each.grad)
             finally:
                 for each in empty:
                     each.grad = None
+            return [leaf.grad for leaf in leaves]
 
         contexts = [region.context for region in regions]
         spare = OutputGradients(lambda reason: None).of(None)  # nothing is learned
@@ -293,15 +301,10 @@ class Reference:
             if layouts:
                 starts = [tensors[number] for number in layouts]
                 gradients = list(map(_gradient_of, starts, layouts.values()))
-
-                def differentiate(parameters: Iterable[torch.Tensor]) -> None:
-                    inputs = [*given.values(), *parameters]
-                    with torch.autocast(backend.device_type, enabled=False):
-                        torch.autograd.backward(starts, gradients, inputs=inputs)
-
-                backward(journal, differentiate)
-            for name, leaf in given.items():
-                facts.note(f"the gradient of {name}", leaf.grad)
+                with torch.autocast(backend.device_type, enabled=False):
+                    found = backward(journal, starts, gradients, list(given.values()))
+                for name, gradient in zip(given, found, strict=False):
+                    facts.note(f"the gradient of {name}", gradient)
             for name, buffer in self.module.named_buffers():
                 facts.note(f"buffer {name!r}", buffer)
             for number, memory in enumerate(self._written):
@@ -317,13 +320,14 @@ class Reference:
         for name, leaf in named_leaves(self.module.forward, args, kwargs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in cut:
                 cut[id(leaf)] = names[name] = leaf.detach().requires_grad_()
-        if not cut:
-            return names, (args, kwargs)
+        # Containers are others: forward may write to them.
         return names, tree_map(lambda leaf: cut.get(id(leaf), leaf), (args, kwargs))
 
     def _layouts(self, leaves: list[Any]) -> dict[int, Layout]:
         """The outputs that get gradients, and the layouts of those: of the newest pattern."""
-        if self._slots.launches.shared or any(map(is_sharded, self._parameters.values())):
+        stays_eager = not all(run.captured for run in self.call.program.runs)
+        sharded = any(map(is_sharded, self._parameters.values()))
+        if stays_eager or sharded or self._slots.launches.shared:
             return {}
         known, found = self.call.gradients, dict[int, Layout]()
         for number, end in enumerate(self._ends or ()):
