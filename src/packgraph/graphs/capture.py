@@ -239,8 +239,9 @@ class Capturer:
         )
         version, ends = self._compared.get(call.key, (None, None))
         reference: Reference | None = None
-        if not self.cache.joint.is_alone or version != about.gradients.version:
-            reference = Reference(about, self._slots, self._calls, ends)
+        together = not self.cache.joint.is_alone
+        if together or version != about.gradients.version:
+            reference = Reference(about, self._slots, self._calls, ends, together)
 
         def capture() -> None:
             if not self.is_captured(call, slot):
@@ -263,9 +264,9 @@ class Capturer:
         """
         variant: Variant = slot.variants[call.key]
         about = CapturedCall(self.program, self._backend, variant.gradients, args, kwargs)
-        reference = Reference(about, self._slots, self._calls, variant.ends)
+        reference = Reference(about, self._slots, self._calls, variant.ends, False)
         written = {id(t): t for region in variant.regions.values() for t in region.context.writes}
-        reference.run_plainly(list(written.values()))
+        reference.run_plainly(list(written.values()), variant.dry_run.calls.draws)
         self._compare(reference, call, slot, None)
         variant.replays = 0
         return variant
@@ -299,12 +300,11 @@ class Capturer:
             return self.cache.consensus(what or differs or "", error) is not None
 
         try:
-            reference.refuse_differences(variant, slot, anywhere)
+            self._stats.compared += reference.is_met_by(variant, slot, anywhere)
         except CaptureError:
             self._compared.pop(call.key, None)
             self.cache.evict(call.key, slot, _DIFFERS)
             raise
-        self._stats.compared += 1
         self._compared[call.key] = variant.version, variant.ends
 
     def is_compiled(self, key: Hashable) -> bool:
@@ -377,7 +377,7 @@ class Capturer:
             dry_run(about, state, like) if earlier is None else dry_run_again(about, earlier, state)
         )
         if reference is not None:
-            reference.run_plainly(seen.written)
+            reference.run_plainly(seen.written, seen.calls.draws)
         if self._backend.guard_device is None:  # it keeps what it reads and writes itself
             seen.read.clear()
             seen.written.clear()

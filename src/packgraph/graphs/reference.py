@@ -27,6 +27,8 @@ Not compared:
 * gradients of sharded parameters: ranks add them up while a backward runs; gradients where several
   threads train, which may add to `.grad` meanwhile; gradients where stages stay eager, whose own
   hooks would see gradients of no step. Outputs and states are;
+* modules that draw random numbers while other threads live that may draw from the same generators:
+  two calls get other numbers;
 * backwards for older patterns than the newest, which were compared when they were the newest;
 * further slots of a key, whose graphs were captured from the same code; graphs that trials throw
   away; whole steps (`step.py`), which run an optimizer; compiled code with other code: the plain
@@ -50,6 +52,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from packgraph.graphs.checks.host_calls import unwatched
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
 from packgraph.graphs.checks.module_state import ModuleState
+from packgraph.graphs.checks.random_state import is_alone
 from packgraph.graphs.checks.side_effects import SideEffects, forward_line
 from packgraph.graphs.dry_run import CapturedCall
 from packgraph.graphs.errors import CaptureError
@@ -115,28 +118,35 @@ class _Borrowed(SlotLease):
 class Reference:
     """One call as the module itself makes it, for replays to be compared with."""
 
-    def __init__(self, call: CapturedCall, slots: Slots, calls: Calls, ends: Ends | None) -> None:
+    def __init__(
+        self, call: CapturedCall, slots: Slots, calls: Calls, ends: Ends | None, together: bool
+    ) -> None:
         """Args:
         call: The call.
         slots: Of the module.
         calls: Of the module.
         ends: Of a variant of the same key, if one was captured before.
+        together: Whether all ranks compare, whatever threads there are.
         """
+        self._alone = together or is_alone()
+        self._whole = all(run.captured for run in call.program.runs)
         self.call, self._slots, self._calls, self._ends = call, slots, calls, ends
         self.module = call.program.module
         self._written: Sequence[torch.Tensor] = ()
         named = self.module.named_parameters()
         self._parameters = {name: each for name, each in named if each.requires_grad}
-        self._known = _Facts(())
+        self._known: _Facts | None = None
 
-    def run_plainly(self, written: Sequence[torch.Tensor]) -> None:
-        """Makes the call. written: memory from outside, beside buffers, that forward writes to."""
-        self._written = list(written)
-        self._known = self._plain()
+    def run_plainly(self, written: Sequence[torch.Tensor], draws: bool) -> None:
+        """Makes the call, if it can be compared. written: memory from outside, beside buffers, that
+        forward writes to. draws: whether it draws random numbers."""
+        if self._alone or (self._whole and not draws):
+            self._written = list(written)
+            self._known = self._plain()
 
-    def refuse_differences(
+    def is_met_by(
         self, variant: Variant, slot: Slot, anywhere: Callable[[str | None], bool]
-    ) -> None:
+    ) -> bool:
         """Replays a variant and compares.
 
         Args:
@@ -144,12 +154,17 @@ class Reference:
             slot: Where.
             anywhere: Given what differs on this rank, or None: whether any rank has a difference.
 
+        Returns:
+            Whether there was something to compare with.
+
         Raises:
             CaptureError: The replay has made something else.
         """
+        if self._known is None:
+            return False
         differing = self._known.differing(self._replayed(variant, slot))
         if not anywhere(next(iter(differing), None)):
-            return
+            return True
         one, two = self._plain(differing), self._plain(differing)
         replayed = self._replayed(variant, slot, differing)
         repeats = not self._known.differing(one) and not one.differing(two)
@@ -159,6 +174,7 @@ class Reference:
             distance = _distance(known, replayed.values.get(name))
             if repeats or distance > _FACTOR * (spread + _last_place(known)):
                 raise self._error(variant, name, distance, spread)
+        return True
 
     def _error(self, variant: Variant, name: str, distance: float, spread: float) -> CaptureError:
         stages = {
@@ -266,20 +282,18 @@ class Reference:
         """Makes a call and its backward, notes what they have made, and undoes it."""
         program, backend, state = self.call.program, self.call.backend, ModuleState(self.module)
         effects = SideEffects(self.module, program.volatile, program.assigned, state)
-        whole, grads = all(run.captured for run in program.runs), torch.is_grad_enabled()
+        nothing, grads = contextlib.nullcontext, torch.is_grad_enabled()
         with (
             explained(),
             unwatched(),
             torch.set_grad_enabled(grads),
             without_hooks(self._parameters.values()),
             undone(self.module, backend, effects, watched=False) as journal,
-            contextlib.nullcontext() if whole else effects.allowed(),
-            effects.draws.moving(),
+            nothing() if self._whole else effects.allowed(),
+            effects.draws.moving() if self._alone else nothing(),
             compiled_code(program.compiler is not None),
             # Eager stages may write to whatever they like.
-            contextlib.nullcontext()
-            if whole
-            else CaptureChecker(journal, refuse=False, device=None),
+            nothing() if self._whole else CaptureChecker(journal, refuse=False, device=None),
         ):
             with torch.no_grad():
                 for memory in self._written:
@@ -309,7 +323,7 @@ class Reference:
                 facts.note(f"buffer {name!r}", buffer)
             for number, memory in enumerate(self._written):
                 facts.note(f"memory {number} that forward writes to", memory)
-            for number, generator in enumerate(backend.generators()):
+            for number, generator in enumerate(backend.generators() if self._alone else ()):
                 facts.note(f"the state of random generator {number}", generator.get_state())
 
     def _cut(self) -> tuple[dict[str, torch.Tensor], Any]:
@@ -325,9 +339,8 @@ class Reference:
 
     def _layouts(self, leaves: list[Any]) -> dict[int, Layout]:
         """The outputs that get gradients, and the layouts of those: of the newest pattern."""
-        stays_eager = not all(run.captured for run in self.call.program.runs)
         sharded = any(map(is_sharded, self._parameters.values()))
-        if stays_eager or sharded or self._slots.launches.shared:
+        if sharded or not self._whole or self._slots.launches.shared:
             return {}
         known, found = self.call.gradients, dict[int, Layout]()
         for number, end in enumerate(self._ends or ()):

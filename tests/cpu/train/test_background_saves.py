@@ -165,7 +165,7 @@ def test_a_run_with_slow_saves_writes_what_a_run_that_waits_does(
     waiting = go(tmp_path / "waiting", settings(False, graph=graph))
     slow = Slow(monkeypatch, seconds=0.15 if graph else 0.4)
     alone = []
-    look = random_state._alone
+    look = random_state.is_alone
 
     def looked() -> bool:
         alone.append((slow.running > 0, look()))

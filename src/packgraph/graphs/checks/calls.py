@@ -70,9 +70,14 @@ _Call = tuple[tuple[Any, ...], Line | str]
 
 
 class OperationLog:
-    """What one run has called."""
+    """What one run has called.
+
+    Attributes:
+        draws: Whether an operation may draw random numbers.
+    """
 
     def __init__(self) -> None:
+        self.draws = False
         self._calls: list[_Call] = []
         self._digest: tuple[int, int] | None = None
         self._path: int | None = None
@@ -91,6 +96,7 @@ class OperationLog:
 
     def called(self, operation: Operation, operands: Sequence[Any]) -> None:
         """The code of a forward calls an operation."""
+        self.draws = self.draws or operation.may_draw
         facts = (operation.shown, *map(self._fact, operands))
         if (
             operation.function is torch.ops.aten.lift_fresh.default
