@@ -8,6 +8,7 @@ reference       the first replay of a key is compared with a plain call (`refere
 
 import contextlib
 from collections.abc import Callable, Hashable
+from math import inf
 from typing import Any
 
 import torch.distributed as dist
@@ -209,13 +210,7 @@ class Capturer:
         """Whether the slot has graphs for this key, with a backward for all that is known of its
         gradients."""
         variant = slot.variants.get(call.key)
-        return variant is not None and variant.version == variant.gradients.version
-
-    def is_due(self, variant: Variant) -> bool:
-        """Whether a replay is to be compared once more. Ranks that capture together do not replay
-        together, so they compare first replays only."""
-        every = self._compare_every
-        return bool(every and variant.replays >= every and self.cache.joint.is_alone)
+        return variant is not None and variant.is_current
 
     def captured(
         self,
@@ -224,52 +219,45 @@ class Capturer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         what: str | None,
+        refused: CaptureError | None = None,
     ) -> Variant:
         """The slot's graphs for a call, captured now if there are none; the first of a key are
-        compared with a plain call.
+        compared with a plain call, and those for which that is due.
 
         what: the call in words, where other ranks capture it now, too; all of them or none have its
-        graphs then.
+        graphs then. refused: why this rank cannot.
 
         Raises:
             CaptureError: The call cannot be captured; nothing has changed then.
         """
-        about = CapturedCall(
-            self.program, self._backend, self._gradients.of(call.key), args, kwargs
-        )
+        gradients = self._gradients.of(call.key)
+        before: Any = slot.variants.get(call.key)
+        about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
         version, ends = self._compared.get(call.key, (None, None))
+        is_there = before is not None and before.version == gradients.version
         reference: Reference | None = None
         together = not self.cache.joint.is_alone
-        if together or version != about.gradients.version:
-            reference = Reference(about, self._slots, self._calls, ends, together)
+        if together or version != gradients.version or (is_there and before.replays_left <= 0):
+            reference = Reference(
+                about, self._slots, self._calls, self._buffers, ends, together=together
+            )
 
         def capture() -> None:
-            if not self.is_captured(call, slot):
+            if refused is not None:
+                raise refused
+            if not is_there:
                 self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
                 self.cache.capture(call, slot, lambda: self._capture(call, slot, about, reference))
+            elif reference is not None:
+                reference.run_plainly(before.written(), before.dry_run.calls.draws)
 
         self._agreed(what, call, slot, capture)
+        found: Variant = slot.variants[call.key]
         if reference is not None:
             self._agreed(what, call, slot, lambda: self._compare(reference, call, slot, what))
-        found: Variant = slot.variants[call.key]
+        # Ranks that capture together do not replay together: there later replays are not compared.
+        found.replays_left = inf if together else self._compare_every or inf
         return found
-
-    def compared(
-        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Variant:
-        """The slot's graphs for a call, after a replay was compared with a plain call.
-
-        Raises:
-            CaptureError: They differ; the graphs are freed.
-        """
-        variant: Variant = slot.variants[call.key]
-        about = CapturedCall(self.program, self._backend, variant.gradients, args, kwargs)
-        reference = Reference(about, self._slots, self._calls, variant.ends, False)
-        written = {id(t): t for region in variant.regions.values() for t in region.context.writes}
-        reference.run_plainly(list(written.values()), variant.dry_run.calls.draws)
-        self._compare(reference, call, slot, None)
-        variant.replays = 0
-        return variant
 
     def _agreed(
         self, what: str | None, call: Signature, slot: Slot, work: Callable[[], None]
@@ -296,16 +284,20 @@ class Capturer:
         variant: Variant = slot.variants[call.key]
 
         def anywhere(differs: str | None) -> bool:
+            if what is None:
+                return differs is not None
             error = None if differs is None else CaptureError(differs, user_line(), LEAVE_OUT)
-            return self.cache.consensus(what or differs or "", error) is not None
+            return self.cache.consensus(what, error) is not None
 
         try:
-            self._stats.compared += reference.is_met_by(variant, slot, anywhere)
+            is_compared = reference.is_met_by(variant, slot, anywhere)
         except CaptureError:
             self._compared.pop(call.key, None)
             self.cache.evict(call.key, slot, _DIFFERS)
             raise
-        self._compared[call.key] = variant.version, variant.ends
+        if is_compared:
+            self._stats.compared += 1
+            self._compared[call.key] = variant.version, variant.ends
 
     def is_compiled(self, key: Hashable) -> bool:
         """Whether the stages of calls like this are compiled."""

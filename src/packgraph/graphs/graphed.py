@@ -99,21 +99,9 @@ def graph(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
-    return GraphedModule(
-        module,
-        Control(
-            module,
-            capacities,
-            backend,
-            warmup,
-            slots,
-            strict,
-            scope,
-            granularity,
-            compile,
-            compare_every,
-        ),
-    )
+    options = strict, scope, granularity, compile, compare_every
+    own = Control(module, capacities, backend, warmup, slots, *options)
+    return GraphedModule(module, own)
 
 
 def control(graphed: torch.nn.Module) -> "Control":
@@ -356,11 +344,7 @@ class Control:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
             ready = self._slots.acquire_captured(key)
-            if (
-                ready is not None
-                and ready[1].version == ready[1].gradients.version
-                and not self._capturer.is_due(ready[1])
-            ):
+            if ready is not None and ready[1].is_current:
                 return self._handle(*ready)
             if ready is not None:
                 ready[0].release()
@@ -376,7 +360,7 @@ class Control:
 
     def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
         self.stats.replayed += 1
-        variant.replays += 1
+        variant.replays_left -= 1
         self._notices.replays = True
         capturer = self._capturer
         return ReplayHandle(
@@ -418,26 +402,20 @@ class Control:
         lease = self._slots.acquire(call.key)
         if lease is None:
             return fallback.NO_SLOT
-        is_captured = self._capturer.is_captured(call, lease.slot)
-        is_due = is_captured and self._capturer.is_due(lease.slot.variants[call.key])
-        if (is_due or not is_captured) and not self._calls.may_capture():
+        if self._capturer.is_captured(call, lease.slot):
+            return self._handle(lease, lease.slot.variants[call.key])
+        if not self._calls.may_capture():
             lease.release()
             return None
-        if not is_captured:
-            joined = self._join_others(call, args, lease)
-            if isinstance(joined, str):
-                return joined
-            lease = joined
+        joined = self._join_others(call, args, lease)
+        if isinstance(joined, str):
+            return joined
+        lease = joined
         with contextlib.ExitStack() as on_error:
             on_error.callback(lease.release)
             try:
-                if not is_captured:
-                    what = self._in_words(call, args)
-                    variant = self._capturer.captured(call, lease.slot, args, kwargs, what)
-                elif is_due:
-                    variant = self._capturer.compared(call, lease.slot, args, kwargs)
-                else:
-                    variant = lease.slot.variants[call.key]
+                what = self._in_words(call, args)
+                variant = self._capturer.captured(call, lease.slot, args, kwargs, what)
             except CaptureError as error:
                 # Gradients are looked at once more.
                 self._frozen = self._frozen and object()
@@ -590,29 +568,15 @@ class Control:
         return failed is None
 
     def _build(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
-        what, failed = call_name(self.module, args), None
+        what = call_name(self.module, args)
+        busy = CaptureError(
+            fallback.BUSY, user_line(), "build graphs before other threads call the module"
+        )
         try:
             with self._calls.capture() as free:
-                if free:
-                    self._capturer.captured(call, slot, args, {}, what)
-                else:
-                    failed = self._capturer.cache.agree(
-                        what,
-                        call.key,
-                        slot,
-                        CaptureError(
-                            fallback.BUSY,
-                            user_line(),
-                            "build graphs before other threads call the module",
-                        ),
-                    )
+                self._capturer.captured(call, slot, args, {}, what, None if free else busy)
         except CaptureError as error:
-            failed = error
-        if failed is not None:
-            try:
-                self._notices.complain(failed)
-            finally:
-                failed = None  # its traceback holds this frame, and what it was about to capture
+            self._notices.complain(error)
 
     def close(self) -> None:
         """Free every graph and pool. Calls run eagerly afterwards."""

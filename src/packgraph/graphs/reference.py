@@ -47,6 +47,7 @@ from math import inf
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from packgraph.graphs.checks.host_calls import unwatched
@@ -57,7 +58,7 @@ from packgraph.graphs.checks.side_effects import SideEffects, forward_line
 from packgraph.graphs.dry_run import CapturedCall
 from packgraph.graphs.errors import CaptureError
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.gradients import with_local, without_memory
+from packgraph.graphs.gradients import GradientBuffers, with_local, without_memory
 from packgraph.graphs.key import Layout, contiguous_strides, own_strides
 from packgraph.graphs.notices import named_leaves
 from packgraph.graphs.output_gradients import OutputGradients
@@ -119,18 +120,26 @@ class Reference:
     """One call as the module itself makes it, for replays to be compared with."""
 
     def __init__(
-        self, call: CapturedCall, slots: Slots, calls: Calls, ends: Ends | None, together: bool
+        self,
+        call: CapturedCall,
+        slots: Slots,
+        calls: Calls,
+        buffers: GradientBuffers,
+        ends: Ends | None,
+        together: bool = False,
     ) -> None:
         """Args:
         call: The call.
         slots: Of the module.
         calls: Of the module.
+        buffers: That graphs add gradients to.
         ends: Of a variant of the same key, if one was captured before.
         together: Whether all ranks compare, whatever threads there are.
         """
         self._alone = together or is_alone()
         self._whole = all(run.captured for run in call.program.runs)
         self.call, self._slots, self._calls, self._ends = call, slots, calls, ends
+        self._buffers = buffers
         self.module = call.program.module
         self._written: Sequence[torch.Tensor] = ()
         named = self.module.named_parameters()
@@ -200,9 +209,11 @@ class Reference:
         facts, program = _Facts(keep), self.call.program
         call = self.module if program.compiler is None else lambda *a, **kw: program.call(a, kw)
 
-        def take(name: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        def take(
+            name: str, parameter: torch.nn.Parameter, gradient: torch.Tensor | None
+        ) -> torch.Tensor | None:
             if gradient is not None:
-                facts.note(_gradient(name), gradient)
+                facts.note(_gradient(name), _placed_as(self._buffers.present(parameter), gradient))
             return without_memory(gradient)
 
         def backward(
@@ -210,7 +221,7 @@ class Reference:
         ) -> Gradients:
             with contextlib.ExitStack() as at_end:
                 for name, each in self._parameters.items():
-                    at_end.callback(each.register_hook(partial(take, name)).remove)
+                    at_end.callback(each.register_hook(partial(take, name, each)).remove)
                 inputs = [*leaves, *self._parameters.values()]
                 return torch.autograd.grad(starts, inputs, gradients, allow_unused=True)
 
@@ -357,6 +368,16 @@ def _gradient(parameter: str) -> str:
 
 def _output(number: int) -> str:
     return f"output {number}"
+
+
+@torch.no_grad()
+def _placed_as(sums: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as it is added to `sums`, which may be shares of what it is the whole of."""
+    if not isinstance(sums, DTensor) or not isinstance(gradient, DTensor):
+        return gradient
+    if sums.placements == gradient.placements:
+        return gradient
+    return with_local(sums, torch.full_like(local_tensor(sums), -0.0)).add_(gradient)
 
 
 def _gradient_of(output: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -573,7 +574,7 @@ class Variant:
     ends: for each of the call's outputs the region and output number it comes from, None for eager
     code's. direct: how to replay all regions without autograd, where that can be. version: of what
     is known of gradients of such calls (`gradients`) at capture. dry_run: keeps what graphs read,
-    and know by its address only. replays: how many since one was compared with a plain call.
+    and know by its address only. replays_left: before one is compared with a plain call again.
     """
 
     regions: dict[int, Region]
@@ -582,12 +583,21 @@ class Variant:
     gradients: KeyGradients
     version: int
     dry_run: DryRun
-    replays: int = 0
+    replays_left: float = inf
 
     @property
     def segments(self) -> int:
         """Number of captured segments."""
         return len(self.regions)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the next call may replay it as it is."""
+        return self.version == self.gradients.version and self.replays_left > 0
+
+    def written(self) -> list[torch.Tensor]:
+        """What its forwards write to from outside."""
+        return [tensor for region in self.regions.values() for tensor in region.context.writes]
 
     def reset(self) -> None:
         """Free all graphs."""
