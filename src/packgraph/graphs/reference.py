@@ -15,7 +15,7 @@ The plain call comes before the capture since it needs the activations of an eag
 capture has room for itself only while no graph exists; a digest of every fact is all that is kept.
 The digest is a sum of all elements, read as integers and weighted by odd numbers, modulo 2**64: it
 finds every change of a single element. Gradients of parameters are digested as they arrive, and let
-go.
+go (but those of compiled code, which adds to `.grad` itself).
 
 Where digests differ three more runs keep values of what differs, on the host: plain, plain, replay.
 If plain calls repeat themselves, the difference is an error. If they do not (atomic additions), it
@@ -40,7 +40,7 @@ whether there is a difference.
 """
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -64,6 +64,7 @@ from packgraph.graphs.notices import named_leaves
 from packgraph.graphs.output_gradients import OutputGradients
 from packgraph.graphs.parameters import is_sharded, local_tensor, without_hooks
 from packgraph.graphs.program import open_objects
+from packgraph.graphs.region import Region
 from packgraph.graphs.replay import Ends, ReplayHandle, Variant
 from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
 from packgraph.graphs.undone import compiled_code, explained, undone
@@ -225,54 +226,30 @@ class Reference:
                 inputs = [*leaves, *self._parameters.values()]
                 return torch.autograd.grad(starts, inputs, gradients, allow_unused=True)
 
-        self.call.backend.warm_up(lambda: self._run(facts, call, backward), as_called=True)
+        def compiled_backward(*given: Any) -> Gradients:  # its products add to `.grad` themselves
+            sums = [(each, each.grad) for each in self._parameters.values()]
+            for each, _ in sums:
+                each.grad = None
+            try:
+                return self._summed(facts, [], *given)
+            finally:
+                for each, grad in sums:
+                    each.grad = grad
+
+        how = backward if program.compiler is None else compiled_backward
+        self.call.backend.warm_up(lambda: self._run(facts, call, how), as_called=True)
         return facts.read()
 
-    @contextlib.contextmanager
-    def _after_adding(self, hook: Callable[..., None]) -> Iterator[None]:
-        """Within the block autograd calls `hook` when it has added to `.grad` of a parameter: with
-        its name, nothing, and what was added."""
-        with contextlib.ExitStack() as at_end:
-            for name, parameter in self._parameters.items():
-                node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-                at_end.callback(node.register_hook(partial(hook, name)).remove)
-            yield
-
     def _replayed(self, variant: Variant, slot: Slot, keep: Container[str] = ()) -> _Facts:
-        facts, regions, lease = _Facts(keep), variant.regions.values(), _Borrowed(self._slots, slot)
-        handle = ReplayHandle(self.call.program, variant, lease, False, Stats(), self._calls)
-
-        def backward(
-            journal: Journal, starts: Tensors, gradients: Tensors, leaves: Tensors
-        ) -> Gradients:
-            parameters = self._parameters.values()
-            filled = [each.grad for each in parameters if each.grad is not None]
-            for gradient in filled:
-                journal.before_write(local_tensor(gradient))
-            for gradient in filled:  # to -0.0 everything adds without a change of any bit
-                local_tensor(gradient).zero_().neg_()
-            empty = [each for each in parameters if each.grad is None]
-            newest = [each for region in regions for each in [*region.backwards.values()][-1:]]
-            added = {id(buffer.parameter) for each in newest for buffer in each.owned}
-
-            def note(name: str, _: object, gradients: tuple[torch.Tensor | None]) -> None:
-                if gradients[0] is not None:
-                    added.add(id(self._parameters[name]))
-
-            # Those that graphs add to need not be asked for: nobody sees their nodes, then.
-            asked = [each for each in parameters if len(regions) > 1 or id(each) not in added]
-            anchors = [region.parameters.anchor for region in regions]
-            try:
-                with self._after_adding(note):
-                    torch.autograd.backward(starts, gradients, inputs=[*leaves, *asked, *anchors])
-                for name, each in self._parameters.items():
-                    if id(each) in added:
-                        facts.note(_gradient(name), each.grad)
-            finally:
-                for each in empty:
-                    each.grad = None
-            return [leaf.grad for leaf in leaves]
-
+        facts, regions = _Facts(keep), list(variant.regions.values())
+        handle = ReplayHandle(
+            self.call.program,
+            variant,
+            _Borrowed(self._slots, slot),
+            False,
+            Stats(),
+            self._calls,
+        )
         contexts = [region.context for region in regions]
         spare = OutputGradients(lambda reason: None).of(None)  # nothing is learned
         for region in regions:
@@ -283,11 +260,58 @@ class Reference:
                 changed=lambda: None,
             )
         try:
-            self._run(facts, lambda *args, **kwargs: handle.replay(args, kwargs), backward)
+            self._run(
+                facts,
+                lambda *args, **kwargs: handle.replay(args, kwargs),
+                partial(self._summed, facts, regions),
+            )
         finally:
             for region, context in zip(regions, contexts, strict=True):
                 region.context = context
         return facts.read()
+
+    def _summed(
+        self,
+        facts: _Facts,
+        regions: list[Region],
+        journal: Journal,
+        starts: Tensors,
+        gradients: Tensors,
+        leaves: Tensors,
+    ) -> Gradients:
+        """A backward that adds to `.grad`, for code that does so itself; notes what was added.
+        regions: those that are replayed."""
+        parameters = self._parameters.values()
+        filled = [each.grad for each in parameters if each.grad is not None]
+        for gradient in filled:
+            journal.before_write(local_tensor(gradient))
+        for gradient in filled:  # to -0.0 everything adds without a change of any bit
+            local_tensor(gradient).zero_().neg_()
+        empty = [each for each in parameters if each.grad is None]
+        newest = [each for region in regions for each in [*region.backwards.values()][-1:]]
+        added = {id(buffer.parameter) for each in newest for buffer in each.owned}
+        # Those that one graph adds to need not be asked for: nobody sees their nodes, then.
+        asked = [each for each in parameters if len(regions) != 1 or id(each) not in added]
+        anchors = [region.parameters.anchor for region in regions]
+        added |= set(map(id, empty))
+
+        def note(parameter: torch.Tensor, _: object, arrived: Gradients) -> None:
+            if arrived[0] is not None:
+                added.add(id(parameter))
+
+        try:
+            with contextlib.ExitStack() as at_end:
+                for each in asked:
+                    node: Any = torch.autograd.graph.get_gradient_edge(each).node
+                    at_end.callback(node.register_hook(partial(note, each)).remove)
+                torch.autograd.backward(starts, gradients, inputs=[*leaves, *asked, *anchors])
+            for name, each in self._parameters.items():
+                if each.grad is not None and id(each) in added:
+                    facts.note(_gradient(name), each.grad)
+        finally:
+            for each in empty:
+                each.grad = None
+        return [leaf.grad for leaf in leaves]
 
     def _run(self, facts: _Facts, call: Callable[..., Any], backward: Backward) -> None:
         """Makes a call and its backward, notes what they have made, and undoes it."""
