@@ -249,7 +249,8 @@ class Capturer:
                 self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
                 self.cache.capture(call, slot, lambda: self._capture(call, slot, about, reference))
             elif reference is not None:
-                reference.run_plainly(before.written(), before.dry_run.calls.draws)
+                written, read = before.touched()
+                reference.run_plainly(written, read, before.dry_run.calls.draws)
 
         self._agreed(what, call, slot, capture)
         found: Variant = slot.variants[call.key]
@@ -369,7 +370,7 @@ class Capturer:
             dry_run(about, state, like) if earlier is None else dry_run_again(about, earlier, state)
         )
         if reference is not None:
-            reference.run_plainly(seen.written, seen.calls.draws)
+            reference.run_plainly(seen.written, seen.read, seen.calls.draws)
         if self._backend.guard_device is None:  # it keeps what it reads and writes itself
             seen.read.clear()
             seen.written.clear()

@@ -142,16 +142,25 @@ class Reference:
         self.call, self._slots, self._calls, self._ends = call, slots, calls, ends
         self._buffers = buffers
         self.module = call.program.module
-        self._written: Sequence[torch.Tensor] = ()
+        self._written, self._touched = list[torch.Tensor](), list[torch.Tensor]()
         named = self.module.named_parameters()
         self._parameters = {name: each for name, each in named if each.requires_grad}
         self._known: _Facts | None = None
 
-    def run_plainly(self, written: Sequence[torch.Tensor], draws: bool) -> None:
-        """Makes the call, if it can be compared. written: memory from outside, beside buffers, that
-        forward writes to. draws: whether it draws random numbers."""
+    def run_plainly(
+        self, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor], draws: bool
+    ) -> None:
+        """Makes the call, if it can be compared.
+
+        Args:
+            written: Memory from outside, beside buffers, that forward writes to.
+            read: What it reads. Code whose operations torch does not see may write to that.
+            draws: Whether it draws random numbers.
+        """
         if self._alone or (self._whole and not draws):
-            self._written = list(written)
+            weights = {_storage(parameter) for parameter in self.module.parameters()}
+            others = [memory for memory in read if _storage(memory) not in weights]
+            self._written, self._touched = list(written), [*written, *others]
             self._known = self._plain()
 
     def is_met_by(
@@ -331,7 +340,7 @@ class Reference:
             nothing() if self._whole else CaptureChecker(journal, refuse=False, device=None),
         ):
             with torch.no_grad():
-                for memory in self._written:
+                for memory in self._touched:
                     journal.before_write(memory)
             given, (args, kwargs) = self._cut()
             leaves, form = tree_flatten(open_objects(call(*args, **kwargs)))
@@ -388,6 +397,10 @@ class Reference:
 
 def _gradient(parameter: str) -> str:
     return f"the gradient of parameter {parameter!r}"
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(local_tensor(tensor).untyped_storage()._cdata)
 
 
 def _output(number: int) -> str:

@@ -595,9 +595,11 @@ class Variant:
         """Whether the next call may replay it as it is."""
         return self.version == self.gradients.version and self.replays_left > 0
 
-    def written(self) -> list[torch.Tensor]:
-        """What its forwards write to from outside."""
-        return [tensor for region in self.regions.values() for tensor in region.context.writes]
+    def touched(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What its forwards write to from outside, and what they read."""
+        contexts = [region.context for region in self.regions.values()]
+        writes = [tensor for context in contexts for tensor in context.writes]
+        return writes, [tensor for context in contexts for tensor in context.reads]
 
     def reset(self) -> None:
         """Free all graphs."""
