@@ -212,7 +212,7 @@ def test_drawing_random_numbers_on_the_host_is_refused_and_undone(draw, monkeypa
     numpy = pytest.importorskip("numpy")
     # Numbers are not put back beside threads that could have drawn them; other tests may have left
     # one.
-    monkeypatch.setattr(random_state, "_alone", lambda: True)
+    monkeypatch.setattr(random_state, "is_alone", lambda: True)
     function = random.random if draw == "random" else numpy.random.rand
     random.seed(1)
     numpy.random.seed(1)
