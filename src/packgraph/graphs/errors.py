@@ -139,3 +139,11 @@ def traced_line(stack: str | None) -> str:
         if is_user_file(name):
             return f"{name}:{line} in {function}"
     return ""
+
+
+def forward_line(module: torch.nn.Module) -> str:
+    """`file.py:LINE in forward` of the module's class."""
+    code = getattr(module.forward, "__code__", None)
+    if code is None or code.co_filename == torch.nn.modules.module.__file__:
+        return user_line()
+    return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"

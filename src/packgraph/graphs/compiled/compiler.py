@@ -44,11 +44,12 @@ from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.compiled.uses import ForwardUses, WeightUses
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.front import TracedCode
 from packgraph.graphs.key import CONSTANTS
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.packing.batch import Field, PackedBatch, layout_of
 
-BACKENDS = ("inductor", "aot_eager")
+BACKENDS = ("inductor", "aot_eager", "eager")
 NEVER_CUDAGRAPHS = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
 TO_DO = (
     "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or "
@@ -124,6 +125,11 @@ class Compiler:
         self._uses = WeightUses()
         self._shared: set[int] = set()
 
+    @property
+    def compiles(self) -> bool:
+        """Whether code is generated: else the operations of a trace run one by one."""
+        return self.backend != "eager"
+
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State:
         """Run the stages of a segment on `state`. Raises CaptureError at the user's line for what
         cannot be compiled."""
@@ -132,7 +138,7 @@ class Compiler:
         opened = {
             key: OpenBatch.of(value)
             for key, value in state.items()
-            if isinstance(value, PackedBatch)
+            if isinstance(value, PackedBatch) and self.compiles
         }
         closed = {id(batch): state[key] for key, batch in opened.items()}
         state = state | opened
@@ -178,30 +184,23 @@ class Compiler:
         return self._code[key]
 
     def _compiled(self, function: Code) -> Code:
-        done, this = 0, weakref.ref(self)
+        if not self.compiles:
+            return TracedCode(function, None, lambda: not all_is_compiled())
+        this = weakref.ref(self)
 
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            nonlocal done
-            if all_is_compiled():
-                raise CaptureError(
-                    "code that was compiled before does not fit inside the capture of it",
-                    "",
-                    "something that torch takes for a constant differs from call to call: "
-                    + TO_DO
-                    + MORE,
-                )
             compiler = this()
             assert compiler is not None, "it has the code that is called"
             started = time.perf_counter()
             code = compiler._build(graph, inputs)
-            done += 1
-            if done > 1:
+            if traced.traces:
                 compiler.stats.recompiles[f"{compiler._now}: other constants"] += 1
             compiler.stats.compiled += 1
             compiler.stats.compile_seconds += time.perf_counter() - started
             return code
 
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        traced = TracedCode(function, backend, lambda: not all_is_compiled())
+        return traced
 
     def _build(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Forward and backward of `graph`, both now, each as CompiledCode."""

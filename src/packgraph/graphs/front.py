@@ -1,0 +1,297 @@
+"""The front end: PyTorch's own tracer reads what a stage does, and its guards tell when that holds.
+
+    stages    embed | attn mlp | attn mlp | ... | head
+    pieces    [---]   [------]   [------]         [--]
+    traces      A         B          B              C
+
+Dynamo executes the bytecode of a piece (the stages of one layer, or a whole module) symbolically.
+What comes out is a graph of the tensor operations, bytecode that calls it, and a guard for every
+object that was read on the way. Like layers share a trace: their module is an argument of it.
+What Dynamo cannot read is an error with its own words, at the user's line: there is no guessing.
+
+A trace is pure: code that changes Python state, hooks a gradient or draws numbers of Python's
+`random` is refused, since a replay runs no Python.
+"""
+
+import contextlib
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo.convert_frame as convert_frame
+from torch._dynamo.eval_frame import set_enable_dynamic
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.guards import _get_closure_vars as _closure_vars
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._guards import CompileContext, compile_context
+from torch.utils._python_dispatch import _disable_current_modes
+
+from packgraph.graphs.errors import CaptureError, traced_line
+
+Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class Trace:
+    """Traced code of a function of an owner and a state.
+
+    Attributes:
+        graph: The tensor operations, None where there are none.
+        run: The function that Dynamo has written; has the arguments of the traced one.
+        names: Of the tensors from outside, in words.
+    """
+
+    def __init__(
+        self,
+        function: FunctionType,
+        run: FunctionType,
+        graph: torch.fx.GraphModule | None,
+        guards: tuple[Any, Any],
+        sources: Sequence[str],
+    ) -> None:
+        """guards: Of all that was read, and of what is no part of the state. sources: Of tensors
+        from outside, as expressions of L and G."""
+        self.run, self.graph = run, graph
+        # Each has weak references that tell its manager of objects that are gone.
+        self._all, self._outside = guards
+        self._globals = function.__globals__
+        self._closure = dict(
+            zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        )
+        self.names = [_in_words(source) for source in sources]
+        self._read: Any = eval(
+            f"lambda L, G: ({''.join(f'{source}, ' for source in sources)})", dict(_closure_vars())
+        )
+
+    def fits(self, owner: Any, state: Any) -> bool:
+        """Whether everything that was read is as it was traced."""
+        given = {"owner": owner, "state": state}
+        found: bool = self._all.guard_manager.check(given | self._cells())
+        return found
+
+    def holds(self, owner: Any) -> bool:
+        """Whether everything that was read is as it was traced, the state left out."""
+        found: bool = self._outside.guard_manager.check({"owner": owner, **self._cells()})
+        return found
+
+    def tensors(self, owner: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors from outside, as they are now."""
+        found: tuple[torch.Tensor, ...] = self._read(
+            {"owner": owner, **self._cells()}, self._globals
+        )
+        return found
+
+    def difference(self, owner: Any, state: Any = None) -> str:
+        """The first thing that is not as it was traced, in Dynamo's words."""
+        given = {"owner": owner, "state": state, **self._cells()}
+        guards = self._outside if state is None else self._all
+        found = guards.guard_manager.check_verbose(given)
+        return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
+
+    def _cells(self) -> dict[str, Any]:
+        return {name: cell.cell_contents for name, cell in self._closure.items()}
+
+
+def _in_words(source: str) -> str:
+    """An expression of Dynamo's as the user would write it."""
+    return source.replace("L['owner']", "module").replace("L['state']['args']", "args")
+
+
+def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | None) -> Trace:
+    """Traces a call.
+
+    Args:
+        function: Takes `arguments` by name, all of them positional, too.
+        arguments: Of the call; tensors among them are looked at, not computed with.
+        backend: Makes the code that computes the graph; None runs its operations one by one.
+
+    Raises:
+        CaptureError: Dynamo cannot trace it, or it does what a replay would not do.
+    """
+    made: list[Any] = [None, None, None, []]
+
+    def receive(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _refuse_effects(InstructionTranslator.current_tx().output)
+        places = graph.graph.find_nodes(op="placeholder")
+        sources = [_name(node.meta["grapharg"].source) for node in places]
+        outside = [source for source in sources if "L['state']" not in source]
+        made[:] = graph.meta["backend_id"], graph, backend and backend(graph, inputs), outside
+        return made[2] or graph.forward
+
+    code, names, closure = function.__code__, function.__globals__, function.__closure__ or ()
+    cells = {
+        name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)
+    }
+    with (
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+        set_enable_dynamic(False),
+        torch_function_mode_stack_state_mgr,
+        compile_context(CompileContext(convert_frame.get_compile_id({}))),
+    ):
+        found = convert_frame.compile_frame(
+            code,
+            names,
+            arguments | cells,
+            vars(importlib.import_module("builtins")),
+            closure,  # type: ignore[arg-type]
+            compiler_fn=receive,
+            one_graph=True,
+            restart_reasons=set(),
+        )
+        with torch_function_mode_stack_state_mgr.temp_restore_stack():
+            guards = found.build_guards(code), found.build_guards(code, hooks=_OUTSIDE)
+    identity, graph, run, sources = made
+    output = found.tracer_output.output_graph
+    if output is not None and output.random_calls:
+        raise CaptureError(
+            "forward draws random numbers of Python, which a replay would not draw again",
+            "",
+            "draw them with torch, on the module's device",
+        )
+    if graph is not None:
+        names[identity] = run or graph.forward
+    made_function = FunctionType(found.bytecode, names, closure=closure)
+    result = Trace(function, made_function, graph, guards, sources)
+    if graph is not None:
+        weakref.finalize(result, names.pop, identity, None)
+    return result
+
+
+def _name(named: Any) -> str:
+    """The name of a source or guard, which is a method in some versions of torch."""
+    return str(named.name() if callable(named.name) else named.name)
+
+
+def _outside_alone(entries: Sequence[Any]) -> list[bool]:
+    return ["L['state']" not in _name(entry.orig_guard) for entry in entries]
+
+
+_OUTSIDE = Hooks(guard_filter_fn=_outside_alone)
+
+
+def _refuse_effects(output: Any) -> None:
+    """Raises CaptureError where the traced code changes Python state, or hooks gradients."""
+    effects = output.side_effects
+    changed = [
+        variable
+        for variable in effects.id_to_variable.values()
+        if effects.is_modified(variable) and variable.source is not None
+    ]
+    for variable in changed:
+        name = _in_words(_name(variable.source))
+        stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, [])
+        raise CaptureError(
+            f"forward changes a {variable.python_type_name()} that was there before ({name}): a "
+            "replay would not change it",
+            traced_line("".join(stacks[-1].format())) if stacks else "",
+            "return the value, or set it outside of forward",
+        )
+    if effects.tensor_hooks:
+        raise CaptureError(
+            "forward registers a hook on a tensor, which a replay would not call",
+            "",
+            "register the hook outside of forward",
+        )
+
+
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Within the block no mode of ours sees what the tracer does."""
+    from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+
+    from packgraph.graphs.checks.host_calls import compiling_begins, compiling_ends, unwatched_compiling
+    from packgraph.graphs.checks.host_sync import FunctionWatcher
+
+    with contextlib.ExitStack() as stack:
+        while isinstance(_get_current_function_mode(), FunctionWatcher):
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(unwatched_compiling())
+        compiling_begins()
+        try:
+            yield
+        finally:
+            compiling_ends()
+
+
+def explained(error: Exception, where: str) -> CaptureError:
+    """What Dynamo has raised, as an error at the user's line. where: if it does not say."""
+    inner = getattr(error, "inner_exception", None) or error
+    if isinstance(inner, CaptureError):
+        return CaptureError(inner.what, inner.where or where, inner.remedy)
+    assert isinstance(error, TorchDynamoException)
+    lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
+    return CaptureError(
+        f"PyTorch's tracer cannot read it: {lines[0] if lines else type(inner).__name__}",
+        where,
+        "",
+    )
+
+
+_USED: ContextVar[list[tuple[Trace, Any]] | None] = ContextVar("packgraph_used", default=None)
+
+
+@contextlib.contextmanager
+def using() -> Iterator[list[tuple[Trace, Any]]]:
+    """Collects the traces that run in the block, each with its owner."""
+    token = _USED.set([])
+    try:
+        found = _USED.get()
+        assert found is not None
+        yield found
+    finally:
+        _USED.reset(token)
+
+
+class TracedCode:
+    """A function of (owner, state) as all its traces: called, it runs the one that fits, or traces
+    once more.
+
+    function: What is traced. backend: See `trace`. may_trace: Asked before another trace is made.
+    """
+
+    def __init__(
+        self, function: Any, backend: Backend | None, may_trace: Callable[[], bool]
+    ) -> None:
+        self.function, self.backend, self.may_trace = function, backend, may_trace
+        self.traces: list[Trace] = []
+
+    def __call__(self, owner: Any, state: Any) -> Any:
+        found, used = self.find(owner, state), _USED.get()
+        if used is not None:
+            used.append((found, owner))
+        return found.run(owner, state)
+
+    def find(self, owner: Any, state: Any) -> Trace:
+        """The trace of a call, made now if there is none."""
+        with outside_of_modes():
+            return self._find(owner, state)
+
+    def _find(self, owner: Any, state: Any) -> Trace:
+        for known in self.traces:
+            if known.fits(owner, state):
+                return known
+        if not self.may_trace():
+            raise CaptureError(
+                "code that was traced before does not fit inside the capture of it"
+                + "".join(f"\n    {t.difference(owner, state)}" for t in self.traces[-1:]),
+                "",
+                "something that the tracer takes for a constant differs from call to call",
+            )
+        made = trace(self.function, {"owner": owner, "state": state}, self.backend)
+        if not made.fits(owner, state):
+            raise CaptureError(
+                "what forward reads changes while it is traced: "
+                + made.difference(owner, state),
+                "",
+                "read it outside of forward",
+            )
+        self.traces.append(made)
+        return made
