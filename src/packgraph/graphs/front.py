@@ -14,7 +14,9 @@ A trace is pure: code that changes Python state, hooks a gradient or draws numbe
 """
 
 import contextlib
+import gc
 import importlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -23,6 +25,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.convert_frame as convert_frame
+from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import set_enable_dynamic
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
@@ -32,7 +35,9 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
+from packgraph.graphs.checkpointed import FULL, checkpointed
 from packgraph.graphs.errors import CaptureError, traced_line
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -53,13 +58,15 @@ class Trace:
         run: FunctionType,
         graph: torch.fx.GraphModule | None,
         guards: tuple[Any, Any],
+        classes: "Classes",
         sources: Sequence[str],
     ) -> None:
-        """guards: Of all that was read, and of what is no part of the state. sources: Of tensors
-        from outside, as expressions of L and G."""
+        """guards: Of all that was read, and of what is no part of the state. classes: Of what was
+        read. sources: Of tensors from outside, as expressions of L and G."""
         self.run, self.graph = run, graph
         # Each has weak references that tell its manager of objects that are gone.
         self._all, self._outside = guards
+        self._classes = classes
         self._globals = function.__globals__
         self._closure = dict(
             zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -73,12 +80,12 @@ class Trace:
         """Whether everything that was read is as it was traced."""
         given = {"owner": owner, "state": state}
         found: bool = self._all.guard_manager.check(given | self._cells())
-        return found
+        return found and self._classes.hold()
 
     def holds(self, owner: Any) -> bool:
         """Whether everything that was read is as it was traced, the state left out."""
         found: bool = self._outside.guard_manager.check({"owner": owner, **self._cells()})
-        return found
+        return found and self._classes.hold()
 
     def tensors(self, owner: Any) -> tuple[torch.Tensor, ...]:
         """The tensors from outside, as they are now."""
@@ -90,12 +97,67 @@ class Trace:
     def difference(self, owner: Any, state: Any = None) -> str:
         """The first thing that is not as it was traced, in Dynamo's words."""
         given = {"owner": owner, "state": state, **self._cells()}
+        if not self._classes.hold():
+            return "a method of a class that forward uses, or the environment"
         guards = self._outside if state is None else self._all
         found = guards.guard_manager.check_verbose(given)
         return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
 
     def _cells(self) -> dict[str, Any]:
         return {name: cell.cell_contents for name, cell in self._closure.items()}
+
+
+class Classes:
+    """Methods of the classes of what was read, which Dynamo takes for fixed, and the process's
+    environment."""
+
+    def __init__(self) -> None:
+        self._kinds = dict[type, dict[str, Any]]()
+        self._tables: list[Any] = []
+        self._versions: list[int] = []
+
+    def note(self, entries: Sequence[Any]) -> list[bool]:
+        """A filter of guards that keeps all of them."""
+        for entry in entries:
+            kind = entry.value if isinstance(entry.value, type) else type(entry.value)
+            for base in kind.__mro__ if entry.has_value else ():
+                if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
+                    self._kinds[base] = _methods(base)
+        self._tables = [
+            next(held for held in gc.get_referents(vars(kind)) if type(held) is dict)
+            for kind in self._kinds
+        ]
+        self._environment = dict(os.environ)
+        self._tables.append(os.environ._data)  # type: ignore[attr-defined]
+        self._versions = list(map(dict_version, self._tables))
+        return [True] * len(entries)
+
+    def hold(self) -> bool:
+        """Whether nothing has changed."""
+        now = list(map(dict_version, self._tables))
+        if now == self._versions:
+            return True
+        if dict(os.environ) != self._environment:
+            return False
+        for kind, methods in self._kinds.items():
+            found = _methods(kind)
+            if len(found) != len(methods) or any(
+                found.get(name) is not value for name, value in methods.items()
+            ):
+                return False
+        self._versions = now
+        return True
+
+
+_HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
+
+
+def _methods(kind: type) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if callable(value) or hasattr(value, "__get__")
+    }
 
 
 def _in_words(source: str) -> str:
@@ -121,6 +183,8 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         places = graph.graph.find_nodes(op="placeholder")
         sources = [_name(node.meta["grapharg"].source) for node in places]
         outside = [source for source in sources if "L['state']" not in source]
+        _keep_checkpoints(graph)
+        _refuse_hanging(sources, arguments["state"])
         made[:] = graph.meta["backend_id"], graph, backend and backend(graph, inputs), outside
         return made[2] or graph.forward
 
@@ -132,6 +196,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         set_enable_dynamic(False),
+        torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
         torch_function_mode_stack_state_mgr,
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
     ):
@@ -146,7 +211,11 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             restart_reasons=set(),
         )
         with torch_function_mode_stack_state_mgr.temp_restore_stack():
-            guards = found.build_guards(code), found.build_guards(code, hooks=_OUTSIDE)
+            classes = Classes()
+            guards = (
+                found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note)),
+                found.build_guards(code, hooks=_OUTSIDE),
+            )
     identity, graph, run, sources = made
     output = found.tracer_output.output_graph
     if output is not None and output.random_calls:
@@ -158,10 +227,29 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
     if graph is not None:
         names[identity] = run or graph.forward
     made_function = FunctionType(found.bytecode, names, closure=closure)
-    result = Trace(function, made_function, graph, guards, sources)
+    result = Trace(function, made_function, graph, guards, classes, sources)
     if graph is not None:
         weakref.finalize(result, names.pop, identity, None)
     return result
+
+
+def _keep_checkpoints(graph: torch.fx.GraphModule) -> None:
+    """Has blocks under `torch.utils.checkpoint` computed again in the backward. Dynamo's own
+    operation only marks them for AOTAutograd."""
+    for part in graph.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                node.target = _checkpoint
+        part.recompile()
+
+
+def _checkpoint(block: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def run(state: dict[str, Any]) -> dict[str, Any]:
+        return {"made": block(*state["args"])}
+
+    return checkpointed(run, {"args": args}, FULL)["made"]
 
 
 def _name(named: Any) -> str:
@@ -170,10 +258,27 @@ def _name(named: Any) -> str:
 
 
 def _outside_alone(entries: Sequence[Any]) -> list[bool]:
-    return ["L['state']" not in _name(entry.orig_guard) for entry in entries]
+    return [
+        "L['state']" not in _name(entry.orig_guard) and entry.guard_type not in _MODES
+        for entry in entries
+    ]
 
 
+# Modes of a call are in its key, and are others in its backward, where guards are asked, too.
+_MODES = ("GRAD_MODE", "GLOBAL_STATE")
 _OUTSIDE = Hooks(guard_filter_fn=_outside_alone)
+
+
+def _refuse_hanging(sources: Sequence[str], state: Any) -> None:
+    """Raises CaptureError for a tensor that is no part of the call's arguments but hangs on one."""
+    known = {id(leaf) for leaf in tree_leaves(state)}
+    for source in sources:
+        if "L['state']" in source and id(eval(source, {"L": {"state": state}})) not in known:
+            raise CaptureError(
+                f"forward reads {_in_words(source)}, which a graph would not read",
+                "",
+                "pass the tensor to forward as an argument",
+            )
 
 
 def _refuse_effects(output: Any) -> None:

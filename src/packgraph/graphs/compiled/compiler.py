@@ -163,7 +163,9 @@ class Compiler:
             if piece.recompute:
                 mark = getattr(piece.owner, "offload", None)
                 run = partial(_again, code, piece, self._uses)
-                return checkpointed(run, state, piece.recompute, mark=mark, compiled=True)
+                return checkpointed(
+                    run, state, piece.recompute, mark=mark, compiled=self.compiles
+                )
             with saving(piece, state):
                 return code(piece.owner, state)
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
@@ -328,7 +330,7 @@ def _shape(leaf: Any) -> Hashable:
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, PackedBatch):
         return leaf.capacity
-    return type(leaf), leaf if isinstance(leaf, CONSTANTS) else None
+    return type(leaf), repr(leaf) if isinstance(leaf, CONSTANTS) else None
 
 
 def as_traced(
