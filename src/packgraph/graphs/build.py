@@ -664,14 +664,10 @@ def refuse_shared_copies(
 
 
 def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-    """For the call's tensors, by identity, their numbers.
-
-    A tensor that the call has twice is left out: which of the two places is meant cannot be told,
-    and the next call may well have different tensors there.
-    """
+    """For the call's tensors, by identity, their numbers: the first, of one that is there twice,
+    which is a fact of the call's key."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    times = Counter(map(id, tensors))
-    return {id(tensor): number for number, tensor in enumerate(tensors) if times[id(tensor)] == 1}
+    return {id(tensor): number for number, tensor in reversed([*enumerate(tensors)])}
 
 
 def _backward(
@@ -714,7 +710,7 @@ def detached_state(state: State, single: Container[int] = (), keep: Container[in
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or id(leaf) in keep:
             return leaf
-        if leaf.requires_grad and id(leaf) in single:
+        if id(leaf) in single:
             return cut.setdefault(id(leaf), _leaf(leaf))
         return _leaf(leaf)
 

@@ -101,12 +101,18 @@ class Capturer:
         might help."""
         return self.cache.has_failed(key)
 
-    def holds(self, key: Hashable) -> bool:
-        """Whether nothing has changed that graphs of `key` have baked."""
+    def holds(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether nothing has changed that graphs of `key` have baked, for a call."""
         seen = self._dry_runs.get(key)
-        return seen is not None and seen.guards is not None and seen.guards.holds()
+        return seen is not None and seen.guards is not None and seen.guards.holds(args, kwargs)
 
-    def check_state(self, key: Hashable = None, what: str | None = None) -> str | None:
+    def check_state(
+        self,
+        key: Hashable = None,
+        what: str | None = None,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str | None:
         """Drops all graphs if a fact has changed that they baked about the module; the next call is
         captured again.
 
@@ -116,11 +122,12 @@ class Capturer:
         Args:
             key: Of the call, whose graphs are looked at; None = all are, as for a call without.
             what: The call in words, by which ranks agree; None = they are not asked.
+            args, kwargs: Of the call.
 
         Returns:
             The reason to run eagerly, if there is one.
         """
-        change = self._change(key)
+        change = self._change(key, args, kwargs)
         if self._looked and change is None:
             return None
         if not are_leaves(self._module):
@@ -143,11 +150,17 @@ class Capturer:
             self.start_over(_MODULE_CHANGED)
         return self.check_state()
 
-    def _change(self, key: Hashable = None) -> Change | None:
+    def _change(
+        self,
+        key: Hashable = None,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Change | None:
         """What has changed about the module since it was captured."""
-        known = [self._dry_runs[key]] if key in self._dry_runs else [*self._dry_runs.values()]
-        for seen in known:
-            change = None if seen.guards is None else seen.guards.changed()
+        of_key = key in self._dry_runs
+        for seen in [self._dry_runs[key]] if of_key else [*self._dry_runs.values()]:
+            assert seen.guards is not None
+            change = seen.guards.changed(args if of_key else None, kwargs)
             if change is not None:
                 return change
         return None
@@ -268,7 +281,16 @@ class Capturer:
             self.compile(call, args, kwargs)
             gradients = self._gradients.of(call.key)
             about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
+            with explained():
+                ahead = self.program.trace(args, kwargs)
             seen = dry_run(about)
+            if ahead is not None and not (seen.guards and seen.guards.begins_with(ahead)):
+                raise CaptureError(
+                    "forward sees other arguments in a graph: one of them is a tensor of the "
+                    "module, or a view of another one",
+                    user_line(),
+                    "pass tensors of their own",
+                )
             variant = capture_variant(
                 about, slot, self._buffers, self._calls, self.lends, seen
             )

@@ -119,13 +119,22 @@ class Classes:
     def note(self, entries: Sequence[Any]) -> list[bool]:
         """A filter of guards that keeps all of them."""
         for entry in entries:
+            if _COMPILED in _name(entry.orig_guard):
+                raise CaptureError(
+                    "forward calls a function or module that you have compiled, which a trace "
+                    "would read through",
+                    "",
+                    "compile the whole module: packgraph.graph(module, compile=True)",
+                )
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
             for base in kind.__mro__ if entry.has_value else ():
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
                     self._kinds[base] = _methods(base)
         self._tables = [
-            next(held for held in gc.get_referents(vars(kind)) if type(held) is dict)
+            held
             for kind in self._kinds
+            for held in gc.get_referents(vars(kind))
+            if type(held) is dict
         ]
         self._environment = dict(os.environ)
         self._tables.append(os.environ._data)  # type: ignore[attr-defined]
@@ -149,6 +158,7 @@ class Classes:
         return True
 
 
+_COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
 
 
@@ -214,7 +224,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             classes = Classes()
             guards = (
                 found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note)),
-                found.build_guards(code, hooks=_OUTSIDE),
+                _again(found).build_guards(code, hooks=_OUTSIDE),
             )
     identity, graph, run, sources = made
     output = found.tracer_output.output_graph
@@ -231,6 +241,13 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
     if graph is not None:
         weakref.finalize(result, names.pop, identity, None)
     return result
+
+
+def _again(found: Any) -> Any:
+    """What was traced, as it was before guards were built of it."""
+    for guard in found.tracer_output.output_graph.guards:
+        guard.obj_weakref = guard.guarded_class_weakref = guard.guard_types = guard.code_list = None
+    return found
 
 
 def _keep_checkpoints(graph: torch.fx.GraphModule) -> None:
@@ -287,7 +304,9 @@ def _refuse_effects(output: Any) -> None:
     changed = [
         variable
         for variable in effects.id_to_variable.values()
-        if effects.is_modified(variable) and variable.source is not None
+        if effects.is_modified(variable)
+        and variable.source is not None
+        and not _is_put_back(effects, variable)
     ]
     for variable in changed:
         name = _in_words(_name(variable.source))
@@ -304,6 +323,19 @@ def _refuse_effects(output: Any) -> None:
             "",
             "register the hook outside of forward",
         )
+
+
+def _is_put_back(effects: Any, variable: Any) -> bool:
+    """Whether all attributes that the traced code sets have the values in the end that they had."""
+    before = vars(getattr(variable, "value", None) or object) if hasattr(variable, "value") else {}
+    now = effects.store_attr_mutations.get(variable) or {}
+    return bool(now) and all(
+        name in before
+        and value.is_python_constant()
+        and type(before[name]) is type(value.as_python_constant())
+        and before[name] == value.as_python_constant()
+        for name, value in now.items()
+    )
 
 
 @contextlib.contextmanager

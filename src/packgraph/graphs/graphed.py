@@ -10,7 +10,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -324,7 +324,7 @@ class Control:
         self._turn()
         cache = self._capturer.cache
         key = call_key(args, kwargs, self.device, self._capturer.training)
-        holds = key is not None and (self._frozen is not None or self._capturer.holds(key))
+        holds = key is not None and (self._frozen is not None or self._capturer.holds(key, args, kwargs))
         if not holds or self._refusal is not None or _DDP._active_ddp_module is not None:
             refused = self._refused()
             if refused is not None:
@@ -375,7 +375,7 @@ class Control:
             return fallback.NO_KEY
         if self._capturer.failed(call.key):
             return fallback.CAPTURE_FAILED
-        reason = self._check_state(call.key, self._in_words(call, args))
+        reason = self._check_state(call.key, self._in_words(call, args), args, kwargs)
         if reason is not None:
             return reason
         if self._capturer.cache.must_wait(call.key):
@@ -477,9 +477,9 @@ class Control:
         finally:
             self._frozen = None
 
-    def _check_state(self, key: Hashable = None, what: str | None = None) -> str | None:
+    def _check_state(self, *about: Any) -> str | None:
         """As `Capturer.check_state`; within `frozen` nothing can have changed."""
-        return None if self._frozen is not None else self._capturer.check_state(key, what)
+        return None if self._frozen is not None else self._capturer.check_state(*about)
 
     def has_free_slot(self) -> bool:
         """Whether `acquire` would find a slot now."""

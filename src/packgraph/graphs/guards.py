@@ -41,14 +41,17 @@ class Change(NamedTuple):
 class Guards:
     """The guards of one captured call.
 
-    used: The traces that it has run, each with its arguments; of those that are None nothing is
-        known at a replay. parameters: Of the module.
+    used: The traces that it has run, each with its owner. parameters: Of the module. whole: The
+        first of the traces has the call's own arguments, which are looked at, too.
     """
 
     def __init__(
-        self, used: Sequence[tuple[Trace, Any]], parameters: Sequence[torch.nn.Parameter]
+        self,
+        used: Sequence[tuple[Trace, Any]],
+        parameters: Sequence[torch.nn.Parameter],
+        whole: bool = False,
     ) -> None:
-        self._used = list(used)
+        self._used, self._whole = list(used), whole
         self._read = [trace.tensors(owner) for trace, owner in self._used]
         found = {id(t): t for group in self._read for t in group} | {id(p): p for p in parameters}
         tensors = [t for t in found.values() if t.layout is torch.strided]
@@ -61,8 +64,16 @@ class Guards:
         self._hooked = [tensor for tensor in tensors if has_hooks(tensor)]
         self._hooks_made = hooks_made()
 
-    def holds(self) -> bool:
-        """Whether nothing has changed that the graphs have baked."""
+    def begins_with(self, trace: Trace) -> bool:
+        """Whether this was the first trace that has run."""
+        return bool(self._used) and self._used[0][0] is trace
+
+    def holds(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> bool:
+        """Whether nothing has changed that the graphs have baked. args, kwargs: Of a call."""
+        if self._whole and args is not None:
+            trace, owner = self._used[0]
+            if not trace.fits(owner, {"args": args, "kwargs": kwargs}):
+                return False
         for (trace, owner), read in zip(self._used, self._read, strict=True):
             if not trace.holds(owner) or not all(map(operator.is_, trace.tensors(owner), read)):
                 return False
@@ -72,8 +83,13 @@ class Guards:
             and all(local_tensor(tensor) is local for tensor, local in self._distributed)
         )
 
-    def changed(self) -> Change | None:
-        """What no longer holds, in words."""
+    def changed(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> Change | None:
+        """What no longer holds, in words. args, kwargs: Of a call."""
+        if self._whole and args is not None:
+            trace, owner = self._used[0]
+            state = {"args": args, "kwargs": kwargs}
+            if not trace.fits(owner, state):
+                return Change(trace.difference(owner, state), _ARGUMENT)
         for (trace, owner), read in zip(self._used, self._read, strict=True):
             if not trace.holds(owner):
                 return Change(trace.difference(owner), _ARGUMENT)

@@ -150,6 +150,7 @@ def call_key(
         facts.append(fact)
     return (
         training,
+        _repeats(args, kwargs),
         len(args),
         tuple(kwargs),
         tuple(facts),
@@ -158,6 +159,12 @@ def call_key(
         tuple(torch._C._get_sdp_priority_order()),
         str(torch.get_default_device()) if torch._C._len_torch_function_stack() else None,
     )
+
+
+def _repeats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Which tensors of a call are the same object; empty if none is there twice."""
+    numbers = [id(t) for t in call_tensors(args, kwargs)]
+    return () if len({*numbers}) == len(numbers) else tuple(map(numbers.index, numbers))
 
 
 def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
@@ -170,7 +177,9 @@ def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
         if arg.device != device or arg.layout != torch.strided or _attributes(arg):
             return None
         strides = None if arg.is_contiguous() else own_strides(arg)
-        return (arg.shape, arg.dtype, arg.requires_grad, strides, arg.is_conj(), arg.is_neg())
+        # A graph has copies of its arguments: that code asks what they were computed from is traced.
+        origin = arg.requires_grad and (True, arg.is_leaf)
+        return (arg.shape, arg.dtype, origin, strides, arg.is_conj(), arg.is_neg())
     if isinstance(arg, CONSTANTS):
         return kind, _value(arg)
     leaves, spec = tree_flatten(arg)

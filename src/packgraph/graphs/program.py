@@ -54,6 +54,8 @@ class StageCompiler(Protocol):
 
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State: ...
 
+    def trace(self, pieces: Sequence[CompileUnit], state: State) -> Any: ...
+
     def counting(self) -> AbstractContextManager[None]: ...
 
 
@@ -131,6 +133,13 @@ class Program:
         else:
             found = run_in_order(self.stages[run.start : run.stop], state)
         return found if self.staged else {"outputs": open_objects(found["outputs"])}
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The trace of a call of a module without stages, made on the arguments themselves: what
+        they were computed from may be asked. None for others."""
+        if self.staged or self.compiler is None or self.compiles:
+            return None
+        return self.compiler.trace(self.pieces[self.runs[0]], self.begin(args, kwargs))
 
     def execute(self, state: State, handler: RunHandler) -> State:
         """Executes all runs in order by `handler`: the last state."""

@@ -44,7 +44,7 @@ from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.compiled.uses import ForwardUses, WeightUses
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.front import TracedCode
+from packgraph.graphs.front import Trace, TracedCode
 from packgraph.graphs.key import CONSTANTS
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.packing.batch import Field, PackedBatch, layout_of
@@ -156,6 +156,16 @@ class Compiler:
                     state = self._call(piece, code, state)
                 codes.append(code)
         return {key: closed.get(id(value), value) for key, value in state.items()}
+
+    def trace(self, pieces: Sequence[CompileUnit], state: State) -> Trace:
+        """The trace of the only piece of a module without stages. Raises CaptureError as `run`."""
+        (piece,) = pieces
+        code = self._code_for(piece, state)
+        assert isinstance(code, TracedCode)
+        try:
+            return code.find(piece.owner, state)
+        except TorchDynamoException as error:
+            raise _explained(piece, error) from error
 
     def _call(self, piece: CompileUnit, code: Code, state: State) -> State:
         self._now = piece.name
