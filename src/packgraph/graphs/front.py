@@ -16,6 +16,7 @@ A trace is pure: code that changes Python state, hooks a gradient or draws numbe
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from torch._dynamo.eval_frame import set_enable_dynamic
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
+from torch._dynamo.source import TempLocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
@@ -206,7 +208,9 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         set_enable_dynamic(False),
-        torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
+        torch._dynamo.config.patch(
+            skip_nnmodule_hook_guards=False, ignore_logger_methods=_log_calls()
+        ),
         torch_function_mode_stack_state_mgr,
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
     ):
@@ -248,6 +252,16 @@ def _again(found: Any) -> Any:
     for guard in found.tracer_output.output_graph.guards:
         guard.obj_weakref = guard.guarded_class_weakref = guard.guard_types = guard.code_list = None
     return found
+
+
+def _log_calls() -> set[Any]:
+    """Methods of loggers that say something, which the first calls have said."""
+    return {
+        method
+        for name, method in vars(logging.Logger).items()
+        if name.removesuffix("_once")
+        in ("debug", "info", "warning", "warn", "error", "critical", "log", "warning_advice")
+    }
 
 
 def _keep_checkpoints(graph: torch.fx.GraphModule) -> None:
@@ -306,6 +320,7 @@ def _refuse_effects(output: Any) -> None:
         for variable in effects.id_to_variable.values()
         if effects.is_modified(variable)
         and variable.source is not None
+        and not isinstance(variable.source, TempLocalSource)  # made by the traced code
         and not _is_put_back(effects, variable)
     ]
     for variable in changed:

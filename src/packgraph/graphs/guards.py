@@ -16,6 +16,7 @@ import torch
 
 from packgraph.graphs import parameters
 from packgraph.graphs.front import Trace
+from packgraph.graphs.key import row_major
 from packgraph.graphs.parameters import has_hooks, hooks_made, local_tensor
 
 _IN_PLACE = (
@@ -72,7 +73,7 @@ class Guards:
         """Whether nothing has changed that the graphs have baked. args, kwargs: Of a call."""
         if self._whole and args is not None:
             trace, owner = self._used[0]
-            if not trace.fits(owner, {"args": args, "kwargs": kwargs}):
+            if not trace.fits(owner, row_major({"args": args, "kwargs": kwargs})):
                 return False
         for (trace, owner), read in zip(self._used, self._read, strict=True):
             if not trace.holds(owner) or not all(map(operator.is_, trace.tensors(owner), read)):
@@ -87,7 +88,7 @@ class Guards:
         """What no longer holds, in words. args, kwargs: Of a call."""
         if self._whole and args is not None:
             trace, owner = self._used[0]
-            state = {"args": args, "kwargs": kwargs}
+            state = row_major({"args": args, "kwargs": kwargs})
             if not trace.fits(owner, state):
                 return Change(trace.difference(owner, state), _ARGUMENT)
         for (trace, owner), read in zip(self._used, self._read, strict=True):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from packgraph.graphs import fallback
 from packgraph.graphs.fallback import OVER_BUDGET as OVER_BUDGET
@@ -341,6 +341,17 @@ def own_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
         if tensor.is_contiguous() or not _is_dense(tensor.stride(), tensor.shape)
         else tuple(tensor.stride())
     )
+
+
+def row_major(tree: Any) -> Any:
+    """A tree with dense copies of tensors with gaps, sliced or expanded, as graphs have them."""
+
+    def dense(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_contiguous():
+            return leaf
+        return leaf.contiguous() if own_strides(leaf) is None else leaf
+
+    return tree_map(dense, tree)
 
 
 def layout_of(gradient: torch.Tensor) -> Layout:

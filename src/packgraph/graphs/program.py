@@ -29,7 +29,7 @@ import torch
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from packgraph.graphs.errors import is_user_file
-from packgraph.graphs.key import CONSTANTS, own_strides
+from packgraph.graphs.key import CONSTANTS, own_strides, row_major
 from packgraph.graphs.stages import (
     CompileUnit,
     Run,
@@ -128,7 +128,7 @@ class Program:
     def run(self, run: Run, state: State) -> State:
         """Run the stages of `run` on `state`."""
         if self.compiler is not None and run.captured:
-            given = _as_in_graphs(state) if self.compiles else state
+            given = _as_in_graphs(state) if self.compiles else row_major(state)
             found = self.compiler.run(self.pieces[run], given)
         else:
             found = run_in_order(self.stages[run.start : run.stop], state)
@@ -139,7 +139,8 @@ class Program:
         they were computed from may be asked. None for others."""
         if self.staged or self.compiler is None or self.compiles:
             return None
-        return self.compiler.trace(self.pieces[self.runs[0]], self.begin(args, kwargs))
+        state = row_major(self.begin(args, kwargs))
+        return self.compiler.trace(self.pieces[self.runs[0]], state)
 
     def execute(self, state: State, handler: RunHandler) -> State:
         """Executes all runs in order by `handler`: the last state."""
