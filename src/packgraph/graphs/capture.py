@@ -284,7 +284,10 @@ class Capturer:
             with explained():
                 ahead = self.program.trace(args, kwargs)
             seen = dry_run(about)
-            if ahead is not None and not (seen.guards and seen.guards.begins_with(ahead)):
+            assert seen.guards is not None
+            if ahead is not None and self.program.staged:
+                seen.guards.add(ahead, self._module)
+            elif ahead is not None and not seen.guards.begins_with(ahead):
                 raise CaptureError(
                     "forward sees other arguments in a graph: one of them is a tensor of the "
                     "module, or a view of another one",

@@ -196,7 +196,8 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         sources = [_name(node.meta["grapharg"].source) for node in places]
         outside = [source for source in sources if "L['state']" not in source]
         _keep_checkpoints(graph)
-        _refuse_hanging(sources, arguments["state"])
+        if backend is None:
+            _refuse_hanging(sources, arguments["state"])
         made[:] = graph.meta["backend_id"], graph, backend and backend(graph, inputs), outside
         return made[2] or graph.forward
 
@@ -209,7 +210,9 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         dynamo_timed("fullgraph_capture"),
         set_enable_dynamic(False),
         torch._dynamo.config.patch(
-            skip_nnmodule_hook_guards=False, ignore_logger_methods=_log_calls()
+            skip_nnmodule_hook_guards=False,
+            ignore_logger_methods=_log_calls(),
+            skip_fwd_side_effects_in_bwd_under_checkpoint=True,
         ),
         torch_function_mode_stack_state_mgr,
         compile_context(CompileContext(convert_frame.get_compile_id({}))),

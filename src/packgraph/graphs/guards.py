@@ -65,6 +65,11 @@ class Guards:
         self._hooked = [tensor for tensor in tensors if has_hooks(tensor)]
         self._hooks_made = hooks_made()
 
+    def add(self, trace: Trace, owner: Any) -> None:
+        """One more trace has to hold."""
+        self._used.append((trace, owner))
+        self._read.append(trace.tensors(owner))
+
     def begins_with(self, trace: Trace) -> bool:
         """Whether this was the first trace that has run."""
         return bool(self._used) and self._used[0][0] is trace

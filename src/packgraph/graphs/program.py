@@ -54,7 +54,7 @@ class StageCompiler(Protocol):
 
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State: ...
 
-    def trace(self, pieces: Sequence[CompileUnit], state: State) -> Any: ...
+    def trace(self, piece: CompileUnit, state: State) -> Any: ...
 
     def counting(self) -> AbstractContextManager[None]: ...
 
@@ -101,6 +101,7 @@ class Program:
         if compiler is not None:
             compiler.adds_products = all(run.captured for run in self.runs)
         self.compiles = compiler is not None and compiler.compiles
+        self._list = CompileUnit(module, (_listed,), "the list of stages")
         self.pieces = {
             run: compile_units_of(stages[run.start : run.stop])
             for run in self.runs
@@ -136,11 +137,14 @@ class Program:
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The trace of a call of a module without stages, made on the arguments themselves: what
-        they were computed from may be asked. None for others."""
-        if self.staged or self.compiler is None or self.compiles:
+        they were computed from may be asked. Of one with stages, that of the list of its stages.
+        None where code is compiled."""
+        if self.compiler is None or self.compiles:
             return None
+        if self.staged:
+            return self.compiler.trace(self._list, {})
         state = row_major(self.begin(args, kwargs))
-        return self.compiler.trace(self.pieces[self.runs[0]], state)
+        return self.compiler.trace(self.pieces[self.runs[0]][0], state)
 
     def execute(self, state: State, handler: RunHandler) -> State:
         """Executes all runs in order by `handler`: the last state."""
@@ -192,6 +196,11 @@ class _Plain:
 
 def _call(module: torch.nn.Module, state: State) -> State:
     return {"outputs": module(*state["args"], **state["kwargs"])}
+
+
+def _listed(module: Any, state: State) -> State:
+    module.stages()
+    return state
 
 
 def _as_in_graphs(state: State) -> State:

@@ -157,9 +157,8 @@ class Compiler:
                 codes.append(code)
         return {key: closed.get(id(value), value) for key, value in state.items()}
 
-    def trace(self, pieces: Sequence[CompileUnit], state: State) -> Trace:
-        """The trace of the only piece of a module without stages. Raises CaptureError as `run`."""
-        (piece,) = pieces
+    def trace(self, piece: CompileUnit, state: State) -> Trace:
+        """The trace of a piece. Raises CaptureError as `run`."""
         code = self._code_for(piece, state)
         assert isinstance(code, TracedCode)
         try:
