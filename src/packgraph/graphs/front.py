@@ -18,6 +18,7 @@ import gc
 import importlib
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -206,6 +207,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)
     }
     with (
+        warnings.catch_warnings(),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         set_enable_dynamic(False),
@@ -217,6 +219,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         torch_function_mode_stack_state_mgr,
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
     ):
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
         found = convert_frame.compile_frame(
             code,
             names,

@@ -191,7 +191,9 @@ class PackedModel(nn.Module):
             kind = self.layer_types[index] if self.layer_types else ""
             inner.append(Stage("layer", index, layer_runner(kind, windows[index]), owner=layer))
         head = Stage("head", len(layers), self.run_head)
-        return [Stage("embed", -1, self.run_embed), *inner, head]
+        marks = bool(getattr(self.decoder, self.family.embedding)._forward_hooks)
+        embed = Stage("embed", -1, self.run_embed, opaque=marks)  # a tracer does not mark leaves
+        return [embed, *inner, head]
 
     def end(self, state: State) -> Tensor:
         """The output."""
