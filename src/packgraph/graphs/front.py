@@ -29,7 +29,6 @@ import torch
 import torch._dynamo.convert_frame as convert_frame
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import set_enable_dynamic
-from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.source import TempLocalSource
@@ -377,20 +376,6 @@ def outside_of_modes() -> Iterator[None]:
             yield
         finally:
             compiling_ends()
-
-
-def explained(error: Exception, where: str) -> CaptureError:
-    """What Dynamo has raised, as an error at the user's line. where: if it does not say."""
-    inner = getattr(error, "inner_exception", None) or error
-    if isinstance(inner, CaptureError):
-        return CaptureError(inner.what, inner.where or where, inner.remedy)
-    assert isinstance(error, TorchDynamoException)
-    lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
-    return CaptureError(
-        f"PyTorch's tracer cannot read it: {lines[0] if lines else type(inner).__name__}",
-        where,
-        "",
-    )
 
 
 _USED: ContextVar[list[tuple[Trace, Any]] | None] = ContextVar("packgraph_used", default=None)

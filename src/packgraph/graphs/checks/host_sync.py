@@ -56,7 +56,7 @@ def shapes_only(types: Iterable[type]) -> bool:
 _KEEP = "keep the value on the device, or read it after the step"
 _PRINT = "print it after the step, or run the call under packgraph.eager(...)"
 _SHAPE = "use a static shape: torch.where or masked_fill instead of selecting rows"
-_HOST_READS = {
+HOST_READS = {
     "__bool__": (
         "a Python branch on a tensor",
         "use torch.where, or take the branch outside the captured stage",
@@ -85,7 +85,7 @@ _MASKS = (
     "are not looked at"
 )
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
-_LOOKED_AT = _HOST_READS.keys() | _FROM_PYTHON
+_LOOKED_AT = HOST_READS.keys() | _FROM_PYTHON
 _REPEAT = "pass output_size= (a static number) to repeat_interleave"
 _WAYS_OUT = {
     "nonzero": _SHAPE,
@@ -223,12 +223,12 @@ class HostSyncCheck(FunctionWatcher):
         if name not in _LOOKED_AT:
             return func(*args, **(kwargs or {}))
         if (
-            name in _HOST_READS
+            name in HOST_READS
             and args
             and isinstance(args[0], torch.Tensor)
             and self._counts(args[0].device.type)
         ):
-            (what, remedy), where = _HOST_READS[name], user_line()
+            (what, remedy), where = HOST_READS[name], user_line()
             raise CaptureError(
                 f"{what} waits for the device inside a captured stage",
                 where,

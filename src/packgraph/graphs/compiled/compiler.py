@@ -37,7 +37,7 @@ from packgraph.graphs.checks.host_calls import (
     compiling_ends,
     unwatched_compiling,
 )
-from packgraph.graphs.checks.host_sync import all_is_compiled
+from packgraph.graphs.checks.host_sync import HOST_READS, all_is_compiled
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
@@ -397,11 +397,27 @@ def _explained(piece: CompileUnit, error: Exception) -> CaptureError:
     if isinstance(inner, CaptureError):
         return CaptureError(inner.what, inner.where or _definition(piece), inner.remedy)
     lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
+    said = lines[0] if lines else type(inner).__name__
+    for words, (what, remedy) in _WAITS.items():
+        if said.startswith(words):
+            return CaptureError(
+                f"{what} waits for the device inside a captured stage",
+                _line(error) or _definition(piece),
+                remedy,
+            )
     return CaptureError(
-        f"torch.compile cannot compile {piece.name}: {lines[0] if lines else type(inner).__name__}",
+        f"PyTorch's tracer cannot read {piece.name}: {said}",
         _line(error) or _definition(piece),
         TO_DO + MORE,
     )
+
+
+# What Dynamo says of code that needs a value on the host, and what to do.
+_WAITS = {
+    "Data-dependent branching": HOST_READS["__bool__"],
+    "Tensor.tolist()": HOST_READS["tolist"],
+    "Data dependent operator": ("a comparison of whole tensors", HOST_READS["item"][1]),
+}
 
 
 def _line(error: BaseException) -> str | None:
