@@ -124,12 +124,12 @@ def test_what_forward_sets_is_set_by_every_call(forward, resets):
     assert torch.equal(*found)
 
 
-def test_what_is_put_back_before_every_call_is_named():
+def test_the_line_that_sets_is_named():
     put_back()
     model = graph(One(in_an_object), warmup=1)
     model(X).sum().backward()
     put_back()
-    with pytest.warns(UserWarning, match=r"forward changes a SimpleNamespace .*BOX"):
+    with pytest.warns(UserWarning, match=r"test_sets_outside.py:\d+ in in_an_object"):
         model(X).sum().backward()
     put_back()
     quietly(lambda: model(X)).sum().backward()
