@@ -171,7 +171,7 @@ def test_a_forward_that_assigns_is_refused_and_undone(name):
         model(X).sum().backward() if model is eager else train(model, X)
     before = str(vars(graphed.module).get(name))
     strict = graph(graphed.module, warmup=0, strict=True)
-    with pytest.raises(CaptureError, match="forward changes a .* that was there before") as caught:
+    with pytest.raises(CaptureError, match=r"forward changes a .* that was there") as caught:
         strict(X)
     assert __file__ in caught.value.where and "return the value" in caught.value.remedy
     assert before == str(vars(graphed.module).get(name))
@@ -189,7 +189,7 @@ def test_the_line_of_the_assignment_is_named():
             self.calls = getattr(self, "calls", 0) + 1
             return out
 
-    with pytest.raises(CaptureError, match="forward changes a Counting that was there before") as caught:
+    with pytest.raises(CaptureError, match="forward changes a Counting") as caught:
         graph(nn.Sequential(Counting(4, 4)), warmup=0, strict=True)(X)
     line = Counting.forward.__code__.co_firstlineno + 2
     assert caught.value.where == f"{__file__}:{line} in forward"
