@@ -47,8 +47,8 @@ class Launch:
 
     @staticmethod
     def read(environment: Mapping[str, str] = os.environ) -> "Launch":
-        """As torchrun's environment variables say; a process of its own without them. Raises
-        LaunchError."""
+        """The place that torchrun's environment variables give; that of a lone process without
+        them. Raises LaunchError."""
         told = {name: environment[name] for name in NUMBERS if name in environment}
         wrong = [f"{name}={text[:40]!r}" for name, text in told.items() if not _COUNT(text)]
         if wrong:

@@ -140,7 +140,7 @@ def _read_files(config: TrainConfig) -> list[Path]:
 
 
 def _is_of_its_folder(file: Path) -> bool:
-    """Whether a file, or what it is a link to, lies in its folder, or beside it in the hub's
+    """Tells whether a file, or the target of a link, lies in its folder or beside it in the hub's
     cache."""
     folder = file.parent.resolve()
     cache = [above.parent / "blobs" for above in folder.parents if above.name == "snapshots"]

@@ -31,27 +31,13 @@ from packgraph.packing.pack import PackReport, PlannedPack
 from packgraph.parallel.context.plan import ContextPlan
 from packgraph.train.data import Microbatches, PlannedSteps
 from packgraph.train.data.source import BadDocuments, DataError
+from packgraph.train.outcome import Outcome
 from packgraph.train.signals import StopRequest
 from packgraph.train.step import MicrobatchAssignment, StepPack, count_loss_tokens, take_step
 
 LOOK = 0.2  # seconds that one look for a step may wait; signals are heeded in between
 PATIENCE = 5.0  # seconds in which data may come that the other processes have
 LONGEST = 5.0  # seconds that the end of a feed waits for the step that is being made
-
-
-class _HandedOver:
-    """A block whose error is that of `future`, which whoever takes its result raises."""
-
-    def __init__(self, future: "Future[FedStep]") -> None:
-        self._future = future
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            self._future.set_exception(error)
-        return True
 
 
 class NoDataError(DataError):
@@ -173,8 +159,10 @@ class StepFeed:
         """Make steps until there is None; what the thread runs."""
         for future in iter(asked.get, None):
             if future.set_running_or_notify_cancel():
-                with _HandedOver(future):
+                with (outcome := Outcome()):
                     future.set_result(self._make())
+                if outcome.error is not None:
+                    future.set_exception(outcome.error)
 
     def _make(self) -> FedStep:
         if not self._is_whole:

@@ -18,7 +18,7 @@ BATCH = "packed_batch"  # keyword argument of layers
 
 
 class LayerCall(NamedTuple):
-    """What a layer hands down to its attention and mixers.
+    """The arguments that a layer hands down to its attention and mixers.
 
     window: of attention in this layer, None for none. ran: class of each module that ran ours.
     """

@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,27 +33,9 @@ from packgraph.train.checkpoint.staging import Staging, staged_bytes
 from packgraph.train.checkpoint.writer import save_checkpoint
 from packgraph.train.memory import available_memory
 from packgraph.train.node_folders import NodeFolders
+from packgraph.train.outcome import Outcome
 
 MOST = 0.5  # of the free host memory may be taken for copies
-
-
-class _Outcome:
-    """Takes the error that ends its block, of whatever kind, for another thread."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self.error = error
-        return True
 
 
 class Saves:
@@ -76,7 +57,7 @@ class Saves:
         self._whereabouts, self._note = whereabouts, note
         self._staging: Staging | None = None
         self._thread: threading.Thread | None = None
-        self._outcome = _Outcome()
+        self._outcome = Outcome()
 
     @property
     def failed(self) -> bool:
@@ -184,7 +165,7 @@ class Saves:
     def wait(self) -> None:
         """Wait for the checkpoint that is being written. Raises what it has raised, once."""
         self.settle()
-        error, self._outcome = self._outcome.error, _Outcome()
+        error, self._outcome = self._outcome.error, Outcome()
         if error is not None:
             raise error
 

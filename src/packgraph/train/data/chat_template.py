@@ -280,7 +280,7 @@ class ChatTemplate:
     def _shows(
         self, messages: Sequence[Message], number: int, field: str, arguments: Mapping[str, Any]
     ) -> bool:
-        """Whether a field of a message changes what is written. It may do so at the end of a chat
+        """Tells whether a field of a message changes the text. It may do so at the end of a chat
         alone: templates leave out earlier thoughts."""
         own = messages[number]
         given = {name: own.given[name] for name in own.given.keys() - _same(field)}
@@ -438,7 +438,7 @@ def _with_mark(span: Span, text: str, special: frozenset[str]) -> Span:
 
 
 class _TemplateError(Exception):
-    """What a template must not do."""
+    """Raised where a template loops or draws at random."""
 
 
 @contextmanager

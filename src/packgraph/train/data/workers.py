@@ -72,8 +72,8 @@ def follow_parent() -> None:
 
 
 class HandedOver:
-    """What new processes get, in memory that they read themselves. Python would write it to a pipe
-    before a process runs, for ever where that one is killed or stopped meanwhile."""
+    """An object for new processes, in memory that they read themselves. Python would write it to a
+    pipe before a process runs, for ever where that one is killed or stopped meanwhile."""
 
     def __init__(self, content: Any) -> None:
         """content: can be pickled; processes that are started with this object get that instead."""
@@ -97,7 +97,7 @@ def _handed_over(memory: Any) -> Any:
 
 
 class Work(NamedTuple):
-    """What a worker has. fingerprint: of the tokenizer."""
+    """The work of a tokenizing worker. fingerprint: of the tokenizer."""
 
     config: DataConfig
     source: DocumentSource
