@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from packgraph.graphs import fallback
@@ -19,12 +18,11 @@ from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.host_calls import unwatched
-from packgraph.graphs.checks.module_state import Change, ModuleState
-from packgraph.graphs.checks.side_effects import ObservedProgram, SideEffects
-from packgraph.graphs.dry_run import CapturedCall, compile_ahead, dry_run, dry_run_again
+from packgraph.graphs.dry_run import CapturedCall, compile_ahead, dry_run
 from packgraph.graphs.errors import CaptureError, user_line, warn
 from packgraph.graphs.fallback import Stats
 from packgraph.graphs.gradients import GradientBuffers, let_go
+from packgraph.graphs.guards import Change
 from packgraph.graphs.key import Signature
 from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import OutputGradients
@@ -45,7 +43,6 @@ class Capturer:
         program: The module's stages as they are now, in its present mode.
         cache: The graphs, and the keys whose capture failed.
         lends: Whether outputs and gradients of inputs are handed out as static memory.
-        state: What graphs bake of the module in its present mode, None before it was looked at.
         training: Whether the present mode is training mode.
     """
 
@@ -79,22 +76,16 @@ class Capturer:
         self._gradients, self._stats, self._notices = gradients, stats, notices
         self._homes: dict[int, Tensor] = {}
         self._buffers = GradientBuffers(slots.launches)
-        self.state: ModuleState | None = None
         self.training = True
-        self._other_mode: tuple[Program, ModuleState | None] = program, None
-        self._moved: Change | None = None  # by the last capture
-        self._moves = set[tuple[Hashable, str]]()  # by captures, of each key
+        self._looked = False
         self._dry_runs: dict[Hashable, DryRun] = {}
         self._compiled: set[Hashable] = set()
         self._told_apart = set[str]()
 
     def turn(self, training: bool) -> None:
-        """The module is in training mode, or in evaluation mode, from here on: each has graphs and
-        a state of its own. Submodules may be in another mode than the module itself."""
-        if training != self.training:
-            self.training = training
-            now = self.program, self.state
-            (self.program, self.state), self._other_mode = self._other_mode, now
+        """The module is in training mode, or in evaluation mode, from here on: each has graphs of
+        its own. Submodules may be in another mode than the module itself."""
+        self.training = training
 
     def knows(self, key: Hashable) -> bool:
         """Whether calls of `key` were captured."""
@@ -108,11 +99,20 @@ class Capturer:
     def failed(self, key: Hashable) -> bool:
         """Whether calls of `key` run eagerly because a capture failed, and nothing has changed that
         might help."""
-        return self.cache.has_failed(key) and (
-            self.cache.is_hopeless(key) or not self._may_capture_now()
-        )
+        return self.cache.has_failed(key)
 
-    def check_state(self, what: str | None = None) -> str | None:
+    def holds(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether nothing has changed that graphs of `key` have baked, for a call."""
+        seen = self._dry_runs.get(key)
+        return seen is not None and seen.guards is not None and seen.guards.holds(args, kwargs)
+
+    def check_state(
+        self,
+        key: Hashable = None,
+        what: str | None = None,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> str | None:
         """Drops all graphs if a fact has changed that they baked about the module; the next call is
         captured again.
 
@@ -120,30 +120,24 @@ class Capturer:
         when the fact does.
 
         Args:
+            key: Of the call, whose graphs are looked at; None = all are, as for a call without.
             what: The call in words, by which ranks agree; None = they are not asked.
+            args, kwargs: Of the call.
 
         Returns:
             The reason to run eagerly, if there is one.
         """
-        change, before = self._change(), self.state.refused if self.state else None
-        if self.state is None or change is not None:
-            if not are_leaves(self._module):
-                return fallback.NOT_LEAVES
-            if change is not None:
-                if not self._may_start_again(change, what):
-                    return fallback.APART
-                self._start_again(change)
-            self.program = self.program.rebuilt()
-            self.state = ModuleState(self._module, self.program.volatile)
-            self._moved = None
-        refused = self.state.refused
-        if refused is not None and (self._notices.strict or refused != before):
-            self._notices.complain(
-                CaptureError(refused.what, user_line(), refused.remedy),
-                fallback.HIDDEN_STATE,
-                "running eagerly, because the module's state cannot be watched",
-            )
-        return None if refused is None else fallback.HIDDEN_STATE
+        change = self._change(key, args, kwargs)
+        if self._looked and change is None:
+            return None
+        if not are_leaves(self._module):
+            return fallback.NOT_LEAVES
+        if change is not None:
+            if not self._may_start_again(change, what):
+                return fallback.APART
+            self._start_again(change)
+        self.program, self._looked = self.program.rebuilt(), True
+        return None
 
     def check_state_with_others(self) -> str | None:
         """As `check_state`, before captures that all ranks begin at the same time: if the module
@@ -156,9 +150,20 @@ class Capturer:
             self.start_over(_MODULE_CHANGED)
         return self.check_state()
 
-    def _change(self) -> Change | None:
-        """What has changed about the module since its state was looked at."""
-        return (self.state.changed() if self.state is not None else None) or self._moved
+    def _change(
+        self,
+        key: Hashable = None,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Change | None:
+        """What has changed about the module since it was captured."""
+        of_key = key in self._dry_runs
+        for seen in [self._dry_runs[key]] if of_key else [*self._dry_runs.values()]:
+            assert seen.guards is not None
+            change = seen.guards.changed(args if of_key else None, kwargs)
+            if change is not None:
+                return change
+        return None
 
     def _may_start_again(self, change: Change, what: str | None) -> bool:
         if self.cache.joint.is_alone:
@@ -244,7 +249,7 @@ class Capturer:
         Raises:
             CaptureError: It cannot be compiled.
         """
-        if self.program.compiler is not None and call.key not in self._compiled:
+        if self.program.compiles and call.key not in self._compiled:
             gradients = self._gradients.of(call.key)
             compile_ahead(CapturedCall(self.program, self._backend, gradients, args, kwargs))
             self._compiled.add(call.key)
@@ -274,80 +279,26 @@ class Capturer:
             let_go(self._buffers.all(), self._slots.launches)
         with self._slots.launches.during_capture(executes):
             self.compile(call, args, kwargs)
-            like = None if call.key in self._dry_runs else self._like()
-            variant: Variant | None = None
-            try:
-                variant = self._variant(call, slot, args, kwargs, like)
-            except CaptureError:
-                seen = self._dry_runs.get(call.key)
-                if seen is None or seen.is_confirmed:
-                    raise
-            if variant is None:  # it may have filled a cache, or gone another way
-                del self._dry_runs[call.key]
-                variant = self._variant(call, slot, args, kwargs, None)
-            self._refuse_repeated_moves(call.key, variant)
-        return variant
-
-    def _variant(
-        self,
-        call: Signature,
-        slot: Slot,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        like: DryRun | None,
-    ) -> Variant:
-        """Dry-runs a call and captures it. like: see `dry_run`."""
-        gradients = self._gradients.of(call.key)
-        state = ModuleState(self._module)  # walked once for all runs
-        about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
-        earlier = self._dry_runs.get(call.key)
-        seen = self._dry_runs[call.key] = (
-            dry_run(about, state, like) if earlier is None else dry_run_again(about, earlier, state)
-        )
-        variant = capture_variant(
-            about,
-            slot,
-            self._buffers,
-            self.state.changed if self.state is not None else _nothing,
-            self._calls,
-            self.lends,
-            seen,
-            state=state,
-        )
-        seen.calls.shorten()
-        self._dry_runs[call.key] = seen._replace(is_confirmed=True)
-        return variant
-
-    def _like(self) -> DryRun | None:
-        """The dry run of the newest call whose graphs were captured. None where other ranks may
-        have to run captured code as often as this one does."""
-        if not self.cache.joint.is_alone or (dist.is_initialized() and dist.get_world_size() > 1):
-            return None
-        newest = reversed(list(self._dry_runs.values()))
-        return next((seen for seen in newest if seen.calls.is_short), None)
-
-    def _refuse_repeated_moves(self, key: Hashable, variant: Variant) -> None:
-        """Looks at what the capture has changed in Python outside of the module, by running its
-        code: a cache that it has filled, say. Graphs hold for the state after it, which is where
-        the next call begins, or captures again.
-
-        Raises CaptureError where an earlier capture for this key has changed the same: whoever puts
-        it back wants every call to change it.
-        """
-        state = self.state
-        self._moved = None if state is None else state.changed(self.program.assigned)
-        if state is None or self._moved is None:
-            return
-        state.broken = True
-        if (key, self._moved.what) in self._moves:
-            variant.reset()
-            raise CaptureError(
-                f"{self._moved} in forward, where a replay would not change it, and was put back "
-                "between calls",
-                user_line(),
-                "return the value, or set it outside of forward",
+            gradients = self._gradients.of(call.key)
+            about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
+            with explained():
+                ahead = self.program.trace(args, kwargs)
+            seen = dry_run(about)
+            assert seen.guards is not None
+            if ahead is not None and self.program.staged:
+                seen.guards.add(ahead, self._module)
+            elif ahead is not None and not seen.guards.begins_with(ahead):
+                raise CaptureError(
+                    "forward sees other arguments in a graph: one of them is a tensor of the "
+                    "module, or a view of another one",
+                    user_line(),
+                    "pass tensors of their own",
+                )
+            variant = capture_variant(
+                about, slot, self._buffers, self._calls, self.lends, seen
             )
-        self._moves.add((key, self._moved.what))
+            self._dry_runs[call.key] = seen
+        return variant
 
     def _start_again(self, change: Change) -> None:
         self._refuse_another_device()
@@ -358,24 +309,17 @@ class Capturer:
             if self._notices.strict:
                 raise error
             warn(f"capturing again: {error}")
-        if self._may_capture_now():
-            self.cache.forgive()
+        self.cache.forgive()
         self.start_over(_MODULE_CHANGED)
 
     def start_over(self, reason: str) -> None:
         """Frees all graphs, counted under `reason`, and forgets what they hold for."""
-        self.state, self._other_mode = None, (self.program, None)
-        self._moved = None
+        self._looked = False
         self._stats.dropped(reason, self._slots.clear())
         self._buffers = GradientBuffers(self._slots.launches, self._homes)
         self._gradients.forget()
         self._dry_runs.clear()
         self._compiled.clear()
-
-    def _may_capture_now(self) -> bool:
-        """Whether something about the module has changed that its own forward does not change in
-        every call."""
-        return self.state is None or self.state.changed(self.program.assigned) is not None
 
     def _refuse_another_device(self) -> None:
         tensor = next(iter([*self._module.parameters(), *self._module.buffers()]), None)
@@ -386,51 +330,42 @@ class Capturer:
             )
 
 
-def _nothing() -> None:
-    """No fact has changed."""
-
-
 def capture_variant(
     call: CapturedCall,
     slot: Slot,
     buffers: GradientBuffers,
-    changed: Callable[[], object],
     calls: contextlib.AbstractContextManager[object],
     lends: bool,
     dry_run: DryRun,
     trial: bool = False,
-    state: ModuleState | None = None,
 ) -> Variant:
     """Capture all regions of the call's program into `slot`.
 
-    changed: whether facts about the module hold no longer that graphs bake. calls: entered around
-    eager runs of the module. dry_run: of the same call. trial: whether the graphs are thrown away.
-    state: of the module, made for its dry run. Raises CaptureError; nothing has changed then.
+    calls: entered around eager runs of the module. dry_run: of the same call. trial: whether the
+    graphs are thrown away. Raises CaptureError; nothing has changed then.
     """
     program, backend = call.program, call.backend
-    effects = SideEffects(program.module, program.volatile, program.assigned, state)
+    assert dry_run.guards is not None
     # The dry run has watched the calls of the same code; what effects a recording holds it must see
     # itself.
     quiet = contextlib.nullcontext() if dry_run.has_host_steps else unwatched()
     with (
         explained(),
         quiet,
-        undone(program.module, backend, effects) as journal,
+        undone(program.module, backend) as journal,
         aliased_parameters(program.module) as aliases,
-        compiled_code(program.compiler is not None, fixed=True),
+        compiled_code(program.compiles, fixed=True),
     ):
-        watched = ObservedProgram(program, effects)
         backend.copy_streams.memories.let_go()
         with backend.window(slot.pool, slot.scratch, journal, trial) as window:
             build = VariantBuild(
-                watched,
                 program,
                 slot,
                 window,
                 aliases,
                 buffers,
                 call.gradients,
-                changed,
+                dry_run.guards.changed,
                 calls,
                 journal,
                 lends,

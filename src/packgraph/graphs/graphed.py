@@ -23,7 +23,6 @@ from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import call_name
 from packgraph.graphs.capture import Capturer
 from packgraph.graphs.checks.host_sync import capturing
-from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported, inside_data_parallel
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
@@ -238,7 +237,7 @@ class Control:
     @property
     def compiles(self) -> bool:
         """Whether captured stages are compiled."""
-        return self._capturer.program.compiler is not None
+        return self._capturer.program.compiles
 
     @property
     def backend(self) -> str:
@@ -323,16 +322,16 @@ class Control:
     ) -> ReplayHandle | Signature | str:
         """A slot with graphs; the reason to run eagerly; or the signature of a call to capture."""
         self._turn()
-        state, cache = self._capturer.state, self._capturer.cache
-        holds = self._frozen is not None or (state is not None and state.holds())
+        cache = self._capturer.cache
+        key = call_key(args, kwargs, self.device, self._capturer.training)
+        holds = key is not None and (self._frozen is not None or self._capturer.holds(key, args, kwargs))
         if not holds or self._refusal is not None or _DDP._active_ddp_module is not None:
-            refused = self._refused(state)
+            refused = self._refused()
             if refused is not None:
                 return refused
         reason = self._reason_of_call(args, kwargs)
         if reason is not None:
             return reason
-        key = call_key(args, kwargs, self.device, self._capturer.training)
         if key is None:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
@@ -376,7 +375,7 @@ class Control:
             return fallback.NO_KEY
         if self._capturer.failed(call.key):
             return fallback.CAPTURE_FAILED
-        reason = self._check_state(self._in_words(call, args))
+        reason = self._check_state(call.key, self._in_words(call, args), args, kwargs)
         if reason is not None:
             return reason
         if self._capturer.cache.must_wait(call.key):
@@ -471,16 +470,16 @@ class Control:
         self._turn()
         if self._refusal is not None:
             self._ask_for_refusal()
-        if self._capturer.state is not None and self._check_state() is None:
+        if self._check_state() is None:
             self._frozen = object()
         try:
             yield
         finally:
             self._frozen = None
 
-    def _check_state(self, what: str | None = None) -> str | None:
+    def _check_state(self, *about: Any) -> str | None:
         """As `Capturer.check_state`; within `frozen` nothing can have changed."""
-        return None if self._frozen is not None else self._capturer.check_state(what)
+        return None if self._frozen is not None else self._capturer.check_state(*about)
 
     def has_free_slot(self) -> bool:
         """Whether `acquire` would find a slot now."""
@@ -733,13 +732,9 @@ class Control:
             return fallback.CLOSED
         return reason_around()
 
-    def _refused(self, state: ModuleState | None) -> str | None:
+    def _refused(self) -> str | None:
         """Why the module cannot be captured; asked where it may have changed, or was refused."""
-        if self._frozen is None and (
-            self._refusal is not None
-            or inside_data_parallel()
-            or (state is not None and state.hooked())
-        ):
+        if self._frozen is None:
             self._ask_for_refusal()
         return None if self._refusal is None else self._refusal.reason
 
@@ -796,11 +791,13 @@ class Control:
         """The call without graphs, uncounted: by compiled code where a replay runs that, else by
         the module itself."""
         compiler = self._capturer.program.compiler
-        if compiler is None or not self._has_code(args, kwargs):
+        traced = self.compiles or capturing()  # a whole step holds what a call would
+        if not traced or not self._has_code(args, kwargs):
             with self._calls:
                 return self.module(*args, **kwargs)
         # Within a whole step this may be the first call, which nothing has compiled ahead and
         # counted.
+        assert compiler is not None, "it has traced the stages"
         with self._calls, compiler.counting() if capturing() else contextlib.nullcontext():
             return self._capturer.program.call(args, kwargs)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 from packgraph.graphs import fallback
 from packgraph.graphs.fallback import OVER_BUDGET as OVER_BUDGET
@@ -150,6 +150,7 @@ def call_key(
         facts.append(fact)
     return (
         training,
+        _repeats(args, kwargs),
         len(args),
         tuple(kwargs),
         tuple(facts),
@@ -158,6 +159,12 @@ def call_key(
         tuple(torch._C._get_sdp_priority_order()),
         str(torch.get_default_device()) if torch._C._len_torch_function_stack() else None,
     )
+
+
+def _repeats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Which tensors of a call are the same object; empty if none is there twice."""
+    numbers = [id(t) for t in call_tensors(args, kwargs)]
+    return () if len({*numbers}) == len(numbers) else tuple(map(numbers.index, numbers))
 
 
 def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
@@ -170,7 +177,9 @@ def _fact(arg: Any, device: torch.device) -> tuple[Any, ...] | None:
         if arg.device != device or arg.layout != torch.strided or _attributes(arg):
             return None
         strides = None if arg.is_contiguous() else own_strides(arg)
-        return (arg.shape, arg.dtype, arg.requires_grad, strides, arg.is_conj(), arg.is_neg())
+        # A graph has copies of its arguments: that code asks what they were computed from is traced.
+        origin = arg.requires_grad and (True, arg.is_leaf)
+        return (arg.shape, arg.dtype, origin, strides, arg.is_conj(), arg.is_neg())
     if isinstance(arg, CONSTANTS):
         return kind, _value(arg)
     leaves, spec = tree_flatten(arg)
@@ -332,6 +341,17 @@ def own_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
         if tensor.is_contiguous() or not _is_dense(tensor.stride(), tensor.shape)
         else tuple(tensor.stride())
     )
+
+
+def row_major(tree: Any) -> Any:
+    """A tree with dense copies of tensors with gaps, sliced or expanded, as graphs have them."""
+
+    def dense(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_contiguous():
+            return leaf
+        return leaf.contiguous() if own_strides(leaf) is None else leaf
+
+    return tree_map(dense, tree)
 
 
 def layout_of(gradient: torch.Tensor) -> Layout:

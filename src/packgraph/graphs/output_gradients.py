@@ -254,12 +254,16 @@ def readers_of_results(results: Sequence[torch.Tensor]) -> list[tuple[Any, list[
     return readers
 
 
+_TRACED = "torch._functorch.autograd_function"  # a custom function, of which a trace has graphs
+
+
 def runs_python(results: Iterable[torch.Tensor]) -> bool:
     """Whether a backward from `results` runs Python code that is not packgraph's (a custom
     function)."""
     return any(
         isinstance(node, torch.autograd.function.BackwardCFunction)
-        and type(node)._forward_cls.__module__.split(".")[0] != _OURS  # type: ignore[attr-defined]
+        and (of := type(node)._forward_cls.__module__).split(".")[0] != _OURS  # type: ignore[attr-defined]
+        and of != _TRACED
         for node in _nodes_behind([result for result in results if result.requires_grad])
     )
 

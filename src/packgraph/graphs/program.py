@@ -28,9 +28,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
-from packgraph.graphs.checks.state_kinds import PLAIN
 from packgraph.graphs.errors import is_user_file
-from packgraph.graphs.key import own_strides
+from packgraph.graphs.key import CONSTANTS, own_strides, row_major
 from packgraph.graphs.stages import (
     CompileUnit,
     Run,
@@ -50,7 +49,12 @@ class StageCompiler(Protocol):
 
     adds_products: bool
 
+    @property
+    def compiles(self) -> bool: ...
+
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State: ...
+
+    def trace(self, piece: CompileUnit, state: State) -> Any: ...
 
     def counting(self) -> AbstractContextManager[None]: ...
 
@@ -83,8 +87,6 @@ class Program:
         self.module, self.compiler = module, compiler
         self.scope = scope if scope is None or isinstance(scope, str) else tuple(scope)
         self.granularity = granularity
-        self.volatile: set[tuple[int, str]] = set()
-        self.assigned: set[tuple[int, str]] = set()
         self._staged: Staged | None = (
             module if isinstance(module, Staged) else None
         )  # asking takes 10 us
@@ -92,12 +94,14 @@ class Program:
         stages = (
             list(module.stages())
             if isinstance(module, Staged)
-            else [Stage("module", 0, partial(_call, module))]
+            else [Stage("module", 0, types.MethodType(_call, module))]
         )
         self.stages = stages
         self.runs: tuple[Run, ...] = cut_runs(stages, self.scope, granularity)
         if compiler is not None:
             compiler.adds_products = all(run.captured for run in self.runs)
+        self.compiles = compiler is not None and compiler.compiles
+        self._list = CompileUnit(module, (_listed,), "the list of stages")
         self.pieces = {
             run: compile_units_of(stages[run.start : run.stop])
             for run in self.runs
@@ -108,7 +112,6 @@ class Program:
         """The program of the module as it is now: stages are bound to the submodules that were
         there when asked."""
         program = Program(self.module, self.scope, self.granularity, self.compiler)
-        program.volatile, program.assigned = self.volatile, self.assigned
         return program
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
@@ -126,8 +129,22 @@ class Program:
     def run(self, run: Run, state: State) -> State:
         """Run the stages of `run` on `state`."""
         if self.compiler is not None and run.captured:
-            return self.compiler.run(self.pieces[run], _as_in_graphs(state))
-        return run_in_order(self.stages[run.start : run.stop], state)
+            given = _as_in_graphs(state) if self.compiles else row_major(state)
+            found = self.compiler.run(self.pieces[run], given)
+        else:
+            found = run_in_order(self.stages[run.start : run.stop], state)
+        return found if self.staged else {"outputs": open_objects(found["outputs"])}
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The trace of a call of a module without stages, made on the arguments themselves: what
+        they were computed from may be asked. Of one with stages, that of the list of its stages.
+        None where code is compiled."""
+        if self.compiler is None or self.compiles:
+            return None
+        if self.staged:
+            return self.compiler.trace(self._list, {})
+        state = row_major(self.begin(args, kwargs))
+        return self.compiler.trace(self.pieces[self.runs[0]][0], state)
 
     def execute(self, state: State, handler: RunHandler) -> State:
         """Executes all runs in order by `handler`: the last state."""
@@ -178,7 +195,12 @@ class _Plain:
 
 
 def _call(module: torch.nn.Module, state: State) -> State:
-    return {"outputs": open_objects(module(*state["args"], **state["kwargs"]))}
+    return {"outputs": module(*state["args"], **state["kwargs"])}
+
+
+def _listed(module: Any, state: State) -> State:
+    module.stages()
+    return state
 
 
 def _as_in_graphs(state: State) -> State:
@@ -225,7 +247,7 @@ def hide_lengths(state: State) -> State:
 
 
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
-_FIXED = (*PLAIN, Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_FIXED = (*CONSTANTS, Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
 class _Closed(Exception):
@@ -327,7 +349,7 @@ def _take(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], origins
             tuple(_take(v, tensors, seen, origins) for v in value),
         )
     if type(value) is dict:
-        if not all(isinstance(key, PLAIN) for key in value):
+        if not all(isinstance(key, CONSTANTS) for key in value):
             raise _Closed
         return "dict", tuple(
             (key, _take(entry, tensors, seen, origins)) for key, entry in value.items()

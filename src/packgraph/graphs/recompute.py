@@ -94,7 +94,9 @@ def _check(region: Region, versions: list[int]) -> None:
                 region,
                 f"a tensor of shape {tuple(tensor.shape)} that its forward reads was changed since",
             )
-    if region.context.changed():
+    with torch.enable_grad(), region.modes.entered():  # as in the call
+        changed = region.context.changed()
+    if changed:
         raise _cannot(region, "the module was changed since its forward")
 
 

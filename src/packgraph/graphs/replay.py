@@ -456,7 +456,9 @@ def _check_settings(region: Region) -> None:
         )
     if not region.context.asks_later:
         return
-    if torch.get_default_dtype() != region.modes.dtype or region.context.changed():
+    with torch.enable_grad(), region.modes.entered():  # as in the call
+        changed = region.context.changed()
+    if torch.get_default_dtype() != region.modes.dtype or changed:
         raise RuntimeError(
             f"{region.name} runs Python code in its backward (a custom function, a checkpoint), "
             "and the module, or "

@@ -44,12 +44,13 @@ from packgraph.graphs.backend import (
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.host_calls import Unseen
 from packgraph.graphs.checks.host_sync import CaptureChecker, HostSyncCheck
-from packgraph.graphs.checks.module_state import ModuleState
 from packgraph.graphs.checks.unsupported import find_unsupported
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.front import using
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
+from packgraph.graphs.guards import Guards
 from packgraph.graphs.key import Signature, signature
 from packgraph.graphs.parameters import aliased_parameters
 from packgraph.graphs.program import hide_lengths
@@ -157,7 +158,7 @@ class GraphedStep:
         )
         slot = self._slot = Slot(0, backend, device)
         self._buffers = GradientBuffers()
-        self._state: ModuleState | None = None
+        self._guards: dict[Hashable, Guards] = {}
         self._stale: set[Hashable] = set()
         self.agreement: Agreement = own
         self.all_agree = False
@@ -228,10 +229,9 @@ class GraphedStep:
             )
         if call is None or agreed is Standing.EAGER:
             return False
-        state = self._state = self._state or ModuleState(self.modules)
         failed: CaptureError | None = None
         try:
-            self._cache.capture(call, self._slot, lambda: self._captured(state, args))
+            self._cache.capture(call, self._slot, lambda: self._captured(call.key, args))
         except CaptureError as error:
             failed = error
         if isinstance(failed, FailedTogetherError):
@@ -247,7 +247,7 @@ class GraphedStep:
         """What a step with this signature is to this rank; forgets graphs of a changed module."""
         if call is None:
             return Standing.EAGER
-        if self._state is not None and self._state.changed() is not None:
+        if call.key in self._guards and not self._guards[call.key].holds():
             self._forget_captured()
         if call.key in self._slot.variants:
             if call.key not in self._stale:
@@ -283,14 +283,15 @@ class GraphedStep:
         """
         if self.consensus is not alone:
             self._stale.update(self._slot.variants)
-            self._state = None
+            self._guards.clear()
             return
         self._drop_captured()
 
     def _drop_captured(self) -> None:
         self.stats.dropped("module changed", self._slot.clear())
         self._stale.clear()
-        self._state, self._buffers = None, GradientBuffers()
+        self._buffers = GradientBuffers()
+        self._guards.clear()
 
     def _all(self, args: Sequence[Any], *, is_dry_run: bool = False) -> torch.Tensor:
         """The whole step. is_dry_run: whether all ranks get to its end is not known."""
@@ -313,15 +314,18 @@ class GraphedStep:
         if failed is not None:
             raise FailedTogetherError(failed.what, failed.where, failed.remedy)
 
-    def _captured(self, state: ModuleState, args: tuple[Any, ...]) -> StepVariant:
+    def _captured(self, key: Hashable, args: tuple[Any, ...]) -> StepVariant:
         """The step's graph. Raises CaptureError for modules that cannot be captured at all, once
         the slot has let go of what any capture drops: ranks hold the same keys."""
-        refused = state.refused or find_unsupported(self.modules)
+        refused = find_unsupported(self.modules)
         if refused is not None:
             raise CaptureError(refused.what, user_line(), refused.remedy)
         if self._meets:  # before exchanges within the step, too, in which others would wait
             self._meet()
-        return self._capture(args)
+        with using() as used:
+            variant = self._capture(args)
+        self._guards[key] = Guards(used, [*self.modules.parameters()])
+        return variant
 
     def _capture(self, args: tuple[Any, ...]) -> StepVariant:
         leaves, spec = tree_flatten([hide_lengths({"": arg})[""] for arg in args])
@@ -379,6 +383,5 @@ class GraphedStep:
                 self._all(shown, is_dry_run=True)
             read.extend(tensor.detach() for tensor in watch.external.values())
 
-        if self.compiled or self._backend.guard_device is not None or self._meets:
-            self._backend.warm_up(watched)
+        self._backend.warm_up(watched)
         return read

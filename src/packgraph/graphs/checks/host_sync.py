@@ -56,7 +56,7 @@ def shapes_only(types: Iterable[type]) -> bool:
 _KEEP = "keep the value on the device, or read it after the step"
 _PRINT = "print it after the step, or run the call under packgraph.eager(...)"
 _SHAPE = "use a static shape: torch.where or masked_fill instead of selecting rows"
-_HOST_READS = {
+HOST_READS = {
     "__bool__": (
         "a Python branch on a tensor",
         "use torch.where, or take the branch outside the captured stage",
@@ -85,7 +85,7 @@ _MASKS = (
     "are not looked at"
 )
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "from_numpy"}
-_LOOKED_AT = _HOST_READS.keys() | _FROM_PYTHON
+_LOOKED_AT = HOST_READS.keys() | _FROM_PYTHON
 _REPEAT = "pass output_size= (a static number) to repeat_interleave"
 _WAYS_OUT = {
     "nonzero": _SHAPE,
@@ -223,12 +223,12 @@ class HostSyncCheck(FunctionWatcher):
         if name not in _LOOKED_AT:
             return func(*args, **(kwargs or {}))
         if (
-            name in _HOST_READS
+            name in HOST_READS
             and args
             and isinstance(args[0], torch.Tensor)
             and self._counts(args[0].device.type)
         ):
-            (what, remedy), where = _HOST_READS[name], user_line()
+            (what, remedy), where = HOST_READS[name], user_line()
             raise CaptureError(
                 f"{what} waits for the device inside a captured stage",
                 where,
@@ -255,7 +255,7 @@ class HostSyncCheck(FunctionWatcher):
 
 
 @contextlib.contextmanager
-def compiled_stages(fixed: bool = False) -> Iterator[None]:
+def compiled_stages(there: bool = True, fixed: bool = False) -> Iterator[None]:
     """Within the block torch.compile works under the modes that watch captured code. fixed: see
     `all_is_compiled`.
 
@@ -263,7 +263,7 @@ def compiled_stages(fixed: bool = False) -> Iterator[None]:
     operation: its kernels would be no operations that a watcher sees. Our own compiled code tells
     the watchers itself (graphs/compiled/opaque.py).
     """
-    token, all_token = _COMPILED.set(True), _FIXED.set(fixed)
+    token, all_token = _COMPILED.set(there), _FIXED.set(fixed)
     try:
         yield
     finally:
@@ -319,6 +319,7 @@ class CaptureChecker(CodeWatcher):
     refuse: False only journals (stages that stay eager may do what they like). device: as in
         HostReadGuard.
     external, written: the tensors from outside that the code has read and written to, by storage.
+    made: storages that it has made.
     """
 
     def __init__(self, journal: Journal, *, refuse: bool, device: str | None) -> None:
@@ -326,7 +327,7 @@ class CaptureChecker(CodeWatcher):
         self.journal, self.refuse, self.device = journal, refuse, device
         self.external: dict[int, torch.Tensor] = {}
         self.written: dict[int, torch.Tensor] = {}
-        self._own: set[int] = set()
+        self.made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -345,8 +346,7 @@ class CaptureChecker(CodeWatcher):
         )
         with Unseen():
             results = [result] if type(result) in PLAIN_TENSORS else flat((result,))
-            self._own.update(storages(results).keys() - inputs)
-            self.has_run(operation, inputs, operands, written, results)
+            self.made.update(storages(results).keys() - inputs)
         return result
 
     def _before(
@@ -354,32 +354,21 @@ class CaptureChecker(CodeWatcher):
     ) -> tuple[list[Any], Set[int], Set[int]]:
         """What an operation is called with, and the storages that it reads and writes."""
         operands = operands_of(args, kwargs)
-        self.begins(operation, operands)
         if self.refuse:
             refuse_unsafe(operation, args, kwargs, operands, self.device)
         inputs, written = storages(operands), storages(operation.written_of(args, kwargs))
         for key, tensor in written.items():
-            if key not in self._own:
+            if key not in self.made:
                 self.journal.before_write(tensor)
                 self.written[key] = tensor
         for key, tensor in inputs.items():
-            if key not in self._own:
+            if key not in self.made:
                 self.external[key] = tensor
         return operands, inputs.keys(), written.keys()
 
-    def begins(self, operation: Operation, operands: Sequence[Any]) -> None:
-        """Called before an operation runs."""
-
-    def has_run(
-        self,
-        operation: Operation,
-        inputs: Set[int],
-        operands: Sequence[Any],
-        written: Set[int],
-        results: Sequence[Any],
-    ) -> None:
-        """Called when an operation has run. inputs: the storages of its operands. written: those it
-        has written to."""
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the code has made the tensor's memory."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.made
 
 
 def refuse_unsafe(

@@ -37,18 +37,19 @@ from packgraph.graphs.checks.host_calls import (
     compiling_ends,
     unwatched_compiling,
 )
-from packgraph.graphs.checks.host_sync import all_is_compiled
+from packgraph.graphs.checks.host_sync import HOST_READS, all_is_compiled
 from packgraph.graphs.compiled.opaque import CompiledCode, unguarded
 from packgraph.graphs.compiled.products import AddingCode, take_products
 from packgraph.graphs.compiled.traced import refuse_unsafe_graph, written_inputs
 from packgraph.graphs.compiled.uses import ForwardUses, WeightUses
 from packgraph.graphs.errors import CaptureError, is_user_file, user_line
 from packgraph.graphs.fallback import Stats
+from packgraph.graphs.front import Trace, TracedCode
 from packgraph.graphs.key import CONSTANTS
 from packgraph.graphs.stages import CompileUnit, State, saving
 from packgraph.packing.batch import Field, PackedBatch, layout_of
 
-BACKENDS = ("inductor", "aot_eager")
+BACKENDS = ("inductor", "aot_eager", "eager")
 NEVER_CUDAGRAPHS = {"triton.cudagraphs": False, "triton.cudagraph_trees": False}
 TO_DO = (
     "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or "
@@ -124,6 +125,11 @@ class Compiler:
         self._uses = WeightUses()
         self._shared: set[int] = set()
 
+    @property
+    def compiles(self) -> bool:
+        """Whether code is generated: else the operations of a trace run one by one."""
+        return self.backend != "eager"
+
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State:
         """Run the stages of a segment on `state`. Raises CaptureError at the user's line for what
         cannot be compiled."""
@@ -132,7 +138,7 @@ class Compiler:
         opened = {
             key: OpenBatch.of(value)
             for key, value in state.items()
-            if isinstance(value, PackedBatch)
+            if isinstance(value, PackedBatch) and self.compiles
         }
         closed = {id(batch): state[key] for key, batch in opened.items()}
         state = state | opened
@@ -151,13 +157,24 @@ class Compiler:
                 codes.append(code)
         return {key: closed.get(id(value), value) for key, value in state.items()}
 
+    def trace(self, piece: CompileUnit, state: State) -> Trace:
+        """The trace of a piece. Raises CaptureError as `run`."""
+        code = self._code_for(piece, state)
+        assert isinstance(code, TracedCode)
+        try:
+            return code.find(piece.owner, state)
+        except TorchDynamoException as error:
+            raise _explained(piece, error) from error
+
     def _call(self, piece: CompileUnit, code: Code, state: State) -> State:
         self._now = piece.name
         try:
             if piece.recompute:
                 mark = getattr(piece.owner, "offload", None)
                 run = partial(_again, code, piece, self._uses)
-                return checkpointed(run, state, piece.recompute, mark=mark, compiled=True)
+                return checkpointed(
+                    run, state, piece.recompute, mark=mark, compiled=self.compiles
+                )
             with saving(piece, state):
                 return code(piece.owner, state)
         except (FailOnRecompileLimitHit, TorchDynamoException) as error:
@@ -178,30 +195,23 @@ class Compiler:
         return self._code[key]
 
     def _compiled(self, function: Code) -> Code:
-        done, this = 0, weakref.ref(self)
+        if not self.compiles:
+            return TracedCode(function, None, lambda: not all_is_compiled())
+        this = weakref.ref(self)
 
         def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            nonlocal done
-            if all_is_compiled():
-                raise CaptureError(
-                    "code that was compiled before does not fit inside the capture of it",
-                    "",
-                    "something that torch takes for a constant differs from call to call: "
-                    + TO_DO
-                    + MORE,
-                )
             compiler = this()
             assert compiler is not None, "it has the code that is called"
             started = time.perf_counter()
             code = compiler._build(graph, inputs)
-            done += 1
-            if done > 1:
+            if traced.traces:
                 compiler.stats.recompiles[f"{compiler._now}: other constants"] += 1
             compiler.stats.compiled += 1
             compiler.stats.compile_seconds += time.perf_counter() - started
             return code
 
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        traced = TracedCode(function, backend, lambda: not all_is_compiled())
+        return traced
 
     def _build(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Forward and backward of `graph`, both now, each as CompiledCode."""
@@ -329,7 +339,7 @@ def _shape(leaf: Any) -> Hashable:
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, PackedBatch):
         return leaf.capacity
-    return type(leaf), leaf if isinstance(leaf, CONSTANTS) else None
+    return type(leaf), repr(leaf) if isinstance(leaf, CONSTANTS) else None
 
 
 def as_traced(
@@ -387,11 +397,27 @@ def _explained(piece: CompileUnit, error: Exception) -> CaptureError:
     if isinstance(inner, CaptureError):
         return CaptureError(inner.what, inner.where or _definition(piece), inner.remedy)
     lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
+    said = lines[0] if lines else type(inner).__name__
+    for words, (what, remedy) in _WAITS.items():
+        if said.startswith(words):
+            return CaptureError(
+                f"{what} waits for the device inside a captured stage",
+                _line(error) or _definition(piece),
+                remedy,
+            )
     return CaptureError(
-        f"torch.compile cannot compile {piece.name}: {lines[0] if lines else type(inner).__name__}",
+        f"PyTorch's tracer cannot read {piece.name}: {said}",
         _line(error) or _definition(piece),
         TO_DO + MORE,
     )
+
+
+# What Dynamo says of code that needs a value on the host, and what to do.
+_WAITS = {
+    "Data-dependent branching": HOST_READS["__bool__"],
+    "Tensor.tolist()": HOST_READS["tolist"],
+    "Data dependent operator": ("a comparison of whole tensors", HOST_READS["item"][1]),
+}
 
 
 def _line(error: BaseException) -> str | None:

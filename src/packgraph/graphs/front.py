@@ -1,0 +1,440 @@
+"""The front end: PyTorch's own tracer reads what a stage does, and its guards tell when that holds.
+
+    stages    embed | attn mlp | attn mlp | ... | head
+    pieces    [---]   [------]   [------]         [--]
+    traces      A         B          B              C
+
+Dynamo executes the bytecode of a piece (the stages of one layer, or a whole module) symbolically.
+What comes out is a graph of the tensor operations, bytecode that calls it, and a guard for every
+object that was read on the way. Like layers share a trace: their module is an argument of it.
+What Dynamo cannot read is an error with its own words, at the user's line: there is no guessing.
+
+A trace is pure: code that changes Python state, hooks a gradient or draws numbers of Python's
+`random` is refused, since a replay runs no Python.
+"""
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo.convert_frame as convert_frame
+from torch._C._dynamo.guards import dict_version
+from torch._dynamo.eval_frame import set_enable_dynamic
+from torch._dynamo.guards import _get_closure_vars as _closure_vars
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.source import TempLocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._guards import CompileContext, compile_context
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from packgraph.graphs.checkpointed import FULL, checkpointed
+from packgraph.graphs.errors import CaptureError, traced_line
+
+Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class Trace:
+    """Traced code of a function of an owner and a state.
+
+    Attributes:
+        graph: The tensor operations, None where there are none.
+        run: The function that Dynamo has written; has the arguments of the traced one.
+        names: Of the tensors from outside, in words.
+    """
+
+    def __init__(
+        self,
+        function: FunctionType,
+        run: FunctionType,
+        graph: torch.fx.GraphModule | None,
+        guards: tuple[Any, Any],
+        classes: "Classes",
+        sources: Sequence[str],
+    ) -> None:
+        """guards: Of all that was read, and of what is no part of the state. classes: Of what was
+        read. sources: Of tensors from outside, as expressions of L and G."""
+        self.run, self.graph = run, graph
+        # Each has weak references that tell its manager of objects that are gone.
+        self._all, self._outside = guards
+        self._classes = classes
+        self._globals = function.__globals__
+        self._closure = dict(
+            zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        )
+        self.names = [_in_words(source) for source in sources]
+        self._read: Any = eval(
+            f"lambda L, G: ({''.join(f'{source}, ' for source in sources)})", dict(_closure_vars())
+        )
+
+    def fits(self, owner: Any, state: Any) -> bool:
+        """Whether everything that was read is as it was traced."""
+        given = {"owner": owner, "state": state}
+        found: bool = self._all.guard_manager.check(given | self._cells())
+        return found and self._classes.hold()
+
+    def holds(self, owner: Any) -> bool:
+        """Whether everything that was read is as it was traced, the state left out."""
+        found: bool = self._outside.guard_manager.check({"owner": owner, **self._cells()})
+        return found and self._classes.hold()
+
+    def tensors(self, owner: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors from outside, as they are now."""
+        found: tuple[torch.Tensor, ...] = self._read(
+            {"owner": owner, **self._cells()}, self._globals
+        )
+        return found
+
+    def difference(self, owner: Any, state: Any = None) -> str:
+        """The first thing that is not as it was traced, in Dynamo's words."""
+        given = {"owner": owner, "state": state, **self._cells()}
+        if not self._classes.hold():
+            return "a method of a class that forward uses, or the environment"
+        guards = self._outside if state is None else self._all
+        found = guards.guard_manager.check_verbose(given)
+        return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
+
+    def _cells(self) -> dict[str, Any]:
+        return {name: cell.cell_contents for name, cell in self._closure.items()}
+
+
+class Classes:
+    """Methods of the classes of what was read, which Dynamo takes for fixed, and the process's
+    environment."""
+
+    def __init__(self) -> None:
+        self._kinds = dict[type, dict[str, Any]]()
+        self._tables: list[Any] = []
+        self._versions: list[int] = []
+
+    def note(self, entries: Sequence[Any]) -> list[bool]:
+        """A filter of guards that keeps all of them."""
+        for entry in entries:
+            if _COMPILED in _name(entry.orig_guard):
+                raise CaptureError(
+                    "forward calls a function or module that you have compiled, which a trace "
+                    "would read through",
+                    "",
+                    "compile the whole module: packgraph.graph(module, compile=True)",
+                )
+            kind = entry.value if isinstance(entry.value, type) else type(entry.value)
+            for base in kind.__mro__ if entry.has_value else ():
+                if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
+                    self._kinds[base] = _methods(base)
+        self._tables = [
+            held
+            for kind in self._kinds
+            for held in gc.get_referents(vars(kind))
+            if type(held) is dict
+        ]
+        self._environment = dict(os.environ)
+        self._tables.append(os.environ._data)  # type: ignore[attr-defined]
+        self._versions = list(map(dict_version, self._tables))
+        return [True] * len(entries)
+
+    def hold(self) -> bool:
+        """Whether nothing has changed."""
+        now = list(map(dict_version, self._tables))
+        if now == self._versions:
+            return True
+        if dict(os.environ) != self._environment:
+            return False
+        for kind, methods in self._kinds.items():
+            found = _methods(kind)
+            if len(found) != len(methods) or any(
+                found.get(name) is not value for name, value in methods.items()
+            ):
+                return False
+        self._versions = now
+        return True
+
+
+_COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
+_HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
+
+
+def _methods(kind: type) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if callable(value) or hasattr(value, "__get__")
+    }
+
+
+def _in_words(source: str) -> str:
+    """An expression of Dynamo's as the user would write it."""
+    return source.replace("L['owner']", "module").replace("L['state']['args']", "args")
+
+
+def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | None) -> Trace:
+    """Traces a call.
+
+    Args:
+        function: Takes `arguments` by name, all of them positional, too.
+        arguments: Of the call; tensors among them are looked at, not computed with.
+        backend: Makes the code that computes the graph; None runs its operations one by one.
+
+    Raises:
+        CaptureError: Dynamo cannot trace it, or it does what a replay would not do.
+    """
+    made: list[Any] = [None, None, None, []]
+
+    def receive(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _refuse_effects(InstructionTranslator.current_tx().output)
+        places = graph.graph.find_nodes(op="placeholder")
+        sources = [_name(node.meta["grapharg"].source) for node in places]
+        outside = [source for source in sources if "L['state']" not in source]
+        _keep_checkpoints(graph)
+        if backend is None:
+            _refuse_hanging(sources, arguments["state"])
+        made[:] = graph.meta["backend_id"], graph, backend and backend(graph, inputs), outside
+        return made[2] or graph.forward
+
+    code, names, closure = function.__code__, function.__globals__, function.__closure__ or ()
+    cells = {
+        name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)
+    }
+    with (
+        warnings.catch_warnings(),
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+        set_enable_dynamic(False),
+        torch._dynamo.config.patch(
+            skip_nnmodule_hook_guards=False,
+            ignore_logger_methods=_log_calls(),
+            skip_fwd_side_effects_in_bwd_under_checkpoint=True,
+        ),
+        torch_function_mode_stack_state_mgr,
+        compile_context(CompileContext(convert_frame.get_compile_id({}))),
+    ):
+        warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+        found = convert_frame.compile_frame(
+            code,
+            names,
+            arguments | cells,
+            vars(importlib.import_module("builtins")),
+            closure,  # type: ignore[arg-type]
+            compiler_fn=receive,
+            one_graph=True,
+            restart_reasons=set(),
+        )
+        with torch_function_mode_stack_state_mgr.temp_restore_stack():
+            classes = Classes()
+            guards = (
+                found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note)),
+                _again(found).build_guards(code, hooks=_OUTSIDE),
+            )
+    identity, graph, run, sources = made
+    output = found.tracer_output.output_graph
+    if output is not None and output.random_calls:
+        raise CaptureError(
+            "forward draws random numbers of Python, which a replay would not draw again",
+            "",
+            "draw them with torch, on the module's device",
+        )
+    if graph is not None:
+        names[identity] = run or graph.forward
+    made_function = FunctionType(found.bytecode, names, closure=closure)
+    result = Trace(function, made_function, graph, guards, classes, sources)
+    if graph is not None:
+        weakref.finalize(result, names.pop, identity, None)
+    return result
+
+
+def _again(found: Any) -> Any:
+    """What was traced, as it was before guards were built of it."""
+    for guard in found.tracer_output.output_graph.guards:
+        guard.obj_weakref = guard.guarded_class_weakref = guard.guard_types = guard.code_list = None
+    return found
+
+
+def _log_calls() -> set[Any]:
+    """Methods of loggers that say something, which the first calls have said."""
+    return {
+        method
+        for name, method in vars(logging.Logger).items()
+        if name.removesuffix("_once")
+        in ("debug", "info", "warning", "warn", "error", "critical", "log", "warning_advice")
+    }
+
+
+def _keep_checkpoints(graph: torch.fx.GraphModule) -> None:
+    """Has blocks under `torch.utils.checkpoint` computed again in the backward. Dynamo's own
+    operation only marks them for AOTAutograd."""
+    for part in graph.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                node.target = _checkpoint
+        part.recompile()
+
+
+def _checkpoint(block: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def run(state: dict[str, Any]) -> dict[str, Any]:
+        return {"made": block(*state["args"])}
+
+    return checkpointed(run, {"args": args}, FULL)["made"]
+
+
+def _name(named: Any) -> str:
+    """The name of a source or guard, which is a method in some versions of torch."""
+    return str(named.name() if callable(named.name) else named.name)
+
+
+def _outside_alone(entries: Sequence[Any]) -> list[bool]:
+    return [
+        "L['state']" not in _name(entry.orig_guard) and entry.guard_type not in _MODES
+        for entry in entries
+    ]
+
+
+# Modes of a call are in its key, and are others in its backward, where guards are asked, too.
+_MODES = ("GRAD_MODE", "GLOBAL_STATE")
+_OUTSIDE = Hooks(guard_filter_fn=_outside_alone)
+
+
+def _refuse_hanging(sources: Sequence[str], state: Any) -> None:
+    """Raises CaptureError for a tensor that is no part of the call's arguments but hangs on one."""
+    known = {id(leaf) for leaf in tree_leaves(state)}
+    for source in sources:
+        if "L['state']" in source and id(eval(source, {"L": {"state": state}})) not in known:
+            raise CaptureError(
+                f"forward reads {_in_words(source)}, which a graph would not read",
+                "",
+                "pass the tensor to forward as an argument",
+            )
+
+
+def _refuse_effects(output: Any) -> None:
+    """Raises CaptureError where the traced code changes Python state, or hooks gradients."""
+    effects = output.side_effects
+    changed = [
+        variable
+        for variable in effects.id_to_variable.values()
+        if effects.is_modified(variable)
+        and variable.source is not None
+        and not isinstance(variable.source, TempLocalSource)  # made by the traced code
+        and not _is_put_back(effects, variable)
+    ]
+    for variable in changed:
+        name = _in_words(_name(variable.source))
+        stacks = getattr(effects, "mutation_user_stacks", {}).get(variable, [])
+        raise CaptureError(
+            f"forward changes a {variable.python_type_name()} that was there before ({name}): a "
+            "replay would not change it",
+            traced_line("".join(stacks[-1].format())) if stacks else "",
+            "return the value, or set it outside of forward",
+        )
+    if effects.tensor_hooks:
+        raise CaptureError(
+            "forward registers a hook on a tensor, which a replay would not call",
+            "",
+            "register the hook outside of forward",
+        )
+
+
+def _is_put_back(effects: Any, variable: Any) -> bool:
+    """Whether all attributes that the traced code sets have the values in the end that they had."""
+    before = vars(getattr(variable, "value", None) or object) if hasattr(variable, "value") else {}
+    now = effects.store_attr_mutations.get(variable) or {}
+    return bool(now) and all(
+        name in before
+        and value.is_python_constant()
+        and type(before[name]) is type(value.as_python_constant())
+        and before[name] == value.as_python_constant()
+        for name, value in now.items()
+    )
+
+
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Within the block no mode of ours sees what the tracer does."""
+    from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+
+    from packgraph.graphs.checks.host_calls import compiling_begins, compiling_ends, unwatched_compiling
+    from packgraph.graphs.checks.host_sync import FunctionWatcher
+
+    with contextlib.ExitStack() as stack:
+        while isinstance(_get_current_function_mode(), FunctionWatcher):
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(unwatched_compiling())
+        compiling_begins()
+        try:
+            yield
+        finally:
+            compiling_ends()
+
+
+_USED: ContextVar[list[tuple[Trace, Any]] | None] = ContextVar("packgraph_used", default=None)
+
+
+@contextlib.contextmanager
+def using() -> Iterator[list[tuple[Trace, Any]]]:
+    """Collects the traces that run in the block, each with its owner."""
+    token = _USED.set([])
+    try:
+        found = _USED.get()
+        assert found is not None
+        yield found
+    finally:
+        _USED.reset(token)
+
+
+class TracedCode:
+    """A function of (owner, state) as all its traces: called, it runs the one that fits, or traces
+    once more.
+
+    function: What is traced. backend: See `trace`. may_trace: Asked before another trace is made.
+    """
+
+    def __init__(
+        self, function: Any, backend: Backend | None, may_trace: Callable[[], bool]
+    ) -> None:
+        self.function, self.backend, self.may_trace = function, backend, may_trace
+        self.traces: list[Trace] = []
+
+    def __call__(self, owner: Any, state: Any) -> Any:
+        found, used = self.find(owner, state), _USED.get()
+        if used is not None:
+            used.append((found, owner))
+        return found.run(owner, state)
+
+    def find(self, owner: Any, state: Any) -> Trace:
+        """The trace of a call, made now if there is none."""
+        with outside_of_modes():
+            return self._find(owner, state)
+
+    def _find(self, owner: Any, state: Any) -> Trace:
+        for known in self.traces:
+            if known.fits(owner, state):
+                return known
+        if not self.may_trace():
+            raise CaptureError(
+                "code that was traced before does not fit inside the capture of it"
+                + "".join(f"\n    {t.difference(owner, state)}" for t in self.traces[-1:]),
+                "",
+                "something that the tracer takes for a constant differs from call to call",
+            )
+        made = trace(self.function, {"owner": owner, "state": state}, self.backend)
+        if not made.fits(owner, state):
+            raise CaptureError(
+                "what forward reads changes while it is traced: "
+                + made.difference(owner, state),
+                "",
+                "read it outside of forward",
+            )
+        self.traces.append(made)
+        return made

@@ -1,0 +1,122 @@
+"""What must hold so that a captured call may be replayed: read by the tracer, checked before every
+replay.
+
+    traces of the call's pieces ─▶ Dynamo's guards      objects that forward has read, in C++
+                               └─▶ tensors from outside the same objects, the same memory, hooks
+
+A guard knows type, form and requires_grad of a tensor, but not which one it is: graphs have baked
+addresses, so identity and memory are compared here.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from packgraph.graphs import parameters
+from packgraph.graphs.front import Trace
+from packgraph.graphs.key import row_major
+from packgraph.graphs.parameters import has_hooks, hooks_made, local_tensor
+
+_IN_PLACE = (
+    "change parameters and other tensors in place (copy_, load_state_dict) to keep the graphs"
+)
+_ARGUMENT = "pass what changes often to forward as an argument, as a tensor if it may have any value"
+_HOOKS, _LATE_HOOKS = (
+    operator.attrgetter("_backward_hooks"),
+    operator.attrgetter("_post_accumulate_grad_hooks"),
+)
+
+
+class Change(NamedTuple):
+    """A fact that no longer holds, in words, and what to do about it."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+class Guards:
+    """The guards of one captured call.
+
+    used: The traces that it has run, each with its owner. parameters: Of the module. whole: The
+        first of the traces has the call's own arguments, which are looked at, too.
+    """
+
+    def __init__(
+        self,
+        used: Sequence[tuple[Trace, Any]],
+        parameters: Sequence[torch.nn.Parameter],
+        whole: bool = False,
+    ) -> None:
+        self._used, self._whole = list(used), whole
+        self._read = [trace.tensors(owner) for trace, owner in self._used]
+        found = {id(t): t for group in self._read for t in group} | {id(p): p for p in parameters}
+        tensors = [t for t in found.values() if t.layout is torch.strided]
+        self._distributed = [
+            (tensor, local) for tensor in tensors if (local := local_tensor(tensor)) is not tensor
+        ]
+        self._locals = list(map(local_tensor, tensors))
+        self._pointers = list(map(torch.Tensor.data_ptr, self._locals))
+        self._free = [tensor for tensor in tensors if not has_hooks(tensor)]
+        self._hooked = [tensor for tensor in tensors if has_hooks(tensor)]
+        self._hooks_made = hooks_made()
+
+    def add(self, trace: Trace, owner: Any) -> None:
+        """One more trace has to hold."""
+        self._used.append((trace, owner))
+        self._read.append(trace.tensors(owner))
+
+    def begins_with(self, trace: Trace) -> bool:
+        """Whether this was the first trace that has run."""
+        return bool(self._used) and self._used[0][0] is trace
+
+    def holds(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> bool:
+        """Whether nothing has changed that the graphs have baked. args, kwargs: Of a call."""
+        if self._whole and args is not None:
+            trace, owner = self._used[0]
+            if not trace.fits(owner, row_major({"args": args, "kwargs": kwargs})):
+                return False
+        for (trace, owner), read in zip(self._used, self._read, strict=True):
+            if not trace.holds(owner) or not all(map(operator.is_, trace.tensors(owner), read)):
+                return False
+        return (
+            list(map(torch.Tensor.data_ptr, self._locals)) == self._pointers
+            and self._hooks_hold()
+            and all(local_tensor(tensor) is local for tensor, local in self._distributed)
+        )
+
+    def changed(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> Change | None:
+        """What no longer holds, in words. args, kwargs: Of a call."""
+        if self._whole and args is not None:
+            trace, owner = self._used[0]
+            state = row_major({"args": args, "kwargs": kwargs})
+            if not trace.fits(owner, state):
+                return Change(trace.difference(owner, state), _ARGUMENT)
+        for (trace, owner), read in zip(self._used, self._read, strict=True):
+            if not trace.holds(owner):
+                return Change(trace.difference(owner), _ARGUMENT)
+            for number, (now, before) in enumerate(zip(trace.tensors(owner), read, strict=True)):
+                if now is not before:
+                    return Change(f"{trace.names[number]} is another tensor", _IN_PLACE)
+        if not self._hooks_hold():
+            return Change("a parameter got its first hook or lost its last", _IN_PLACE)
+        if self.holds():
+            return None
+        return Change("the storage of a parameter or buffer was replaced", _IN_PLACE)
+
+    def _hooks_hold(self) -> bool:
+        made = hooks_made()
+        if parameters.COUNT_HOOKS and self._hooks_made == made:  # there are no more than there were
+            return not self._hooked or all(map(has_hooks, self._hooked))
+        holds = (
+            not any(map(_HOOKS, self._free))
+            and not any(map(_LATE_HOOKS, self._free))
+            and all(map(has_hooks, self._hooked))
+        )
+        if holds:
+            self._hooks_made = made
+        return holds
