@@ -6,7 +6,7 @@ capture         dry run, then the capture as a transaction: a variant is ready, 
 """
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -287,16 +287,14 @@ class Capturer:
             assert seen.guards is not None
             if ahead is not None and self.program.staged:
                 seen.guards.add(ahead, self._module)
-            elif ahead is not None and not seen.guards.begins_with(ahead):
+            elif ahead is not None and not seen.guards.begin_as(ahead):
                 raise CaptureError(
                     "forward sees other arguments in a graph: one of them is a tensor of the "
                     "module, or a view of another one",
                     user_line(),
                     "pass tensors of their own",
                 )
-            variant = capture_variant(
-                about, slot, self._buffers, self._calls, self.lends, seen
-            )
+            variant = capture_variant(about, slot, self._buffers, self._calls, self.lends, seen)
             self._dry_runs[call.key] = seen
         return variant
 

@@ -50,18 +50,18 @@ def make_copy_streams(device: torch.device) -> CopyStreams:
     return EmulatedCopyStreams(set())
 
 
-def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> StageCompiler:
+def choose_compiler(compile: bool | str | Mapping[str, Any], stats: Stats) -> StageCompiler | None:
     """What compiles stages: True is torch's `inductor`, a mapping are options for it, False is
     nothing.
 
     stats: gets the counts. Raises ValueError for an unknown compiler or option.
     """
+    if compile is False:
+        return None
     from packgraph.graphs.compiled.compiler import (
         Compiler,
     )  # loads torch's compiler, which takes seconds
 
     if isinstance(compile, Mapping):
         return Compiler("inductor", stats, options=compile)
-    if compile is False:
-        return Compiler("eager", stats)
     return Compiler("inductor" if compile is True else compile, stats)

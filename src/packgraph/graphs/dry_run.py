@@ -7,7 +7,6 @@ whether it fails or not.
 """
 
 import contextlib
-
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +27,11 @@ from packgraph.graphs.checks.constants import Constants
 from packgraph.graphs.checks.host_calls import UnseenLoop, watch_also
 from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, HostSyncCheck, Journal
 from packgraph.graphs.errors import CaptureError, forward_line, user_line
-from packgraph.graphs.front import using
 from packgraph.graphs.gradients import without_content
 from packgraph.graphs.guards import Guards
 from packgraph.graphs.output_gradients import KeyGradients, leaves_behind
 from packgraph.graphs.parameters import aliased_parameters
-from packgraph.graphs.program import Program, hide_lengths, with_lengths
+from packgraph.graphs.program import Program, hide_lengths, reading, with_lengths
 from packgraph.graphs.stages import Run, State
 from packgraph.graphs.undone import compiled_code, explained, undone
 
@@ -93,7 +91,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def _once(call: CapturedCall, how: Any) -> DryRun:
     """Have `how` run forward and backward, undone; what captured code has used from outside."""
     program, found = call.program, list[DryRun]()
-    with using() as used:
+    with reading() as used:
         with (
             explained(),
             torch.set_grad_enabled(torch.is_grad_enabled()),  # forward may leave it switched
@@ -105,7 +103,9 @@ def _once(call: CapturedCall, how: Any) -> DryRun:
             with UnseenLoop():
                 run = _CheckedRun(program, call.backend, call.gradients, journal, parameters)
             how(lambda: found.append(run(call.args, call.kwargs)))
-        guards = Guards(used, [*program.module.parameters()], not (program.staged or program.compiles))
+        guards = Guards(
+            used, [*program.module.parameters()], not (program.staged or program.compiles)
+        )
     return found[0]._replace(guards=guards)
 
 

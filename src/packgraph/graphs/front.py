@@ -18,17 +18,19 @@ import gc
 import importlib
 import logging
 import os
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from types import CodeType, FunctionType
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch._dynamo.convert_frame as convert_frame
+import torch._dynamo.variables.torch as torch_variables
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import set_enable_dynamic
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.source import TempLocalSource
@@ -37,10 +39,19 @@ from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
-from packgraph.graphs.checkpointed import FULL, checkpointed
-from packgraph.graphs.errors import CaptureError, traced_line
+from packgraph.graphs.checks.host_calls import (
+    compiling_begins,
+    compiling_ends,
+    unwatched_compiling,
+)
+from packgraph.graphs.checks.host_sync import HOST_READS, FunctionWatcher, all_is_compiled
+from packgraph.graphs.errors import PACKAGE, CaptureError, is_user_file, traced_line, user_line
+from packgraph.graphs.key import CONSTANTS
+from packgraph.graphs.program import note_trace
+from packgraph.graphs.stages import CompileUnit, State
+from packgraph.packing.batch import PackedBatch
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -77,6 +88,18 @@ class Trace:
         self._read: Any = eval(
             f"lambda L, G: ({''.join(f'{source}, ' for source in sources)})", dict(_closure_vars())
         )
+
+    def does_as(self, other: "Trace") -> bool:
+        """Whether two traces of a function compute the same."""
+        codes = [
+            (
+                trace.graph and trace.graph.code,
+                trace.run.__code__.co_code,
+                trace.run.__code__.co_consts,
+            )
+            for trace in (self, other)
+        ]
+        return self is other or codes[0] == codes[1]
 
     def fits(self, owner: Any, state: Any) -> bool:
         """Whether everything that was read is as it was traced."""
@@ -160,6 +183,7 @@ class Classes:
         return True
 
 
+_PACKAGE = f"{PACKAGE}{os.sep}"
 _COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
 
@@ -183,7 +207,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
     Args:
         function: Takes `arguments` by name, all of them positional, too.
         arguments: Of the call; tensors among them are looked at, not computed with.
-        backend: Makes the code that computes the graph; None runs its operations one by one.
+        backend: Makes the code that computes the graph; None only reads.
 
     Raises:
         CaptureError: Dynamo cannot trace it, or it does what a replay would not do.
@@ -195,16 +219,13 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         places = graph.graph.find_nodes(op="placeholder")
         sources = [_name(node.meta["grapharg"].source) for node in places]
         outside = [source for source in sources if "L['state']" not in source]
-        _keep_checkpoints(graph)
         if backend is None:
             _refuse_hanging(sources, arguments["state"])
         made[:] = graph.meta["backend_id"], graph, backend and backend(graph, inputs), outside
         return made[2] or graph.forward
 
     code, names, closure = function.__code__, function.__globals__, function.__closure__ or ()
-    cells = {
-        name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)
-    }
+    cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)}
     with (
         warnings.catch_warnings(),
         get_metrics_context(),
@@ -215,6 +236,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             ignore_logger_methods=_log_calls(),
             skip_fwd_side_effects_in_bwd_under_checkpoint=True,
         ),
+        contextlib.nullcontext() if backend else _answering_as_eager_code(),
         torch_function_mode_stack_state_mgr,
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
     ):
@@ -243,13 +265,34 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             "",
             "draw them with torch, on the module's device",
         )
-    if graph is not None:
-        names[identity] = run or graph.forward
+    if run is not None:
+        names[identity] = run
     made_function = FunctionType(found.bytecode, names, closure=closure)
     result = Trace(function, made_function, graph, guards, classes, sources)
-    if graph is not None:
+    if run is not None:
         weakref.finalize(result, names.pop, identity, None)
     return result
+
+
+class _Answers(dict[Any, Any]):
+    """What code is told that asks whether it is traced. Ours, which has blocks that Dynamo cannot
+    read and need not, is told the truth; all other code what a plain call would tell."""
+
+    def __getitem__(self, asked: Any) -> Any:
+        asks = sys._getframe(1).f_locals["tx"].f_code.co_filename
+        answer = super().__getitem__(asked)
+        return answer if asks.startswith(_PACKAGE) or not answer else False
+
+
+@contextlib.contextmanager
+def _answering_as_eager_code() -> Iterator[None]:
+    table = torch_variables.tracing_state_functions
+    answers = _Answers(table())
+    torch_variables.tracing_state_functions = lambda: answers
+    try:
+        yield
+    finally:
+        torch_variables.tracing_state_functions = table
 
 
 def _again(found: Any) -> Any:
@@ -267,25 +310,6 @@ def _log_calls() -> set[Any]:
         if name.removesuffix("_once")
         in ("debug", "info", "warning", "warn", "error", "critical", "log", "warning_advice")
     }
-
-
-def _keep_checkpoints(graph: torch.fx.GraphModule) -> None:
-    """Has blocks under `torch.utils.checkpoint` computed again in the backward. Dynamo's own
-    operation only marks them for AOTAutograd."""
-    for part in graph.modules():
-        if not isinstance(part, torch.fx.GraphModule):
-            continue
-        for node in part.graph.nodes:
-            if node.target is torch.ops.higher_order.tag_activation_checkpoint:
-                node.target = _checkpoint
-        part.recompile()
-
-
-def _checkpoint(block: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    def run(state: dict[str, Any]) -> dict[str, Any]:
-        return {"made": block(*state["args"])}
-
-    return checkpointed(run, {"args": args}, FULL)["made"]
 
 
 def _name(named: Any) -> str:
@@ -363,9 +387,6 @@ def outside_of_modes() -> Iterator[None]:
     """Within the block no mode of ours sees what the tracer does."""
     from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-    from packgraph.graphs.checks.host_calls import compiling_begins, compiling_ends, unwatched_compiling
-    from packgraph.graphs.checks.host_sync import FunctionWatcher
-
     with contextlib.ExitStack() as stack:
         while isinstance(_get_current_function_mode(), FunctionWatcher):
             stack.enter_context(_pop_mode_temporarily())
@@ -378,19 +399,7 @@ def outside_of_modes() -> Iterator[None]:
             compiling_ends()
 
 
-_USED: ContextVar[list[tuple[Trace, Any]] | None] = ContextVar("packgraph_used", default=None)
-
-
-@contextlib.contextmanager
-def using() -> Iterator[list[tuple[Trace, Any]]]:
-    """Collects the traces that run in the block, each with its owner."""
-    token = _USED.set([])
-    try:
-        found = _USED.get()
-        assert found is not None
-        yield found
-    finally:
-        _USED.reset(token)
+Code = Callable[[Any, State], State]
 
 
 class TracedCode:
@@ -407,9 +416,8 @@ class TracedCode:
         self.traces: list[Trace] = []
 
     def __call__(self, owner: Any, state: Any) -> Any:
-        found, used = self.find(owner, state), _USED.get()
-        if used is not None:
-            used.append((found, owner))
+        found = self.find(owner, state)
+        note_trace(found, owner)
         return found.run(owner, state)
 
     def find(self, owner: Any, state: Any) -> Trace:
@@ -431,10 +439,132 @@ class TracedCode:
         made = trace(self.function, {"owner": owner, "state": state}, self.backend)
         if not made.fits(owner, state):
             raise CaptureError(
-                "what forward reads changes while it is traced: "
-                + made.difference(owner, state),
+                "what forward reads changes while it is traced: " + made.difference(owner, state),
                 "",
                 "read it outside of forward",
             )
         self.traces.append(made)
         return made
+
+
+class Reader:
+    """What the pieces of a module read: traces, which like pieces share. The pieces themselves run
+    as they are."""
+
+    def __init__(self) -> None:
+        self._codes = dict[Hashable, TracedCode]()
+
+    def read(self, piece: CompileUnit, state: State) -> Trace | None:
+        """Notes the trace of a piece for the graph that is about to hold it.
+
+        Raises:
+            CaptureError: The tracer cannot read it, or it does what a replay would not do.
+        """
+        if piece.opaque:
+            return None
+        kind = type(piece.owner), piece.methods, getattr(piece.owner, "training", None)
+        key = (*kind, shapes_of(state))
+        if key not in self._codes:
+            self._codes[key] = TracedCode(chain(piece), None, lambda: not all_is_compiled())
+        try:
+            found = self._codes[key].find(piece.owner, state)
+        except TorchDynamoException as error:
+            raise explained(piece, error) from error
+        note_trace(found, piece.owner)
+        return found
+
+
+TO_DO = (
+    "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or "
+    "compile=False"
+)
+MORE = "; TORCH_LOGS=graph_breaks,recompiles says more"
+
+
+def chain(piece: CompileUnit) -> Code:
+    """The piece's stages as one function, with a code object of its own: torch keeps what it
+    compiled with that."""
+    methods, owned = piece.methods, piece.owner is not None
+
+    def run(owner: Any, state: State) -> State:
+        for method in methods:
+            state = method(owner, state) if owned else method(state)
+        return state
+
+    code = run.__code__.replace(co_name=f"stages_{len(methods)}")
+    return FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+
+
+def shapes_of(state: State) -> Hashable:
+    """What of a state code is compiled for: the form of every tensor, and constants; and whether
+    gradients are on."""
+    return torch.is_grad_enabled(), tuple(
+        (key, tuple(map(_shape, tree_flatten(value, is_leaf=_is_batch)[0])))
+        for key, value in state.items()
+    )
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, PackedBatch)
+
+
+def _shape(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, PackedBatch):
+        return leaf.capacity
+    return type(leaf), repr(leaf) if isinstance(leaf, CONSTANTS) else None
+
+
+def explained(piece: CompileUnit, error: Exception) -> CaptureError:
+    """What torch.compile has raised, as an error at the user's line."""
+    if isinstance(error, FailOnRecompileLimitHit):
+        return CaptureError(
+            f"the stages {piece.name} were compiled again and again for the same shapes: something "
+            "that torch takes for a constant differs from layer to layer or from call to call",
+            definition(piece),
+            "make it a tensor (a buffer), or " + TO_DO + MORE,
+        )
+    inner = getattr(error, "inner_exception", None) or error
+    if isinstance(inner, CaptureError):
+        return CaptureError(inner.what, inner.where or definition(piece), inner.remedy)
+    lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
+    said = lines[0] if lines else type(inner).__name__
+    for words, (what, remedy) in _WAITS.items():
+        if said.startswith(words):
+            return CaptureError(
+                f"{what} waits for the device inside a captured stage",
+                _line(error) or definition(piece),
+                remedy,
+            )
+    return CaptureError(
+        f"PyTorch's tracer cannot read {piece.name}: {said}",
+        _line(error) or definition(piece),
+        TO_DO + MORE,
+    )
+
+
+# What Dynamo says of code that needs a value on the host, and what to do.
+_WAITS = {
+    "Data-dependent branching": HOST_READS["__bool__"],
+    "Tensor.tolist()": HOST_READS["tolist"],
+    "Data dependent operator": ("a comparison of whole tensors", HOST_READS["item"][1]),
+}
+
+
+def _line(error: BaseException) -> str | None:
+    """The user's line that an error of torch.compile is about, if it says."""
+    for frame in reversed(getattr(error, "real_stack", None) or []):
+        if is_user_file(frame.filename):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return None
+
+
+def definition(piece: CompileUnit) -> str:
+    """Where the first of the stages begins."""
+    code = getattr(piece.methods[0], "__code__", None)
+    return (
+        user_line()
+        if code is None
+        else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    )

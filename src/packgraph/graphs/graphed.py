@@ -23,7 +23,7 @@ from packgraph.graphs.backend import Backend
 from packgraph.graphs.cache import call_name
 from packgraph.graphs.capture import Capturer
 from packgraph.graphs.checks.host_sync import capturing
-from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported, inside_data_parallel
+from packgraph.graphs.checks.unsupported import Unsupported, find_unsupported
 from packgraph.graphs.choose import choose_backend, choose_compiler
 from packgraph.graphs.errors import CaptureError, described, user_line
 from packgraph.graphs.fallback import Stats, is_traced, reason_around
@@ -324,7 +324,9 @@ class Control:
         self._turn()
         cache = self._capturer.cache
         key = call_key(args, kwargs, self.device, self._capturer.training)
-        holds = key is not None and (self._frozen is not None or self._capturer.holds(key, args, kwargs))
+        holds = key is not None and (
+            self._frozen is not None or self._capturer.holds(key, args, kwargs)
+        )
         if not holds or self._refusal is not None or _DDP._active_ddp_module is not None:
             refused = self._refused()
             if refused is not None:
@@ -791,14 +793,13 @@ class Control:
         """The call without graphs, uncounted: by compiled code where a replay runs that, else by
         the module itself."""
         compiler = self._capturer.program.compiler
-        traced = self.compiles or capturing()  # a whole step holds what a call would
-        if not traced or not self._has_code(args, kwargs):
+        if (compiler is None and not capturing()) or not self._has_code(args, kwargs):
             with self._calls:
                 return self.module(*args, **kwargs)
         # Within a whole step this may be the first call, which nothing has compiled ahead and
         # counted.
-        assert compiler is not None, "it has traced the stages"
-        with self._calls, compiler.counting() if capturing() else contextlib.nullcontext():
+        counts = compiler.counting() if compiler and capturing() else contextlib.nullcontext()
+        with self._calls, counts:
             return self._capturer.program.call(args, kwargs)
 
     def _has_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -10,19 +10,23 @@ addresses, so identity and memory are compared here.
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from packgraph.graphs import parameters
-from packgraph.graphs.front import Trace
 from packgraph.graphs.key import row_major
 from packgraph.graphs.parameters import has_hooks, hooks_made, local_tensor
+
+if TYPE_CHECKING:  # loads torch's tracer, which takes seconds
+    from packgraph.graphs.front import Trace
 
 _IN_PLACE = (
     "change parameters and other tensors in place (copy_, load_state_dict) to keep the graphs"
 )
-_ARGUMENT = "pass what changes often to forward as an argument, as a tensor if it may have any value"
+_ARGUMENT = (
+    "pass what changes often to forward as an argument, as a tensor if it may have any value"
+)
 _HOOKS, _LATE_HOOKS = (
     operator.attrgetter("_backward_hooks"),
     operator.attrgetter("_post_accumulate_grad_hooks"),
@@ -48,7 +52,7 @@ class Guards:
 
     def __init__(
         self,
-        used: Sequence[tuple[Trace, Any]],
+        used: Sequence[tuple["Trace", Any]],
         parameters: Sequence[torch.nn.Parameter],
         whole: bool = False,
     ) -> None:
@@ -65,14 +69,14 @@ class Guards:
         self._hooked = [tensor for tensor in tensors if has_hooks(tensor)]
         self._hooks_made = hooks_made()
 
-    def add(self, trace: Trace, owner: Any) -> None:
+    def add(self, trace: "Trace", owner: Any) -> None:
         """One more trace has to hold."""
         self._used.append((trace, owner))
         self._read.append(trace.tensors(owner))
 
-    def begins_with(self, trace: Trace) -> bool:
-        """Whether this was the first trace that has run."""
-        return bool(self._used) and self._used[0][0] is trace
+    def begin_as(self, trace: "Trace") -> bool:
+        """Whether the first trace does what this one does."""
+        return bool(self._used) and self._used[0][0].does_as(trace)
 
     def holds(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> bool:
         """Whether nothing has changed that the graphs have baked. args, kwargs: Of a call."""

@@ -15,14 +15,15 @@ of the tree of outputs, which knows how to build an object of the same class wit
 Only objects that forward makes, and nobody keeps, are taken apart: the dry run sees to that.
 """
 
+import contextlib
 import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from enum import Enum
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -49,12 +50,7 @@ class StageCompiler(Protocol):
 
     adds_products: bool
 
-    @property
-    def compiles(self) -> bool: ...
-
     def run(self, pieces: Sequence[CompileUnit], state: State) -> State: ...
-
-    def trace(self, piece: CompileUnit, state: State) -> Any: ...
 
     def counting(self) -> AbstractContextManager[None]: ...
 
@@ -83,6 +79,7 @@ class Program:
         scope: Iterable[str] | None,
         granularity: str,
         compiler: StageCompiler | None = None,
+        reader: Any = None,
     ) -> None:
         self.module, self.compiler = module, compiler
         self.scope = scope if scope is None or isinstance(scope, str) else tuple(scope)
@@ -100,19 +97,17 @@ class Program:
         self.runs: tuple[Run, ...] = cut_runs(stages, self.scope, granularity)
         if compiler is not None:
             compiler.adds_products = all(run.captured for run in self.runs)
-        self.compiles = compiler is not None and compiler.compiles
+        self.compiles = compiler is not None
         self._list = CompileUnit(module, (_listed,), "the list of stages")
         self.pieces = {
-            run: compile_units_of(stages[run.start : run.stop])
-            for run in self.runs
-            if compiler and run.captured
+            run: compile_units_of(stages[run.start : run.stop]) for run in self.runs if run.captured
         }
+        self._reader = reader
 
     def rebuilt(self) -> "Program":
         """The program of the module as it is now: stages are bound to the submodules that were
         there when asked."""
-        program = Program(self.module, self.scope, self.granularity, self.compiler)
-        return program
+        return Program(self.module, self.scope, self.granularity, self.compiler, self._reader)
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
         """The first state."""
@@ -129,22 +124,41 @@ class Program:
     def run(self, run: Run, state: State) -> State:
         """Run the stages of `run` on `state`."""
         if self.compiler is not None and run.captured:
-            given = _as_in_graphs(state) if self.compiles else row_major(state)
-            found = self.compiler.run(self.pieces[run], given)
+            found = self.compiler.run(self.pieces[run], _as_in_graphs(state))
+        elif run.captured and _TRACES.get() is not None:
+            found = self._run_read(run, row_major(state))
         else:
             found = run_in_order(self.stages[run.start : run.stop], state)
         return found if self.staged else {"outputs": open_objects(found["outputs"])}
+
+    @property
+    def reader(self) -> Any:
+        """Reads pieces (`front.Reader`); loaded when the first is read: torch's tracer takes
+        seconds."""
+        if self._reader is None:
+            from packgraph.graphs.front import Reader
+
+            self._reader = Reader()
+        return self._reader
+
+    def _run_read(self, run: Run, state: State) -> State:
+        """Runs stages as they are, each piece read before."""
+        start = run.start
+        for piece in self.pieces[run]:
+            self.reader.read(piece, state)
+            stop = start + len(piece.methods)
+            state, start = run_in_order(self.stages[start:stop], state), stop
+        return state
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The trace of a call of a module without stages, made on the arguments themselves: what
         they were computed from may be asked. Of one with stages, that of the list of its stages.
         None where code is compiled."""
-        if self.compiler is None or self.compiles:
+        if self.compiles:
             return None
         if self.staged:
-            return self.compiler.trace(self._list, {})
-        state = row_major(self.begin(args, kwargs))
-        return self.compiler.trace(self.pieces[self.runs[0]][0], state)
+            return self.reader.read(self._list, {})
+        return self.reader.read(self.pieces[self.runs[0]][0], self.begin(args, kwargs))
 
     def execute(self, state: State, handler: RunHandler) -> State:
         """Executes all runs in order by `handler`: the last state."""
@@ -192,6 +206,28 @@ class _Plain:
 
     def eager(self, index: int, run: Run, state: State) -> State:
         return self._program.run(run, state)
+
+
+_TRACES: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("packgraph_traces", default=None)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[list[tuple[Any, Any]]]:
+    """Within the block captured stages are read before they run; collects the traces (`front.Trace`)
+    of what a graph will hold, each with its owner."""
+    found: list[tuple[Any, Any]] = []
+    token = _TRACES.set(found)
+    try:
+        yield found
+    finally:
+        _TRACES.reset(token)
+
+
+def note_trace(trace: Any, owner: Any) -> None:
+    """A graph that is about to be captured holds what was traced."""
+    found = _TRACES.get()
+    if found is not None:
+        found.append((trace, owner))
 
 
 def _call(module: torch.nn.Module, state: State) -> State:

@@ -48,12 +48,11 @@ from packgraph.graphs.checks.unsupported import find_unsupported
 from packgraph.graphs.copy_streams import CopyStreams
 from packgraph.graphs.errors import CaptureError, user_line
 from packgraph.graphs.fallback import Stats
-from packgraph.graphs.front import using
 from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, settle
 from packgraph.graphs.guards import Guards
 from packgraph.graphs.key import Signature, signature
 from packgraph.graphs.parameters import aliased_parameters
-from packgraph.graphs.program import hide_lengths
+from packgraph.graphs.program import hide_lengths, reading
 from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.undone import compiled_code, explained, undone
@@ -322,7 +321,7 @@ class GraphedStep:
             raise CaptureError(refused.what, user_line(), refused.remedy)
         if self._meets:  # before exchanges within the step, too, in which others would wait
             self._meet()
-        with using() as used:
+        with reading() as used:
             variant = self._capture(args)
         self._guards[key] = Guards(used, [*self.modules.parameters()])
         return variant
