@@ -156,14 +156,14 @@ class Capturer:
         args: tuple[Any, ...] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> Change | None:
-        """What has changed about the module since it was captured."""
-        of_key = key in self._dry_runs
-        for seen in [self._dry_runs[key]] if of_key else [*self._dry_runs.values()]:
-            assert seen.guards is not None
-            change = seen.guards.changed(args if of_key else None, kwargs)
-            if change is not None:
-                return change
-        return None
+        """What has changed about the module since it was captured. Of a key that is new nothing is
+        known but what holds for all: other code may run in its mode."""
+        known = self._dry_runs.get(key)
+        if known is not None:
+            assert known.guards is not None
+            return known.guards.changed(args, kwargs)
+        changes = (seen.guards.memory_changed() for seen in self._dry_runs.values() if seen.guards)
+        return next((change for change in changes if change is not None), None)
 
     def _may_start_again(self, change: Change, what: str | None) -> bool:
         if self.cache.joint.is_alone:

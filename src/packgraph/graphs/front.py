@@ -31,9 +31,10 @@ import torch._dynamo.variables.torch as torch_variables
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import set_enable_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
-from torch._dynamo.source import TempLocalSource
+from torch._dynamo.source import AttrSource, TempLocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
@@ -109,7 +110,8 @@ class Trace:
 
     def holds(self, owner: Any) -> bool:
         """Whether everything that was read is as it was traced, the state left out."""
-        found: bool = self._outside.guard_manager.check({"owner": owner, **self._cells()})
+        with _neutral():
+            found: bool = self._outside.guard_manager.check({"owner": owner, **self._cells()})
         return found and self._classes.hold()
 
     def tensors(self, owner: Any) -> tuple[torch.Tensor, ...]:
@@ -124,8 +126,9 @@ class Trace:
         given = {"owner": owner, "state": state, **self._cells()}
         if not self._classes.hold():
             return "a method of a class that forward uses, or the environment"
-        guards = self._outside if state is None else self._all
-        found = guards.guard_manager.check_verbose(given)
+        with _neutral() if state is None else contextlib.nullcontext():
+            guards = self._outside if state is None else self._all
+            found = guards.guard_manager.check_verbose(given)
         return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
 
     def _cells(self) -> dict[str, Any]:
@@ -253,10 +256,9 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         )
         with torch_function_mode_stack_state_mgr.temp_restore_stack():
             classes = Classes()
-            guards = (
-                found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note)),
-                _again(found).build_guards(code, hooks=_OUTSIDE),
-            )
+            guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
+            with _neutral():
+                guards = guards_of_all, _again(found).build_guards(code, hooks=_OUTSIDE)
     identity, graph, run, sources = made
     output = found.tracer_output.output_graph
     if output is not None and output.random_calls:
@@ -293,6 +295,20 @@ def _answering_as_eager_code() -> Iterator[None]:
         yield
     finally:
         torch_variables.tracing_state_functions = table
+
+
+@contextlib.contextmanager
+def _neutral() -> Iterator[None]:
+    """Within the block there is no autocast, which guards of tensors would see: backwards, and calls
+    in another mode, ask them, too."""
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
 
 
 def _again(found: Any) -> Any:
@@ -371,15 +387,17 @@ def _refuse_effects(output: Any) -> None:
 
 def _is_put_back(effects: Any, variable: Any) -> bool:
     """Whether all attributes that the traced code sets have the values in the end that they had."""
-    before = vars(getattr(variable, "value", None) or object) if hasattr(variable, "value") else {}
+    before = getattr(vars(variable).get("value"), "__dict__", {})
     now = effects.store_attr_mutations.get(variable) or {}
-    return bool(now) and all(
-        name in before
-        and value.is_python_constant()
-        and type(before[name]) is type(value.as_python_constant())
-        and before[name] == value.as_python_constant()
-        for name, value in now.items()
-    )
+    for name, value in now.items():
+        if not value.is_python_constant() or name not in before:
+            return False
+        constant = value.as_python_constant()
+        if type(before[name]) is not type(constant) or before[name] != constant:
+            return False
+    for name in now:  # it may have been set without having been read
+        install_guard(AttrSource(variable.source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
+    return bool(now)
 
 
 @contextlib.contextmanager

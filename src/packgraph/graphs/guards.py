@@ -87,6 +87,9 @@ class Guards:
         for (trace, owner), read in zip(self._used, self._read, strict=True):
             if not trace.holds(owner) or not all(map(operator.is_, trace.tensors(owner), read)):
                 return False
+        return self._memory_holds()
+
+    def _memory_holds(self) -> bool:
         return (
             list(map(torch.Tensor.data_ptr, self._locals)) == self._pointers
             and self._hooks_hold()
@@ -106,9 +109,13 @@ class Guards:
             for number, (now, before) in enumerate(zip(trace.tensors(owner), read, strict=True)):
                 if now is not before:
                     return Change(f"{trace.names[number]} is another tensor", _IN_PLACE)
+        return self.memory_changed()
+
+    def memory_changed(self) -> Change | None:
+        """What no longer holds about tensors, in words, whatever code would make of it."""
         if not self._hooks_hold():
             return Change("a parameter got its first hook or lost its last", _IN_PLACE)
-        if self.holds():
+        if self._memory_holds():
             return None
         return Change("the storage of a parameter or buffer was replaced", _IN_PLACE)
 

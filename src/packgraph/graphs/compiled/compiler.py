@@ -109,7 +109,7 @@ class Compiler:
             )
         self.backend, self.stats, self.options = backend, stats, {**options, **NEVER_CUDAGRAPHS}
         self.adds_products = False
-        self._make = make or self._compiled
+        self._make = make
         self._code: dict[Hashable, Code] = {}
         self._codes: dict[Hashable, list[Code]] = {}
         self._shapes: dict[Hashable, int] = {}
@@ -164,7 +164,7 @@ class Compiler:
         shared = (type(piece.owner), piece.methods, getattr(piece.owner, "precision", None))
         key = (shared, getattr(piece.owner, "training", None), shapes_of(state))
         if key not in self._code:
-            self._code[key] = self._make(chain(piece))
+            self._code[key] = (self._make or self._compiled)(chain(piece))
             self._shapes[shared] = self._shapes.get(shared, 0) + 1
             if self._shapes[shared] > 1:
                 self.stats.recompiles[f"{piece.name}: other inputs"] += 1
