@@ -104,7 +104,7 @@ def _once(call: CapturedCall, how: Any) -> DryRun:
                 run = _CheckedRun(program, call.backend, call.gradients, journal, parameters)
             how(lambda: found.append(run(call.args, call.kwargs)))
         guards = Guards(
-            used, [*program.module.parameters()], not (program.staged or program.compiles)
+            used, dict(program.module.named_parameters()), not (program.staged or program.compiles)
         )
     return found[0]._replace(guards=guards)
 

@@ -25,6 +25,12 @@ _GRAPH = "<eval_with_key>"  # what torch calls the code of a graph
 _TYPED_IN = ("<stdin>", "<ipython", "<input>", "<string>", "<console>")
 
 
+# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code
+# that meets a tensor where it expected a number raises one of the others. Anything else is not ours
+# to interpret.
+USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
+
+
 class PackgraphWarning(UserWarning):
     """Category of all warnings of this library: a fallback to eager execution that was not asked
     for, a failed capture, a recapture. Each is issued once, at the user's line.

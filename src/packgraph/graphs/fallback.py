@@ -329,6 +329,9 @@ class Stats:
         return self._pool_bytes()
 
 
+READING = False  # whether a module is read for a capture: graphed ones in it count nothing
+
+
 def is_traced() -> bool:
     """Whether torch.compile, torch.export or torch.jit reads the caller's code instead of running
     it."""

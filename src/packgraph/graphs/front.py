@@ -42,13 +42,22 @@ from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from packgraph.graphs import fallback
 from packgraph.graphs.checks.host_calls import (
     compiling_begins,
     compiling_ends,
     unwatched_compiling,
 )
 from packgraph.graphs.checks.host_sync import HOST_READS, FunctionWatcher, all_is_compiled
-from packgraph.graphs.errors import PACKAGE, CaptureError, is_user_file, traced_line, user_line
+from packgraph.graphs.errors import (
+    PACKAGE,
+    USER_ERRORS,
+    CaptureError,
+    forward_line,
+    is_user_file,
+    traced_line,
+    user_line,
+)
 from packgraph.graphs.key import CONSTANTS
 from packgraph.graphs.program import note_trace
 from packgraph.graphs.stages import CompileUnit, State
@@ -57,11 +66,19 @@ from packgraph.packing.batch import PackedBatch
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
+_READING = dict(
+    skip_nnmodule_hook_guards=False,
+    skip_fwd_side_effects_in_bwd_under_checkpoint=True,
+    allow_rnn=True,
+    trace_autograd_ops=True,
+)
+
+
 class Trace:
     """Traced code of a function of an owner and a state.
 
     Attributes:
-        graph: The tensor operations, None where there are none.
+        code: The tensor operations, as text.
         run: The function that Dynamo has written; has the arguments of the traced one.
         names: Of the tensors from outside, in words.
     """
@@ -70,14 +87,14 @@ class Trace:
         self,
         function: FunctionType,
         run: FunctionType,
-        graph: torch.fx.GraphModule | None,
+        code: str,
         guards: tuple[Any, Any],
         classes: "Classes",
         sources: Sequence[str],
     ) -> None:
         """guards: Of all that was read, and of what is no part of the state. classes: Of what was
         read. sources: Of tensors from outside, as expressions of L and G."""
-        self.run, self.graph = run, graph
+        self.run, self.code = run, code
         # Each has weak references that tell its manager of objects that are gone.
         self._all, self._outside = guards
         self._classes = classes
@@ -86,21 +103,14 @@ class Trace:
             zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         )
         self.names = [_in_words(source) for source in sources]
-        self._read: Any = eval(
-            f"lambda L, G: ({''.join(f'{source}, ' for source in sources)})", dict(_closure_vars())
+        self._read = _reading(sources)
+        self._modules = _reading(
+            [name for name in classes.modules if name.startswith("L['owner']")]
         )
 
     def does_as(self, other: "Trace") -> bool:
         """Whether two traces of a function compute the same."""
-        codes = [
-            (
-                trace.graph and trace.graph.code,
-                trace.run.__code__.co_code,
-                trace.run.__code__.co_consts,
-            )
-            for trace in (self, other)
-        ]
-        return self is other or codes[0] == codes[1]
+        return self.code == other.code
 
     def fits(self, owner: Any, state: Any) -> bool:
         """Whether everything that was read is as it was traced."""
@@ -121,6 +131,11 @@ class Trace:
         )
         return found
 
+    def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
+        """The modules that were read, as they are now."""
+        found: tuple[torch.nn.Module, ...] = self._modules({"owner": owner}, self._globals)
+        return found
+
     def difference(self, owner: Any, state: Any = None) -> str:
         """The first thing that is not as it was traced, in Dynamo's words."""
         given = {"owner": owner, "state": state, **self._cells()}
@@ -135,18 +150,27 @@ class Trace:
         return {name: cell.cell_contents for name, cell in self._closure.items()}
 
 
+def _reading(sources: Sequence[str]) -> Any:
+    """A function of locals and globals that evaluates expressions of Dynamo's."""
+    values = "".join(f"{source}, " for source in sources)
+    return eval(f"lambda L, G: ({values})", dict(_closure_vars()))
+
+
 class Classes:
     """Methods of the classes of what was read, which Dynamo takes for fixed, and the process's
     environment."""
 
     def __init__(self) -> None:
         self._kinds = dict[type, dict[str, Any]]()
+        self.modules = dict[str, None]()  # sources of those that were read
         self._tables: list[Any] = []
         self._versions: list[int] = []
 
     def note(self, entries: Sequence[Any]) -> list[bool]:
-        """A filter of guards that keeps all of them."""
+        """A filter of guards that keeps all but those of how they are made."""
         for entry in entries:
+            if isinstance(entry.value, torch.nn.Module):
+                self.modules.setdefault(_name(entry.orig_guard))
             if _COMPILED in _name(entry.orig_guard):
                 raise CaptureError(
                     "forward calls a function or module that you have compiled, which a trace "
@@ -155,7 +179,8 @@ class Classes:
                     "compile the whole module: packgraph.graph(module, compile=True)",
                 )
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
-            for base in kind.__mro__ if entry.has_value else ():
+            bases = (*kind.__mro__, *type(kind).__mro__) if entry.has_value else ()
+            for base in bases:
                 if base.__flags__ & _HEAP_TYPE and base not in self._kinds:
                     self._kinds[base] = _methods(base)
         self._tables = [
@@ -167,7 +192,7 @@ class Classes:
         self._environment = dict(os.environ)
         self._tables.append(os.environ._data)  # type: ignore[attr-defined]
         self._versions = list(map(dict_version, self._tables))
-        return [True] * len(entries)
+        return [not _name(entry.orig_guard).endswith(_FLAG) for entry in entries]
 
     def hold(self) -> bool:
         """Whether nothing has changed."""
@@ -187,6 +212,8 @@ class Classes:
 
 
 _PACKAGE = f"{PACKAGE}{os.sep}"
+_TOLD = os.path.join("transformers", "utils", "output_capturing.py")  # keeps a context variable
+_FLAG = ".READING"  # of fallback.py
 _COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
 
@@ -215,7 +242,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
     Raises:
         CaptureError: Dynamo cannot trace it, or it does what a replay would not do.
     """
-    made: list[Any] = [None, None, None, []]
+    made: list[Any] = [None, None, "", []]
 
     def receive(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _refuse_effects(InstructionTranslator.current_tx().output)
@@ -224,8 +251,9 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         outside = [source for source in sources if "L['state']" not in source]
         if backend is None:
             _refuse_hanging(sources, arguments["state"])
-        made[:] = graph.meta["backend_id"], graph, backend and backend(graph, inputs), outside
-        return made[2] or graph.forward
+        run = backend and backend(graph, inputs)
+        made[:] = graph.meta["backend_id"], run, graph.code, outside
+        return run or graph.forward
 
     code, names, closure = function.__code__, function.__globals__, function.__closure__ or ()
     cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)}
@@ -234,11 +262,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         set_enable_dynamic(False),
-        torch._dynamo.config.patch(
-            skip_nnmodule_hook_guards=False,
-            ignore_logger_methods=_log_calls(),
-            skip_fwd_side_effects_in_bwd_under_checkpoint=True,
-        ),
+        torch._dynamo.config.patch(ignore_logger_methods=_log_calls(), **_READING),
         contextlib.nullcontext() if backend else _answering_as_eager_code(),
         torch_function_mode_stack_state_mgr,
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
@@ -259,7 +283,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with _neutral():
                 guards = guards_of_all, _again(found).build_guards(code, hooks=_OUTSIDE)
-    identity, graph, run, sources = made
+    identity, run, code_of_graph, sources = made
     output = found.tracer_output.output_graph
     if output is not None and output.random_calls:
         raise CaptureError(
@@ -270,20 +294,23 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
     if run is not None:
         names[identity] = run
     made_function = FunctionType(found.bytecode, names, closure=closure)
-    result = Trace(function, made_function, graph, guards, classes, sources)
+    result = Trace(function, made_function, code_of_graph, guards, classes, sources)
     if run is not None:
         weakref.finalize(result, names.pop, identity, None)
     return result
 
 
 class _Answers(dict[Any, Any]):
-    """What code is told that asks whether it is traced. Ours, which has blocks that Dynamo cannot
-    read and need not, is told the truth; all other code what a plain call would tell."""
+    """What code is told that asks whether it is traced. Ours, and `_TOLD`, which has blocks that
+    Dynamo cannot read and need not, is told the truth; all other code what a plain call would
+    tell."""
 
     def __getitem__(self, asked: Any) -> Any:
-        asks = sys._getframe(1).f_locals["tx"].f_code.co_filename
+        asking = sys._getframe(1).f_locals["tx"]
+        files = [asks.f_code.co_filename for asks in (asking, asking.parent) if asks is not None]
+        told = any(file.startswith(_PACKAGE) or file.endswith(_TOLD) for file in files)
         answer = super().__getitem__(asked)
-        return answer if asks.startswith(_PACKAGE) or not answer else False
+        return answer if told or not answer else False
 
 
 @contextlib.contextmanager
@@ -291,9 +318,11 @@ def _answering_as_eager_code() -> Iterator[None]:
     table = torch_variables.tracing_state_functions
     answers = _Answers(table())
     torch_variables.tracing_state_functions = lambda: answers
+    fallback.READING = True
     try:
         yield
     finally:
+        fallback.READING = False
         torch_variables.tracing_state_functions = table
 
 
@@ -335,7 +364,9 @@ def _name(named: Any) -> str:
 
 def _outside_alone(entries: Sequence[Any]) -> list[bool]:
     return [
-        "L['state']" not in _name(entry.orig_guard) and entry.guard_type not in _MODES
+        "L['state']" not in _name(entry.orig_guard)
+        and not _name(entry.orig_guard).endswith(_FLAG)
+        and entry.guard_type not in _MODES
         for entry in entries
     ]
 
@@ -483,15 +514,17 @@ class Reader:
         kind = type(piece.owner), piece.methods, getattr(piece.owner, "training", None)
         key = (*kind, shapes_of(state))
         if key not in self._codes:
-            self._codes[key] = TracedCode(chain(piece), None, lambda: not all_is_compiled())
+            self._codes[key] = TracedCode(_read_only(piece), None, lambda: not all_is_compiled())
         try:
             found = self._codes[key].find(piece.owner, state)
-        except TorchDynamoException as error:
+        except TRACING_ERRORS as error:
             raise explained(piece, error) from error
         note_trace(found, piece.owner)
         return found
 
 
+# What tracing may raise: torch's own errors, and what its inside meets in unusual objects.
+TRACING_ERRORS = (TorchDynamoException, ImportError, *USER_ERRORS)
 TO_DO = (
     "write the stage so that torch.compile(fullgraph=True) takes it, leave it out of the scope, or "
     "compile=False"
@@ -511,6 +544,17 @@ def chain(piece: CompileUnit) -> Code:
 
     code = run.__code__.replace(co_name=f"stages_{len(methods)}")
     return FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+
+
+def _read_only(piece: CompileUnit) -> FunctionType:
+    """The piece's stages as one function without a result: of what is only read, anything may be
+    returned."""
+    run = chain(piece)
+
+    def read(owner: Any, state: State) -> None:
+        run(owner, state)
+
+    return read
 
 
 def shapes_of(state: State) -> Hashable:
@@ -581,8 +625,7 @@ def _line(error: BaseException) -> str | None:
 def definition(piece: CompileUnit) -> str:
     """Where the first of the stages begins."""
     code = getattr(piece.methods[0], "__code__", None)
-    return (
-        user_line()
-        if code is None
-        else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
-    )
+    if code is not None and is_user_file(code.co_filename):
+        return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+    owned = isinstance(piece.owner, torch.nn.Module)
+    return forward_line(piece.owner) if owned else user_line()

@@ -247,7 +247,8 @@ class Control:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: by replay where possible, eagerly otherwise."""
         if is_traced():  # whatever follows is no part of what is traced
-            self.stats.fell_back(fallback.TRACED)
+            if not fallback.READING:
+                self.stats.fell_back(fallback.TRACED)
             return self.module(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return self._call_for_inference(args, kwargs)

@@ -8,8 +8,9 @@ A guard knows type, form and requires_grad of a tensor, but not which one it is:
 addresses, so identity and memory are compared here.
 """
 
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,20 +47,25 @@ class Change(NamedTuple):
 class Guards:
     """The guards of one captured call.
 
-    used: The traces that it has run, each with its owner. parameters: Of the module. whole: The
+    used: The traces that it has run, each with its owner. parameters: Of the module, by name. whole: The
         first of the traces has the call's own arguments, which are looked at, too.
     """
 
     def __init__(
         self,
         used: Sequence[tuple["Trace", Any]],
-        parameters: Sequence[torch.nn.Parameter],
+        parameters: Mapping[str, torch.nn.Parameter],
         whole: bool = False,
     ) -> None:
         self._used, self._whole = list(used), whole
+        self._lists = list[tuple["Trace", Any, tuple[torch.nn.Module, ...]]]()
         self._read = [trace.tensors(owner) for trace, owner in self._used]
-        found = {id(t): t for group in self._read for t in group} | {id(p): p for p in parameters}
-        tensors = [t for t in found.values() if t.layout is torch.strided]
+        found = {}
+        for (trace, _), group in zip(self._used, self._read, strict=True):
+            found |= {id(t): (name, t) for name, t in zip(trace.names, group, strict=True)}
+        found |= {id(parameter): named for named in parameters.items() for parameter in named[1:]}
+        known = [(name, t) for name, t in found.values() if t.layout is torch.strided]
+        self._names, tensors = [name for name, _ in known], [tensor for _, tensor in known]
         self._distributed = [
             (tensor, local) for tensor in tensors if (local := local_tensor(tensor)) is not tensor
         ]
@@ -70,9 +76,11 @@ class Guards:
         self._hooks_made = hooks_made()
 
     def add(self, trace: "Trace", owner: Any) -> None:
-        """One more trace has to hold."""
+        """One more trace has to hold, by which pieces are found: the modules that it has read have to
+        be the same ones."""
         self._used.append((trace, owner))
         self._read.append(trace.tensors(owner))
+        self._lists.append((trace, owner, trace.modules(owner)))
 
     def begin_as(self, trace: "Trace") -> bool:
         """Whether the first trace does what this one does."""
@@ -87,7 +95,13 @@ class Guards:
         for (trace, owner), read in zip(self._used, self._read, strict=True):
             if not trace.holds(owner) or not all(map(operator.is_, trace.tensors(owner), read)):
                 return False
-        return self._memory_holds()
+        return self._memory_holds() and self._lists_hold()
+
+    def _lists_hold(self) -> bool:
+        return all(
+            all(map(operator.is_, trace.modules(owner), modules))
+            for trace, owner, modules in self._lists
+        )
 
     def _memory_holds(self) -> bool:
         return (
@@ -109,6 +123,8 @@ class Guards:
             for number, (now, before) in enumerate(zip(trace.tensors(owner), read, strict=True)):
                 if now is not before:
                     return Change(f"{trace.names[number]} is another tensor", _IN_PLACE)
+        if not self._lists_hold():
+            return Change("a module that stages belong to was replaced", _ARGUMENT)
         return self.memory_changed()
 
     def memory_changed(self) -> Change | None:
@@ -117,7 +133,10 @@ class Guards:
             return Change("a parameter got its first hook or lost its last", _IN_PLACE)
         if self._memory_holds():
             return None
-        return Change("the storage of a parameter or buffer was replaced", _IN_PLACE)
+        now = map(torch.Tensor.data_ptr, self._locals)
+        moved = map(operator.ne, now, self._pointers)
+        name = next(itertools.compress(self._names, moved), "a parameter")
+        return Change(f"the storage of {name!r} was replaced", _IN_PLACE)
 
     def _hooks_hold(self) -> bool:
         made = hooks_made()

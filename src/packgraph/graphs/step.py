@@ -323,7 +323,7 @@ class GraphedStep:
             self._meet()
         with reading() as used:
             variant = self._capture(args)
-        self._guards[key] = Guards(used, [*self.modules.parameters()])
+        self._guards[key] = Guards(used, dict(self.modules.named_parameters()))
         return variant
 
     def _capture(self, args: tuple[Any, ...]) -> StepVariant:

@@ -23,14 +23,9 @@ from packgraph.graphs.checks.host_sync import (
     known_generators,
 )
 from packgraph.graphs.checks.random_state import Draws
-from packgraph.graphs.errors import CaptureError, raised_line
+from packgraph.graphs.errors import USER_ERRORS, CaptureError, raised_line
 from packgraph.graphs.parameters import module_generators
 from packgraph.graphs.slots import one_capture
-
-# What capturing user code may raise: torch reports illegal operations as RuntimeError, and code
-# that meets a tensor where it expected a number raises one of the others. Anything else is not ours
-# to interpret.
-USER_ERRORS = (RuntimeError, TypeError, ValueError, AssertionError, LookupError, AttributeError)
 
 
 @contextlib.contextmanager
