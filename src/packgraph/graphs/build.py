@@ -11,7 +11,7 @@ back.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from packgraph.graphs.backend import (
     Graph,
@@ -51,7 +51,13 @@ from packgraph.graphs.parameters import (
     local_tensor,
     static_gradient,
 )
-from packgraph.graphs.program import Program, hide_lengths
+from packgraph.graphs.program import (
+    Program,
+    cut_off,
+    detached_state,
+    hide_lengths,
+    numbers_of_tensors,
+)
 from packgraph.graphs.region import (
     Backward,
     Context,
@@ -230,7 +236,7 @@ class VariantBuild:
         self.forwards[index] = _Forward(
             run, graph, inputs, facts, leaves, origins, outputs, statics, entries, parameters, uses
         )
-        made = self.made[index] = [_leaf(out) for out in outputs]
+        made = self.made[index] = [cut_off(out) for out in outputs]
         for number, tensor in enumerate(made):
             self.origins[id(tensor)] = _Origin(tensor, index, number)
         return {key: make_entry(entry, state, made) for key, entry in entries.items()}
@@ -663,13 +669,6 @@ def refuse_shared_copies(
             )
 
 
-def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-    """For the call's tensors, by identity, their numbers: the first, of one that is there twice,
-    which is a fact of the call's key."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return {id(tensor): number for number, tensor in reversed([*enumerate(tensors)])}
-
-
 def _backward(
     starts: list[Any],
     gradients: list[Any],
@@ -690,31 +689,6 @@ def _backward(
         for leaf, grad_output in grad_outputs:
             if leaf.grad is not None:
                 grad_output.copy_(leaf.grad)
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, cut from what made it."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def detached_state(state: State, single: Container[int] = (), keep: Container[int] = ()) -> State:
-    """The state cut from the caller's autograd graph; tensors of `keep` (identities) are left as
-    they are.
-
-    A differentiable tensor of `single` that occurs twice stays one, so that its gradients are
-    summed in eager's order. Any other becomes two: the next call with this key may well pass two
-    different ones.
-    """
-    cut: dict[int, torch.Tensor] = {}
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or id(leaf) in keep:
-            return leaf
-        if id(leaf) in single:
-            return cut.setdefault(id(leaf), _leaf(leaf))
-        return _leaf(leaf)
-
-    return tree_map(own, state)
 
 
 def check_outputs(result: Any) -> None:

@@ -281,19 +281,7 @@ class Capturer:
             self.compile(call, args, kwargs)
             gradients = self._gradients.of(call.key)
             about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
-            with explained():
-                ahead = self.program.trace(args, kwargs)
             seen = dry_run(about)
-            assert seen.guards is not None
-            if ahead is not None and self.program.staged:
-                seen.guards.add(ahead, self._module)
-            elif ahead is not None and not seen.guards.begin_as(ahead):
-                raise CaptureError(
-                    "forward sees other arguments in a graph: one of them is a tensor of the "
-                    "module, or a view of another one",
-                    user_line(),
-                    "pass tensors of their own",
-                )
             variant = capture_variant(about, slot, self._buffers, self._calls, self.lends, seen)
             self._dry_runs[call.key] = seen
         return variant

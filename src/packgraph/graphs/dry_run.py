@@ -7,6 +7,7 @@ whether it fails or not.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,6 @@ from packgraph.graphs import saved_tensors
 from packgraph.graphs.backend import Backend
 from packgraph.graphs.build import (
     check_outputs,
-    detached_state,
-    numbers_of_tensors,
     refuse_changed_inputs,
 )
 from packgraph.graphs.checks.autograd_calls import only_forward
@@ -31,7 +30,14 @@ from packgraph.graphs.gradients import without_content
 from packgraph.graphs.guards import Guards
 from packgraph.graphs.output_gradients import KeyGradients, leaves_behind
 from packgraph.graphs.parameters import aliased_parameters
-from packgraph.graphs.program import Program, hide_lengths, reading, with_lengths
+from packgraph.graphs.program import (
+    Program,
+    detached_state,
+    hide_lengths,
+    numbers_of_tensors,
+    reading,
+    with_lengths,
+)
 from packgraph.graphs.stages import Run, State
 from packgraph.graphs.undone import compiled_code, explained, undone
 
@@ -91,21 +97,26 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def _once(call: CapturedCall, how: Any) -> DryRun:
     """Have `how` run forward and backward, undone; what captured code has used from outside."""
     program, found = call.program, list[DryRun]()
-    with reading() as used:
-        with (
-            explained(),
-            torch.set_grad_enabled(torch.is_grad_enabled()),  # forward may leave it switched
-            undone(program.module, call.backend) as journal,
-            aliased_parameters(program.module) as aliases,
-            compiled_code(program.compiles),
-        ):
-            parameters = [*aliases.alias_of.values()]
-            with UnseenLoop():
-                run = _CheckedRun(program, call.backend, call.gradients, journal, parameters)
-            how(lambda: found.append(run(call.args, call.kwargs)))
-        guards = Guards(
-            used, dict(program.module.named_parameters()), not (program.staged or program.compiles)
-        )
+    with explained():
+        ahead = program.read(call.args, call.kwargs)
+    used = [] if program.staged else list(ahead)
+    with (
+        explained(),
+        torch.set_grad_enabled(torch.is_grad_enabled()),  # forward may leave it switched
+        undone(program.module, call.backend) as journal,
+        aliased_parameters(program.module) as aliases,
+        compiled_code(program.compiles),
+        reading(used) if program.staged else contextlib.nullcontext(),
+    ):
+        parameters = [*aliases.alias_of.values()]
+        with UnseenLoop():
+            run = _CheckedRun(program, call.backend, call.gradients, journal, parameters, used)
+        how(lambda: found.append(run(call.args, call.kwargs)))
+    guards = Guards(
+        used, dict(program.module.named_parameters()), bool(ahead) and not program.staged
+    )
+    if program.staged and ahead:
+        guards.add(*ahead[0])
     return found[0]._replace(guards=guards)
 
 
@@ -119,9 +130,11 @@ class _CheckedRun:
         gradients: KeyGradients,
         journal: Journal,
         parameters: list[Any],
+        traces: Sequence[tuple[Any, Any]],
     ) -> None:
         self.program, self.gradients, self.journal = program, gradients, journal
         self.parameters, self.buffers = parameters, list(program.module.buffers())
+        self.traces = traces  # of what is captured, and of whom
         self.device, self.device_type = backend.guard_device, backend.device_type
         self.where = forward_line(program.module)
         self.constants = Constants()
@@ -175,8 +188,10 @@ class _CheckedRun:
             versions = [leaf._version for leaf in given]
             result = self.program.run(run, shown)
             refuse_changed_inputs(versions, given, self.program.describe(run))
+        outside = {id(t) for trace, owner in self.traces for t in trace.tensors(owner)}
         for leaf in leaves_behind(tree_leaves(result), self.walked):
-            if id(leaf) not in self.known and not watch.has_made(leaf):
+            foreign = id(leaf) in outside if self.traces else not watch.has_made(leaf)
+            if foreign and id(leaf) not in self.known:
                 raise CaptureError(
                     f"{self.program.describe(run)} uses a tensor of shape {tuple(leaf.shape)} that "
                     "needs a gradient "

@@ -82,10 +82,6 @@ class Guards:
         self._read.append(trace.tensors(owner))
         self._lists.append((trace, owner, trace.modules(owner)))
 
-    def begin_as(self, trace: "Trace") -> bool:
-        """Whether the first trace does what this one does."""
-        return bool(self._used) and self._used[0][0].does_as(trace)
-
     def holds(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> bool:
         """Whether nothing has changed that the graphs have baked. args, kwargs: Of a call."""
         if self._whole and args is not None:

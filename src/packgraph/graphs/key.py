@@ -346,10 +346,16 @@ def own_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 def row_major(tree: Any) -> Any:
     """A tree with dense copies of tensors with gaps, sliced or expanded, as graphs have them."""
 
+    copies: dict[int, torch.Tensor] = {}
+
     def dense(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.is_contiguous():
             return leaf
-        return leaf.contiguous() if own_strides(leaf) is None else leaf
+        if own_strides(leaf) is not None:
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().contiguous().requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
 
     return tree_map(dense, tree)
 

@@ -20,7 +20,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from enum import Enum
@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
-from packgraph.graphs.errors import is_user_file
+from packgraph.graphs.errors import CaptureError, forward_line, is_user_file
 from packgraph.graphs.key import CONSTANTS, own_strides, row_major
 from packgraph.graphs.stages import (
     CompileUnit,
@@ -150,15 +150,31 @@ class Program:
             state, start = run_in_order(self.stages[start:stop], state), stop
         return state
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The trace of a call of a module without stages, made on the arguments themselves: what
-        they were computed from may be asked. Of one with stages, that of the list of its stages.
-        None where code is compiled."""
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+        """Reads what is known before a call runs: the list of stages; a module without stages. Each
+        trace with its owner; none where code is compiled.
+
+        A module is read on the call's own arguments, and on what a graph has in their place.
+
+        Raises:
+            CaptureError: It cannot be read, or it does other things with other tensors in place of
+                the arguments.
+        """
         if self.compiles:
-            return None
+            return []
         if self.staged:
-            return self.reader.read(self._list, {})
-        return self.reader.read(self.pieces[self.runs[0]][0], self.begin(args, kwargs))
+            return [(self.reader.read(self._list, {}), self.module)]
+        state, piece = self.begin(args, kwargs), self.pieces[self.runs[0]][0]
+        shown = row_major(hide_lengths(detached_state(state, numbers_of_tensors(args, kwargs))))
+        given, found = self.reader.read(piece, state), self.reader.read(piece, shown)
+        if not found.does_as(given):
+            raise CaptureError(
+                "forward sees other arguments in a graph: one of them is a tensor of the module, a "
+                "view of another one, or has gaps in memory",
+                forward_line(self.module),
+                "pass tensors of their own",
+            )
+        return [(found, self.module)]
 
     def execute(self, state: State, handler: RunHandler) -> State:
         """Executes all runs in order by `handler`: the last state."""
@@ -212,13 +228,12 @@ _TRACES: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("packgraph_traces
 
 
 @contextlib.contextmanager
-def reading() -> Iterator[list[tuple[Any, Any]]]:
-    """Within the block captured stages are read before they run; collects the traces (`front.Trace`)
-    of what a graph will hold, each with its owner."""
-    found: list[tuple[Any, Any]] = []
+def reading(found: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Within the block captured stages are read before they run. found: gets the traces
+    (`front.Trace`) of what a graph will hold, each with its owner."""
     token = _TRACES.set(found)
     try:
-        yield found
+        yield
     finally:
         _TRACES.reset(token)
 
@@ -280,6 +295,38 @@ def hide_lengths(state: State) -> State:
         state,
         is_leaf=lambda leaf: isinstance(leaf, PackedBatch),
     )
+
+
+def detached_state(state: State, single: Container[int] = (), keep: Container[int] = ()) -> State:
+    """The state cut from the caller's autograd graph; tensors of `keep` (identities) are left as
+    they are.
+
+    A differentiable tensor of `single` that occurs twice stays one, so that its gradients are
+    summed in eager's order. Any other becomes two: the next call with this key may well pass two
+    different ones.
+    """
+    cut: dict[int, torch.Tensor] = {}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in keep:
+            return leaf
+        if id(leaf) in single:
+            return cut.setdefault(id(leaf), cut_off(leaf))
+        return cut_off(leaf)
+
+    return tree_map(own, state)
+
+
+def numbers_of_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+    """For the call's tensors, by identity, their numbers: the first, of one that is there twice,
+    which is a fact of the call's key."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return {id(tensor): number for number, tensor in reversed([*enumerate(tensors)])}
+
+
+def cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, cut from what made it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it

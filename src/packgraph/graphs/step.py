@@ -321,7 +321,8 @@ class GraphedStep:
             raise CaptureError(refused.what, user_line(), refused.remedy)
         if self._meets:  # before exchanges within the step, too, in which others would wait
             self._meet()
-        with reading() as used:
+        used: list[tuple[Any, Any]] = []
+        with reading(used):
             variant = self._capture(args)
         self._guards[key] = Guards(used, dict(self.modules.named_parameters()))
         return variant
