@@ -36,6 +36,7 @@ from torch._dynamo.guards import _get_closure_vars as _closure_vars
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.source import AttrSource, TempLocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import CompileContext, compile_context
@@ -48,7 +49,7 @@ from packgraph.graphs.checks.host_calls import (
     compiling_ends,
     unwatched_compiling,
 )
-from packgraph.graphs.checks.host_sync import HOST_READS, FunctionWatcher, all_is_compiled
+from packgraph.graphs.checks.host_sync import FunctionWatcher, all_is_compiled, host_read
 from packgraph.graphs.errors import (
     PACKAGE,
     USER_ERRORS,
@@ -212,7 +213,11 @@ class Classes:
 
 
 _PACKAGE = f"{PACKAGE}{os.sep}"
-_TOLD = os.path.join("transformers", "utils", "output_capturing.py")  # keeps a context variable
+# Code with a branch for tracers that reads the same: Dynamo cannot follow the other one.
+_TOLD = (
+    os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
+    os.path.join("transformers", "integrations", "moe.py"),  # calls what has no fake tensors
+)
 _FLAG = ".READING"  # of fallback.py
 _COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
@@ -313,16 +318,28 @@ class _Answers(dict[Any, Any]):
         return answer if told or not answer else False
 
 
+# Backends answer no, too, while they capture.
+_CAPTURING = torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing
+
+
 @contextlib.contextmanager
 def _answering_as_eager_code() -> Iterator[None]:
     table = torch_variables.tracing_state_functions
-    answers = _Answers(table())
+    answers = _Answers(table() | dict.fromkeys(_CAPTURING, False))
+    handlers = torch_variables.TorchInGraphFunctionVariable._get_handlers()
+    rules = get_torch_obj_rule_map()
+    before = {asked: rules[asked] for asked in _CAPTURING if asked in rules}
+    handlers |= dict.fromkeys(_CAPTURING, handlers[torch.compiler.is_compiling])
+    rules |= dict.fromkeys(_CAPTURING, torch_variables.TorchInGraphFunctionVariable)
     torch_variables.tracing_state_functions = lambda: answers
     fallback.READING = True
     try:
         yield
     finally:
         fallback.READING = False
+        for asked in _CAPTURING:
+            del handlers[asked], rules[asked]
+        rules |= before
         torch_variables.tracing_state_functions = table
 
 
@@ -451,6 +468,19 @@ def outside_of_modes() -> Iterator[None]:
 Code = Callable[[Any, State], State]
 
 
+@contextlib.contextmanager
+def _without_remains() -> Iterator[None]:
+    """Frees what tracing in the block leaves in cycles: it refers to the module."""
+    collecting = gc.isenabled()
+    gc.disable()  # all that is made stays young
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if collecting:
+            gc.enable()
+
+
 class TracedCode:
     """A function of (owner, state) as all its traces: called, it runs the one that fits, or traces
     once more.
@@ -485,7 +515,8 @@ class TracedCode:
                 "",
                 "something that the tracer takes for a constant differs from call to call",
             )
-        made = trace(self.function, {"owner": owner, "state": state}, self.backend)
+        with _without_remains():
+            made = trace(self.function, {"owner": owner, "state": state}, self.backend)
         if not made.fits(owner, state):
             raise CaptureError(
                 "what forward reads changes while it is traced: " + made.difference(owner, state),
@@ -592,13 +623,9 @@ def explained(piece: CompileUnit, error: Exception) -> CaptureError:
         return CaptureError(inner.what, inner.where or definition(piece), inner.remedy)
     lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
     said = lines[0] if lines else type(inner).__name__
-    for words, (what, remedy) in _WAITS.items():
+    for words, name in _WAITS.items():
         if said.startswith(words):
-            return CaptureError(
-                f"{what} waits for the device inside a captured stage",
-                _line(error) or definition(piece),
-                remedy,
-            )
+            return host_read(name, _line(error) or definition(piece))
     return CaptureError(
         f"PyTorch's tracer cannot read {piece.name}: {said}",
         _line(error) or definition(piece),
@@ -606,11 +633,11 @@ def explained(piece: CompileUnit, error: Exception) -> CaptureError:
     )
 
 
-# What Dynamo says of code that needs a value on the host, and what to do.
+# What Dynamo says of code that needs a value on the host, and of what that is a read.
 _WAITS = {
-    "Data-dependent branching": HOST_READS["__bool__"],
-    "Tensor.tolist()": HOST_READS["tolist"],
-    "Data dependent operator": ("a comparison of whole tensors", HOST_READS["item"][1]),
+    "Data-dependent branching": "__bool__",
+    "Tensor.tolist()": "tolist",
+    "Data dependent operator": "item",
 }
 
 

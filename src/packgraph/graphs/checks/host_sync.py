@@ -228,12 +228,7 @@ class HostSyncCheck(FunctionWatcher):
             and isinstance(args[0], torch.Tensor)
             and self._counts(args[0].device.type)
         ):
-            (what, remedy), where = HOST_READS[name], user_line()
-            raise CaptureError(
-                f"{what} waits for the device inside a captured stage",
-                where,
-                _MASKS if _MASKS_OF in where else remedy,
-            )
+            raise host_read(name, user_line())
         if (
             self.constants_too
             and name in _FROM_PYTHON
@@ -252,6 +247,16 @@ class HostSyncCheck(FunctionWatcher):
 
     def _counts(self, device: str) -> bool:
         return self.device is None or device == self.device
+
+
+def host_read(name: str, where: str) -> CaptureError:
+    """The error for a read of a tensor by this method, at a line."""
+    what, remedy = HOST_READS[name]
+    return CaptureError(
+        f"{what} waits for the device inside a captured stage",
+        where,
+        _MASKS if _MASKS_OF in where else remedy,
+    )
 
 
 @contextlib.contextmanager
