@@ -263,12 +263,14 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
     code, names, closure = function.__code__, function.__globals__, function.__closure__ or ()
     cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, closure, strict=True)}
     with (
+        convert_frame.compile_lock,
         warnings.catch_warnings(),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         set_enable_dynamic(False),
         torch._dynamo.config.patch(ignore_logger_methods=_log_calls(), **_READING),
         contextlib.nullcontext() if backend else _answering_as_eager_code(),
+        _leaving_generators(),
         torch_function_mode_stack_state_mgr,
         compile_context(CompileContext(convert_frame.get_compile_id({}))),
     ):
@@ -341,6 +343,29 @@ def _answering_as_eager_code() -> Iterator[None]:
             del handlers[asked], rules[asked]
         rules |= before
         torch_variables.tracing_state_functions = table
+
+
+@contextlib.contextmanager
+def _leaving_generators() -> Iterator[None]:
+    """Within the block Dynamo does not put the states of random generators back, and with them the
+    numbers that other threads draw meanwhile: it draws none itself."""
+
+    def leaving(put_back: Callable[..., None]) -> Callable[..., None]:
+        def put(*args: Any, **kwargs: Any) -> None:
+            if sys._getframe(1).f_code.co_filename != convert_frame.__file__:
+                put_back(*args, **kwargs)
+
+        return put
+
+    homes = torch.random, torch.cuda
+    before = [home.set_rng_state for home in homes]
+    for home, put_back in zip(homes, before, strict=True):
+        home.set_rng_state = leaving(put_back)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for home, put_back in zip(homes, before, strict=True):
+            home.set_rng_state = put_back  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

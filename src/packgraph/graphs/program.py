@@ -238,6 +238,28 @@ def reading(found: list[tuple[Any, Any]]) -> Iterator[None]:
         _TRACES.reset(token)
 
 
+@contextlib.contextmanager
+def reading_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within a block of `reading` these modules are read when they are called, as `Program.run` reads
+    stages."""
+    reader = Program(torch.nn.Module(), None, "chunk").reader
+    hooks: dict[torch.nn.Module, Any] = {}
+
+    def read(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        hooks[module].remove()  # which is no part of it
+        piece = CompileUnit(module, (_call,), "module")
+        reader.read(piece, {"args": args, "kwargs": kwargs})
+        hooks[module] = module.register_forward_pre_hook(read, with_kwargs=True, prepend=True)
+
+    for module in modules:
+        hooks[module] = module.register_forward_pre_hook(read, with_kwargs=True, prepend=True)
+    try:
+        yield
+    finally:
+        for hook in hooks.values():
+            hook.remove()
+
+
 def note_trace(trace: Any, owner: Any) -> None:
     """A graph that is about to be captured holds what was traced."""
     found = _TRACES.get()

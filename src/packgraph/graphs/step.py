@@ -52,7 +52,7 @@ from packgraph.graphs.gradients import GradientBuffer, GradientBuffers, attach, 
 from packgraph.graphs.guards import Guards
 from packgraph.graphs.key import Signature, signature
 from packgraph.graphs.parameters import aliased_parameters
-from packgraph.graphs.program import hide_lengths, reading
+from packgraph.graphs.program import hide_lengths, reading, reading_calls
 from packgraph.graphs.replay import ProfiledGraph
 from packgraph.graphs.slots import Slot
 from packgraph.graphs.undone import compiled_code, explained, undone
@@ -347,7 +347,7 @@ class GraphedStep:
             for parameter in [p for p in self.modules.parameters() if p.requires_grad]:
                 owned.append(self._buffer(aliases.parameter_of[id(parameter)]))
                 parameter.grad = owned[-1].tensor
-            with compiled_code(self.compiled):
+            with compiled_code(self.compiled), reading_calls(self.modules):
                 read = self._run_dry(shown, journal)
             if self._meets:  # a capture may exchange, too
                 self._meet()
