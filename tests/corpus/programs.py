@@ -558,7 +558,9 @@ def entry_of(program: Program) -> Entry:
 
     def make() -> nn.Module:
         nonlocal current
-        module = sys.modules["program"] = ModuleType("program")  # tracers look code up by its module
+        module = sys.modules["program"] = ModuleType(
+            "program"
+        )  # tracers look code up by its module
         current = vars(module)
         current.update(_namespace())
         exec(code, current)

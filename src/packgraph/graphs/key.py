@@ -344,7 +344,8 @@ def own_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def row_major(tree: Any) -> Any:
-    """A tree with dense copies of tensors with gaps, sliced or expanded, as graphs have them."""
+    """A tree with dense copies of tensors with gaps, sliced or expanded, as graphs have them; itself
+    if there are none."""
 
     copies: dict[int, torch.Tensor] = {}
 
@@ -357,7 +358,8 @@ def row_major(tree: Any) -> Any:
             copies[id(leaf)] = leaf.detach().contiguous().requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
-    return tree_map(dense, tree)
+    made = tree_map(dense, tree)
+    return made if copies else tree
 
 
 def layout_of(gradient: torch.Tensor) -> Layout:

@@ -126,7 +126,7 @@ class Program:
         if self.compiler is not None and run.captured:
             found = self.compiler.run(self.pieces[run], _as_in_graphs(state))
         elif run.captured and _TRACES.get() is not None:
-            found = self._run_read(run, row_major(state))
+            found = self._run_read(run, {key: row_major(value) for key, value in state.items()})
         else:
             found = run_in_order(self.stages[run.start : run.stop], state)
         return found if self.staged else {"outputs": open_objects(found["outputs"])}

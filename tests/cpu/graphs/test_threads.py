@@ -241,19 +241,30 @@ def test_nothing_of_torch_is_replaced_while_a_capture_runs():
     assert seen and all(found == before for found in seen)
 
 
+def looking(does):
+    """An operation that returns a copy of its argument, and calls `does`, which no tracer sees."""
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        does()
+        return x.clone()
+
+    made = torch.library.custom_op(f"test_threads::look{id(does)}", look, mutates_args=())
+    made.register_fake(torch.empty_like)
+    return made
+
+
 def test_the_module_itself_is_not_seen_with_stand_ins_for_its_parameters():
     """An eager call of another thread waits while the module is captured, and a capture for calls
     under way."""
     seen = []
 
-    def forward(module, x):
-        if not torch.compiler.is_compiling():  # a graph has nothing of this
-            seen.append((threading.current_thread().name, id(module.linear.weight)))
-            time.sleep(1e-4)  # let the other thread in
-            seen.append((threading.current_thread().name, id(module.linear.weight)))
-        return module.linear(x)
+    @looking
+    def look():
+        seen.append((threading.current_thread().name, id(module.linear.weight)))
+        time.sleep(1e-4)  # let the other thread in
+        seen.append((threading.current_thread().name, id(module.linear.weight)))
 
-    module = One(forward)
+    module = One(lambda module, x: module.linear(look(x)))
     real, graphed = id(module.linear.weight), graph(module, warmup=0)
 
     def evaluate():
@@ -276,13 +287,13 @@ def test_a_capture_that_others_do_not_make_room_for_is_put_off(monkeypatch):
     monkeypatch.setattr(slots, "LONGEST_WAIT_S", 0.05)
     entered, leave = threading.Event(), threading.Event()
 
-    def forward(module, x):
-        if not torch.compiler.is_compiling() and threading.current_thread() is thread:
+    @looking
+    def look():
+        if threading.current_thread() is thread:
             entered.set()
             leave.wait(60)
-        return module.linear(x)
 
-    graphed = graph(One(forward), warmup=0)
+    graphed = graph(One(lambda module, x: module.linear(look(x))), warmup=0)
 
     def stay_eager():
         with run_eagerly("test"), torch.no_grad():
