@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
+from torch._C._dynamo.guards import dict_version
 
 from packgraph.graphs import fallback
 from packgraph.graphs.agreement import CAPTURE, EAGER, START_OVER
@@ -81,6 +82,8 @@ class Capturer:
         self._dry_runs: dict[Hashable, DryRun] = {}
         self._compiled: set[Hashable] = set()
         self._told_apart = set[str]()
+        self._tables: list[Any] = []
+        self._failed_at: list[int] = []
 
     def turn(self, training: bool) -> None:
         """The module is in training mode, or in evaluation mode, from here on: each has graphs of
@@ -99,6 +102,8 @@ class Capturer:
     def failed(self, key: Hashable) -> bool:
         """Whether calls of `key` run eagerly because a capture failed, and nothing has changed that
         might help."""
+        if self.cache.failed and self.cache.joint.is_alone and self._failed_at != self._versions():
+            self.cache.forgive()
         return self.cache.has_failed(key)
 
     def holds(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -229,6 +234,10 @@ class Capturer:
                 self.cache.capture(call, slot, lambda: self._capture(call, slot, args, kwargs))
             except CaptureError as error:
                 failed = error
+                parts = [*self._module.modules()]
+                tables = [*map(vars, parts), *(part._modules for part in parts)]
+                self._tables = [table for table in tables if isinstance(table, dict)]
+                self.note_failed()
             try:
                 if what is not None:
                     failed = self.cache.agree(what, call.key, slot, failed)
@@ -238,6 +247,15 @@ class Capturer:
                 failed = None  # its traceback holds this frame
         found: Variant = slot.variants[call.key]
         return found
+
+    def note_failed(self) -> None:
+        """Calls run eagerly, and may themselves change the module: what changes from here on might
+        help."""
+        self._failed_at = self._versions()
+
+    def _versions(self) -> list[int]:
+        """Of the attributes of the module's parts."""
+        return list(map(dict_version, self._tables))
 
     def is_compiled(self, key: Hashable) -> bool:
         """Whether the stages of calls like this are compiled."""

@@ -185,8 +185,14 @@ class _CheckedRun:
             self.constants.remembering(),
             CaptureChecker(self.journal, refuse=True, device=self.device) as watch,
         ):
-            versions = [leaf._version for leaf in given]
+            versions, mode = [leaf._version for leaf in given], torch.is_grad_enabled()
             result = self.program.run(run, shown)
+            if torch.is_grad_enabled() is not mode:
+                raise CaptureError(
+                    "forward switches gradients on or off and leaves it so: a replay would not",
+                    self.where,
+                    "use torch.enable_grad() or torch.no_grad() as a context. " + LEAVE_OUT,
+                )
             refuse_changed_inputs(versions, given, self.program.describe(run))
         outside = {id(t) for trace, owner in self.traces for t in trace.tensors(owner)}
         for leaf in leaves_behind(tree_leaves(result), self.walked):

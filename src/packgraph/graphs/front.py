@@ -17,6 +17,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import marshal
 import os
 import sys
 import warnings
@@ -92,6 +93,7 @@ class Trace:
         guards: tuple[Any, Any],
         classes: "Classes",
         sources: Sequence[str],
+        owner: Any,
     ) -> None:
         """guards: Of all that was read, and of what is no part of the state. classes: Of what was
         read. sources: Of tensors from outside, as expressions of L and G."""
@@ -103,8 +105,12 @@ class Trace:
         self._closure = dict(
             zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         )
+        # The backward of a checkpoint reads what the forward has read.
+        self.recomputes = "tag_activation_checkpoint" in code
         self.names = [_in_words(source) for source in sources]
         self._read = _reading(sources)
+        self._values, self._bits = _reading([*classes.values]), b""
+        self._bits = self._bits_now(owner)
         self._modules = _reading(
             [name for name in classes.modules if name.startswith("L['owner']")]
         )
@@ -117,13 +123,13 @@ class Trace:
         """Whether everything that was read is as it was traced."""
         given = {"owner": owner, "state": state}
         found: bool = self._all.guard_manager.check(given | self._cells())
-        return found and self._classes.hold()
+        return found and self._classes.hold() and self._bits_now(owner) == self._bits
 
     def holds(self, owner: Any) -> bool:
         """Whether everything that was read is as it was traced, the state left out."""
         with _neutral():
             found: bool = self._outside.guard_manager.check({"owner": owner, **self._cells()})
-        return found and self._classes.hold()
+        return found and self._classes.hold() and self._bits_now(owner) == self._bits
 
     def tensors(self, owner: Any) -> tuple[torch.Tensor, ...]:
         """The tensors from outside, as they are now."""
@@ -131,6 +137,9 @@ class Trace:
             {"owner": owner, **self._cells()}, self._globals
         )
         return found
+
+    def _bits_now(self, owner: Any) -> bytes:
+        return marshal.dumps(self._values({"owner": owner, **self._cells()}, self._globals), 2)
 
     def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
         """The modules that were read, as they are now."""
@@ -142,6 +151,8 @@ class Trace:
         given = {"owner": owner, "state": state, **self._cells()}
         if not self._classes.hold():
             return "a method of a class that forward uses, or the environment"
+        if self._bits_now(owner) != self._bits:
+            return "a number that forward reads"
         with _neutral() if state is None else contextlib.nullcontext():
             guards = self._outside if state is None else self._all
             found = guards.guard_manager.check_verbose(given)
@@ -164,6 +175,7 @@ class Classes:
     def __init__(self) -> None:
         self._kinds = dict[type, dict[str, Any]]()
         self.modules = dict[str, None]()  # sources of those that were read
+        self.values = dict[str, None]()  # of numbers that may be equal and not the same
         self._tables: list[Any] = []
         self._versions: list[int] = []
 
@@ -179,6 +191,9 @@ class Classes:
                     "",
                     "compile the whole module: packgraph.graph(module, compile=True)",
                 )
+            name = _name(entry.orig_guard)
+            if _may_be_alike(entry.value) and "L['state']" not in name:
+                self.values.setdefault(name)
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
             bases = (*kind.__mro__, *type(kind).__mro__) if entry.has_value else ()
             for base in bases:
@@ -227,8 +242,20 @@ def _methods(kind: type) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(kind).items()
-        if callable(value) or hasattr(value, "__get__")
+        # torch.compile replaces the first two
+        if (callable(value) or hasattr(value, "__get__") or issubclass(kind, type))
+        and name not in ("__init__", "__setstate__", "__module__", "__doc__")
     }
+
+
+def _may_be_alike(value: Any) -> bool:
+    """Whether there are other values that Python, and so a guard, takes for this one: 0.0 and -0.0,
+    (1,) and (1.0,)."""
+    if type(value) is not tuple:
+        return type(value) is float and value == 0.0
+    with contextlib.suppress(ValueError):
+        return bool(marshal.dumps(value, 2))
+    return False
 
 
 def _in_words(source: str) -> str:
@@ -301,7 +328,8 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
     if run is not None:
         names[identity] = run
     made_function = FunctionType(found.bytecode, names, closure=closure)
-    result = Trace(function, made_function, code_of_graph, guards, classes, sources)
+    owner = arguments["owner"]
+    result = Trace(function, made_function, code_of_graph, guards, classes, sources, owner)
     if run is not None:
         weakref.finalize(result, names.pop, identity, None)
     return result
@@ -663,6 +691,7 @@ _WAITS = {
     "Data-dependent branching": "__bool__",
     "Tensor.tolist()": "tolist",
     "Data dependent operator": "item",
+    "Could not guard on data-dependent": "item",
 }
 
 

@@ -785,6 +785,7 @@ class Control:
                 ),
             )
         result = self.run_eagerly(*args, **kwargs)
+        self._capturer.note_failed()
         if reason == fallback.WARM_UP:
             key = call_key(args, kwargs, self.device, self.module.training)
             self._output_gradients.watch(key, open_objects(result))

@@ -75,6 +75,11 @@ class Guards:
         self._hooked = [tensor for tensor in tensors if has_hooks(tensor)]
         self._hooks_made = hooks_made()
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward runs code of a forward again."""
+        return any(trace.recomputes for trace, _ in self._used)
+
     def add(self, trace: "Trace", owner: Any) -> None:
         """One more trace has to hold, by which pieces are found: the modules that it has read have to
         be the same ones."""

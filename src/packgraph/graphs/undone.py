@@ -56,6 +56,7 @@ def _undone(module: torch.nn.Module, backend: Backend) -> Iterator[Journal]:
         with (
             fallback.eager(fallback.INSIDE),  # graphed modules inside run as they are
             known_generators(generators),
+            draws.watching(),
         ):
             yield journal
     finally:
