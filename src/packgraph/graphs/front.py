@@ -19,6 +19,7 @@ import importlib
 import logging
 import marshal
 import os
+import re
 import sys
 import warnings
 import weakref
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 import torch._dynamo.convert_frame as convert_frame
 import torch._dynamo.variables.torch as torch_variables
+import torch._meta_registrations as meta
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import set_enable_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -39,6 +41,8 @@ from torch._dynamo.source import AttrSource, TempLocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import CompileContext, compile_context
 from torch.utils._python_dispatch import _disable_current_modes
@@ -231,7 +235,6 @@ _PACKAGE = f"{PACKAGE}{os.sep}"
 # Code with a branch for tracers that reads the same: Dynamo cannot follow the other one.
 _TOLD = (
     os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
-    os.path.join("transformers", "integrations", "moe.py"),  # calls what has no fake tensors
 )
 _FLAG = ".READING"  # of fallback.py
 _COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
@@ -348,6 +351,30 @@ class _Answers(dict[Any, Any]):
         return answer if told or not answer else False
 
 
+def _knowing_module_names(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Methods of attributes; among them of `__module__` of torch's classes, which Dynamo does not
+    know (PEFT asks that of parameters)."""
+
+    def call(attribute: Any, *args: Any) -> Any:
+        owner = getattr(attribute.obj, "value", None)
+        if attribute.name == "__module__" and isinstance(owner, type):
+            return ConstantVariable.create(owner.__module__).call_method(*args)
+        return method(attribute, *args)
+
+    return call
+
+
+def _of_any_dtype(grouped: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The form of a grouped product, of which torch knows that of bfloat16 alone."""
+
+    def form(mat_a: torch.Tensor, mat_b: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if mat_a.dtype not in (torch.float32, torch.float16) or mat_a.dtype != mat_b.dtype:
+            return grouped(mat_a, mat_b, *args, **options)
+        return grouped(mat_a.bfloat16(), mat_b.bfloat16(), *args, **options).to(mat_a.dtype)
+
+    return form
+
+
 # Backends answer no, too, while they capture.
 _CAPTURING = torch.cuda.is_current_stream_capturing, torch.xpu.is_current_stream_capturing
 
@@ -362,6 +389,9 @@ def _answering_as_eager_code() -> Iterator[None]:
     handlers |= dict.fromkeys(_CAPTURING, handlers[torch.compiler.is_compiling])
     rules |= dict.fromkeys(_CAPTURING, torch_variables.TorchInGraphFunctionVariable)
     torch_variables.tracing_state_functions = lambda: answers
+    method, grouped = GetAttrVariable.call_method, meta._meta_grouped_mm_common
+    meta._meta_grouped_mm_common = _of_any_dtype(grouped)
+    GetAttrVariable.call_method = _knowing_module_names(method)  # type: ignore[method-assign]
     fallback.READING = True
     try:
         yield
@@ -371,6 +401,8 @@ def _answering_as_eager_code() -> Iterator[None]:
             del handlers[asked], rules[asked]
         rules |= before
         torch_variables.tracing_state_functions = table
+        meta._meta_grouped_mm_common = grouped
+        GetAttrVariable.call_method = method  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -467,7 +499,7 @@ def _refuse_effects(output: Any) -> None:
         if effects.is_modified(variable)
         and variable.source is not None
         and not isinstance(variable.source, TempLocalSource)  # made by the traced code
-        and not _is_put_back(effects, variable)
+        and not _is_put_back(output, variable)
     ]
     for variable in changed:
         name = _in_words(_name(variable.source))
@@ -486,10 +518,16 @@ def _refuse_effects(output: Any) -> None:
         )
 
 
-def _is_put_back(effects: Any, variable: Any) -> bool:
-    """Whether all attributes that the traced code sets have the values in the end that they had."""
+def _is_put_back(output: Any, variable: Any) -> bool:
+    """Whether what the traced code sets has in the end the value that it had; a guard sees to it that
+    it has it before the next call, too."""
+    items = vars(variable).get("items")
+    if isinstance(items, dict | list) and not items:
+        scope = {"L": output.local_scope, "G": output.global_scope, **_closure_vars()}
+        install_guard(variable.source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+        return not eval(_name(variable.source), scope)  # it was cleared, and had been empty
     before = getattr(vars(variable).get("value"), "__dict__", {})
-    now = effects.store_attr_mutations.get(variable) or {}
+    now = output.side_effects.store_attr_mutations.get(variable) or {}
     for name, value in now.items():
         if not value.is_python_constant() or name not in before:
             return False
@@ -676,8 +714,15 @@ def explained(piece: CompileUnit, error: Exception) -> CaptureError:
         return CaptureError(inner.what, inner.where or definition(piece), inner.remedy)
     lines = [line.strip() for line in str(inner).strip().split("\n") if line.strip()]
     said = lines[0] if lines else type(inner).__name__
+    raised = re.search(r"raised exception (.*)", str(inner))
+    if raised is not None:
+        return CaptureError(
+            f"{raised[1]} is raised while {piece.name} is read",
+            _line(error) or definition(piece),
+            "leave the stage out of the scope, or mend what raises",
+        )
     for words, name in _WAITS.items():
-        if said.startswith(words):
+        if any(words in line for line in lines[:3]):
             return host_read(name, _line(error) or definition(piece))
     return CaptureError(
         f"PyTorch's tracer cannot read {piece.name}: {said}",
