@@ -149,7 +149,7 @@ class Draws(Watcher):
             random.getstate, random.setstate, lambda one, other: bool(one == other)
         )
         self._numpy = _numpy_state()
-        self._alone = _alone()
+        self._alone = is_alone()
         self._captured = True
         self._private: dict[int, tuple[torch.Generator, torch.Generator]] = {}
         self.known: dict[int, Any] = {}
@@ -220,6 +220,10 @@ class Draws(Watcher):
 
     # ---- what Python does
 
+    def moving(self) -> contextlib.AbstractContextManager[None]:
+        """The capture itself moves whatever generators it likes in the block."""
+        return self._moving([*self._torch, self._python, self._numpy])
+
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Eager code runs in the block, at every replay too: it may draw and seed."""
@@ -237,7 +241,7 @@ class Draws(Watcher):
         # numpy that was imported meanwhile has a state of its own: what mentions it is believed to
         # draw.
         moved = "numpy.random" in sys.modules if self._numpy is None else not self._numpy.look()
-        alone = self._alone and _alone()
+        alone = self._alone and is_alone()
         if (moved and (self._mention or (alone and self._numpy is not None))) or (
             alone and not self._python.look()
         ):
@@ -247,7 +251,7 @@ class Draws(Watcher):
 
     def undo(self) -> None:
         """Put all generators back, but for those that others have drawn from."""
-        alone = self._alone and _alone()
+        alone = self._alone and is_alone()
         states = [state for state in (*self._torch, self._python, self._numpy) if state is not None]
         moved = [state for state in states if state.is_moved(alone)]
         if (
@@ -464,7 +468,7 @@ def _puts_back(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
-def _alone() -> bool:
+def is_alone() -> bool:
     """Whether no other thread could draw. Some threads of libraries run nobody's code but their
     own, and a thread that Python did not begin (autograd's) runs none while it has no frame."""
     others = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
