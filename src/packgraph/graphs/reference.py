@@ -13,14 +13,15 @@ the newest pattern that is known. NaN equals NaN; -0.0 differs from 0.0.
 
 The plain call comes before the capture since it needs the activations of an eager step, which a
 capture has room for itself only while no graph exists; a digest of every fact is all that is kept.
-The digest is a sum of all elements, read as integers and weighted by odd numbers, modulo 2**64: it
+The digest is a sum of all numbers, read as integers and weighted by odd numbers, modulo 2**64: it
 finds every change of a single element. Gradients of parameters are digested as they arrive, and let
-go (but those of compiled code, which adds to `.grad` itself).
+go (but those of compiled code, which adds to `.grad` itself). All digests are read at once.
 
-Where digests differ three more runs keep values of what differs, on the host: plain, plain, replay.
-If plain calls repeat themselves, the difference is an error. If they do not (atomic additions), it
-may be four times as large as theirs, and four units in the last place of the tensor's largest
-element more, since two calls may be alike by chance.
+Where digests differ three more runs measure by how much: plain, plain, replay. The first keeps the
+values of what differs, on the device if there is room, and the others are held against these as
+they arrive. If plain calls repeat themselves, the difference is an error. If they do not (atomic
+additions), it may be four times as large as theirs, and four units in the last place of the
+tensor's largest element more, since two calls may be alike by chance.
 
 Not compared:
 
@@ -43,7 +44,7 @@ import contextlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import gcd, inf
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from packgraph.graphs.checks.host_calls import unwatched
-from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal
+from packgraph.graphs.checks.host_sync import LEAVE_OUT, CaptureChecker, Journal, copied
 from packgraph.graphs.checks.random_state import is_alone
 from packgraph.graphs.dry_run import CapturedCall
 from packgraph.graphs.errors import CaptureError, forward_line
@@ -67,38 +68,46 @@ from packgraph.graphs.replay import Ends, ReplayHandle, Variant
 from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
 from packgraph.graphs.undone import compiled_code, explained, undone
 
-CHUNK = 2**22  # elements that are digested at a time
+CHUNK = 2**24  # numbers that are looked at in one piece
 _FACTOR = 4  # of the difference of two plain calls, where they differ
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED = 45
 
 Tensors = list[torch.Tensor]
-Gradients = Sequence[torch.Tensor | None]
-# Differentiates outputs by gradients, to leaves among the arguments and to parameters; returns the
-# gradients of these leaves. What it writes to is journalled.
-Backward = Callable[[Journal, Tensors, Tensors, Tensors], Gradients]
 
 
 class _Facts:
-    """What one run has made. digests: of all facts. values: of those in `keep`, on the host."""
+    """What one run has made: `digests` of all, and of those in `names` their `values`, or with
+    `known` their `gaps`: the largest difference from its values, and one unit in the last place."""
 
-    def __init__(self, keep: Container[str]) -> None:
-        self.digests, self.values, self._keep = dict[str, Any](), dict[str, Any](), keep
+    def __init__(self, names: Container[str] = (), known: "_Facts | None" = None) -> None:
+        self.digests, self.values, self.gaps = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        self._names, self._known, self._beside = names, known, 0  # bytes of values on the device
 
     def note(self, name: str, value: Any) -> None:
         """A fact: a tensor, or text."""
         is_tensor = isinstance(value, torch.Tensor)
         self.digests[name] = digest(value) if is_tensor else value
-        if name in self._keep:
-            local = local_tensor(value).detach() if is_tensor else value
-            self.values[name] = local.to("cpu", copy=True) if is_tensor else value
+        if name in self._names:
+            value = _flat(value) if is_tensor else value
+            if self._known is not None:
+                self.gaps[name] = _gap(self._known.values.get(name), value)
+            else:
+                self.values[name] = self._kept(value) if is_tensor else value
+
+    def _kept(self, flat: torch.Tensor) -> torch.Tensor:
+        kept = copied(flat.view(torch.uint8), self._beside)
+        self._beside += kept.numel() if kept.device.type == "cuda" else 0
+        return kept.view(flat.dtype)
 
     def read(self) -> "_Facts":
-        """Digests as numbers: waits for the device."""
-        self.digests = {
-            name: value.item() if isinstance(value, torch.Tensor) else value
-            for name, value in self.digests.items()
-        }
+        """Makes numbers of what the device has found: waits for it."""
+        for found in (self.digests, self.gaps):
+            there = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+            device = next((each.device for each in there.values()), None)
+            if there:
+                numbers = torch.stack([each.to(device) for each in there.values()]).tolist()
+                found.update(zip(there, numbers, strict=True))
         return self
 
     def differing(self, other: "_Facts") -> list[str]:
@@ -138,11 +147,13 @@ class Reference:
         self._alone = together or is_alone()
         self._whole = all(run.captured for run in call.program.runs)
         self.call, self._slots, self._calls, self._ends = call, slots, calls, ends
-        self._buffers = buffers
-        self.module = call.program.module
+        self._buffers, self.module = buffers, call.program.module
         self._written, self._touched = list[torch.Tensor](), list[torch.Tensor]()
-        named = self.module.named_parameters()
-        self._parameters = {name: each for name, each in named if each.requires_grad}
+        self._parameters = {  # by the name of the fact
+            f"the gradient of parameter {name!r}": each
+            for name, each in self.module.named_parameters()
+            if each.requires_grad
+        }
         self._known: _Facts | None = None
 
     def run_plainly(
@@ -156,10 +167,10 @@ class Reference:
             draws: Whether it draws random numbers.
         """
         if self._alone or (self._whole and not draws):
-            weights = {_storage(parameter) for parameter in self.module.parameters()}
+            weights = set(map(_storage, self.module.parameters()))
             others = [memory for memory in read if _storage(memory) not in weights]
             self._written, self._touched = list(written), [*written, *others]
-            self._known = self._plain()
+            self._known = self._plain(_Facts())
 
     def is_met_by(
         self, variant: Variant, slot: Slot, anywhere: Callable[[str | None], bool]
@@ -179,30 +190,30 @@ class Reference:
         """
         if self._known is None:
             return False
-        differing = self._known.differing(self._replayed(variant, slot))
+        differing = self._known.differing(self._replayed(variant, slot, _Facts()))
         if not anywhere(next(iter(differing), None)):
             return True
-        one, two = self._plain(differing), self._plain(differing)
-        replayed = self._replayed(variant, slot, differing)
+        one = self._plain(_Facts(differing))
+        two = self._plain(_Facts(differing, one))
+        replayed = self._replayed(variant, slot, _Facts(differing, one))
         repeats = not self._known.differing(one) and not one.differing(two)
         for name in differing:
-            known = one.values.get(name)
-            spread = _distance(known, two.values.get(name))
-            distance = _distance(known, replayed.values.get(name))
-            if repeats or distance > _FACTOR * (spread + _last_place(known)):
+            spread, last_place = two.gaps.get(name, (0.0, 0.0))
+            distance, _ = replayed.gaps.get(name, (inf, 0.0))
+            if repeats or distance > _FACTOR * (spread + last_place):
                 raise self._error(variant, name, distance, spread)
         return True
 
     def _error(self, variant: Variant, name: str, distance: float, spread: float) -> CaptureError:
-        stages = {
-            _gradient(name): region.name
-            for region in variant.regions.values()
-            for name, each in self._parameters.items()
-            if any(each is own for own in (*region.parameters.parameters, *region.returned))
-        }
-        for number, end in enumerate(variant.ends):
-            stages[_output(number)] = variant.regions[end[0]].name if end else "an eager stage"
-        stage = f" ({stages[name]})" if name in stages else ""
+        ends = {f"output {number}": end for number, end in enumerate(variant.ends)}
+        made, end = self._parameters.get(name), ends.get(name)
+        stages = [
+            region.name
+            for number, region in variant.regions.items()
+            if (end is not None and number == end[0])
+            or any(made is own for own in (*region.parameters.parameters, *region.returned))
+        ]
+        stage = f" ({stages[0]})" if stages else ""
         return CaptureError(
             f"{name} of {type(self.module).__name__}{stage} is something else in a replay than in "
             f"a call without graphs: they differ by up to {distance:.3g}, two calls without graphs "
@@ -213,115 +224,31 @@ class Reference:
             "stands in for something in a capture. " + LEAVE_OUT,
         )
 
-    def _plain(self, keep: Container[str] = ()) -> _Facts:
-        facts, program = _Facts(keep), self.call.program
-        call = self.module if program.compiler is None else lambda *a, **kw: program.call(a, kw)
-
-        def take(
-            name: str, parameter: torch.nn.Parameter, gradient: torch.Tensor | None
-        ) -> torch.Tensor | None:
-            if gradient is not None:
-                facts.note(_gradient(name), _placed_as(self._buffers.present(parameter), gradient))
-            return without_memory(gradient)
-
-        def backward(
-            journal: Journal, starts: Tensors, gradients: Tensors, leaves: Tensors
-        ) -> Gradients:
-            with contextlib.ExitStack() as at_end:
-                for name, each in self._parameters.items():
-                    at_end.callback(each.register_hook(partial(take, name, each)).remove)
-                inputs = [*leaves, *self._parameters.values()]
-                return torch.autograd.grad(starts, inputs, gradients, allow_unused=True)
-
-        def compiled_backward(*given: Any) -> Gradients:  # its products add to `.grad` themselves
-            sums = [(each, each.grad) for each in self._parameters.values()]
-            for each, _ in sums:
-                each.grad = None
-            try:
-                return self._summed(facts, [], *given)
-            finally:
-                for each, grad in sums:
-                    each.grad = grad
-
-        how = backward if program.compiler is None else compiled_backward
-        self.call.backend.warm_up(lambda: self._run(facts, call, how), as_called=True)
+    def _plain(self, facts: _Facts) -> _Facts:
+        program, backend = self.call.program, self.call.backend
+        call = (lambda *a, **kw: program.call(a, kw)) if program.compiles else self.module
+        backend.warm_up(lambda: self._run(facts, call, None), as_called=True)
         return facts.read()
 
-    def _replayed(self, variant: Variant, slot: Slot, keep: Container[str] = ()) -> _Facts:
-        facts, regions = _Facts(keep), list(variant.regions.values())
-        handle = ReplayHandle(
-            self.call.program,
-            variant,
-            _Borrowed(self._slots, slot),
-            False,
-            Stats(),
-            self._calls,
-        )
-        contexts = [region.context for region in regions]
+    def _replayed(self, variant: Variant, slot: Slot, facts: _Facts) -> _Facts:
         spare = OutputGradients(lambda reason: None).of(None)  # nothing is learned
-        for region in regions:
-            region.context = replace(
-                region.context,
-                gradients=spare,
-                calls=contextlib.nullcontext(),
-                changed=lambda: None,
-            )
-        try:
-            self._run(
-                facts,
-                lambda *args, **kwargs: handle.replay(args, kwargs),
-                partial(self._summed, facts, regions),
-            )
-        finally:
-            for region, context in zip(regions, contexts, strict=True):
-                region.context = context
+        free = partial(
+            replace, gradients=spare, calls=contextlib.nullcontext(), changed=lambda: None
+        )
+        regions = {
+            number: replace(region, context=free(region.context))
+            for number, region in variant.regions.items()
+        }
+        shown, lease = replace(variant, regions=regions), _Borrowed(self._slots, slot)
+        handle = ReplayHandle(self.call.program, shown, lease, False, Stats(), self._calls)
+        self._run(facts, lambda *a, **kw: handle.replay(a, kw), [*regions.values()])
         return facts.read()
 
-    def _summed(
-        self,
-        facts: _Facts,
-        regions: list[Region],
-        journal: Journal,
-        starts: Tensors,
-        gradients: Tensors,
-        leaves: Tensors,
-    ) -> Gradients:
-        """A backward that adds to `.grad`, for code that does so itself; notes what was added.
-        regions: those that are replayed."""
-        parameters = self._parameters.values()
-        filled = [each.grad for each in parameters if each.grad is not None]
-        for gradient in filled:
-            journal.before_write(local_tensor(gradient))
-        for gradient in filled:  # to -0.0 everything adds without a change of any bit
-            local_tensor(gradient).zero_().neg_()
-        empty = [each for each in parameters if each.grad is None]
-        newest = [each for region in regions for each in [*region.backwards.values()][-1:]]
-        added = {id(buffer.parameter) for each in newest for buffer in each.owned}
-        # Those that one graph adds to need not be asked for: nobody sees their nodes, then.
-        asked = [each for each in parameters if len(regions) != 1 or id(each) not in added]
-        anchors = [region.parameters.anchor for region in regions]
-        added |= set(map(id, empty))
-
-        def note(parameter: torch.Tensor, _: object, arrived: Gradients) -> None:
-            if arrived[0] is not None:
-                added.add(id(parameter))
-
-        try:
-            with contextlib.ExitStack() as at_end:
-                for each in asked:
-                    node: Any = torch.autograd.graph.get_gradient_edge(each).node
-                    at_end.callback(node.register_hook(partial(note, each)).remove)
-                torch.autograd.backward(starts, gradients, inputs=[*leaves, *asked, *anchors])
-            for name, each in self._parameters.items():
-                if each.grad is not None and id(each) in added:
-                    facts.note(_gradient(name), each.grad)
-        finally:
-            for each in empty:
-                each.grad = None
-        return [leaf.grad for leaf in leaves]
-
-    def _run(self, facts: _Facts, call: Callable[..., Any], backward: Backward) -> None:
-        """Makes a call and its backward, notes what they have made, and undoes it."""
+    def _run(
+        self, facts: _Facts, call: Callable[..., Any], regions: Sequence[Region] | None
+    ) -> None:
+        """Makes a call and its backward, notes what they have made, and undoes it. regions: Those
+        that are replayed, None in a plain call."""
         program, backend = self.call.program, self.call.backend
         nothing, grads = contextlib.nullcontext, torch.is_grad_enabled()
         with (
@@ -349,15 +276,18 @@ class Reference:
                     LEAVE_OUT,
                 )
             facts.note("the form of what is returned", repr((form, [*map(_form, leaves)])))
-            tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-            for number, leaf in tensors.items():
-                facts.note(_output(number), leaf)
-            layouts = self._layouts(leaves)
-            if layouts:
-                starts = [tensors[number] for number in layouts]
+            for number, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor):
+                    facts.note(f"output {number}", leaf)
+            if layouts := self._layouts(leaves):
+                starts = [leaves[number] for number in layouts]
                 gradients = list(map(_gradient_of, starts, layouts.values()))
+                ends = list(given.values())
                 with torch.autocast(backend.device_type, enabled=False):
-                    found = backward(journal, starts, gradients, list(given.values()))
+                    if regions is None and not program.compiles:
+                        found = self._differentiate(facts, starts, gradients, ends)
+                    else:
+                        found = self._add(facts, regions or (), journal, starts, gradients, ends)
                 for name, gradient in zip(given, found, strict=False):
                     facts.note(f"the gradient of {name}", gradient)
             for name, buffer in self.module.named_buffers():
@@ -367,11 +297,70 @@ class Reference:
             for number, generator in enumerate(backend.generators() if self._alone else ()):
                 facts.note(f"the state of random generator {number}", generator.get_state())
 
+    def _differentiate(
+        self, facts: _Facts, starts: Tensors, gradients: Tensors, ends: Tensors
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of `ends`; those of parameters are noted as they arrive, and let go."""
+
+        def take(
+            name: str, parameter: torch.nn.Parameter, gradient: torch.Tensor | None
+        ) -> torch.Tensor | None:
+            if gradient is not None:
+                facts.note(name, _placed_as(self._buffers.present(parameter), gradient))
+            return without_memory(gradient)
+
+        with contextlib.ExitStack() as at_end:
+            for name, each in self._parameters.items():
+                at_end.callback(each.register_hook(partial(take, name, each)).remove)
+            inputs = [*ends, *self._parameters.values()]
+            return torch.autograd.grad(starts, inputs, gradients, allow_unused=True)
+
+    def _add(
+        self,
+        facts: _Facts,
+        regions: Sequence[Region],
+        journal: Journal,
+        starts: Tensors,
+        gradients: Tensors,
+        ends: Tensors,
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of `ends`, by code that adds to `.grad` itself; notes what was added."""
+        parameters = self._parameters.values()
+        filled = [local_tensor(each.grad) for each in parameters if each.grad is not None]
+        for gradient in filled:
+            journal.before_write(gradient)
+        for gradient in filled:  # to -0.0 everything adds without a change of any bit
+            gradient.zero_().neg_()
+        empty = [each for each in parameters if each.grad is None]
+        newest = [each for region in regions for each in [*region.backwards.values()][-1:]]
+        added = {id(buffer.parameter) for each in newest for buffer in each.owned}
+        # Those that one graph adds to need not be asked for: nobody sees their nodes, then.
+        asked = [each for each in parameters if len(regions) != 1 or id(each) not in added]
+        anchors = [region.parameters.anchor for region in regions]
+        added.update(map(id, empty))
+
+        def note(parameter: torch.Tensor, _: object, arrived: Any) -> None:
+            if arrived[0] is not None:
+                added.add(id(parameter))
+
+        try:
+            with contextlib.ExitStack() as at_end:
+                for each in asked:
+                    node: Any = torch.autograd.graph.get_gradient_edge(each).node
+                    at_end.callback(node.register_hook(partial(note, each)).remove)
+                torch.autograd.backward(starts, gradients, inputs=[*ends, *asked, *anchors])
+            for name, each in self._parameters.items():
+                if each.grad is not None and id(each) in added:
+                    facts.note(name, each.grad)
+        finally:
+            for each in empty:
+                each.grad = None
+        return [end.grad for end in ends]
+
     def _cut(self) -> tuple[dict[str, torch.Tensor], Any]:
         """The call's arguments, cut from what made them; those that need a gradient, by name."""
         args, kwargs = self.call.args, self.call.kwargs
-        cut: dict[int, torch.Tensor] = {}
-        names: dict[str, torch.Tensor] = {}
+        cut, names = dict[int, torch.Tensor](), dict[str, torch.Tensor]()
         for name, leaf in named_leaves(self.module.forward, args, kwargs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in cut:
                 cut[id(leaf)] = names[name] = leaf.detach().requires_grad_()
@@ -380,10 +369,13 @@ class Reference:
 
     def _layouts(self, leaves: list[Any]) -> dict[int, Layout]:
         """The outputs that get gradients, and the layouts of those: of the newest pattern."""
-        sharded = any(map(is_sharded, self._parameters.values()))
-        if sharded or not self._whole or self._slots.launches.shared:
-            return {}
         known, found = self.call.gradients, dict[int, Layout]()
+        if (
+            not self._whole
+            or self._slots.launches.shared
+            or any(map(is_sharded, self._parameters.values()))
+        ):
+            return {}
         for number, end in enumerate(self._ends or ()):
             patterns = known.known(end[0]) if end else []
             layout = patterns[-1][end[1]] if end and patterns else None
@@ -392,16 +384,8 @@ class Reference:
         return found or known.expected(leaves)
 
 
-def _gradient(parameter: str) -> str:
-    return f"the gradient of parameter {parameter!r}"
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return int(local_tensor(tensor).untyped_storage()._cdata)
-
-
-def _output(number: int) -> str:
-    return f"output {number}"
 
 
 @torch.no_grad()
@@ -436,31 +420,43 @@ def _form(leaf: Any) -> Any:
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """A number, int64, that tells any two tensors of one form apart that differ in one element, and
     nearly always those that differ in more."""
-    flat = local_tensor(tensor).detach().resolve_conj().resolve_neg().reshape(-1)
-    total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
-    for number, part in enumerate(flat.split(CHUNK)):
-        if part.itemsize > 1 and (part.is_floating_point() or part.is_complex()):
-            part = torch.where(part == part, part, torch.nan)  # NaN has many bit patterns
-        whole = part.view(_INTEGERS.get(part.itemsize, torch.int64)).long()
-        first = 2 * number * len(whole) + 1
-        total += (whole * torch.arange(first, first + 2 * len(whole), 2, device=flat.device)).sum()
+    flat = _flat(tensor)
+    nbytes = flat.numel() * flat.itemsize
+    words = flat.view(torch.uint8).view(_INTEGERS[gcd(nbytes, 8)])
+    total = torch.full((), nbytes, dtype=torch.int64, device=flat.device)
+    for number, part in enumerate(words.split(CHUNK)):
+        first = 2 * number * CHUNK + 1
+        weights = torch.arange(first, first + 2 * part.numel(), 2, device=flat.device)
+        total += weights.mul_(part).sum()
     return total
 
 
-def _distance(one: Any, other: Any) -> float:
-    """The largest difference of two values; infinite where they cannot be compared."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return 0.0 if one is other or (type(one) is type(other) is str and one == other) else inf
-    if one.shape != other.shape:
-        return inf
-    one, other = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (one, other))
-    same = (one == other) | ((one != one) & (other != other))
-    gaps = torch.where(same, 0.0, (one - other).abs())
-    return float(gaps.nan_to_num(nan=inf, posinf=inf).max()) if gaps.numel() else 0.0
+@torch.no_grad()
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor in a row, at the beginning of their memory; NaN, which has many bit
+    patterns, has one."""
+    flat = local_tensor(tensor).detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if flat.is_floating_point() and flat.itemsize > 1:
+        return flat.nan_to_num(torch.nan, torch.inf, -torch.inf)
+    return flat.clone() if flat.storage_offset() else flat
 
 
-def _last_place(value: Any) -> float:
-    """One unit in the last place of the largest element."""
-    if not isinstance(value, torch.Tensor) or not value.numel() or not value.is_floating_point():
-        return 0.0
-    return torch.finfo(value.dtype).eps * float(value.double().abs().nan_to_num(0.0, 0.0).max())
+@torch.no_grad()
+def _gap(known: Any, value: Any) -> Any:
+    """The largest difference of two values, infinite where they cannot be compared, and one unit in
+    the last place of the largest element of the first."""
+    if not isinstance(known, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return 0.0 if type(known) is type(value) and known == value else inf, 0.0
+    if known.numel() != value.numel():
+        return inf, 0.0
+    parts = [torch.zeros(2, dtype=torch.float64, device=value.device)]
+    for pair in zip(known.split(CHUNK), value.split(CHUNK), strict=True):
+        one, other = (part.to(value.device, torch.float64) for part in pair)
+        same = torch.isclose(one, other, 0.0, 0.0, equal_nan=True)
+        gaps = (one - other).abs_().masked_fill_(same, 0.0).nan_to_num_(inf, inf)
+        parts.append(torch.stack([gaps.max(), one.abs_().nan_to_num_(0.0, 0.0).max()]))
+    worst = torch.stack(parts).amax(0)
+    worst[1] *= torch.finfo(known.dtype).eps if known.is_floating_point() else 0.0
+    return worst
