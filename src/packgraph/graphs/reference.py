@@ -68,7 +68,7 @@ from packgraph.graphs.replay import Ends, ReplayHandle, Variant
 from packgraph.graphs.slots import Calls, Slot, SlotLease, Slots
 from packgraph.graphs.undone import compiled_code, explained, undone
 
-CHUNK = 2**24  # numbers that are looked at in one piece
+CHUNK = 2**25  # numbers that are looked at in one piece
 _FACTOR = 4  # of the difference of two plain calls, where they differ
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED = 45
@@ -421,26 +421,25 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     """A number, int64, that tells any two tensors of one form apart that differ in one element, and
     nearly always those that differ in more."""
     flat = _flat(tensor)
-    nbytes = flat.numel() * flat.itemsize
-    words = flat.view(torch.uint8).view(_INTEGERS[gcd(nbytes, 8)])
-    total = torch.full((), nbytes, dtype=torch.int64, device=flat.device)
-    for number, part in enumerate(words.split(CHUNK)):
+    total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
+    for number, part in enumerate(flat.split(CHUNK)):
+        if part.is_floating_point() and part.itemsize > 1:
+            part = part.nan_to_num(torch.nan, torch.inf, -torch.inf)  # NaN has many bit patterns
+        elif part.storage_offset():
+            part = part.clone()
+        size = gcd(part.numel() * part.itemsize, 8)
+        words = part.view(torch.uint8).view(_INTEGERS[size])
         first = 2 * number * CHUNK + 1
-        weights = torch.arange(first, first + 2 * part.numel(), 2, device=flat.device)
-        total += weights.mul_(part).sum()
+        weights = torch.arange(first, first + 2 * words.numel(), 2, device=flat.device)
+        total += weights.mul_(words).sum()
     return total
 
 
 @torch.no_grad()
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor in a row, at the beginning of their memory; NaN, which has many bit
-    patterns, has one."""
+    """The numbers of a tensor in a row."""
     flat = local_tensor(tensor).detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    if flat.is_floating_point() and flat.itemsize > 1:
-        return flat.nan_to_num(torch.nan, torch.inf, -torch.inf)
-    return flat.clone() if flat.storage_offset() else flat
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 
 @torch.no_grad()

@@ -342,3 +342,48 @@ def test_digest_covers_chunks_and_forms():
     assert digest(torch.zeros(3)).item() != digest(torch.zeros(4)).item()
     assert digest(torch.zeros(3)).item() != digest(-torch.zeros(3)).item()
     assert digest(torch.empty(0)).item() == 0
+
+
+class Averaging(nn.Module):
+    """Linear layers around a batch norm and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = nn.functional.dropout(self.norm(self.first(x)).relu(), 0.3)
+        return self.last(hidden).square().mean()
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("emptied", [True, False])
+def test_training_with_comparisons_is_training_without_graphs(casts, emptied):
+    """Under autocast and a gradient scaler, with running averages, dropout, hooks, an optimizer."""
+    seen = []
+    for model in (
+        Averaging(),
+        packgraph.graph(Averaging(), warmup=1, strict=True, compare_every=2),
+    ):
+        noted = []
+        model.first.weight.register_hook(lambda g, noted=noted: noted.append(g.sum().item()))
+        model.norm.bias.register_post_accumulate_grad_hook(
+            lambda p, noted=noted: noted.append(p.grad.sum().item())
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        torch.manual_seed(3)
+        for step in range(7):
+            x = torch.randn(5, 8, requires_grad=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                loss = model(x)
+            scaler.scale(loss).backward()
+            noted += [loss.item(), *x.grad.view(-1).tolist(), scaler.get_scale()]
+            noted += [value.double().sum().item() for value in model.buffers()]
+            if step % 2:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=emptied)
+        seen.append((sorted(noted), *(p.tolist() for p in model.parameters())))
+    assert model.stats.compared == 3 and seen[0] == seen[1]
