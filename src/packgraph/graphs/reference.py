@@ -77,8 +77,8 @@ Tensors = list[torch.Tensor]
 
 
 class _Facts:
-    """What one run has made: `digests` of all, and of those in `names` their `values`, or with
-    `known` their `gaps`: the largest difference from its values, and one unit in the last place."""
+    """Outcomes of one run: `digests` of all, and of those in `names` their `values`, or with `known`
+    their `gaps`: the largest difference from its values, and one unit in the last place."""
 
     def __init__(self, names: Container[str] = (), known: "_Facts | None" = None) -> None:
         self.digests, self.values, self.gaps = dict[str, Any](), dict[str, Any](), dict[str, Any]()
@@ -326,18 +326,21 @@ class Reference:
     ) -> Sequence[torch.Tensor | None]:
         """The gradients of `ends`, by code that adds to `.grad` itself; notes what was added."""
         parameters = self._parameters.values()
+        sums = [(each, each.grad) for each in parameters]
+        if not regions:  # products of compiled code are added to what is there without arriving
+            for each in parameters:
+                each.grad = None
         filled = [local_tensor(each.grad) for each in parameters if each.grad is not None]
         for gradient in filled:
             journal.before_write(gradient)
         for gradient in filled:  # to -0.0 everything adds without a change of any bit
             gradient.zero_().neg_()
-        empty = [each for each in parameters if each.grad is None]
         newest = [each for region in regions for each in [*region.backwards.values()][-1:]]
         added = {id(buffer.parameter) for each in newest for buffer in each.owned}
         # Those that one graph adds to need not be asked for: nobody sees their nodes, then.
         asked = [each for each in parameters if len(regions) != 1 or id(each) not in added]
         anchors = [region.parameters.anchor for region in regions]
-        added.update(map(id, empty))
+        added.update(id(each) for each in parameters if each.grad is None)
 
         def note(parameter: torch.Tensor, _: object, arrived: Any) -> None:
             if arrived[0] is not None:
@@ -353,8 +356,8 @@ class Reference:
                 if each.grad is not None and id(each) in added:
                     facts.note(name, each.grad)
         finally:
-            for each in empty:
-                each.grad = None
+            for each, grad in sums:
+                each.grad = grad
         return [end.grad for end in ends]
 
     def _cut(self) -> tuple[dict[str, torch.Tensor], Any]:

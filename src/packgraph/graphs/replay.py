@@ -594,11 +594,11 @@ class Variant:
 
     @property
     def is_current(self) -> bool:
-        """Whether the next call may replay it as it is."""
+        """The next call may replay it as it is."""
         return self.version == self.gradients.version and self.replays_left > 0
 
     def touched(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What its forwards write to from outside, and what they read."""
+        """Tensors from outside that its forwards write to, and those that they read."""
         contexts = [region.context for region in self.regions.values()]
         writes = [tensor for context in contexts for tensor in context.writes]
         return writes, [tensor for context in contexts for tensor in context.reads]

@@ -469,7 +469,7 @@ def _puts_back(frame: FrameType | None) -> bool:
 
 
 def is_alone() -> bool:
-    """Whether no other thread could draw. Some threads of libraries run nobody's code but their
+    """No other thread could draw. Some threads of libraries run nobody's code but their
     own, and a thread that Python did not begin (autograd's) runs none while it has no frame."""
     others = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
     frames = sys._current_frames() if others else {}
