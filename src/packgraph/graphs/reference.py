@@ -77,8 +77,10 @@ Tensors = list[torch.Tensor]
 
 
 class _Facts:
-    """Outcomes of one run: `digests` of all, and of those in `names` their `values`, or with `known`
-    their `gaps`: the largest difference from its values, and one unit in the last place."""
+    """Outcomes of one run: `digests` of all, and `values` of those in `names`.
+
+    With `known` these have `gaps` instead: the largest difference from its values, and one unit in
+    the last place."""
 
     def __init__(self, names: Container[str] = (), known: "_Facts | None" = None) -> None:
         self.digests, self.values, self.gaps = dict[str, Any](), dict[str, Any](), dict[str, Any]()
