@@ -3,10 +3,12 @@
 check_state     has anything changed that graphs baked about the module? then they go
 compile         torch.compile for what a key needs, before the first capture
 capture         dry run, then the capture as a transaction: a variant is ready, or all is as before
+reference       the first replay of a key is compared with a plain call (`reference.py`)
 """
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from math import inf
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +21,7 @@ from packgraph.graphs.build import VariantBuild
 from packgraph.graphs.cache import GraphCache
 from packgraph.graphs.checks.calls import DryRun
 from packgraph.graphs.checks.host_calls import unwatched
+from packgraph.graphs.checks.host_sync import LEAVE_OUT
 from packgraph.graphs.dry_run import CapturedCall, compile_ahead, dry_run
 from packgraph.graphs.errors import CaptureError, user_line, warn
 from packgraph.graphs.fallback import Stats
@@ -29,12 +32,14 @@ from packgraph.graphs.notices import Notices
 from packgraph.graphs.output_gradients import OutputGradients
 from packgraph.graphs.parameters import aliased_parameters, are_leaves
 from packgraph.graphs.program import Program
-from packgraph.graphs.replay import Variant
+from packgraph.graphs.reference import Reference
+from packgraph.graphs.replay import Ends, Variant
 from packgraph.graphs.slots import Calls, Slot, Slots
 from packgraph.graphs.undone import compiled_code, explained, undone
 
 MAX_KEYS = 64
 _MODULE_CHANGED = "module changed"
+_DIFFERS = "a replay made something else than a call without graphs"
 
 
 class Capturer:
@@ -56,6 +61,7 @@ class Capturer:
         gradients: OutputGradients,
         stats: Stats,
         notices: Notices,
+        compare_every: int = 0,
     ) -> None:
         """Args:
         program: Of the module.
@@ -65,8 +71,11 @@ class Capturer:
         gradients: What is known of the gradients of its outputs.
         stats: Of the graphed module.
         notices: Tell the user of failures.
+        compare_every: Replays of a variant between one comparison and the next, 0 = only the first
+            of a key is compared.
         """
         self.program, self.lends = program, False
+        self._compare_every = compare_every
         self.cache = GraphCache(stats, slots.device)
         self._module, self._backend, self._slots, self._calls = (
             program.module,
@@ -81,6 +90,8 @@ class Capturer:
         self._looked = False
         self._dry_runs: dict[Hashable, DryRun] = {}
         self._compiled: set[Hashable] = set()
+        # By key: the version that was compared, and where its outputs come from.
+        self._compared: dict[Hashable, tuple[int, Ends]] = {}
         self._told_apart = set[str]()
         self._tables: list[Any] = []
         self._failed_at: list[int] = []
@@ -209,7 +220,7 @@ class Capturer:
         """Whether the slot has graphs for this key, with a backward for all that is known of its
         gradients."""
         variant = slot.variants.get(call.key)
-        return variant is not None and variant.version == variant.gradients.version
+        return variant is not None and variant.is_current
 
     def captured(
         self,
@@ -218,34 +229,45 @@ class Capturer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         what: str | None,
+        refused: CaptureError | None = None,
     ) -> Variant:
-        """The slot's graphs for a call, captured now if there are none.
+        """The slot's graphs for a call, captured now if there are none; the first of a key are
+        compared with a plain call, and those for which that is due.
 
         what: the call in words, where other ranks capture it now, too; all of them or none have its
-        graphs then.
+        graphs then. refused: why this rank cannot.
 
         Raises:
             CaptureError: The call cannot be captured; nothing has changed then.
         """
-        failed: CaptureError | None = None
-        if not self.is_captured(call, slot):
-            self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
-            try:
-                self.cache.capture(call, slot, lambda: self._capture(call, slot, args, kwargs))
-            except CaptureError as error:
-                failed = error
-                parts = [*self._module.modules()]
-                tables = [*map(vars, parts), *(part._modules for part in parts)]
-                self._tables = [table for table in tables if isinstance(table, dict)]
-                self.note_failed()
-            try:
-                if what is not None:
-                    failed = self.cache.agree(what, call.key, slot, failed)
-                if failed is not None:
-                    raise failed
-            finally:
-                failed = None  # its traceback holds this frame
+        gradients = self._gradients.of(call.key)
+        before: Any = slot.variants.get(call.key)
+        about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
+        version, ends = self._compared.get(call.key, (None, None))
+        is_there = before is not None and before.version == gradients.version
+        reference: Reference | None = None
+        together = not self.cache.joint.is_alone
+        if together or version != gradients.version or (is_there and before.replays_left <= 0):
+            reference = Reference(
+                about, self._slots, self._calls, self._buffers, ends, together=together
+            )
+
+        def capture() -> None:
+            if refused is not None:
+                raise refused
+            if not is_there:
+                self.cache.evict(call.key, slot, fallback.NEW_PATTERN)
+                self.cache.capture(call, slot, lambda: self._capture(call, slot, about, reference))
+            elif reference is not None:
+                written, read = before.touched()
+                reference.run_plainly(written, read, before.dry_run.draws)
+
+        self._agreed(what, call, slot, capture)
         found: Variant = slot.variants[call.key]
+        if reference is not None:
+            self._agreed(what, call, slot, lambda: self._compare(reference, call, slot, what))
+        # Ranks that capture together do not replay together: there later replays are not compared.
+        found.replays_left = inf if together else self._compare_every or inf
         return found
 
     def note_failed(self) -> None:
@@ -256,6 +278,50 @@ class Capturer:
     def _versions(self) -> list[int]:
         """Of the attributes of the module's parts."""
         return list(map(dict_version, self._tables))
+
+    def _agreed(
+        self, what: str | None, call: Signature, slot: Slot, work: Callable[[], None]
+    ) -> None:
+        """Does `work`. what: as in `captured`.
+
+        Raises:
+            CaptureError: It has failed, on any rank.
+        """
+        failed: CaptureError | None = None
+        try:
+            work()
+        except CaptureError as error:
+            failed = error
+            parts = [*self._module.modules()]
+            tables = [*map(vars, parts), *(part._modules for part in parts)]
+            self._tables = [table for table in tables if isinstance(table, dict)]
+            self.note_failed()
+        try:
+            if what is not None:
+                failed = self.cache.agree(what, call.key, slot, failed)
+            if failed is not None:
+                raise failed
+        finally:
+            failed = None  # its traceback holds this frame
+
+    def _compare(self, reference: Reference, call: Signature, slot: Slot, what: str | None) -> None:
+        variant: Variant = slot.variants[call.key]
+
+        def anywhere(differs: str | None) -> bool:
+            if what is None:
+                return differs is not None
+            error = None if differs is None else CaptureError(differs, user_line(), LEAVE_OUT)
+            return self.cache.consensus(what, error) is not None
+
+        try:
+            is_compared = reference.is_met_by(variant, slot, anywhere)
+        except CaptureError:
+            self._compared.pop(call.key, None)
+            self.cache.evict(call.key, slot, _DIFFERS)
+            raise
+        if is_compared:
+            self._stats.compared += 1
+            self._compared[call.key] = variant.version, variant.ends
 
     def is_compiled(self, key: Hashable) -> bool:
         """Whether the stages of calls like this are compiled."""
@@ -280,6 +346,7 @@ class Capturer:
         """Frees the graphs of all slots, and the tensors kept for them; how many captures there
         were."""
         self._dry_runs.clear()
+        self._compared.clear()
         return self._slots.clear()
 
     def place_gradients(self, homes: dict[int, Tensor]) -> None:
@@ -290,16 +357,16 @@ class Capturer:
         self._buffers = GradientBuffers(self._slots.launches, homes)
 
     def _capture(
-        self, call: Signature, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Signature, slot: Slot, about: CapturedCall, reference: Reference | None
     ) -> Variant:
         executes = self._backend.guard_device is None
         if executes and self._slots.launches.shared:  # other backwards may be adding to `.grad`
             let_go(self._buffers.all(), self._slots.launches)
         with self._slots.launches.during_capture(executes):
-            self.compile(call, args, kwargs)
-            gradients = self._gradients.of(call.key)
-            about = CapturedCall(self.program, self._backend, gradients, args, kwargs)
+            self.compile(call, about.args, about.kwargs)
             seen = dry_run(about)
+            if reference is not None:  # in between: a capture has room for itself alone
+                reference.run_plainly(seen.written, seen.read, seen.draws)
             variant = capture_variant(about, slot, self._buffers, self._calls, self.lends, seen)
             self._dry_runs[call.key] = seen
         return variant
@@ -323,6 +390,7 @@ class Capturer:
         self._buffers = GradientBuffers(self._slots.launches, self._homes)
         self._gradients.forget()
         self._dry_runs.clear()
+        self._compared.clear()
         self._compiled.clear()
 
     def _refuse_another_device(self) -> None:
@@ -350,6 +418,9 @@ def capture_variant(
     """
     program, backend = call.program, call.backend
     assert dry_run.guards is not None
+    if backend.guard_device is None:  # it keeps what it reads and writes itself
+        dry_run.read.clear()
+        dry_run.written.clear()
     # The dry run has watched the calls of the same code; what effects a recording holds it must see
     # itself.
     quiet = contextlib.nullcontext() if dry_run.has_host_steps else unwatched()

@@ -68,10 +68,7 @@ def dry_run(call: CapturedCall) -> DryRun:
         with call.backend.watching_host(steps.append):
             call.backend.warm_up(run)
 
-    found = _once(call, watched_run)
-    if call.backend.guard_device is None:
-        found = found._replace(read=[], written=[])
-    return found._replace(has_host_steps=bool(steps))
+    return _once(call, watched_run)._replace(has_host_steps=bool(steps))
 
 
 def compile_ahead(call: CapturedCall) -> None:
@@ -166,6 +163,7 @@ class _CheckedRun:
             [tensor.detach() for tensor in self.written.values()],
             self.constants,
             self.placements,
+            self.journal.has_drawn,
         )
 
     def _know(self, tensors: list[torch.Tensor]) -> None:

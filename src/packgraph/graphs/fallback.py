@@ -274,6 +274,7 @@ class Stats:
         recaptures: Captured keys that were dropped, by reason: a larger bucket took their slot, a
             parameter's storage was replaced, and so on.
         capture_seconds: Time spent capturing.
+        compared: Replays that were compared bit by bit with a call of the module itself.
         pool_bytes: Memory that the pools of all slots hold now.
         compiled: Pieces of code that torch.compile made, each a forward and its backward.
         recompiles: Of those, the ones made for stages that had code already, by reason: other
@@ -295,6 +296,7 @@ class Stats:
     fallbacks: Counter[str] = field(default_factory=Counter)
     recaptures: Counter[str] = field(default_factory=Counter)
     capture_seconds: float = 0.0
+    compared: int = 0
     compiled: int = 0
     recompiles: Counter[str] = field(default_factory=Counter)
     compile_seconds: float = 0.0

@@ -29,8 +29,10 @@ from typing import Any
 
 import torch
 import torch._dynamo.convert_frame as convert_frame
+import torch._dynamo.variables.builder as builder
 import torch._dynamo.variables.torch as torch_variables
 import torch._meta_registrations as meta
+import torch._subclasses.meta_utils as meta_utils
 from torch._C._dynamo.guards import dict_version
 from torch._dynamo.eval_frame import set_enable_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -389,8 +391,10 @@ def _answering_as_eager_code() -> Iterator[None]:
     handlers |= dict.fromkeys(_CAPTURING, handlers[torch.compiler.is_compiling])
     rules |= dict.fromkeys(_CAPTURING, torch_variables.TorchInGraphFunctionVariable)
     torch_variables.tracing_state_functions = lambda: answers
+    safe_grad = meta_utils.safe_grad
     method, grouped = GetAttrVariable.call_method, meta._meta_grouped_mm_common
     meta._meta_grouped_mm_common = _of_any_dtype(grouped)
+    builder.safe_grad = meta_utils.safe_grad = lambda tensor: None  # no business of a forward
     GetAttrVariable.call_method = _knowing_module_names(method)  # type: ignore[method-assign]
     fallback.READING = True
     try:
@@ -401,6 +405,7 @@ def _answering_as_eager_code() -> Iterator[None]:
             del handlers[asked], rules[asked]
         rules |= before
         torch_variables.tracing_state_functions = table
+        builder.safe_grad = meta_utils.safe_grad = safe_grad
         meta._meta_grouped_mm_common = grouped
         GetAttrVariable.call_method = method  # type: ignore[method-assign]
 

@@ -152,6 +152,14 @@ class GradientBuffers:
         """The buffers."""
         return list(self._buffers.values())
 
+    def present(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """What gradients of `parameter` are added to now: its buffer, or what that will be made
+        of; None if that is new memory."""
+        if id(parameter) in self._buffers:
+            return self._buffers[id(parameter)].shown
+        shared = self._launches is not None and self._launches.shared
+        return None if shared else self._homes.get(id(parameter), parameter.grad)
+
     @torch.no_grad()
     def buffer(
         self, parameter: torch.nn.Parameter, placements: Sequence[Placement] | None = None
@@ -161,8 +169,7 @@ class GradientBuffers:
         `let_go`).
         placements: of eager gradients, if they are DTensors."""
         if id(parameter) not in self._buffers:
-            shared = self._launches is not None and self._launches.shared
-            shown = None if shared else self._homes.get(id(parameter), parameter.grad)
+            shown = self.present(parameter)
             if shown is None:
                 zeros = torch.zeros_like(local_tensor(parameter), dtype=gradient_dtype(parameter))
                 shown = with_local(parameter, zeros, placements)
@@ -417,7 +424,7 @@ def without_content(aliases: Iterable[torch.Tensor]) -> Iterator[None]:
     """Within the block backwards leave one number in place of each gradient of `aliases`: of the
     same shape, dtype, device and placements, without memory of that size."""
     with UnseenLoop():
-        hooks = [alias.register_hook(_without_content) for alias in aliases if alias.requires_grad]
+        hooks = [alias.register_hook(without_memory) for alias in aliases if alias.requires_grad]
     try:
         yield
     finally:
@@ -426,8 +433,9 @@ def without_content(aliases: Iterable[torch.Tensor]) -> Iterator[None]:
                 hook.remove()
 
 
-def _without_content(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """None where the gradient stays: it is sparse, or of a type that has no memory of its own."""
+def without_memory(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """A hook: one number in place of a gradient. None where the gradient stays: it is sparse, or of
+    a type that has no memory of its own."""
     if gradient is None or gradient.layout is not torch.strided:
         return None
     local = local_tensor(gradient)

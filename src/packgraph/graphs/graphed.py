@@ -50,6 +50,7 @@ def graph(
     scope: Iterable[str] | None = None,
     granularity: str = "chunk",
     compile: bool | str | Mapping[str, Any] = False,
+    compare_every: int = 0,
 ) -> "GraphedModule":
     """Wraps a module so that its training calls replay captured graphs.
 
@@ -73,6 +74,10 @@ def graph(
         compile: Whether captured stages go through torch.compile first, one piece of code for each
             kind of layer and bucket; calls of captured shapes that run eagerly run the same code. A
             mapping holds options of Inductor, a string names another compiler.
+        compare_every: The first replay of every key is compared bit by bit with a call of the
+            module itself, gradients included; N > 0 repeats that after every N replays. What
+            differs is an error that names it, and such calls run eagerly from then on. All that a
+            comparison does is undone. Ranks that capture together compare first replays only.
 
     Returns:
         The module with graphs.
@@ -93,10 +98,9 @@ def graph(
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"packgraph.graph wraps a torch.nn.Module, not {described(module)}")
-    return GraphedModule(
-        module,
-        Control(module, capacities, backend, warmup, slots, strict, scope, granularity, compile),
-    )
+    options = strict, scope, granularity, compile, compare_every
+    own = Control(module, capacities, backend, warmup, slots, *options)
+    return GraphedModule(module, own)
 
 
 def control(graphed: torch.nn.Module) -> "Control":
@@ -163,11 +167,13 @@ class Control:
         scope: Iterable[str] | None,
         granularity: str,
         compile: bool | str | Mapping[str, Any] = False,
+        compare_every: int = 0,
     ) -> None:
         self.module = module
-        if warmup < 0 or (slots is not None and slots < 1):
+        if warmup < 0 or compare_every < 0 or (slots is not None and slots < 1):
             raise ValueError(
-                f"warmup must be >= 0 and slots >= 1 (or None), not warmup={warmup}, slots={slots}"
+                "warmup and compare_every must be >= 0 and slots >= 1 (or None), not "
+                f"warmup={warmup}, compare_every={compare_every}, slots={slots}"
             )
         self.capacities = () if capacities is None else read_capacities(capacities)
         self._notices = Notices(type(module).__name__, strict, warmup)
@@ -189,6 +195,7 @@ class Control:
             self._output_gradients,
             self.stats,
             self._notices,
+            compare_every,
         )
         self.consensus = consensus_of(module)
         self._closed = False
@@ -339,7 +346,7 @@ class Control:
             return fallback.NO_KEY
         if holds and not cache.failed and not cache.waiting:
             ready = self._slots.acquire_captured(key)
-            if ready is not None and ready[1].version == ready[1].gradients.version:
+            if ready is not None and ready[1].is_current:
                 return self._handle(*ready)
             if ready is not None:
                 ready[0].release()
@@ -355,6 +362,7 @@ class Control:
 
     def _handle(self, lease: SlotLease, variant: Variant) -> ReplayHandle:
         self.stats.replayed += 1
+        variant.replays_left -= 1
         self._notices.replays = True
         capturer = self._capturer
         return ReplayHandle(
@@ -396,14 +404,15 @@ class Control:
         lease = self._slots.acquire(call.key)
         if lease is None:
             return fallback.NO_SLOT
-        if not self._capturer.is_captured(call, lease.slot):
-            if not self._calls.may_capture():
-                lease.release()
-                return None
-            joined = self._join_others(call, args, lease)
-            if isinstance(joined, str):
-                return joined
-            lease = joined
+        if self._capturer.is_captured(call, lease.slot):
+            return self._handle(lease, lease.slot.variants[call.key])
+        if not self._calls.may_capture():
+            lease.release()
+            return None
+        joined = self._join_others(call, args, lease)
+        if isinstance(joined, str):
+            return joined
+        lease = joined
         with contextlib.ExitStack() as on_error:
             on_error.callback(lease.release)
             try:
@@ -561,24 +570,15 @@ class Control:
         return failed is None
 
     def _build(self, call: Signature, slot: Slot, args: tuple[Any, ...]) -> None:
-        failed: CaptureError | None = None
+        what = call_name(self.module, args)
+        busy = CaptureError(
+            fallback.BUSY, user_line(), "build graphs before other threads call the module"
+        )
         try:
             with self._calls.capture() as free:
-                if not free:
-                    raise CaptureError(
-                        fallback.BUSY,
-                        user_line(),
-                        "build graphs before other threads call the module",
-                    )
-                self._capturer.captured(call, slot, args, {}, None)
+                self._capturer.captured(call, slot, args, {}, what, None if free else busy)
         except CaptureError as error:
-            failed = error
-        failed = self._capturer.cache.agree(call_name(self.module, args), call.key, slot, failed)
-        if failed is not None:
-            try:
-                self._notices.complain(failed)
-            finally:
-                failed = None  # its traceback holds this frame, and what it was about to capture
+            self._notices.complain(error)
 
     def close(self) -> None:
         """Free every graph and pool. Calls run eagerly afterwards."""

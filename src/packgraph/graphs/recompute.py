@@ -21,6 +21,7 @@ from packgraph.graphs.checks.host_sync import CodeWatcher, Journal
 from packgraph.graphs.checks.operations import operation_of
 from packgraph.graphs.checks.random_state import PastDraws, Redraw
 from packgraph.graphs.errors import CaptureError
+from packgraph.graphs.parameters import without_hooks
 from packgraph.graphs.region import PassThrough, Region, Token
 from packgraph.graphs.stages import State
 
@@ -66,7 +67,7 @@ def recompute_gradients(
     ]
     inputs = [leaves[entry.token] for entry in region.inputs if entry.differentiable]
     parameters = region.parameters.parameters
-    with _without_hooks([*region.returned, *parameters]):  # they fire where these gradients arrive
+    with without_hooks([*region.returned, *parameters]):  # they fire where these gradients arrive
         found = torch.autograd.grad(
             [out for out, _ in starts],
             [*inputs, *region.returned, *parameters],
@@ -185,20 +186,6 @@ def _drawing_again(
     if not draws.agree_with(states):
         raise _cannot(region, "another thread has drawn random numbers while it ran")
     return made
-
-
-@contextlib.contextmanager
-def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within the block the hooks of `parameters` do not fire."""
-    tables = [table for parameter in parameters if (table := parameter._backward_hooks)]
-    hooks = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, entries in zip(tables, hooks, strict=True):
-            table.update(entries)
 
 
 def _state(region: Region, leaves: dict[Token, torch.Tensor]) -> State:

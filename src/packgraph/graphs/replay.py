@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -575,7 +576,7 @@ class Variant:
     ends: for each of the call's outputs the region and output number it comes from, None for eager
     code's. direct: how to replay all regions without autograd, where that can be. version: of what
     is known of gradients of such calls (`gradients`) at capture. dry_run: keeps what graphs read,
-    and know by its address only.
+    and know by its address only. replays_left: before one is compared with a plain call again.
     """
 
     regions: dict[int, Region]
@@ -584,11 +585,23 @@ class Variant:
     gradients: KeyGradients
     version: int
     dry_run: DryRun
+    replays_left: float = inf
 
     @property
     def segments(self) -> int:
         """Number of captured segments."""
         return len(self.regions)
+
+    @property
+    def is_current(self) -> bool:
+        """The next call may replay it as it is."""
+        return self.version == self.gradients.version and self.replays_left > 0
+
+    def touched(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Tensors from outside that its forwards write to, and those that they read."""
+        contexts = [region.context for region in self.regions.values()]
+        writes = [tensor for context in contexts for tensor in context.writes]
+        return writes, [tensor for context in contexts for tensor in context.reads]
 
     def reset(self) -> None:
         """Free all graphs."""

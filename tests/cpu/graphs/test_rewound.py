@@ -107,13 +107,13 @@ def test_a_thread_that_python_did_not_begin_could_not_draw_while_it_runs_no_code
         ended.set()
         stays.wait(60)
 
-    before = random_state._alone()
+    before = random_state.is_alone()
     for function, alone in [(run, before), (wait, False)]:
         ended.clear()
         _thread.start_new_thread(function, ())
         ended.wait(60)
         time.sleep(0.05)
-        assert random_state._alone() == alone
+        assert random_state.is_alone() == alone
     stays.set()
 
 

@@ -529,18 +529,18 @@ def test_threads_that_run_only_a_librarys_code_do_not_count():
     tqdm = pytest.importorskip("tqdm")
     monitor = tqdm.TMonitor(tqdm.tqdm, 10)
     try:
-        assert random_state._alone()
+        assert random_state.is_alone()
         with beside(lambda: time.sleep(1e-3)):
-            assert not random_state._alone()
+            assert not random_state.is_alone()
     finally:
         monitor.exit()
-    assert random_state._alone()
+    assert random_state.is_alone()
 
 
 def test_the_thread_that_makes_steps_ahead_does_not_count():
     with ThreadPoolExecutor(1, random_state.QUIET_THREAD) as thread:
         thread.submit(time.sleep, 0).result()
-        assert random_state._alone()
+        assert random_state.is_alone()
     with ThreadPoolExecutor(1, "another") as thread:
         thread.submit(time.sleep, 0).result()
-        assert not random_state._alone()
+        assert not random_state.is_alone()

@@ -25,12 +25,13 @@ class DryRun(NamedTuple):
 
     Attributes:
         read: Tensors that were there before; whoever keeps the graphs must keep them, since a graph
-            knows only their addresses. Empty where the backend needs no warm-up (it sees and keeps
-            all itself), as is `written`.
+            knows only their addresses. Emptied where the backend sees and keeps all itself, as is
+            `written`.
         written: Those that forwards write to, and buffers among them.
         constants: Tensors that forwards make of numbers.
         placements: Of gradients that are DTensors, by the number of their parameter among the
             module's.
+        draws: Whether an operation may have drawn random numbers.
         has_host_steps: Whether host functions run within.
         guards: What must hold so that graphs of the call may be replayed.
     """
@@ -39,6 +40,7 @@ class DryRun(NamedTuple):
     written: list[torch.Tensor]
     constants: Constants
     placements: dict[int, tuple[Placement, ...]]
+    draws: bool = False
     has_host_steps: bool = False
     guards: Guards | None = None
 

@@ -119,13 +119,15 @@ class Journal:
     where the device has no memory for them: a step's graph writes to all gradients, which may be
     more than is free.
 
-    draws: what the same capture does to random generators, if it is watched.
+    draws: what the same capture does to random generators, if it is watched. has_drawn: whether an
+    operation may have drawn from one.
     """
 
     def __init__(self) -> None:
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._beside = 0  # bytes of copies on the device
         self.draws: Draws | None = None
+        self.has_drawn = False
 
     def before_write(self, tensor: torch.Tensor) -> None:
         """Save the whole storage behind `tensor` unless it is saved already."""
@@ -134,13 +136,14 @@ class Journal:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
                 tensor.untyped_storage()
             )
-            copy = _copied(whole, self._beside)
+            copy = copied(whole, self._beside)
             self._beside += copy.numel() if copy.device.type == "cuda" else 0
             self._saved[key] = (whole, copy)
 
     def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the capture's code that may draw, with random numbers that nobody
         else gets."""
+        self.has_drawn = True
         return (
             operation.function(*args, **kwargs)
             if self.draws is None
@@ -160,7 +163,8 @@ class Journal:
         return [whole for whole, _ in self._saved.values()]
 
 
-def _copied(whole: torch.Tensor, beside: int) -> torch.Tensor:
+def copied(whole: torch.Tensor, beside: int) -> torch.Tensor:
+    """A copy of bytes, on the device if there is room for it. beside: see `_has_room`."""
     if _has_room(whole, beside):
         with contextlib.suppress(torch.OutOfMemoryError):
             return whole.clone()

@@ -145,7 +145,7 @@ class Draws(Watcher):
             random.getstate, random.setstate, lambda one, other: bool(one == other)
         )
         self._numpy = _numpy_state()
-        self._alone = _alone()
+        self._alone = is_alone()
         self._private: dict[int, tuple[torch.Generator, torch.Generator]] = {}
         self.bakes = any(generator.device.type == "cuda" for generator in self._generators)
         self._rewound: dict[int, torch.Generator] = {}
@@ -203,9 +203,13 @@ class Draws(Watcher):
                 if state is not None:
                     state.note()
 
+    def moving(self) -> contextlib.AbstractContextManager[None]:
+        """The capture itself moves whatever generators it likes in the block."""
+        return self._moving([*self._torch, self._python, self._numpy])
+
     def undo(self) -> None:
         """Put all generators back, but for those that others have drawn from."""
-        alone = self._alone and _alone()
+        alone = self._alone and is_alone()
         states = [state for state in (*self._torch, self._python, self._numpy) if state is not None]
         moved = [state for state in states if state.is_moved(alone)]
         if (
@@ -370,8 +374,8 @@ def _puts_back(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
-def _alone() -> bool:
-    """Whether no other thread could draw. Some threads of libraries run nobody's code but their
+def is_alone() -> bool:
+    """No other thread could draw. Some threads of libraries run nobody's code but their
     own, and a thread that Python did not begin (autograd's) runs none while it has no frame."""
     others = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
     frames = sys._current_frames() if others else {}
