@@ -146,6 +146,7 @@ class Draws(Watcher):
         )
         self._numpy = _numpy_state()
         self._alone = is_alone()
+        self._captured = True
         self._private: dict[int, tuple[torch.Generator, torch.Generator]] = {}
         self.bakes = any(generator.device.type == "cuda" for generator in self._generators)
         self._rewound: dict[int, torch.Generator] = {}
@@ -163,7 +164,7 @@ class Draws(Watcher):
 
     def call(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the capture's code that may draw, with private random numbers."""
-        if self._rewound and operation.draws:
+        if self._rewound and self._captured and operation.draws:
             raise _drawn_again()
         if not operation.moves:
             drawn = _with_generator(operation.function, args, kwargs, self._private_for)
@@ -207,6 +208,16 @@ class Draws(Watcher):
         """The capture itself moves whatever generators it likes in the block."""
         return self._moving([*self._torch, self._python, self._numpy])
 
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Eager code runs in the block, at every replay too: it may draw, seed and set states."""
+        self._captured = False
+        try:
+            with self._moving([self._python, self._numpy]):
+                yield
+        finally:
+            self._captured = True
+
     def undo(self) -> None:
         """Put all generators back, but for those that others have drawn from."""
         alone = self._alone and is_alone()
@@ -230,7 +241,7 @@ class Draws(Watcher):
             for generator, state in zip(self._generators, self._torch, strict=True)
             if generator._cdata == key  # type: ignore[attr-defined]
         ]
-        if known:
+        if known and self._captured:
             if not _puts_back(frame):
                 raise CaptureError(
                     "captured code sets the state of a random generator: a replay would not",
