@@ -92,6 +92,8 @@ def runner_of(module: nn.Module) -> Callable[[Any, Tensor, PackedBatch], Tensor]
 def is_theirs(module: nn.Module) -> bool:
     """Tells whether `forward` of a module is that of transformers, or around it; a packed call,
     which takes its place, leaves out any other."""
+    if torch.compiler.is_compiling():  # read when it has been looked at: guards see a later one
+        return "forward" in module.__dict__ or callable(type(module).forward)
     found = str(module.forward.__module__), str(type(module).forward.__module__)
     return all(name.startswith(AROUND) for name in found)
 
