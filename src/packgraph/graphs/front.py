@@ -66,7 +66,7 @@ from packgraph.graphs.errors import (
     traced_line,
     user_line,
 )
-from packgraph.graphs.key import CONSTANTS
+from packgraph.graphs.key import CONSTANTS, neutral
 from packgraph.graphs.program import note_trace
 from packgraph.graphs.stages import CompileUnit, State
 from packgraph.packing.batch import PackedBatch
@@ -106,17 +106,15 @@ class Trace:
         self.run, self.code = run, code
         # Each has weak references that tell its manager of objects that are gone.
         self._all, self._outside = guards
-        self._classes = classes
+        self.classes = classes
         self._globals = function.__globals__
-        self._closure = dict(
-            zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        )
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = {name: cell.cell_contents for name, cell in cells}
         # The backward of a checkpoint reads what the forward has read.
         self.recomputes = "tag_activation_checkpoint" in code
         self.names = [_in_words(source) for source in sources]
-        self._read = _reading(sources)
-        self._values, self._bits = _reading([*classes.values]), b""
-        self._bits = self._bits_now(owner)
+        self._read = _reading([*sources, *classes.values])
+        self._bits = self._bits_of(self.read(owner))
         self._modules = _reading(
             [name for name in classes.modules if name.startswith("L['owner']")]
         )
@@ -127,25 +125,34 @@ class Trace:
 
     def fits(self, owner: Any, state: Any) -> bool:
         """Whether everything that was read is as it was traced."""
-        given = {"owner": owner, "state": state}
-        found: bool = self._all.guard_manager.check(given | self._cells())
-        return found and self._classes.hold() and self._bits_now(owner) == self._bits
+        given = self.scope(owner) | {"state": state}
+        found: bool = self._all.guard_manager.check(given)
+        return found and self.is_read_as(self.read(owner)) and self.classes.hold()
 
-    def holds(self, owner: Any) -> bool:
-        """Whether everything that was read is as it was traced, the state left out."""
-        with _neutral():
-            found: bool = self._outside.guard_manager.check({"owner": owner, **self._cells()})
-        return found and self._classes.hold() and self._bits_now(owner) == self._bits
+    def scope(self, owner: Any) -> dict[str, Any]:
+        """The variables of a call, the state left out, for `holds` and `read`."""
+        return {"owner": owner, **self._cells}
+
+    def holds(self, scope: dict[str, Any]) -> bool:
+        """Whether guards of all that was read hold, the state left out; asked within `neutral`."""
+        found: bool = self._outside.guard_manager.check(scope)
+        return found
+
+    def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
+        """The tensors from outside as they are now, and numbers of which there are others alike."""
+        found: tuple[Any, ...] = self._read(scope or self.scope(owner), self._globals)
+        return found
 
     def tensors(self, owner: Any) -> tuple[torch.Tensor, ...]:
         """The tensors from outside, as they are now."""
-        found: tuple[torch.Tensor, ...] = self._read(
-            {"owner": owner, **self._cells()}, self._globals
-        )
-        return found
+        return self.read(owner)[: len(self.names)]
 
-    def _bits_now(self, owner: Any) -> bytes:
-        return marshal.dumps(self._values({"owner": owner, **self._cells()}, self._globals), 2)
+    def is_read_as(self, now: tuple[Any, ...]) -> bool:
+        """Whether numbers have the bits that they had."""
+        return self._bits_of(now) == self._bits
+
+    def _bits_of(self, read: tuple[Any, ...]) -> bytes:
+        return marshal.dumps(read[len(self.names) :], 2)
 
     def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
         """The modules that were read, as they are now."""
@@ -154,12 +161,12 @@ class Trace:
 
     def difference(self, owner: Any, state: Any = None) -> str:
         """The first thing that is not as it was traced, in Dynamo's words."""
-        given = {"owner": owner, "state": state, **self._cells()}
-        if not self._classes.hold():
+        given = self.scope(owner) | {"state": state}
+        if not self.classes.hold():
             return "a method of a class that forward uses, or the environment"
-        if self._bits_now(owner) != self._bits:
+        if not self.is_read_as(self.read(owner)):
             return "a number that forward reads"
-        with _neutral() if state is None else contextlib.nullcontext():
+        with neutral() if state is None else contextlib.nullcontext():
             guards = self._outside if state is None else self._all
             found = guards.guard_manager.check_verbose(given)
         return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
@@ -233,7 +240,7 @@ class Classes:
         return True
 
 
-_PACKAGE = f"{PACKAGE}{os.sep}"
+_PACKAGE, _DYNAMO = f"{PACKAGE}{os.sep}", os.path.dirname(convert_frame.__file__)
 # Code with a branch for tracers that reads the same: Dynamo cannot follow the other one.
 _TOLD = (
     os.path.join("transformers", "utils", "output_capturing.py"),  # sets a context variable
@@ -320,7 +327,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         with torch_function_mode_stack_state_mgr.temp_restore_stack():
             classes = Classes()
             guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
-            with _neutral():
+            with neutral():
                 guards = guards_of_all, _again(found).build_guards(code, hooks=_OUTSIDE)
     identity, run, code_of_graph, sources = made
     output = found.tracer_output.output_graph
@@ -417,7 +424,7 @@ def _leaving_generators() -> Iterator[None]:
 
     def leaving(put_back: Callable[..., None]) -> Callable[..., None]:
         def put(*args: Any, **kwargs: Any) -> None:
-            if sys._getframe(1).f_code.co_filename != convert_frame.__file__:
+            if not sys._getframe(1).f_code.co_filename.startswith(_DYNAMO):
                 put_back(*args, **kwargs)
 
         return put
@@ -431,20 +438,6 @@ def _leaving_generators() -> Iterator[None]:
     finally:
         for home, put_back in zip(homes, before, strict=True):
             home.set_rng_state = put_back  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _neutral() -> Iterator[None]:
-    """Within the block there is no autocast, which guards of tensors would see: backwards, and calls
-    in another mode, ask them, too."""
-    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    for kind in on:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in on:
-            torch.set_autocast_enabled(kind, True)
 
 
 def _again(found: Any) -> Any:
@@ -472,6 +465,7 @@ def _name(named: Any) -> str:
 def _outside_alone(entries: Sequence[Any]) -> list[bool]:
     return [
         "L['state']" not in _name(entry.orig_guard)
+        and entry.guard_type != "TENSOR_MATCH"  # which tensor it is, is compared
         and not _name(entry.orig_guard).endswith(_FLAG)
         and entry.guard_type not in _MODES
         for entry in entries

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from packgraph.graphs import parameters
-from packgraph.graphs.key import row_major
+from packgraph.graphs.key import neutral, row_major
 from packgraph.graphs.parameters import has_hooks, hooks_made, local_tensor
 
 if TYPE_CHECKING:  # loads torch's tracer, which takes seconds
@@ -28,6 +28,7 @@ _IN_PLACE = (
 _ARGUMENT = (
     "pass what changes often to forward as an argument, as a tensor if it may have any value"
 )
+_NEEDS_GRADIENT = operator.attrgetter("requires_grad")
 _HOOKS, _LATE_HOOKS = (
     operator.attrgetter("_backward_hooks"),
     operator.attrgetter("_post_accumulate_grad_hooks"),
@@ -44,6 +45,22 @@ class Change(NamedTuple):
         return self.what
 
 
+class _Used(NamedTuple):
+    """A trace that a call has run, with its owner, its variables and what it has read."""
+
+    trace: "Trace"
+    owner: Any
+    scope: dict[str, Any]
+    read: tuple[Any, ...]
+
+
+def _alike(trace: "Trace", now: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
+    """Whether tensors are the same ones, and numbers have the same bits."""
+    tensors = len(trace.names)
+    same = all(map(operator.is_, now[:tensors], read[:tensors]))
+    return same and trace.is_read_as(now)
+
+
 class Guards:
     """The guards of one captured call.
 
@@ -57,12 +74,13 @@ class Guards:
         parameters: Mapping[str, torch.nn.Parameter],
         whole: bool = False,
     ) -> None:
-        self._used, self._whole = list(used), whole
+        self._used, self._whole = [], whole
         self._lists = list[tuple["Trace", Any, tuple[torch.nn.Module, ...]]]()
-        self._read = [trace.tensors(owner) for trace, owner in self._used]
+        self._classes = list[Any]()
         found = {}
-        for (trace, _), group in zip(self._used, self._read, strict=True):
-            found |= {id(t): (name, t) for name, t in zip(trace.names, group, strict=True)}
+        for trace, owner in used:
+            read = self._use(trace, owner)
+            found |= {id(t): (name, t) for name, t in zip(trace.names, read, strict=False)}
         found |= {id(parameter): named for named in parameters.items() for parameter in named[1:]}
         known = [(name, t) for name, t in found.values() if t.layout is torch.strided]
         self._names, tensors = [name for name, _ in known], [tensor for _, tensor in known]
@@ -71,6 +89,7 @@ class Guards:
         ]
         self._locals = list(map(local_tensor, tensors))
         self._pointers = list(map(torch.Tensor.data_ptr, self._locals))
+        self._forms = self._forms_now()
         self._free = [tensor for tensor in tensors if not has_hooks(tensor)]
         self._hooked = [tensor for tensor in tensors if has_hooks(tensor)]
         self._hooks_made = hooks_made()
@@ -78,25 +97,44 @@ class Guards:
     @property
     def recomputes(self) -> bool:
         """Whether a backward runs code of a forward again."""
-        return any(trace.recomputes for trace, _ in self._used)
+        return any(used.trace.recomputes for used in self._used)
+
+    def _use(self, trace: "Trace", owner: Any) -> tuple[Any, ...]:
+        """One more trace has to hold; what it has read."""
+        scope, read = trace.scope(owner), trace.read(owner)
+        self._used.append(_Used(trace, owner, scope, read))
+        if trace.classes not in self._classes:
+            self._classes.append(trace.classes)
+        return read
 
     def add(self, trace: "Trace", owner: Any) -> None:
         """One more trace has to hold, by which pieces are found: the modules that it has read have to
         be the same ones."""
-        self._used.append((trace, owner))
-        self._read.append(trace.tensors(owner))
+        self._use(trace, owner)
         self._lists.append((trace, owner, trace.modules(owner)))
 
     def holds(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> bool:
         """Whether nothing has changed that the graphs have baked. args, kwargs: Of a call."""
         if self._whole and args is not None:
-            trace, owner = self._used[0]
-            if not trace.fits(owner, row_major({"args": args, "kwargs": kwargs})):
+            first = self._used[0]
+            if not first.trace.fits(first.owner, row_major({"args": args, "kwargs": kwargs})):
                 return False
-        for (trace, owner), read in zip(self._used, self._read, strict=True):
-            if not trace.holds(owner) or not all(map(operator.is_, trace.tensors(owner), read)):
-                return False
-        return self._memory_holds() and self._lists_hold()
+        return (
+            all(classes.hold() for classes in self._classes)
+            and self._traces_hold()
+            and self._memory_holds()
+            and self._lists_hold()
+        )
+
+    def _traces_hold(self) -> bool:
+        with neutral():
+            for trace, owner, scope, read in self._used:
+                if not trace.holds(scope):
+                    return False
+                now = trace.read(owner, scope)
+                if not all(map(operator.is_, now, read)) and not _alike(trace, now, read):
+                    return False
+        return True
 
     def _lists_hold(self) -> bool:
         return all(
@@ -104,9 +142,14 @@ class Guards:
             for trace, owner, modules in self._lists
         )
 
+    def _forms_now(self) -> list[Any]:
+        strides = map(torch.Tensor.stride, self._locals)
+        return [*strides, *map(_NEEDS_GRADIENT, self._locals)]
+
     def _memory_holds(self) -> bool:
         return (
             list(map(torch.Tensor.data_ptr, self._locals)) == self._pointers
+            and self._forms_now() == self._forms
             and self._hooks_hold()
             and all(local_tensor(tensor) is local for tensor, local in self._distributed)
         )
@@ -114,16 +157,20 @@ class Guards:
     def changed(self, args: tuple[Any, ...] | None = None, kwargs: Any = None) -> Change | None:
         """What no longer holds, in words. args, kwargs: Of a call."""
         if self._whole and args is not None:
-            trace, owner = self._used[0]
+            first = self._used[0]
             state = row_major({"args": args, "kwargs": kwargs})
-            if not trace.fits(owner, state):
-                return Change(trace.difference(owner, state), _ARGUMENT)
-        for (trace, owner), read in zip(self._used, self._read, strict=True):
-            if not trace.holds(owner):
+            if not first.trace.fits(first.owner, state):
+                return Change(first.trace.difference(first.owner, state), _ARGUMENT)
+        if self.holds():
+            return None
+        for trace, owner, scope, read in self._used:
+            with neutral():
+                holds = trace.holds(scope) and trace.classes.hold()
+            if not holds or not trace.is_read_as(trace.read(owner)):
                 return Change(trace.difference(owner), _ARGUMENT)
-            for number, (now, before) in enumerate(zip(trace.tensors(owner), read, strict=True)):
+            for name, now, before in zip(trace.names, trace.read(owner), read, strict=False):
                 if now is not before:
-                    return Change(f"{trace.names[number]} is another tensor", _IN_PLACE)
+                    return Change(f"{name} is another tensor", _IN_PLACE)
         if not self._lists_hold():
             return Change("a module that stages belong to was replaced", _ARGUMENT)
         return self.memory_changed()
@@ -137,6 +184,10 @@ class Guards:
         now = map(torch.Tensor.data_ptr, self._locals)
         moved = map(operator.ne, now, self._pointers)
         name = next(itertools.compress(self._names, moved), "a parameter")
+        if name == "a parameter":
+            changed = map(operator.ne, self._forms_now(), self._forms)
+            name = next(itertools.compress(self._names * 2, changed), name)
+            return Change(f"the shape or requires_grad of {name!r} was changed", _IN_PLACE)
         return Change(f"the storage of {name!r} was replaced", _IN_PLACE)
 
     def _hooks_hold(self) -> bool:

@@ -476,3 +476,17 @@ class CallModes(NamedTuple):
             torch._C._set_sdp_priority_order(list(self.attention[1]))  # type: ignore[attr-defined]
         if self.cudnn != now.cudnn:
             torch._C._set_cudnn_enabled(self.cudnn)
+
+
+@contextlib.contextmanager
+def neutral() -> Iterator[None]:
+    """Within the block there is no autocast, which guards of tensors would see: backwards, and calls
+    in another mode, ask them, too."""
+    on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)

@@ -254,6 +254,7 @@ def readers_of_results(results: Sequence[torch.Tensor]) -> list[tuple[Any, list[
     return readers
 
 
+_OWN_OPERATION = "GeneratedBackwardFor_packgraph_"  # what torch calls a custom operation's
 _TRACED = "torch._functorch.autograd_function"  # a custom function, of which a trace has graphs
 
 
@@ -264,6 +265,7 @@ def runs_python(results: Iterable[torch.Tensor]) -> bool:
         isinstance(node, torch.autograd.function.BackwardCFunction)
         and (of := type(node)._forward_cls.__module__).split(".")[0] != _OURS  # type: ignore[attr-defined]
         and of != _TRACED
+        and not type(node).__name__.startswith(_OWN_OPERATION)
         for node in _nodes_behind([result for result in results if result.requires_grad])
     )
 

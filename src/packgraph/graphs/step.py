@@ -273,6 +273,7 @@ class GraphedStep:
         """Free all graphs."""
         self._slot.clear()
         self._stale.clear()
+        self._guards.clear()
 
     def _forget_captured(self) -> None:
         """The modules have changed: what was captured is not replayed any more.
