@@ -561,11 +561,14 @@ Code = Callable[[Any, State], State]
 @contextlib.contextmanager
 def _without_remains() -> Iterator[None]:
     """Frees what tracing in the block leaves in cycles: it refers to the module."""
-    collecting = gc.isenabled()
+    collecting, variables = gc.isenabled(), _closure_vars()
+    before = dict(variables)  # where torch 2.11 leaves modules
     gc.disable()  # all that is made stays young
     try:
         yield
     finally:
+        variables.clear()
+        variables.update(before)
         gc.collect(0)
         if collecting:
             gc.enable()

@@ -258,6 +258,7 @@ def reading_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     finally:
         for hook in hooks.values():
             hook.remove()
+        hooks.clear()  # `read` refers to itself, and would keep the modules
 
 
 def note_trace(trace: Any, owner: Any) -> None:
