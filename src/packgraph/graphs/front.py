@@ -329,6 +329,11 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
             guards_of_all = found.build_guards(code, hooks=Hooks(guard_filter_fn=classes.note))
             with neutral():
                 guards = guards_of_all, _again(found).build_guards(code, hooks=_OUTSIDE)
+    for built in guards:
+        names_of_guards = built.guard_manager.closure_vars or {}
+        for name, value in list(names_of_guards.items()):
+            if isinstance(value, torch.nn.Module | torch.Tensor):
+                del names_of_guards[name]  # torch 2.11 needed it to build them
     identity, run, code_of_graph, sources = made
     output = found.tracer_output.output_graph
     if output is not None and output.random_calls:
