@@ -139,13 +139,15 @@ class Trace:
         return found
 
     def read(self, owner: Any, scope: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """The tensors from outside as they are now, and numbers of which there are others alike."""
+        """The tensors and our objects from outside as they are now, by `names`, and numbers of which
+        there are others alike."""
         found: tuple[Any, ...] = self._read(scope or self.scope(owner), self._globals)
         return found
 
-    def tensors(self, owner: Any) -> tuple[torch.Tensor, ...]:
+    def tensors(self, owner: Any) -> list[torch.Tensor]:
         """The tensors from outside, as they are now."""
-        return self.read(owner)[: len(self.names)]
+        read = self.read(owner)[: len(self.names)]
+        return [value for value in read if isinstance(value, torch.Tensor)]
 
     def is_read_as(self, now: tuple[Any, ...]) -> bool:
         """Whether numbers have the bits that they had."""
@@ -164,11 +166,11 @@ class Trace:
         given = self.scope(owner) | {"state": state}
         if not self.classes.hold():
             return "a method of a class that forward uses, or the environment"
-        if not self.is_read_as(self.read(owner)):
-            return "a number that forward reads"
         with neutral() if state is None else contextlib.nullcontext():
             guards = self._outside if state is None else self._all
             found = guards.guard_manager.check_verbose(given)
+        if found.result:
+            return "a number that forward reads"
         return _in_words("; ".join(map(str, found.verbose_code_parts)) or "something")
 
     def _cells(self) -> dict[str, Any]:
@@ -188,6 +190,7 @@ class Classes:
     def __init__(self) -> None:
         self._kinds = dict[type, dict[str, Any]]()
         self.modules = dict[str, None]()  # sources of those that were read
+        self.baked = dict[str, None]()  # of our objects that graphs take for the ones they were
         self.values = dict[str, None]()  # of numbers that may be equal and not the same
         self._tables: list[Any] = []
         self._versions: list[int] = []
@@ -195,8 +198,11 @@ class Classes:
     def note(self, entries: Sequence[Any]) -> list[bool]:
         """A filter of guards that keeps all but those of how they are made."""
         for entry in entries:
+            name = _name(entry.orig_guard)
             if isinstance(entry.value, torch.nn.Module):
-                self.modules.setdefault(_name(entry.orig_guard))
+                self.modules.setdefault(name)
+            if getattr(type(entry.value), "BAKED", False) and "L['state']" not in name:
+                self.baked.setdefault(name)
             if _COMPILED in _name(entry.orig_guard):
                 raise CaptureError(
                     "forward calls a function or module that you have compiled, which a trace "
@@ -204,7 +210,6 @@ class Classes:
                     "",
                     "compile the whole module: packgraph.graph(module, compile=True)",
                 )
-            name = _name(entry.orig_guard)
             if _may_be_alike(entry.value) and "L['state']" not in name:
                 self.values.setdefault(name)
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
@@ -346,6 +351,7 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         names[identity] = run
     made_function = FunctionType(found.bytecode, names, closure=closure)
     owner = arguments["owner"]
+    sources = [*sources, *(name for name in classes.baked if name not in sources)]
     result = Trace(function, made_function, code_of_graph, guards, classes, sources, owner)
     if run is not None:
         weakref.finalize(result, names.pop, identity, None)

@@ -82,7 +82,8 @@ class Guards:
             read = self._use(trace, owner)
             found |= {id(t): (name, t) for name, t in zip(trace.names, read, strict=False)}
         found |= {id(parameter): named for named in parameters.items() for parameter in named[1:]}
-        known = [(name, t) for name, t in found.values() if t.layout is torch.strided]
+        both = [(name, t) for name, t in found.values() if isinstance(t, torch.Tensor)]
+        known = [(name, t) for name, t in both if t.layout is torch.strided]
         self._names, tensors = [name for name, _ in known], [tensor for _, tensor in known]
         self._distributed = [
             (tensor, local) for tensor in tensors if (local := local_tensor(tensor)) is not tensor
@@ -170,7 +171,7 @@ class Guards:
                 return Change(trace.difference(owner), _ARGUMENT)
             for name, now, before in zip(trace.names, trace.read(owner), read, strict=False):
                 if now is not before:
-                    return Change(f"{name} is another tensor", _IN_PLACE)
+                    return Change(f"{name} is another one", _IN_PLACE)
         if not self._lists_hold():
             return Change("a module that stages belong to was replaced", _ARGUMENT)
         return self.memory_changed()

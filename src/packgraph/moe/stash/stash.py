@@ -379,6 +379,8 @@ class Stash:
                 "Stash.saving works by saved-tensor hooks, which compiled code does not call: use "
                 "Stash.keep and Stash.back in an autograd function, or leave the stage uncompiled"
             )
+        if fallback.READING:
+            assert self.identity or self.measures or self.pages is not None  # a graph bakes them
         if self.identity or fallback.READING or are_others():
             yield
             return
