@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
+import numpy
 import torch
 import torch._dynamo.convert_frame as convert_frame
 import torch._dynamo.variables.builder as builder
@@ -34,7 +35,7 @@ import torch._dynamo.variables.torch as torch_variables
 import torch._meta_registrations as meta
 import torch._subclasses.meta_utils as meta_utils
 from torch._C._dynamo.guards import dict_version
-from torch._dynamo.eval_frame import set_enable_dynamic
+from torch._dynamo.eval_frame import OptimizedModule, set_enable_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.guards import _get_closure_vars as _closure_vars
@@ -44,6 +45,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import CompileContext, compile_context
@@ -79,6 +81,7 @@ _READING = dict(
     skip_fwd_side_effects_in_bwd_under_checkpoint=True,
     allow_rnn=True,
     trace_autograd_ops=True,
+    skip_no_tensor_aliasing_guards_on_parameters=False,
 )
 
 
@@ -115,7 +118,7 @@ class Trace:
         self.recomputes = "tag_activation_checkpoint" in code
         self.names = [_in_words(source) for source in sources]
         self._read = _reading(sources)
-        self._values, self._bits = _reading([*classes.values]), b""
+        self._values = _reading([*classes.values])
         self._bits = self._bits_now(owner)
         self._modules = _reading(
             [name for name in classes.modules if name.startswith("L['owner']")]
@@ -144,8 +147,11 @@ class Trace:
         )
         return found
 
-    def _bits_now(self, owner: Any) -> bytes:
-        return marshal.dumps(self._values({"owner": owner, **self._cells()}, self._globals), 2)
+    def _bits_now(self, owner: Any) -> bytes | None:
+        try:
+            return marshal.dumps(self._values({"owner": owner, **self._cells()}, self._globals), 2)
+        except Exception:  # it is not there any more, as a guard will tell
+            return None
 
     def modules(self, owner: Any) -> tuple[torch.nn.Module, ...]:
         """The modules that were read, as they are now."""
@@ -157,7 +163,7 @@ class Trace:
         given = {"owner": owner, "state": state, **self._cells()}
         if not self._classes.hold():
             return "a method of a class that forward uses, or the environment"
-        if self._bits_now(owner) != self._bits:
+        if self._bits_now(owner) not in (None, self._bits):
             return "a number that forward reads"
         with _neutral() if state is None else contextlib.nullcontext():
             guards = self._outside if state is None else self._all
@@ -166,6 +172,9 @@ class Trace:
 
     def _cells(self) -> dict[str, Any]:
         return {name: cell.cell_contents for name, cell in self._closure.items()}
+
+
+_SIZES = "._assert_scalar"  # how Dynamo keeps what it supposes of sizes that it does not know
 
 
 def _reading(sources: Sequence[str]) -> Any:
@@ -190,14 +199,21 @@ class Classes:
         for entry in entries:
             if isinstance(entry.value, torch.nn.Module):
                 self.modules.setdefault(_name(entry.orig_guard))
-            if _COMPILED in _name(entry.orig_guard):
+            name = _name(entry.orig_guard)
+            if _COMPILED in name or isinstance(entry.value, OptimizedModule):
                 raise CaptureError(
                     "forward calls a function or module that you have compiled, which a trace "
                     "would read through",
                     "",
                     "compile the whole module: packgraph.graph(module, compile=True)",
                 )
-            name = _name(entry.orig_guard)
+            if _ARRAY in name or isinstance(entry.value, numpy.ndarray):
+                raise CaptureError(
+                    f"forward reads an array of numpy ({_in_words(name)}), whose numbers a graph "
+                    "would keep",
+                    "",
+                    "make it a tensor: a buffer of the module",
+                )
             if _may_be_alike(entry.value) and "L['state']" not in name:
                 self.values.setdefault(name)
             kind = entry.value if isinstance(entry.value, type) else type(entry.value)
@@ -240,6 +256,7 @@ _TOLD = (
 )
 _FLAG = ".READING"  # of fallback.py
 _COMPILED = "_torchdynamo_inline"  # how Dynamo gets at what is inside of a compiled function
+_ARRAY = "___from_numpy("  # how Dynamo gets at an array
 _HEAP_TYPE = 1 << 9  # of Python's own flags: a class statement has made it
 
 
@@ -288,6 +305,13 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         outside = [source for source in sources if "L['state']" not in source]
         if backend is None:
             _refuse_hanging(sources, arguments["state"])
+        if _SIZES in graph.code:
+            raise CaptureError(
+                "the size of a tensor depends on numbers of another one, which are read on the "
+                "host",
+                "",
+                "make tensors of fixed sizes",
+            )
         run = backend and backend(graph, inputs)
         made[:] = graph.meta["backend_id"], run, graph.code, outside
         return run or graph.forward
@@ -332,12 +356,24 @@ def trace(function: FunctionType, arguments: dict[str, Any], backend: Backend | 
         )
     if run is not None:
         names[identity] = run
+    elif output is not None:
+        _let_go_of_tensors(output)
     made_function = FunctionType(found.bytecode, names, closure=closure)
     owner = arguments["owner"]
     result = Trace(function, made_function, code_of_graph, guards, classes, sources, owner)
     if run is not None:
         weakref.finalize(result, names.pop, identity, None)
     return result
+
+
+def _let_go_of_tensors(output: Any) -> None:
+    """Clears the weak references of a trace to what it has read: torch.utils.swap_tensors takes no
+    tensor that has any."""
+    output.tracing_context.tensor_to_context.clear()
+    for mode in {output.tracing_context.fake_mode, getattr(output, "_old_fake_mode", None)} - {None}:
+        seen = mode.fake_tensor_converter.meta_converter.describer
+        seen.lookup_tensor.clear()
+        seen.lookup_storage.clear()
 
 
 class _Answers(dict[Any, Any]):
@@ -364,6 +400,17 @@ def _knowing_module_names(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(attribute, *args)
 
     return call
+
+
+def _guarding_absence(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What a dictionary has under a key; guards that there is none, where Dynamo does not."""
+
+    def find(table: Any, asking: Any, key: Any) -> Any:
+        if key not in table:
+            table.install_dict_contains_guard(asking, [key])
+        return method(table, asking, key)
+
+    return find
 
 
 def _of_any_dtype(grouped: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -396,6 +443,8 @@ def _answering_as_eager_code() -> Iterator[None]:
     meta._meta_grouped_mm_common = _of_any_dtype(grouped)
     builder.safe_grad = meta_utils.safe_grad = lambda tensor: None  # no business of a forward
     GetAttrVariable.call_method = _knowing_module_names(method)  # type: ignore[method-assign]
+    find = ConstDictVariable.getitem_const_raise_exception_if_absent
+    ConstDictVariable.getitem_const_raise_exception_if_absent = _guarding_absence(find)  # type: ignore[method-assign]
     fallback.READING = True
     try:
         yield
@@ -408,6 +457,7 @@ def _answering_as_eager_code() -> Iterator[None]:
         builder.safe_grad = meta_utils.safe_grad = safe_grad
         meta._meta_grouped_mm_common = grouped
         GetAttrVariable.call_method = method  # type: ignore[method-assign]
+        ConstDictVariable.getitem_const_raise_exception_if_absent = find  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
